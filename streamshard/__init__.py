@@ -1,0 +1,27 @@
+"""StreamShard: sharded data-parallel training for PyTorch by layer streaming."""
+
+from streamshard.api import StreamShard, export_safetensors, load_safetensors
+from streamshard.config import Precision
+from streamshard.errors import (
+    ConfigError,
+    ExportError,
+    RankMismatchError,
+    ShardingError,
+    StateError,
+    StreamShardError,
+    UnitError,
+)
+
+__all__ = [
+    "ConfigError",
+    "ExportError",
+    "Precision",
+    "RankMismatchError",
+    "ShardingError",
+    "StateError",
+    "StreamShard",
+    "StreamShardError",
+    "UnitError",
+    "export_safetensors",
+    "load_safetensors",
+]

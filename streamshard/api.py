@@ -1,0 +1,273 @@
+"""StreamShard, the class users see. How a model is sharded is in `build`, what happens in a step in `engine`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from streamshard.build import engine_of, shard_model
+from streamshard.checkpoint.export import export_shards
+from streamshard.checkpoint.load import load_shards
+from streamshard.config import Precision
+from streamshard.discovery import UnitsArgument
+from streamshard.errors import ShardingError
+from streamshard.grads import reduce_norms
+from streamshard.hooks import HANDLE, call_shell, handle_of
+from streamshard.inspect.memory import MemoryReport, report_memory
+from streamshard.shard import ParamShard
+
+__all__ = ["StreamShard", "export_safetensors", "load_safetensors"]
+
+
+class StreamShard(nn.Module):
+    """Shard a model in place and stream its layers through two buffers. Returns the same object.
+
+    The returned model is the one given: same class name, attributes, ``forward`` signature and state-dict names, and
+    ``isinstance(model, StreamShard)``. Outside forward and backward its parameters are this rank's pieces of the fp32
+    main weights (shape ``[1, .., 1, n]``, n may be 0), the very Parameter objects it had before, for any optimizer. All
+    ranks must call forward and backward the same number of times.
+
+    Args:
+        module: the model, the same on every rank, on the CPU or one GPU.
+        units: what is gathered and reduced together: module classes, modules, names, a predicate ``(module)`` or
+            ``(name, module)``, or None: ``_no_split_modules`` of a transformers model, else the repeated children of
+            the longest ModuleList or Sequential. Everything outside units forms the edge unit.
+        mesh: a 1-D DeviceMesh or a process group to shard over; None takes the default group, made from the
+            launcher's environment if there is none.
+        precision: dtypes of weights, gradients and reductions.
+        weight_slots: number of full-layer weight buffers that layers take turns in.
+        grad_slots: likewise for gradients.
+        broadcast_weights: start from rank 0's weights; else every rank shards its own, which must be equal.
+
+    Raises:
+        ShardingError, UnitError, ConfigError, RankMismatchError: before anything is allocated or changed.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is StreamShard:
+            return shard_model(StreamShard, *args, **kwargs)
+        original: Any = cls._streamshard_original  # type: ignore[attr-defined]  # set on every watched class
+        return original(*args, **kwargs)
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: UnitsArgument = None,
+        *,
+        mesh: DeviceMesh | dist.ProcessGroup | None = None,
+        precision: Precision = Precision(),  # noqa: B008  # frozen
+        weight_slots: int = 2,
+        grad_slots: int = 2,
+        broadcast_weights: bool = True,
+    ) -> None:
+        # Python calls this on what __new__ returned, which was complete before it was sharded.
+        pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, as one pass of the engine."""
+        return call_shell(self.__dict__[HANDLE], super().__call__, args, kwargs)
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate over the backwards inside: weights do not change, so slots' contents are not gathered again.
+
+        Gradients are reduced after every backward all the same, into the sharded fp32 main grads: two grad slots have
+        no room to accumulate a whole model's. The sum is the same.
+        """
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.set_requires_gradient_sync(True)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Enter (False) or leave (True) what `no_sync` does."""
+        engine_of(self).set_synced(requires_gradient_sync)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale gradients so that their norm over all ranks is at most `max_norm`. One collective.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: order of the norm, ``inf`` for the maximum.
+
+        Returns:
+            The norm before scaling: [] fp32, equal on all ranks.
+        """
+        engine = engine_of(self)
+        grads = [grad.as_subclass(torch.Tensor) for grad in (p.grad for p in self.parameters()) if grad is not None]
+        filled = [grad for grad in grads if grad.numel()]
+        order = float(norm_type)
+        if filled:
+            local = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(filled, order)), order)
+        else:
+            local = torch.zeros((), device=engine.streams.device)
+        total = reduce_norms(local, order, engine.transport)
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        if filled:
+            torch._foreach_mul_(filled, scale)
+        return total
+
+    # -- full tensors -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def summon_full_params(self, writeback: bool = False, with_grads: bool = False) -> Iterator[None]:
+        """Inside, parameters are whole on every rank: original names and shapes, fp32. Collective.
+
+        Args:
+            writeback: at the end, take over this rank's piece of whatever the full tensors hold then.
+            with_grads: gradients are whole as well (and are written back with `writeback`).
+        """
+        engine = engine_of(self)
+        engine.settle()
+        restore: list[tuple[ParamShard, torch.Tensor, torch.Tensor | None]] = []
+        for unit in engine.units:
+            full = unit.gather_full([shard.main for shard in unit.shard.params])
+            full_grad = None
+            if with_grads:
+                pieces = [
+                    s.main.new_zeros(s.main.shape) if s.param.grad is None else s.param.grad for s in unit.shard.params
+                ]
+                full_grad = unit.gather_full([piece.as_subclass(torch.Tensor).view(-1) for piece in pieces])
+            for shard in unit.shard.params:
+                restore.append((shard, shard.param.data, shard.param.grad))
+                shard.param.grad = None
+                shard.param.data = _whole(full, shard)
+                if full_grad is not None and restore[-1][2] is not None:
+                    shard.param.grad = _whole(full_grad, shard)
+        try:
+            yield
+        finally:
+            for shard, piece, grad in restore:
+                whole, whole_grad = shard.param.data, shard.param.grad
+                shard.param.grad = None
+                shard.param.data = piece
+                shard.param.grad = grad
+                if writeback:
+                    local = slice(shard.local.start, shard.local.stop)
+                    piece.view(-1).copy_(whole.reshape(-1)[local])
+                    if grad is not None and whole_grad is not None:
+                        grad.view(-1).copy_(whole_grad.reshape(-1)[local])
+
+    def full_state_dict(self, rank0_only: bool = True) -> dict[str, torch.Tensor]:
+        """The whole model's state dict: original names and shapes, weights fp32, in CPU memory. Collective.
+
+        One unit is gathered at a time. Tied names share one tensor, non-persistent buffers are left out.
+
+        Args:
+            rank0_only: other ranks get an empty dict.
+        """
+        engine = engine_of(self)
+        engine.settle()
+        wanted = not rank0_only or engine.transport.rank == 0
+        whole: dict[nn.Parameter, torch.Tensor] = {}
+        for unit in engine.units:
+            full = unit.gather_full([shard.main for shard in unit.shard.params])
+            if wanted:
+                for shard in unit.shard.params:
+                    whole[shard.param] = _whole(full, shard).to("cpu", copy=True)
+        if not wanted:
+            return {}
+        by_name = {n: s.param for u in engine.units for s in u.shard.params for n in (s.name, *s.aliases)}
+        return {
+            name: whole[by_name[name]] if name in by_name else value.detach().to("cpu", copy=True)
+            for name, value in self.state_dict().items()
+        }
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes the engine holds on this rank by category, beside the formula. Printable."""
+        engine = engine_of(self)
+        return report_memory(engine.ledger, engine.units, engine.slot_of, engine.precision)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module. After an exception in backward this puts the sharded parameters back first."""
+        handle = handle_of(self)
+        if handle is not None:
+            handle.engine.settle()
+        yield from super().named_parameters(*args, **kwargs)
+
+    # -- what sharding forbids ----------------------------------------------------------------------------------------
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        # DistributedDataParallel asks for this attribute before it looks at parameters.
+        raise ShardingError(
+            "a StreamShard model cannot be wrapped in DistributedDataParallel: it reduces gradients itself. With "
+            "accelerate, do not pass it to prepare()"
+        )
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise ShardingError(
+            "a StreamShard model cannot be copied: build a second model and load full_state_dict() into it"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ShardingError(
+            "a StreamShard model cannot be pickled, its parameters are pieces: use export_safetensors or full_state_dict()"
+        )
+
+
+def export_safetensors(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "5GB",
+) -> list[str]:
+    """Write the weights in the Hugging Face layout, all ranks at once. Call it on every rank, with the same arguments.
+
+    Every rank writes its own bytes of each file; nothing is gathered, and a rank needs one chunk of extra memory
+    (8 MiB). Tensors are equal, byte for byte, to what `save_pretrained` of the same weights writes. For transformers
+    models the config is saved beside them. An earlier export in the directory is replaced; a run that is interrupted
+    leaves no directory that looks whole.
+
+    Args:
+        model: a model made by `StreamShard`.
+        directory: on storage that all ranks share; made if it is not there.
+        dtype: of floating-point weights in the files, such as ``torch.bfloat16`` or ``"bfloat16"``; None is what each
+            parameter had before sharding.
+        max_shard_size: how large a file may be before the weights are split over several, such as ``"500MB"``.
+
+    Returns:
+        The names of the safetensors files and of their index.
+
+    Raises:
+        ConfigError: `dtype` or `max_shard_size` cannot be read.
+        ExportError: the files cannot be written, or the model's class stores its weights in a way that does not
+            consist of ranges of its parameters. Raised on every rank; names the rank on which it went wrong.
+    """
+    engine = engine_of(model)
+    engine.settle()
+    return export_shards(model, engine.param_shards, engine.transport, directory, dtype, max_shard_size)
+
+
+def load_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> None:
+    """Load an export, or any safetensors directory in the Hugging Face layout. Call it on every rank.
+
+    A rank reads the bytes it owns and converts them to fp32 chunk by chunk (8 MiB). Names must agree: each parameter
+    and persistent buffer is in the files, and nothing else is. Of tied names one is enough; where the files have
+    several, the first in the model's order counts. Nothing is changed unless everything fits.
+
+    Args:
+        model: a model made by `StreamShard`.
+        directory: holds ``model.safetensors``, or numbered files and their index; every rank can read it.
+
+    Raises:
+        ExportError: on every rank; names tensors that are missing, unexpected, or of another shape or kind, or the file
+            that cannot be read.
+    """
+    engine = engine_of(model)
+    engine.settle()
+    load_shards(model, engine.param_shards, engine.transport, directory)
+
+
+def _whole(full: torch.Tensor, shard: ParamShard) -> torch.Tensor:
+    return full.narrow(0, shard.layout.offset, shard.layout.numel).view(shard.layout.shape)

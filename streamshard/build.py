@@ -1,0 +1,281 @@
+"""From a plain model to a streamed one: validate, plan, allocate, attach, in this order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from streamshard.buffers import BufferSync
+from streamshard.config import Precision
+from streamshard.discovery import FoundParam, FoundUnit, UnitsArgument, check_params, find_units, group_params
+from streamshard.engine import EDGE, Engine
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError
+from streamshard.hooks import Handle, handle_of, watch
+from streamshard.layout import ParamSize, plan_unit
+from streamshard.shard import UnitShard, piece_of
+from streamshard.slots import Category, GradSlot, Ledger, WeightSlot, assign_slots
+from streamshard.streams import Streams
+from streamshard.transport import Transport, make_transport, resolve_group
+from streamshard.unit import StreamedUnit
+
+__all__ = ["engine_of", "shard_model"]
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a sharded model.
+
+    Raises:
+        ShardingError: `model` was not sharded by StreamShard.
+    """
+    handle = handle_of(model)
+    if handle is None:
+        raise ShardingError(f"{type(model).__name__} is not sharded: call StreamShard(model) first")
+    return handle.engine
+
+
+def shard_model(
+    base: type,
+    module: nn.Module,
+    units: UnitsArgument = None,
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    precision: Precision | None = None,
+    weight_slots: int = 2,
+    grad_slots: int = 2,
+    broadcast_weights: bool = True,
+) -> nn.Module:
+    """Shard `module` in place and let its class derive from `base`. Arguments and errors: see `StreamShard`."""
+    precision = Precision() if precision is None else precision
+    _check_arguments(module, precision, weight_slots, grad_slots)
+    device = check_params(module)
+    found = find_units(module, units)
+    groups = group_params(module, found)
+    group = resolve_group(_group_of(mesh), device)
+    if device.type == "cpu" and dist.get_backend(group) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    streams = Streams(device)
+    transport = make_transport(group, streams)
+    _check_ranks_agree(transport, groups, (precision, weight_slots, grad_slots))
+
+    ledger = Ledger(device)
+    shards = _plan_shards(found, groups, transport, ledger, precision)
+    kinds = [type(unit.module) for unit in found]
+    shared = [False, *(kinds.count(kind) > 1 for kind in kinds)]  # see [Note: slots]
+    slot_of = {
+        Category.WEIGHT_SLOTS: assign_slots(shared, weight_slots),
+        Category.GRAD_SLOTS: assign_slots(shared, grad_slots),
+    }
+    streamed = _allocate(shards, shared, slot_of, transport, ledger, precision)
+    buffers = BufferSync(module, transport)
+    engine = Engine(streamed, slot_of, transport, streams, ledger, buffers, precision)
+    for unit, params in zip(streamed, groups, strict=True):
+        _take_weights(unit, params, transport, broadcast_weights)
+        unit.make_views(engine.on_grad)
+        if any(found_param.param.requires_grad for found_param in params):
+            unit.shard.allocate_grad()
+    _place_buffers(module, device, precision.buffer_dtype)
+    if broadcast_weights:
+        buffers.send_all()
+    _attach(base, module, found, engine)
+    return module
+
+
+# -- validate -----------------------------------------------------------------------------------------------------
+
+
+def _check_arguments(module: nn.Module, precision: Precision, weight_slots: int, grad_slots: int) -> None:
+    if not isinstance(module, nn.Module):
+        raise ShardingError(f"StreamShard takes an nn.Module, got {type(module).__name__}")
+    if not isinstance(precision, Precision):
+        raise ConfigError(f"precision={precision!r}: wanted a streamshard.Precision")
+    for name, count in (("weight_slots", weight_slots), ("grad_slots", grad_slots)):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 2:
+            raise ConfigError(f"{name}={count!r}: wanted an integer of at least 2")
+    for name, child in module.named_modules():
+        if handle_of(child) is not None:
+            raise ShardingError(f"{name or type(module).__name__!r} is already sharded: StreamShard takes a model once")
+        if isinstance(child, nn.parallel.DistributedDataParallel):
+            raise ShardingError(
+                f"{name or type(module).__name__!r} is a DistributedDataParallel: shard the model inside it"
+            )
+
+
+def _group_of(mesh: object) -> dist.ProcessGroup | None:
+    if mesh is None or isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ConfigError(f"mesh has {mesh.ndim} dimensions: wanted a 1-D DeviceMesh, whose ranks share the model")
+        return mesh.get_group()
+    raise ConfigError(f"mesh={mesh!r}: wanted a DeviceMesh, a ProcessGroup or None")
+
+
+def _check_ranks_agree(transport: Transport, groups: Sequence[Sequence[FoundParam]], settings: object) -> None:
+    """Compare what every rank is about to shard, by a hash that does not depend on the process."""
+    rows = [repr(settings)]
+    rows += [
+        f"unit {place} {' = '.join(p.names)} {tuple(p.param.shape)} {p.param.dtype} "
+        f"requires_grad={p.param.requires_grad}"
+        for place, params in enumerate(groups)
+        for p in params
+    ]
+    digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
+    if len(set(transport.gather_objects(digest))) == 1:
+        return
+    everyone = transport.gather_objects(rows)
+    for rank, theirs in enumerate(everyone):
+        for first, other in zip(everyone[0] + ["nothing"], theirs + ["nothing"], strict=False):
+            if first != other:
+                raise RankMismatchError(f"ranks hold different models: rank 0 has {first}, rank {rank} has {other}")
+
+
+# -- plan and allocate --------------------------------------------------------------------------------------------
+
+
+def _plan_shards(
+    found: Sequence[FoundUnit],
+    groups: Sequence[Sequence[FoundParam]],
+    transport: Transport,
+    ledger: Ledger,
+    precision: Precision,
+) -> list[UnitShard]:
+    names = ["", *(unit.name for unit in found)]
+    shards = []
+    for name, params in zip(names, groups, strict=True):
+        sizes = [ParamSize(p.names[0], tuple(p.param.shape)) for p in params]
+        layout = plan_unit(name, sizes, transport.world_size, element_bytes=precision.param_dtype.itemsize)
+        shards.append(UnitShard(layout, transport, ledger, precision.param_dtype))
+    return shards
+
+
+def _allocate(
+    shards: Sequence[UnitShard],
+    shared: Sequence[bool],
+    slot_of: Mapping[Category, Sequence[int]],
+    transport: Transport,
+    ledger: Ledger,
+    precision: Precision,
+) -> list[StreamedUnit]:
+    """Slots, each as large as its largest unit, and the units that take turns in them."""
+    streams, grad_dtype = transport.streams, precision.slot_grad_dtype
+    scratch = [
+        transport.scratch_numel(shard.layout.shard_numel, grad_dtype, precision.reduce_dtype) for shard in shards
+    ]
+    padded = [shard.layout.padded_numel for shard in shards]
+    weight_slots: dict[int, WeightSlot] = {}
+    grad_slots: dict[int, GradSlot] = {}
+    is_alone = transport.world_size == 1
+    if not is_alone:
+        for slot, numel in _largest(slot_of[Category.WEIGHT_SLOTS], padded).items():
+            buffer = ledger.allocate(Category.WEIGHT_SLOTS, numel, precision.param_dtype)
+            takes_turns = any(
+                s for s, place in zip(shared, slot_of[Category.WEIGHT_SLOTS], strict=True) if place == slot
+            )
+            weight_slots[slot] = WeightSlot(buffer, streams, f"weight slot {slot}", is_shared=takes_turns)
+        room = _largest(slot_of[Category.GRAD_SLOTS], scratch)
+        for slot, numel in _largest(slot_of[Category.GRAD_SLOTS], padded).items():
+            buffer = ledger.allocate(Category.GRAD_SLOTS, numel, grad_dtype)
+            extra = ledger.allocate(Category.SCRATCH, room[slot], grad_dtype)
+            grad_slots[slot] = GradSlot(buffer, extra, streams, f"grad slot {slot}")
+    units = []
+    for index, shard in enumerate(shards):
+        if is_alone:
+            weight_slot = WeightSlot(shard.compute, streams, f"compute shard {index}", is_shared=False)
+            grad_slot = None
+        else:
+            weight_slot = weight_slots[slot_of[Category.WEIGHT_SLOTS][index]]
+            grad_slot = grad_slots[slot_of[Category.GRAD_SLOTS][index]]
+        name = shard.layout.name or "the edge unit"
+        units.append(StreamedUnit(index, name, shard, weight_slot, grad_slot, transport, scratch[index]))
+    return units
+
+
+def _largest(slot_of: Sequence[int], numel: Sequence[int]) -> dict[int, int]:
+    largest: dict[int, int] = {}
+    for slot, size in zip(slot_of, numel, strict=True):
+        largest[slot] = max(largest.get(slot, 0), size)
+    return largest
+
+
+def _take_weights(unit: StreamedUnit, params: Sequence[FoundParam], transport: Transport, broadcast: bool) -> None:
+    """Cut rank 0's (or this rank's own) weights into pieces, one parameter at a time."""
+    shard = unit.shard
+    for found, layout in zip(params, shard.layout.params, strict=True):
+        full = found.param.detach().to(shard.main.device).contiguous()
+        if broadcast and transport.world_size > 1:
+            transport.broadcast(full)
+        shard.add(layout, found.names[1:], found.param, full.view(-1))
+
+
+def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+                owner._buffers[name] = buffer.to(device=device, dtype=cast)
+
+
+# -- attach -------------------------------------------------------------------------------------------------------
+
+
+def _attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engine) -> None:
+    """Register compute views beside the sharded parameters, and watch units and the modules around them."""
+    views = {
+        shard.param: view for unit in engine.units for shard, view in zip(unit.shard.params, unit.views, strict=True)
+    }
+    unit_of = {module: engine.units[place] for place, unit in enumerate(found, 1) for module in unit.module.modules()}
+    top = {unit.module: engine.units[place] for place, unit in enumerate(found, 1)}
+    for module in root.modules():
+        _bind_views(unit_of.get(module, engine.edge), module, views)
+        module.register_load_state_dict_pre_hook(_LoadWhole(engine))
+    cast_dtype = engine.precision.param_dtype if engine.precision.cast_inputs else None
+    for module in list(root.modules()):
+        unit = top.get(module)
+        if module is root:
+            units = frozenset(range(len(engine.units)))
+            watch(root, Handle(engine, None, units, cast_dtype, engine.precision.output_dtype), base)
+        elif unit is not None:
+            watch(module, Handle(engine, unit, frozenset((EDGE, unit.index)), cast_dtype, None))
+        elif module not in unit_of and (module._parameters or any(child in unit_of for child in module.modules())):
+            inside = frozenset(top[child].index for child in module.modules() if child in top)
+            watch(module, Handle(engine, None, inside | {EDGE}, cast_dtype, None))
+
+
+def _bind_views(unit: StreamedUnit, module: nn.Module, views: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    sharded = module._parameters
+    if not any(param is not None for param in sharded.values()):
+        return
+    computing = {name: None if param is None else views[param] for name, param in sharded.items()}
+    unit.add_binding(module.__dict__, "_parameters", sharded, computing)
+    if isinstance(module, nn.RNNBase):  # keeps its weights a second time, for cuDNN
+        names = module._flat_weights_names
+        unit.add_binding(module.__dict__, "_flat_weights", module._flat_weights, [computing[name] for name in names])
+
+
+class _LoadWhole:
+    """Before ``load_state_dict`` copies: cut whole tensors into this rank's pieces."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._shards = {shard.param: shard for unit in engine.units for shard in unit.shard.params}
+        self._engine = engine
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+    ) -> None:
+        self._engine.settle()
+        for key, param in module._parameters.items():
+            name = prefix + key
+            if param is None or name not in state_dict:
+                continue
+            shard, value = self._shards[param], state_dict[name]
+            if metadata.get("assign_to_params_buffers", False):
+                raise ShardingError(f"load_state_dict(assign=True) would replace the sharded parameter {name!r}")
+            if tuple(value.shape) == shard.layout.shape and value.numel() == shard.layout.numel:
+                flat = value.reshape(-1)[shard.local.start : shard.local.stop]
+                state_dict[name] = piece_of(flat, shard.layout, shard.local._replace(shard_offset=0))

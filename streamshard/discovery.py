@@ -1,0 +1,197 @@
+"""Which modules are units, and which parameters lie in which unit. Looks at the model, changes nothing."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from streamshard.errors import ShardingError, UnitError
+
+__all__ = ["FoundParam", "FoundUnit", "UnitsArgument", "check_params", "find_units", "group_params"]
+
+UnitsArgument = (
+    type[nn.Module] | str | Iterable[type[nn.Module] | str | nn.Module] | Callable[..., bool] | None
+)  # what StreamShard(units=...) accepts
+
+
+class FoundUnit(NamedTuple):
+    """A module that becomes a unit."""
+
+    name: str
+    module: nn.Module
+
+
+class FoundParam(NamedTuple):
+    """One parameter with all the names it is registered under, the first one in ``names[0]``."""
+
+    names: tuple[str, ...]
+    param: nn.Parameter
+
+
+def find_units(root: nn.Module, units: UnitsArgument) -> list[FoundUnit]:
+    """The units of `root` in registration order, as `StreamShard` documents for its argument `units`.
+
+    Raises:
+        UnitError: a unit is not part of the model, is the root, overlaps another or has no parameters; nothing fits.
+    """
+    names = {module: name for name, module in root.named_modules()}
+    found = _detect(root) if units is None else _select(root, units, names)
+    _check_units(root, found)
+    order = {module: place for place, module in enumerate(names)}
+    return [FoundUnit(names[module], module) for module in sorted(found, key=order.__getitem__)]
+
+
+def _detect(root: nn.Module) -> list[nn.Module]:
+    """``_no_split_modules`` of a transformers model, else the repeated children of the longest container."""
+    wanted = set(getattr(root, "_no_split_modules", None) or ())
+    found = _outermost(root, lambda module: type(module).__name__ in wanted) if wanted else []
+    if not found:
+        containers = [m for m in root.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+        found = max((_repeated_children(container) for container in containers), key=len, default=[])
+    if not found:
+        warnings.warn(
+            f"{type(root).__name__} has no repeated layers that StreamShard can find: it becomes one unit, whose "
+            "weights are all gathered at once. Name its layers with units=[...] to stream them",
+            stacklevel=4,
+        )
+    return found
+
+
+def _outermost(root: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    found: dict[nn.Module, None] = {}
+    inside: set[nn.Module] = set()
+    for module in root.modules():
+        if module is not root and module not in inside and _has_params(module) and wanted(module):
+            found[module] = None
+            inside.update(module.modules())
+    return list(found)
+
+
+def _repeated_children(container: nn.Module) -> list[nn.Module]:
+    children = [child for child in dict.fromkeys(container.children()) if _has_params(child)]
+    counts = Counter(type(child) for child in children)
+    return [child for child in children if counts[type(child)] > 1]
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _select(root: nn.Module, units: UnitsArgument, names: dict[nn.Module, str]) -> list[nn.Module]:
+    if isinstance(units, type | str | nn.Module) and not isinstance(units, nn.ModuleList):
+        units = [units]
+    if callable(units) and not isinstance(units, nn.Module):
+        return _selected_by(root, units)
+    by_name = {name: module for module, name in names.items()}
+    found: list[nn.Module] = []
+    for wanted in units or ():  # type: ignore[union-attr]  # callables were handled above
+        if isinstance(wanted, type):
+            matches = [m for m in names if m is not root and type(m) is wanted] or [
+                m for m in names if m is not root and isinstance(m, wanted)
+            ]
+            if not matches:
+                raise UnitError(f"units names the class {wanted.__name__}, but the model has no module of that class")
+            found.extend(matches)
+        elif isinstance(wanted, str):
+            if wanted not in by_name:
+                raise UnitError(f"units names {wanted!r}, but the model has no module of that name")
+            found.append(by_name[wanted])
+        elif isinstance(wanted, nn.Module):
+            if wanted not in names:
+                raise UnitError(f"units holds a {type(wanted).__name__} that is not part of the model")
+            found.append(wanted)
+        else:
+            raise UnitError(f"units holds {wanted!r}: wanted module classes, modules or names")
+    if not found:
+        raise UnitError("units selects no module")
+    return found
+
+
+def _selected_by(root: nn.Module, predicate: Callable[..., bool]) -> list[nn.Module]:
+    arity = len(inspect.signature(predicate).parameters)
+    found = [
+        module
+        for name, module in root.named_modules()
+        if module is not root and (predicate(name, module) if arity > 1 else predicate(module))
+    ]
+    if not found:
+        raise UnitError("the predicate given as units selects no module")
+    return found
+
+
+def _check_units(root: nn.Module, found: list[nn.Module]) -> None:
+    names = {module: name for name, module in root.named_modules()}
+    owner: dict[nn.Module, nn.Module] = {}
+    for unit in found:
+        if unit is root:
+            raise UnitError("units holds the whole model: wanted layers inside it")
+        if not _has_params(unit):
+            raise UnitError(f"unit {names[unit]!r} has no parameters")
+    for unit in found:
+        for module in unit.modules():
+            if module in owner:
+                first, second = names[owner[module]], names[unit]
+                what = "is given twice" if first == second else f"overlaps unit {second!r}"
+                raise UnitError(f"unit {first!r} {what} (both hold {names[module]!r})")
+            owner[module] = unit
+
+
+def group_params(root: nn.Module, units: list[FoundUnit]) -> list[list[FoundParam]]:
+    """The parameters of the edge unit (first) and of each unit, in registration order.
+
+    A parameter that more than one unit holds, or a unit and the rest of the model, is tied across them: it lies in the
+    edge unit, whose weights are in place throughout a pass.
+    """
+    owner = {module: place for place, unit in enumerate(units, 1) for module in unit.module.modules()}
+    names: dict[nn.Parameter, list[str]] = {}
+    holders: dict[nn.Parameter, set[int]] = {}
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for key, param in module._parameters.items():
+            if param is not None:
+                names.setdefault(param, []).append(f"{prefix}.{key}" if prefix else key)
+                holders.setdefault(param, set()).add(owner.get(module, 0))
+    groups: list[list[FoundParam]] = [[] for _ in range(len(units) + 1)]
+    for param, where in holders.items():
+        place = next(iter(where)) if len(where) == 1 else 0
+        groups[place].append(FoundParam(tuple(names[param]), param))
+    return groups
+
+
+def check_params(root: nn.Module) -> torch.device:
+    """Raise if the parameters cannot be sharded; the device they all are on.
+
+    Raises:
+        ShardingError: none at all, several devices, meta, or a dtype other than bf16, fp16, fp32.
+    """
+    first: tuple[str, torch.device] | None = None
+    for name, param in root.named_parameters():
+        if param.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            kind = "complex" if param.is_complex() else "quantized or integer" if not param.is_floating_point() else ""
+            raise ShardingError(
+                f"parameter {name!r} is {param.dtype}{f' ({kind})' if kind else ''}: main weights are fp32, so only "
+                "fp32, bf16 and fp16 parameters can be sharded"
+            )
+        if param.layout is not torch.strided or type(param) is not nn.Parameter:
+            raise ShardingError(
+                f"parameter {name!r} is a {type(param).__name__} ({param.layout}), wanted a dense Parameter"
+            )
+        if param.device.type == "meta":
+            raise ShardingError(
+                f"parameter {name!r} is on the meta device: materialise the model first (to_empty, init)"
+            )
+        if first is None:
+            first = name, param.device
+        elif param.device != first[1]:
+            raise ShardingError(
+                f"parameters are on several devices: {first[0]!r} on {first[1]}, {name!r} on {param.device}; move the "
+                "model to one"
+            )
+    if first is None:
+        raise ShardingError(f"{type(root).__name__} has no parameters: there is nothing to shard")
+    return first[1]

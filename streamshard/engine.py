@@ -1,0 +1,511 @@
+"""When everything happens: one short method per event of a training step, from enter to finish_backward.
+
+The engine owns the sweeps (which unit is next), the phase, and nothing else: buffers are the ledger's, journeys the
+units'. Hooks call in, units are told what to do. See [Note: one program], [Note: ordering rules], [Note: need].
+
+[Note: need]
+Backward needs a unit's weights when one of its saved tensors is unpacked: each unit's forward runs under saved-tensor
+hooks which hold back the slot's views (0.03 ms of host time per layer, docs/log.md). That is exact whatever the loss
+is made of. A hook on the outputs' graph nodes says it earlier, and also when recomputation inside the unit
+(torch.utils.checkpoint) has hidden its saved tensors from us. Being needed closes every unit before: their gradients
+are complete, because autograd runs nodes latest-created first, and what a unit used twice still has to come is known
+from the program: its reduction stands behind its last visit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.autograd import Variable
+
+from streamshard.buffers import BufferSync
+from streamshard.config import Precision
+from streamshard.program import Op, OpKind, Sweep, merge_order
+from streamshard.shard import ParamShard
+from streamshard.slots import Category, Ledger
+from streamshard.streams import Fence, Rule, StreamName, Streams, Work
+from streamshard.transport import Transport
+from streamshard.unit import StreamedUnit
+
+__all__ = ["Engine", "Pass", "Run", "in_backward"]
+
+EDGE = 0  # index of the edge unit
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside an autograd backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Pass:
+    """One outermost forward with gradients. Kept alive by the graph it made; the engine only looks on, weakly.
+
+    Attributes:
+        visits: what the program issued, units outside the program included, in order; filled at the end.
+    """
+
+    __slots__ = ("__weakref__", "visits")
+
+    def __init__(self) -> None:
+        self.visits: tuple[int, ...] = ()
+
+
+class Run:
+    """One forward of one unit: what its saved tensors and outputs refer to when backward needs the unit."""
+
+    __slots__ = ("pass_", "unit")
+
+    def __init__(self, unit: StreamedUnit, pass_: Pass) -> None:
+        self.unit = unit
+        self.pass_ = pass_
+
+
+class _AllWork:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class Engine:
+    """Streams units through slots.
+
+    Args:
+        units: all units; the edge unit first, then blocks in registration order.
+        slot_of: the slot of each unit, for WEIGHT_SLOTS and GRAD_SLOTS.
+        transport, streams, ledger, buffers: see there. The engine owns the two step-boundary fences.
+        precision: the dtypes in force, for reports.
+
+    Attributes:
+        is_synced: False inside ``no_sync()``: weights cannot have changed since the last pass, so what slots hold is
+            reused.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[StreamedUnit],
+        slot_of: Mapping[Category, Sequence[int]],
+        transport: Transport,
+        streams: Streams,
+        ledger: Ledger,
+        buffers: BufferSync,
+        precision: Precision,
+    ) -> None:
+        self.units = list(units)
+        self.transport = transport
+        self.streams = streams
+        self.ledger = ledger
+        self.buffers = buffers
+        self.is_synced = True
+        self.depth = 0  # of forwards of modules that the engine watches
+        self.order: tuple[int, ...] = tuple(range(len(units)))
+        self._has_learnt = False
+        self.slot_of = slot_of
+        self.precision = precision
+        self._slot_of = slot_of[Category.WEIGHT_SLOTS]
+        self._weights_are_current = False
+        self._forward: Sweep | None = None
+        self._visit = 0
+        self._pass: Pass | None = None
+        self._pending: list[weakref.ref[Pass]] = []
+        self._backward: Sweep | None = None
+        self._backward_passes: list[Pass] = []
+        self._computing: StreamedUnit | None = None  # the unit whose backward is running
+        self._reducing: list[Work] = []
+        self._failed: BaseException | None = None
+        self._flags, self._all_flags = self._allocate_flags()
+        self._flags_work: Work | None = None
+        self._flags_last: list[bool] = []
+        self._cast_done = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMPUTE, "compute shards")
+        self._comm_idle = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMM, "compute shards and main grads")
+
+    def _allocate_flags(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[F] uint8 of this rank and [N * F] of all ranks: which parameters had a gradient."""
+        count = 0 if self.transport.world_size == 1 else sum(len(unit.shard.layout.params) for unit in self.units)
+        flags = self.ledger.allocate(Category.FLAGS, count, torch.uint8)
+        return flags, self.ledger.allocate(Category.FLAGS, count * self.transport.world_size, torch.uint8)
+
+    @property
+    def edge(self) -> StreamedUnit:
+        """The unit of everything outside the blocks."""
+        return self.units[EDGE]
+
+    @property
+    def param_shards(self) -> list[ParamShard]:
+        """This rank's part of every parameter, edge unit first."""
+        return [shard for unit in self.units for shard in unit.shard.params]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is the only rank: nothing is gathered or reduced."""
+        return self.transport.world_size == 1
+
+    def set_synced(self, is_synced: bool) -> None:
+        """Leave (True) or enter (False) a stretch of passes between which weights do not change."""
+        self.is_synced = is_synced
+        if is_synced:
+            self._weights_are_current = False
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def enter(self, units: frozenset[int]) -> None:
+        """The forward of a watched module begins; the outermost one begins a pass over `units`."""
+        self.depth += 1
+        if self.depth > 1 or self._backward is not None and in_backward():
+            return
+        try:
+            self._begin_pass(units)
+        except BaseException:
+            self.depth -= 1
+            raise
+
+    def exit(self, error: BaseException | None) -> Pass | None:
+        """The forward of a watched module is over; the outermost one ends the pass, which is returned."""
+        self.depth -= 1
+        if self.depth > 0 or self._forward is None:
+            return None
+        return self._end_pass(error)
+
+    def _begin_pass(self, units: frozenset[int]) -> None:
+        self.settle()
+        if not self._weights_are_current:
+            self._cast()
+        visits = [index for index in self.order if index in units or index == EDGE]
+        self._forward = Sweep(visits, self._slot_of, reduce=False)
+        self._pass = Pass()
+        self._ask(self.edge)
+        self.edge.bind()
+
+    def _cast(self) -> None:
+        """Main weights to compute shards, between the last pass's gathers and this one's (rule 5)."""
+        self._drain_gathers()
+        self._comm_idle.record()
+        self._comm_idle.wait()  # rule 5: no cast writes what a gather still reads
+        with torch.no_grad():
+            for unit in self.units:
+                unit.refresh()
+                unit.weight_slot.content = unit.index if self.is_alone or not unit.views else None
+        self._cast_done.record()
+        self._cast_done.wait()  # rule 5: no gather reads what is still being cast
+
+    def pre_forward(self, unit: StreamedUnit) -> Run:
+        """`unit` is about to compute: its weights are in place and bound afterwards."""
+        if self._backward is not None and in_backward():
+            self._recompute(unit)
+            return Run(unit, self._backward_passes[-1])
+        self._ask(unit)
+        unit.bind()
+        assert self._pass is not None
+        return Run(unit, self._pass)
+
+    def post_forward(self, unit: StreamedUnit) -> None:
+        """`unit` has computed: its slot goes to the next unit, whose gather starts now."""
+        if self._backward is not None and in_backward():
+            return  # recomputed: it stays until its reduction
+        if unit is self.edge:
+            return
+        unit.release()
+        sweep = self._forward
+        if sweep is not None and self._visit >= 0:
+            self._issue(sweep.release_before(self._visit + 1))
+
+    def _ask(self, unit: StreamedUnit) -> None:
+        """Issue what the program has up to `unit`, and let compute wait for its weights (rule 1)."""
+        sweep = self._forward
+        assert sweep is not None
+        sweep.used.append(unit.index)
+        visit = sweep.find(unit.index)
+        if visit is None:
+            self._visit = -1
+            sweep.depart(unit.index)
+        else:
+            self._visit = visit
+            self._issue(sweep.release_before(visit))
+        self._acquire(unit)
+
+    def _end_pass(self, error: BaseException | None) -> Pass | None:
+        sweep, pass_ = self._forward, self._pass
+        assert sweep is not None
+        self._forward = self._pass = None
+        self.edge.release()
+        if error is not None and (self._failed is not None or not isinstance(error, Exception)):
+            return None
+        self._issue(sweep.finish())
+        self._weights_are_current = not self.is_synced
+        if error is not None or pass_ is None:
+            return None
+        if torch.is_grad_enabled():
+            pass_.visits = tuple(sweep.log)
+            self._pending.append(weakref.ref(pass_))
+            if not self._has_learnt:
+                self._learn(sweep)
+                return pass_
+        if self.is_synced:
+            self.buffers.send()
+        return pass_ if torch.is_grad_enabled() else None
+
+    def _learn(self, sweep: Sweep) -> None:
+        """After the first training pass, once: adopt the order in which units ran if it was the same on all ranks."""
+        self._has_learnt = True
+        order = merge_order(range(len(self.units)), sweep.used)
+        heard = self.transport.gather_objects((order, self.buffers.changed()))
+        if len({tuple(other) for other, _ in heard}) == 1:
+            self.order = order
+        self.buffers.learn({name for _, names in heard for name in names})
+
+    # -- gathers --------------------------------------------------------------------------------------------------
+
+    def _issue(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            unit = self.units[op.unit]
+            if op.kind is OpKind.REDUCE:
+                self._reduce(unit)
+            elif unit.weight_slot.content != unit.index:
+                self._gather(unit)
+
+    def _gather(self, unit: StreamedUnit) -> None:
+        holder = unit.weight_slot.content
+        if holder is not None and self.units[holder].is_bound and self.units[holder] is not unit:
+            self.units[holder].release()
+        with self._guarded():
+            unit.start_gather()
+
+    def _acquire(self, unit: StreamedUnit) -> None:
+        if unit.weight_slot.content != unit.index:
+            self._gather(unit)
+        with self._guarded():
+            unit.finish_gather()
+
+    def _drain_gathers(self) -> None:
+        with self._guarded():
+            for unit in self.units:
+                unit.weight_slot.arrived.settle()
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, pass_: Pass) -> None:
+        """Backward through `pass_` begins: the program is what the pending passes issued, reversed."""
+        if self._backward is not None:
+            if pass_ not in self._backward_passes:
+                self._close_all()
+                self._sweep_back([pass_])
+            return
+        pending = [p for ref in self._pending if (p := ref()) is not None]
+        self._pending = []
+        self._sweep_back([*(p for p in pending if p is not pass_), pass_] if pass_ not in pending else pending)
+        Variable._execution_engine.queue_callback(self.finish_backward)
+        self._acquire(self.edge)
+        self.edge.bind()
+
+    def _sweep_back(self, passes: list[Pass]) -> None:
+        visits = [unit for p in reversed(passes) for unit in reversed(p.visits)]
+        self._backward = Sweep(visits, self._slot_of, reduce=True)
+        self._backward_passes = passes
+        self._issue(self._backward.release_before(0))
+
+    def need(self, run: Run) -> None:
+        """Backward is about to read the weights of `run`'s unit (rule 1). Called any number of times."""
+        if self._computing is run.unit and run.unit.is_bound:
+            return
+        self.begin_backward(run.pass_)
+        unit = run.unit
+        self._advance(unit)
+        self._acquire(unit)
+        unit.bind()
+
+    def _recompute(self, unit: StreamedUnit) -> None:
+        """Forward inside backward. The next unit of the program is simply early; any other is fetched beside it."""
+        sweep = self._backward
+        assert sweep is not None
+        if self._computing is not unit:
+            start = sweep.released + (self._computing is not None)
+            if start < len(sweep.visits) and sweep.visits[start] == unit.index:
+                self._advance(unit)
+        self._acquire(unit)
+        unit.bind()
+
+    def _advance(self, unit: StreamedUnit) -> None:
+        """Move on to `unit`'s next visit: units before it are over, so their slots and gradients go (rules 2 and 4)."""
+        sweep = self._backward
+        assert sweep is not None
+        if self._computing is unit:
+            return
+        visit = sweep.find(unit.index)
+        if visit is None:  # outside the program, or needed again after its turn
+            return
+        self._computing = unit
+        for other in self.units[1:]:
+            if other.is_bound and other is not unit:
+                other.release()
+        self._issue(sweep.release_before(visit))
+
+    def on_grad(self, unit: StreamedUnit, place: int, grad: torch.Tensor) -> None:
+        """A gradient is complete, as far as this graph goes: it moves into the grad slot (rule 3)."""
+        if self._backward is None:
+            self.begin_backward(self._last_pass())
+        if unit is not self.edge and self._computing is not unit:
+            self._advance(unit)
+        slot = unit.grad_slot
+        if slot is None:
+            if not any(unit.used):
+                unit.open_grads()
+        elif slot.content != unit.index:
+            if slot.content is not None:  # gradients that come in several parts share a slot: move one part on
+                self._reduce(self.units[slot.content])
+            unit.open_grads()
+        unit.write_grad(place, grad)
+
+    def _last_pass(self) -> Pass:
+        """The latest pass that is still alive: for a graph in which no unit's weights are needed."""
+        for ref in reversed(self._pending):
+            if (pass_ := ref()) is not None:
+                return pass_
+        return Pass()
+
+    def _reduce(self, unit: StreamedUnit) -> None:
+        if not unit.is_trainable:
+            return
+        slot = unit.grad_slot
+        with self._guarded():
+            if slot is None:
+                if not any(unit.used):
+                    return
+            elif slot.content != unit.index:
+                if slot.content is not None:
+                    self._reduce(self.units[slot.content])
+                unit.open_grads()
+            work = unit.start_reduce()
+        if work is not None:
+            self._reducing.append(work)
+
+    def _close_all(self) -> None:
+        """The sweep is over: issue what is left, let go of every unit."""
+        sweep = self._backward
+        assert sweep is not None
+        for unit in self.units[1:]:
+            if unit.is_bound:
+                unit.release()
+        self._computing = None
+        self._issue(sweep.finish())
+        for unit in self.units:  # gradients that came after their unit's turn
+            if unit.grad_slot is not None and unit.grad_slot.content == unit.index:
+                self._reduce(unit)
+
+    def finish_backward(self) -> None:
+        """The end of backward: last reductions, then gradients for the optimizer (rule 5)."""
+        if self._backward is None:
+            return
+        self._close_all()
+        if self._forward is None:
+            self.edge.release()
+        reduced = [unit for unit in self.units if unit.reductions]
+        self._start_flags()
+        with self._guarded():
+            self._comm_idle.record(_AllWork(self._reducing))
+            self._reducing = []
+            self._comm_idle.wait()  # rule 5: no optimizer step reads main grads that are still being reduced
+        used = self._agree_on_used()
+        for unit in reduced:
+            unit.finish_reduce(used[unit.index])
+        self._backward = None
+        self._backward_passes = []
+
+    # -- which parameters were used -------------------------------------------------------------------------------
+
+    def _start_flags(self) -> None:
+        """Tell the other ranks which parameters had a gradient here. One small gather per backward."""
+        if self.is_alone:
+            return
+        self._settle_flags()
+        flags = [used for unit in self.units for used in unit.used]
+        if flags != self._flags_last:
+            self._flags_last = flags
+            self._flags.copy_(torch.tensor(flags, dtype=torch.uint8))
+            self._cast_done.record()
+            self._cast_done.wait()
+        with self._guarded():
+            self._flags_work = self.transport.start_gather(self._flags, self._all_flags, len(self.units))
+
+    def _agree_on_used(self) -> list[list[bool]]:
+        """Which parameters some rank used. Waits for the other ranks only if this one left a parameter out."""
+        used = [unit.used for unit in self.units]
+        complete = all(
+            is_used or not view.requires_grad
+            for unit in self.units
+            for is_used, view in zip(unit.used, unit.views, strict=True)
+        )
+        if self.is_alone or complete:
+            return used
+        with self._guarded():
+            self._settle_flags()
+            if self.streams.is_cuda:
+                self.streams.cuda_stream(StreamName.COMM).synchronize()
+        anywhere = self._all_flags.view(self.transport.world_size, -1).amax(0).tolist()
+        result, start = [], 0
+        for unit in self.units:
+            result.append([bool(flag) for flag in anywhere[start : start + len(unit.used)]])
+            start += len(unit.used)
+        return result
+
+    def _settle_flags(self) -> None:
+        work, self._flags_work = self._flags_work, None
+        if work is not None:
+            work.wait()
+
+    # -- when things go wrong -------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Leave a backward that an exception has ended, so that the next pass is right.
+
+        What the program has left is issued first: ranks that failed at different points stay in step.
+        """
+        if self._backward is None or in_backward():
+            return
+        try:
+            if self._failed is None:
+                self._close_all()
+                with self._guarded():
+                    _AllWork(self._reducing).wait()
+        finally:
+            for unit in self.units:
+                if unit.is_bound:
+                    unit.release()
+                if unit.reductions:
+                    unit.finish_reduce([False] * len(unit.views))
+                if unit.grad_slot is not None:
+                    unit.grad_slot.content = None
+                unit.used = [False] * len(unit.views)
+            self._reducing = []
+            self._backward = None
+            self._backward_passes = []
+            self._pending = []
+            self._computing = None
+
+    def _guarded(self) -> _Guard:
+        return _Guard(self)
+
+    def fail(self, error: BaseException) -> None:
+        """A collective failed: nothing more is issued to ranks that may be gone."""
+        self._failed = error
+
+
+class _Guard:
+    """Marks the engine as failed when a collective raises inside."""
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._engine.fail(error)

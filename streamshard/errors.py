@@ -1,0 +1,63 @@
+"""Every error StreamShard raises on purpose, as one tree.
+
+    StreamShardError
+    +-- ConfigError         an argument or setting that cannot work (also a ValueError)
+    +-- UnitError           units that overlap, are empty, or are not part of the model
+    +-- ShardingError       a model that cannot be sharded, or is used in a way sharding forbids
+    +-- RankMismatchError   ranks disagree about the model, the settings, or what ran
+    +-- ExportError         files that cannot be written or read
+    +-- StateError          an invariant of the engine is broken; carries the unit and its state
+
+A message says what was given, what is wanted, and which parameter, layer or rank it is about.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "ExportError",
+    "RankMismatchError",
+    "ShardingError",
+    "StateError",
+    "StreamShardError",
+    "UnitError",
+]
+
+
+class StreamShardError(RuntimeError):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(StreamShardError, ValueError):
+    """An argument or setting that cannot work."""
+
+
+class UnitError(StreamShardError):
+    """Units that overlap, are empty, or are not part of the model."""
+
+
+class ShardingError(StreamShardError):
+    """A model that cannot be sharded, or is used in a way that sharding forbids."""
+
+
+class RankMismatchError(StreamShardError):
+    """Ranks disagree about the model, the settings, or what ran."""
+
+
+class ExportError(StreamShardError):
+    """Files that cannot be written or read."""
+
+
+class StateError(StreamShardError):
+    """A broken invariant of the engine: a bug here, not in the user's code.
+
+    Args:
+        unit: name of the unit the engine was handling.
+        state: what the engine found.
+        wanted: what should have been the case.
+    """
+
+    def __init__(self, unit: str, state: str, wanted: str) -> None:
+        super().__init__(f"unit {unit!r} is {state}, wanted {wanted}")
+        self.unit = unit
+        self.state = state

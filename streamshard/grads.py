@@ -1,0 +1,144 @@
+"""Gradients that know they are a piece: norms of `ShardedGrad` are norms over all ranks.
+
+``torch.nn.utils.clip_grad_norm_`` on sharded parameters would silently clip each rank by its own piece. `ShardedGrad`
+answers every norm with a `PartialNorm`, which stays local while norms are stacked and is summed over ranks, once, when
+somebody takes the norm of the norms or looks at the value. Other operations see a plain tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from streamshard.transport import Transport
+
+__all__ = ["PartialNorm", "ShardedGrad", "reduce_norms"]
+
+_VECTOR_NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm)
+# What keeps a piece a piece: people write p.grad.detach().data.float().norm().
+_KEEPERS = (
+    torch.Tensor.data.__get__,  # type: ignore[attr-defined]  # a getset_descriptor; the stubs call it a Tensor
+    torch.Tensor.detach,
+    torch.Tensor.float,
+    torch.Tensor.double,
+    torch.Tensor.to,
+    torch.Tensor.clone,
+)
+
+
+class ShardedGrad(torch.Tensor):
+    """This rank's piece of a parameter's gradient: shape of the sharded parameter, fp32, a view of the main grads."""
+
+    transport: Transport
+
+    @classmethod
+    def wrap(cls, piece: torch.Tensor, transport: Transport) -> ShardedGrad:
+        """`piece` as a ShardedGrad on the same memory; its norms are collectives of `transport`."""
+        grad = piece.as_subclass(cls)
+        grad.transport = transport
+        return grad
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Norms become `PartialNorm`, overflow checks global; everything else is an ordinary operation."""
+        kwargs = kwargs or {}
+        if func in _VECTOR_NORMS and isinstance(args[0], cls):
+            order = _order_of(args, kwargs)
+            with torch._C.DisableTorchFunctionSubclass():
+                return PartialNorm.wrap(torch.linalg.vector_norm(args[0], order), order, args[0].transport)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if func in _KEEPERS and isinstance(args[0], cls) and isinstance(result, torch.Tensor):
+            return cls.wrap(result, args[0].transport)
+        if func is torch._foreach_norm:
+            order = _order_of(args, kwargs)
+            return [
+                PartialNorm.wrap(norm, order, grad.transport) if isinstance(grad, cls) else norm
+                for norm, grad in zip(result, args[0], strict=True)
+            ]
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            # The check saw this rank's pieces only; an overflow anywhere must skip the step everywhere.
+            for grad in args[0]:
+                if isinstance(grad, cls):
+                    grad.transport.all_reduce(args[1], maximum=True)
+                    break
+        return result
+
+
+class PartialNorm(torch.Tensor):
+    """The norm of one or more pieces on this rank. Looking at its value makes it the norm over all ranks: a collective.
+
+    Shape [] for one piece, [k] for k stacked ones.
+    """
+
+    transport: Transport
+    order: float
+
+    @classmethod
+    def wrap(cls, norm: torch.Tensor, order: float, transport: Transport) -> PartialNorm:
+        """`norm`, of order `order` over this rank's elements, still to be reduced over ranks."""
+        partial = norm.as_subclass(cls)
+        partial.transport = transport
+        partial.order = order
+        return partial
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Stacks and moves stay partial; the norm of norms is reduced once; anything else sees the reduced value."""
+        kwargs = kwargs or {}
+        if func in (torch.stack, torch.Tensor.to, torch.Tensor.detach):
+            parts = list(args[0]) if func is torch.stack else [args[0]]
+            if all(isinstance(part, cls) and part.order == parts[0].order for part in parts):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return cls.wrap(func(*args, **kwargs), parts[0].order, parts[0].transport)
+        if func in _VECTOR_NORMS and isinstance(args[0], cls) and _order_of(args, kwargs) == args[0].order:
+            with torch._C.DisableTorchFunctionSubclass():
+                local = torch.linalg.vector_norm(args[0], args[0].order)
+                return reduce_norms(local, args[0].order, args[0].transport)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*_reduced(args), **{key: _reduced_one(value) for key, value in kwargs.items()})
+
+
+def reduce_norms(local: torch.Tensor, order: float, transport: Transport) -> torch.Tensor:
+    """The norm over all ranks from each rank's own.
+
+    Args:
+        local: norms of order `order` over this rank's elements, any shape.
+        order: any real number; ``inf`` is the maximum, ``0`` counts nonzeros.
+        transport: its shard group is summed over. One collective.
+
+    Returns:
+        Norms of the same shape, equal on all ranks.
+    """
+    if math.isinf(order):
+        total = local.clone() if order > 0 else -local
+        transport.all_reduce(total, maximum=True)
+        return total if order > 0 else -total
+    total = local.clone() if order == 0 else local.pow(order)
+    transport.all_reduce(total)
+    return total if order == 0 else total.pow(1.0 / order)
+
+
+def _order_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2.0))
+    return 2.0 if order is None or order == "fro" else float(order)
+
+
+def _reduced_one(value: Any) -> Any:
+    if isinstance(value, PartialNorm):
+        plain = value.as_subclass(torch.Tensor)
+        return reduce_norms(plain, value.order, value.transport)
+    if isinstance(value, list | tuple):
+        return type(value)(_reduced(value))
+    return value
+
+
+def _reduced(values: Iterable[Any]) -> list[Any]:
+    return [_reduced_one(value) for value in values]

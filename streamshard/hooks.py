@@ -1,0 +1,247 @@
+"""torch's calls become engine events here; no state but what a handle names.
+
+A watched module's class is replaced by a subclass of the same name whose ``__call__`` reports to the engine. Unlike
+forward hooks this is exact about exceptions, sits outside of what ``module.compile()`` compiles, and outside of what a
+checkpointing layer recomputes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from streamshard.engine import Engine, Pass, Run
+from streamshard.unit import StreamedUnit
+
+__all__ = ["HANDLE", "Handle", "call_shell", "call_unit", "handle_of", "watch", "watched_class"]
+
+HANDLE = "_streamshard"  # the one entry in a watched module's __dict__
+
+
+class Handle(NamedTuple):
+    """What a watched module knows: the one attribute StreamShard registers on it.
+
+    Attributes:
+        engine: reports go here.
+        unit: the unit this module is; None for a *shell*, a module that holds edge parameters or units.
+        units: indices of the units inside, the module's own included.
+        cast_dtype: floating-point inputs are cast to it; None leaves them.
+        output_dtype: floating-point outputs of the root are cast to it; None leaves them.
+    """
+
+    engine: Engine
+    unit: StreamedUnit | None
+    units: frozenset[int]
+    cast_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+
+
+def handle_of(module: nn.Module) -> Handle | None:
+    """The handle of a watched module, None of any other."""
+    handle = module.__dict__.get(HANDLE)
+    return handle if isinstance(handle, Handle) else None
+
+
+def watch(module: nn.Module, handle: Handle, base: type | None = None) -> None:
+    """Replace `module`'s class by a watched one that also derives from `base`, and register its handle."""
+    module.__dict__[HANDLE] = handle
+    module.__class__ = watched_class(type(module), base or _Watched)
+
+
+_classes: dict[tuple[type, type], type] = {}
+
+
+def watched_class(original: type, base: type) -> type:
+    """The subclass of `original` that reports calls; same name and module, for code that looks at them."""
+    key = (original, base)
+    if key not in _classes:
+        names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+        _classes[key] = type(original)(
+            original.__name__, (base, original), {**names, "_streamshard_original": original}
+        )
+    return _classes[key]
+
+
+class _Watched(nn.Module):
+    """Mixed in before the class of units and shells."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        handle: Handle = self.__dict__[HANDLE]
+        call = call_shell if handle.unit is None else call_unit
+        return call(handle, super().__call__, args, kwargs)
+
+
+# -- calls --------------------------------------------------------------------------------------------------------
+
+
+def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A module around units, or one with edge parameters: the outermost one makes the pass."""
+    engine = handle.engine
+    if engine.depth:
+        return call(*args, **kwargs)
+    if handle.cast_dtype is not None:
+        args, kwargs = _cast(args, handle.cast_dtype), _cast(kwargs, handle.cast_dtype)
+    engine.enter(handle.units)
+    error: BaseException | None = None
+    try:
+        output = call(*args, **kwargs)
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        pass_ = engine.exit(error)
+    if pass_ is not None:
+        _watch_outputs(output, (), _BeginBackward(engine, pass_))
+    return output if handle.output_dtype is None else _cast(output, handle.output_dtype)
+
+
+def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A unit: weights in place before, slot released after, need announced by what it leaves in the graph."""
+    engine, unit = handle.engine, handle.unit
+    assert unit is not None
+    if not engine.depth:  # called by itself, outside the root's forward
+        return call_shell(
+            handle._replace(output_dtype=None), lambda *a, **k: call_unit(handle, call, a, k), args, kwargs
+        )
+    if handle.cast_dtype is not None:
+        args, kwargs = _cast(args, handle.cast_dtype), _cast(kwargs, handle.cast_dtype)
+    run = engine.pre_forward(unit)
+    has_graph = torch.is_grad_enabled()
+    try:
+        if has_graph and unit.weight_slot.is_shared:
+            hooks = _SavedWeights(engine, run)
+            with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+                output = call(*args, **kwargs)
+        else:
+            output = call(*args, **kwargs)
+    finally:
+        engine.post_forward(unit)
+    if has_graph:
+        _watch_outputs(output, args, _Need(engine, run))
+    return output
+
+
+# -- need ---------------------------------------------------------------------------------------------------------
+
+
+class _Need:
+    """Prehook of a graph node: backward is about to enter the unit's graph."""
+
+    __slots__ = ("engine", "run")
+
+    def __init__(self, engine: Engine, run: Run) -> None:
+        self.engine = engine
+        self.run = run
+
+    def __call__(self, grads: Any) -> None:
+        self.engine.need(self.run)
+
+
+class _BeginBackward:
+    """Prehook of a graph node: backward begins at the root's outputs. Keeps the pass alive as long as the graph."""
+
+    __slots__ = ("engine", "pass_")
+
+    def __init__(self, engine: Engine, pass_: Pass) -> None:
+        self.engine = engine
+        self.pass_ = pass_
+
+    def __call__(self, grads: Any) -> None:
+        self.engine.begin_backward(self.pass_)
+
+
+class _SavedWeights:
+    """Saved-tensor hooks of one unit's forward. See [Note: need] in `streamshard.engine`.
+
+    Only the innermost pair of hooks is called by autograd, so everything that is not a weight is passed on to the pair
+    that was active outside (checkpointing, ``save_on_cpu``). autograd does not check versions of packed tensors, so
+    that is done here.
+    """
+
+    __slots__ = ("engine", "first_byte", "last_byte", "outer", "run")
+
+    def __init__(self, engine: Engine, run: Run) -> None:
+        self.engine = engine
+        self.run = run
+        buffer = run.unit.weight_slot.buffer
+        self.first_byte = buffer.data_ptr()
+        self.last_byte = self.first_byte + buffer.numel() * buffer.element_size()
+        self.outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+    def pack(self, tensor: torch.Tensor) -> tuple[Any, Any]:
+        """Called in forward with each tensor that is saved."""
+        try:
+            is_weight = self.first_byte <= tensor.data_ptr() < self.last_byte
+        except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
+            is_weight = False
+        if is_weight:
+            return tensor, self
+        if self.outer is not None:
+            return self.outer[0](tensor), None
+        return tensor, tensor._version
+
+    def unpack(self, packed: tuple[Any, Any]) -> torch.Tensor:
+        """Called in backward when a saved tensor is read."""
+        saved, mark = packed
+        if mark is self:
+            self.engine.need(self.run)
+        elif mark is None and self.outer is not None:
+            saved = self.outer[1](saved)
+        elif saved._version != mark:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{tuple(saved.shape)} {saved.dtype}, saved in the forward of {self.run.unit.name!r}, is at version "
+                f"{saved._version}; expected version {mark} instead"
+            )
+        tensor: torch.Tensor = saved
+        return tensor
+
+
+def _watch_outputs(output: Any, inputs: tuple[Any, ...], prehook: Callable[[Any], None]) -> None:
+    """Call `prehook` before backward runs the node of any tensor in `output` that is not one of `inputs`."""
+    for tensor in _tensors(output):
+        if tensor.grad_fn is None or any(tensor is given for given in inputs):
+            continue
+        tensor.grad_fn.register_prehook(prehook)
+        # An in-place edit of a view replaces the view's node; the node of what it is a view of stays.
+        if tensor._base is not None and tensor._base.grad_fn is not None:
+            tensor._base.grad_fn.register_prehook(prehook)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name, None))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with every floating-point tensor in it cast to `dtype`; containers are rebuilt only if they change."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype is not dtype and value.is_floating_point() else value
+    if isinstance(value, dict):
+        items = {key: _cast(item, dtype) for key, item in value.items()}
+        if all(items[key] is value[key] for key in items):
+            return value
+        if type(value) is dict:
+            return items
+        for key, item in items.items():  # an output class that is a dict: keep the object
+            value[key] = item
+        return value
+    if isinstance(value, list | tuple):
+        cast = [_cast(item, dtype) for item in value]
+        if all(new is old for new, old in zip(cast, value, strict=True)):
+            return value
+        return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
+    return value

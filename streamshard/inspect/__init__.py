@@ -1,0 +1,1 @@
+"""Looking at what StreamShard does: memory, races, traces."""

@@ -1,0 +1,123 @@
+"""The order of collectives: the same on every rank, whatever each rank's own forward does.
+
+Pure Python. A *visit* is one use of a unit in a pass, a *sweep* one pass over a list of visits. From the visits and
+each unit's slot follows, by `plan_steps`, the only order in which this sweep's operations are ever issued. Being
+asked for a visit issues everything before it, the end of the sweep issues what is left. Ranks that skip units
+therefore still take part in every collective, in the same order as those that do not. See [Note: one program].
+
+[Note: one program]
+Step k of a sweep holds the operations that become possible once all visits before k are released: gathers into the
+slots that those visits have freed (rule 2) and reductions of the units that they were the last visit of (rule 4).
+Prefetch is nothing but issuing step k as soon as visit k - 1 is released, so it does not depend on how far the host
+runs ahead. Whether a gather is needed at all is decided when it is issued, from what the slot holds: that is a function
+of the operations issued before, hence equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+__all__ = ["Op", "OpKind", "Sweep", "merge_order", "plan_steps"]
+
+
+class OpKind(enum.Enum):
+    """What an operation does with a unit."""
+
+    GATHER = "gather"
+    REDUCE = "reduce"
+
+
+class Op(NamedTuple):
+    """One collective of a sweep: `kind` on the unit with index `unit`."""
+
+    kind: OpKind
+    unit: int
+
+
+def plan_steps(visits: Sequence[int], slot_of: Sequence[int], *, reduce: bool) -> list[list[Op]]:
+    """Order the operations of one sweep.
+
+    Args:
+        visits: unit indices in order of use; a unit may occur more than once.
+        slot_of: the weight slot of each unit, by unit index.
+        reduce: whether each unit's gradients are reduced after its last visit (backward).
+
+    Returns:
+        ``len(visits) + 1`` lists; list k may be issued once all visits before k are released.
+    """
+    last_visit = {unit: k for k, unit in enumerate(visits)}
+    slot_free_at: list[int] = []  # the step at which visit j's slot is free
+    latest_in_slot: dict[int, int] = {}
+    for j, unit in enumerate(visits):
+        slot_free_at.append(latest_in_slot.get(slot_of[unit], -1) + 1)
+        latest_in_slot[slot_of[unit]] = j
+    steps: list[list[Op]] = []
+    gathered = 0
+    for k in range(len(visits) + 1):
+        ops = []
+        while gathered < len(visits) and slot_free_at[gathered] <= k:
+            ops.append(Op(OpKind.GATHER, visits[gathered]))
+            gathered += 1
+        if reduce and k > 0 and last_visit[visits[k - 1]] == k - 1:
+            ops.append(Op(OpKind.REDUCE, visits[k - 1]))
+        steps.append(ops)
+    return steps
+
+
+class Sweep:
+    """One pass over visits: hands out each operation exactly once, in program order.
+
+    Args:
+        visits, slot_of, reduce: see `plan_steps`.
+    """
+
+    def __init__(self, visits: Sequence[int], slot_of: Sequence[int], *, reduce: bool) -> None:
+        self.visits = tuple(visits)
+        self.log: list[int] = []  # visits passed so far, those outside the program included
+        self.used: list[int] = []  # what really ran on this rank, in order
+        self._steps = plan_steps(self.visits, slot_of, reduce=reduce)
+        self._issued_steps = 0
+        self.released = 0  # all visits before this one are released
+
+    def find(self, unit: int, start: int = 0) -> int | None:
+        """The next visit of `unit` that is not released, at or after visit `start`; None if there is none."""
+        for k in range(max(start, self.released), len(self.visits)):
+            if self.visits[k] == unit:
+                return k
+        return None
+
+    def release_before(self, k: int) -> list[Op]:
+        """Visits before `k` are over: the operations that have become possible, to be issued in this order."""
+        if k > self.released:
+            self.log.extend(self.visits[self.released : k])
+            self.released = k
+        ops: list[Op] = []
+        while self._issued_steps <= self.released:
+            ops.extend(self._steps[self._issued_steps])
+            self._issued_steps += 1
+        return ops
+
+    def depart(self, unit: int) -> None:
+        """`unit` is used outside the program, after the visits released so far."""
+        self.log.append(unit)
+
+    def finish(self) -> list[Op]:
+        """The pass is over: what is left to be issued."""
+        return self.release_before(len(self.visits))
+
+
+def merge_order(registered: Sequence[int], used: Iterable[int]) -> tuple[int, ...]:
+    """The order in which units were used, with those not used put in behind their registered predecessor.
+
+    Units that were skipped stay in the program, so that a rank that uses one later finds the others taking part.
+    """
+    order = list(used)
+    seen = set(order)
+    for position, unit in enumerate(registered):
+        if unit not in seen:
+            before = registered[position - 1] if position else None
+            order.insert(order.index(before) + 1 if before is not None else 0, unit)
+            seen.add(unit)
+    return tuple(order)

@@ -1,0 +1,168 @@
+"""What one rank owns of one unit: main weights, main grads, and the compute shard that its gathers send.
+
+The user's Parameter objects stay what they were, so an optimizer built before sharding keeps working; their data become
+pieces of the main weights. A piece keeps the parameter's number of dimensions (shape [1, .., 1, n]): people decide on
+weight decay by ``p.ndim``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from streamshard.errors import ShardingError
+from streamshard.grads import ShardedGrad
+from streamshard.layout import LocalRange, ParamLayout, UnitLayout
+from streamshard.slots import Category, Ledger
+from streamshard.transport import Transport
+
+__all__ = ["ParamShard", "UnitShard"]
+
+
+class ParamShard(NamedTuple):
+    """This rank's part of one parameter.
+
+    Attributes:
+        name: fully qualified name in the root model.
+        aliases: further names of the same (tied) parameter.
+        param: the user's Parameter; its data is the piece, fp32, shape [1, .., 1, local.numel].
+        layout: where the whole parameter lies in its unit.
+        local: which elements of the flattened parameter this rank owns.
+        dtype: the parameter's dtype before sharding.
+        piece: the memory of the piece in the main weights, as `param` first had it.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    param: nn.Parameter
+    layout: ParamLayout
+    local: LocalRange
+    dtype: torch.dtype
+    piece: torch.Tensor
+
+    @property
+    def main(self) -> torch.Tensor:
+        """[local.numel] fp32: this rank's main weights, wherever the user has put them since."""
+        return self.param.detach().view(-1)
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """The range of `flat` [shard_numel] that is this parameter's, in the sharded parameter's shape."""
+        return piece_of(flat, self.layout, self.local)
+
+
+def piece_of(flat: torch.Tensor, layout: ParamLayout, local: LocalRange) -> torch.Tensor:
+    """A parameter's range of a shard: view of `flat` [shard_numel], shape [1, .., 1, local.numel]."""
+    piece = flat.narrow(0, local.shard_offset, local.numel)
+    return piece.view([1] * (len(layout.shape) - 1) + [local.numel])
+
+
+class UnitShard:
+    """One unit's state on this rank. Owns nothing: buffers are the ledger's.
+
+    Args:
+        layout: the unit's layout.
+        transport: names this rank and the shard group.
+        ledger: allocates.
+        param_dtype: dtype of the compute shard; with fp32 it is the main weights themselves.
+
+    Attributes:
+        main: [shard_numel] fp32.
+        compute: [shard_numel] param_dtype.
+        grad: [shard_numel] fp32; None until `allocate_grad` (a unit that is frozen altogether needs none).
+        params: filled by `add`.
+    """
+
+    def __init__(self, layout: UnitLayout, transport: Transport, ledger: Ledger, param_dtype: torch.dtype) -> None:
+        self.layout = layout
+        self.params: list[ParamShard] = []
+        self.grad_pieces: list[ShardedGrad] = []
+        self.held: list[bool] = []  # which parameters' gradients lie in the main grads during a backward
+        self.main = ledger.allocate(Category.MAIN_WEIGHTS, layout.shard_numel, torch.float32)
+        self.compute = self.main
+        if param_dtype is not torch.float32:
+            self.compute = ledger.allocate(Category.COMPUTE_SHARDS, layout.shard_numel, param_dtype)
+        self.grad: torch.Tensor | None = None
+        self._transport = transport
+        self._ledger = ledger
+
+    def add(self, layout: ParamLayout, aliases: tuple[str, ...], param: nn.Parameter, full: torch.Tensor) -> ParamShard:
+        """Take over one parameter: `param` becomes this rank's piece of `full`.
+
+        Args:
+            layout: the parameter's place in the unit.
+            aliases: its further names.
+            param: the user's Parameter; its data are replaced.
+            full: [numel], the weights to shard, any dtype and device.
+        """
+        local = self.layout.local_range(layout, self._transport.rank)
+        piece = piece_of(self.main, layout, local)
+        piece.view(-1).copy_(full[local.start : local.stop])
+        shard = ParamShard(layout.name, aliases, param, layout, local, param.dtype, piece)
+        param.grad = None
+        param.data = piece
+        self.params.append(shard)
+        return shard
+
+    def allocate_grad(self) -> torch.Tensor:
+        """The main grads, allocated at the first call."""
+        if self.grad is None:
+            self.grad = self._ledger.allocate(Category.MAIN_GRADS, self.layout.shard_numel, torch.float32)
+            self.grad_pieces = [ShardedGrad.wrap(p.shaped(self.grad), self._transport) for p in self.params]
+        return self.grad
+
+    def cast(self) -> None:
+        """Main weights to compute shard, for all gathers of the pass that begins. Runs on the compute stream.
+
+        The user may have put other memory under a parameter (``p.data = ema``): then that is what is cast, and the main
+        weights' own memory, which may be somebody's backup, is left alone.
+        """
+        moved = [p for p in self.params if p.local.numel and p.param.data_ptr() != p.piece.data_ptr()]
+        if not moved:
+            if self.compute is not self.main:
+                self.compute.copy_(self.main)
+            return
+        for shard in moved:
+            _check_moved(shard)
+        if self.compute is self.main:
+            self.compute = self._ledger.allocate(Category.COMPUTE_SHARDS, self.layout.shard_numel, torch.float32)
+        for shard in self.params:
+            shard.shaped(self.compute).copy_(shard.param.detach())
+
+    def take_grads(self) -> bool:
+        """Move the gradients that parameters hold into the main grads, to be added to; whether there were any.
+
+        Until `give_grads` the parameters hold none: what autograd puts there meanwhile (a penalty on the sharded
+        parameters, say) is told apart from what was moved. A grad the user replaced is copied, a cleared one is zero.
+        """
+        self.held = [shard.param.grad is not None for shard in self.params]
+        if not any(self.held):
+            return False
+        for shard, piece in zip(self.params, self.grad_pieces, strict=True):
+            grad, shard.param.grad = shard.param.grad, None
+            if grad is None:
+                piece.zero_()
+            elif grad.data_ptr() != piece.data_ptr():
+                piece.copy_(grad)
+        return True
+
+    def give_grads(self, used: Sequence[bool]) -> None:
+        """Make main grads the ``.grad`` of the parameters that held one or, by `used`, have got one."""
+        for shard, piece, held, is_used in zip(self.params, self.grad_pieces, self.held, used, strict=True):
+            if held or is_used:
+                if shard.param.grad is not None:
+                    piece.add_(shard.param.grad)
+                shard.param.grad = piece
+        self.held = [False] * len(self.params)
+
+
+def _check_moved(shard: ParamShard) -> None:
+    param, piece = shard.param, shard.piece
+    if param.numel() != piece.numel() or param.dtype is not piece.dtype or param.device != piece.device:
+        raise ShardingError(
+            f"parameter {shard.name!r} was replaced by {tuple(param.shape)} {param.dtype} on {param.device}; its main "
+            f"weights on this rank are {tuple(piece.shape)} {piece.dtype} on {piece.device}. Use "
+            "Precision(param_dtype=...) instead of .half()/.to(dtype), and load_state_dict or summon_full_params(writeback=True) for full tensors"
+        )

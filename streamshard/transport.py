@@ -1,0 +1,275 @@
+"""Every call to torch.distributed, behind one small interface.
+
+The engine asks for four things: move shards into a slot, move a slot's gradients into main grads, small host-side
+agreements, and rank 0's weights at the start. `PairwiseTransport` serves CPUs, `NcclTransport` GPUs; a transport over
+host memory or one that misbehaves on purpose (`streamshard.inspect.adversary`) implements the same methods.
+
+[Note: reductions]
+Every reduction ends in main grads, fp32, as the mean over ranks. Where chunks are exchanged (16-bit wire with fp32
+accumulation, and everything on gloo), rank r receives its chunk from every other rank and sums in rank order, so
+results do not depend on a ring's rounding or on timing (Megatron-LM: ``reduce_scatter_with_fp32_accumulation``).
+gloo's own reduce_scatter was 4 to 14 times slower than this exchange (docs/log.md).
+"""
+
+from __future__ import annotations
+
+import abc
+import datetime
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from streamshard.errors import ConfigError, ShardingError
+from streamshard.streams import Fence, Rule, StreamName, Streams, Work
+
+__all__ = ["NcclTransport", "PairwiseTransport", "Reduction", "Transport", "make_transport", "resolve_group"]
+
+_TAGS_PER_UNIT = 2  # a unit's gathers and reductions must never be taken for each other
+
+
+class Reduction(NamedTuple):
+    """One reduction: the mean over ranks of each rank's slice of a grad slot, into main grads.
+
+    Attributes:
+        slot: [padded_numel] slot_grad_dtype, this rank's gradients of the whole unit.
+        out: [shard_numel] fp32, this rank's main grads.
+        scratch: [shard_numel, or (N - 1) * shard_numel where chunks are exchanged] slot_grad_dtype.
+        accumulate: add to `out` instead of overwriting it.
+        tag: distinguishes this unit's reductions from other messages.
+    """
+
+    slot: torch.Tensor
+    out: torch.Tensor
+    scratch: torch.Tensor
+    accumulate: bool
+    tag: int
+
+
+class Transport(abc.ABC):
+    """Moves a unit's bytes between ranks.
+
+    Both `start_` methods return at once. On CUDA the result is in place once the comm stream has reached the point of
+    return; elsewhere once the returned work has been waited for. Buffers belong to the caller and must not be touched
+    in between.
+
+    Args:
+        group: the shard group.
+        streams: the engine's streams.
+
+    Attributes:
+        rank: this rank within the group.
+        world_size: N.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, streams: Streams) -> None:
+        self.group = group
+        self.streams = streams
+        self.rank: int = dist.get_rank(group)
+        self.world_size: int = dist.get_world_size(group)
+
+    @abc.abstractmethod
+    def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
+        """Start an all-gather of `shard` [shard_numel] from all ranks into `slot` [N * shard_numel], same dtype."""
+
+    @abc.abstractmethod
+    def start_reduce(self, reduction: Reduction) -> Work | None:
+        """Start a reduce-scatter (mean). See [Note: reductions]."""
+
+    @abc.abstractmethod
+    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype) -> int:
+        """Elements of scratch that reductions of such a unit need: `wire` is sent, `accumulate` summed in."""
+
+    def gather_now(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> None:
+        """An all-gather outside of steps: in place, for the compute stream, on return."""
+        fence = Fence(self.streams, Rule.STEP_BOUNDARY, StreamName.COMPUTE, "full tensors")
+        fence.record()
+        fence.wait()
+        arrived = Fence(self.streams, Rule.STEP_BOUNDARY, StreamName.COMM, "full tensors")
+        arrived.record(self.start_gather(shard, full, tag))
+        arrived.wait()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite `tensor` on every rank by rank 0's. Blocks."""
+        dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0), group=self.group)
+
+    def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False) -> None:
+        """Replace `tensor` by the sum (or maximum) over ranks, on the compute stream."""
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
+
+    def gather_objects(self, value: object) -> list[Any]:
+        """Every rank's `value`, in rank order. Blocks; for set-up and errors, not for steps."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def gather_errors(self, error: str | None) -> list[str | None]:
+        """Every rank's error, None where there is none. Blocks."""
+        return self.gather_objects(error)
+
+    def barrier(self) -> None:
+        """Return once every rank has called this."""
+        self.gather_objects(None)
+
+
+class _Exchange:
+    """Messages under way in gloo's threads, and what to do with them once all have arrived.
+
+    The messages are kept until then: gloo frees a receive buffer's registration with its work object.
+    """
+
+    def __init__(self, messages: Sequence[dist.Work], finish: Callable[[], None] | None = None) -> None:
+        self._messages: Sequence[dist.Work] = messages
+        self._finish = finish
+
+    def wait(self) -> None:
+        messages, self._messages = self._messages, ()
+        for message in messages:
+            message.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+class PairwiseTransport(Transport):
+    """CPU ranks over gloo: every pair of ranks exchanges its chunks directly, without staging copies."""
+
+    def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
+        """See `Transport.start_gather`. Other ranks' shards are received in place; this rank's is copied."""
+        chunks = slot.view(self.world_size, -1)
+        self.streams.declare_access(shard, write=False, what="all_gather")
+        self.streams.declare_access(slot, write=True, what="all_gather")
+        messages = []
+        for peer in self._peers():
+            messages.append(self.group.recv([chunks[peer]], peer, tag * _TAGS_PER_UNIT))
+            messages.append(self.group.send([shard], peer, tag * _TAGS_PER_UNIT))
+        with self.streams.on_comm():
+            chunks[self.rank].copy_(shard)
+        return _Exchange(messages)
+
+    def start_reduce(self, reduction: Reduction) -> Work | None:
+        """See `Transport.start_reduce`. Sums in rank order, in fp32, when the work is waited for."""
+        chunks = reduction.slot.view(self.world_size, -1)
+        received = reduction.scratch.view(self.world_size - 1, -1)
+        self.streams.declare_access(reduction.slot, write=False, what="reduce_scatter")
+        messages = []
+        for place, peer in enumerate(self._peers()):
+            tag = reduction.tag * _TAGS_PER_UNIT + 1
+            messages.append(self.group.recv([received[place]], peer, tag))
+            messages.append(self.group.send([chunks[peer]], peer, tag))
+        return _Exchange(messages, lambda: self._sum(chunks[self.rank], received, reduction))
+
+    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype) -> int:
+        """Every other rank's chunk is received before the sum."""
+        return shard_numel * (self.world_size - 1)
+
+    def _sum(self, own: torch.Tensor, received: torch.Tensor, reduction: Reduction) -> None:
+        self.streams.declare_access(reduction.slot, write=False, what="reduce_scatter")
+        self.streams.declare_access(reduction.out, write=True, what="reduce_scatter")
+        with self.streams.on_comm(), torch.no_grad():
+            sum_in_rank_order(own, received, self.rank, reduction)
+
+    def _peers(self) -> list[int]:
+        """The other ranks, in rank order: `received` is laid out in this order."""
+        return [peer for peer in range(self.world_size) if peer != self.rank]
+
+
+def sum_in_rank_order(own: torch.Tensor, received: torch.Tensor, rank: int, reduction: Reduction) -> None:
+    """``out (+)= mean of all ranks' chunks``, added in rank order in fp32.
+
+    Args:
+        own: [shard_numel], this rank's chunk.
+        received: [N - 1, shard_numel], the other ranks' chunks in rank order.
+        rank: this rank.
+        reduction: names `out` and whether to add to it.
+    """
+    world_size = received.shape[0] + 1
+    parts = [received[r if r < rank else r - 1] if r != rank else own for r in range(world_size)]
+    if not reduction.accumulate:
+        torch.mul(parts.pop(0), 1.0 / world_size, out=reduction.out)
+    for part in parts:
+        reduction.out.add_(part, alpha=1.0 / world_size)
+
+
+class NcclTransport(Transport):
+    """GPU ranks over NCCL: the backend's own collectives, on the comm stream."""
+
+    def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
+        """See `Transport.start_gather`."""
+        self.streams.declare_access(shard, write=False, what="all_gather")
+        self.streams.declare_access(slot, write=True, what="all_gather")
+        with self.streams.on_comm():
+            _all_gather_single(slot, shard, group=self.group)
+        return None
+
+    def start_reduce(self, reduction: Reduction) -> Work | None:
+        """See `Transport.start_reduce`. fp32 straight into main grads when nothing is there to add to."""
+        scratch, out = reduction.scratch, reduction.out
+        self.streams.declare_access(reduction.slot, write=False, what="reduce_scatter")
+        self.streams.declare_access(out, write=True, what="reduce_scatter")
+        with self.streams.on_comm(), torch.no_grad():
+            if scratch.numel() > out.numel():
+                self._exchange(reduction, scratch)
+            elif reduction.slot.dtype is out.dtype and not reduction.accumulate:
+                _reduce_scatter_single(out, reduction.slot, op=dist.ReduceOp.AVG, group=self.group)
+            else:
+                _reduce_scatter_single(scratch, reduction.slot, op=dist.ReduceOp.AVG, group=self.group)
+                out.add_(scratch) if reduction.accumulate else out.copy_(scratch)
+        return None
+
+    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype) -> int:
+        """N chunks where a 16-bit wire is summed in fp32, else one shard to add from."""
+        return shard_numel * (self.world_size if wire is not accumulate else 1)
+
+    def _exchange(self, reduction: Reduction, scratch: torch.Tensor) -> None:
+        dist.all_to_all_single(scratch, reduction.slot, group=self.group)
+        chunks = scratch.view(self.world_size, -1)  # in rank order, this rank's among them
+        sum_in_rank_order(chunks[0], chunks[1:], 0, reduction)
+
+
+# torch 2.13 renames the two and warns about the old names.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def make_transport(group: dist.ProcessGroup, streams: Streams) -> Transport:
+    """The transport for `group` and the device of `streams`.
+
+    Raises:
+        ConfigError: CUDA parameters over a group that has no NCCL backend.
+    """
+    if not streams.is_cuda:
+        return PairwiseTransport(group, streams)
+    backend = dist.get_backend(group)
+    if "nccl" not in backend:
+        raise ConfigError(f"parameters are on {streams.device}, the process group's backend is {backend!r}: use nccl")
+    return NcclTransport(group, streams)
+
+
+def resolve_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
+    """`group`, else the default group, else a default group made from the launcher's environment.
+
+    Raises:
+        ShardingError: there is neither a process group nor a launcher.
+    """
+    if not dist.is_available():
+        raise ShardingError("this build of torch has no torch.distributed")
+    if group is not None:
+        return group
+    if not dist.is_initialized():
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ShardingError(
+                f"no process group and no launcher ({', '.join(missing)} not set): start the script with "
+                "`accelerate launch` or `torchrun` (one process: `torchrun --nproc-per-node 1 script.py`), "
+                "or call torch.distributed.init_process_group first"
+            )
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(minutes=10))
+    default = dist.group.WORLD
+    if default is None:
+        raise ShardingError("torch.distributed is initialised but has no default group")
+    return default

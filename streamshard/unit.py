@@ -1,0 +1,246 @@
+"""StreamedUnit: one unit's journey, its methods in the order of travel.
+
+    main weights -cast-> compute shard -all-gather-> weight slot -forward, backward->
+    grad slot -reduce-scatter (mean)-> main grads -optimizer-> main weights
+
+The unit knows how each step is done, the engine knows when. See [Note: slots] and [Note: ordering rules].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamshard.errors import ShardingError
+from streamshard.shard import UnitShard
+from streamshard.slots import GradSlot, WeightSlot
+from streamshard.streams import Work
+from streamshard.transport import Reduction, Transport
+
+__all__ = ["StreamedUnit"]
+
+
+class _Binding:
+    """Two versions of one entry of a module's ``__dict__``: sharded and computing.
+
+    Swapping a module's whole ``_parameters`` dict is one assignment, whatever the number of parameters.
+    """
+
+    __slots__ = ("computing", "key", "owner", "sharded")
+
+    def __init__(self, owner: dict[str, Any], key: str, sharded: object, computing: object) -> None:
+        self.owner = owner
+        self.key = key
+        self.sharded = sharded
+        self.computing = computing
+
+
+class StreamedUnit:
+    """What is gathered and reduced together: one repeated layer, or everything outside the layers (the edge unit).
+
+    Args:
+        index: position in the engine's list of units; index 0 is the edge unit.
+        name: fully qualified name of its module, for messages.
+        shard: this rank's state.
+        weight_slot: where its weights are gathered to.
+        grad_slot: where its gradients are collected; None with one rank, which writes to the main grads.
+        transport: moves its bytes.
+        scratch_numel: elements of scratch that its reductions need.
+
+    Attributes:
+        views: its compute views, one nn.Parameter per parameter, made once.
+        written: which parameters have a gradient in the grad slot in this backward.
+        is_bound: whether its modules hold the compute views (else the sharded parameters).
+        reductions: how many of its reductions this backward has started.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        shard: UnitShard,
+        weight_slot: WeightSlot,
+        grad_slot: GradSlot | None,
+        transport: Transport,
+        scratch_numel: int,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.shard = shard
+        self.weight_slot = weight_slot
+        self.grad_slot = grad_slot
+        self.views: list[nn.Parameter] = []
+        self.written: list[bool] = []
+        self.used: list[bool] = []
+        self.reductions = 0
+        self.is_bound = False
+        self.is_trainable = False
+        self._transport = transport
+        self._bindings: list[_Binding] = []
+        self._grad_views: list[torch.Tensor] = []
+        padded = shard.layout.padded_numel
+        self._weights = weight_slot.buffer.narrow(0, 0, padded)
+        self._grads = grad_slot.buffer.narrow(0, 0, padded) if grad_slot is not None else None
+        self.scratch_numel = scratch_numel
+
+    # -- construction ---------------------------------------------------------------------------------------------
+
+    def make_views(self, on_grad: Callable[[StreamedUnit, int, torch.Tensor], None]) -> None:
+        """Make the compute views; `on_grad` is called with each complete gradient of a view.
+
+        The views are made from an alias of the slot with a version counter of its own: gathers write the slot behind
+        autograd's back, on purpose, and must not look like in-place edits of saved tensors.
+        """
+        alias = self._weights.data
+        for place, param in enumerate(self.shard.params):
+            flat = alias.narrow(0, param.layout.offset, param.layout.numel)
+            view = nn.Parameter(flat.view(param.layout.shape), requires_grad=True)
+            view.register_post_accumulate_grad_hook(_grad_taker(self, place, on_grad))
+            self.views.append(view)
+        self.written = [False] * len(self.views)
+        self.used = [False] * len(self.views)
+        if self._grads is not None:
+            self._make_grad_views(self._grads)
+
+    def _make_grad_views(self, flat: torch.Tensor) -> None:
+        for param in self.shard.params:
+            self._grad_views.append(flat.narrow(0, param.layout.offset, param.layout.numel).view(param.layout.shape))
+
+    def add_binding(self, owner: dict[str, Any], key: str, sharded: object, computing: object) -> None:
+        """While the unit is bound, ``owner[key]`` is `computing`, else `sharded`."""
+        self._bindings.append(_Binding(owner, key, sharded, computing))
+
+    # -- the journey ----------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Take over what the user changed since the last pass: weights, ``requires_grad``. Compute stream."""
+        trainable = False
+        for param, view in zip(self.shard.params, self.views, strict=True):
+            wanted = param.param.requires_grad
+            trainable = trainable or wanted
+            if view.requires_grad is not wanted:
+                view.requires_grad_(wanted)
+        if trainable and self.shard.grad is None:
+            self.shard.allocate_grad()
+        if trainable and self.grad_slot is None and not self._grad_views and self.shard.grad is not None:
+            self._make_grad_views(self.shard.grad)
+        self.is_trainable = trainable
+        self.shard.cast()
+        if self.grad_slot is None and self.shard.compute is not self._weights:
+            self._follow_moved_weights()
+
+    def _follow_moved_weights(self) -> None:
+        """One rank, fp32, and the user put other memory under a parameter: bind to what is there now."""
+        self._weights = self.weight_slot.buffer = self.shard.compute
+        for param, view in zip(self.shard.params, self.views, strict=True):
+            flat = self._weights.data.narrow(0, param.layout.offset, param.layout.numel)
+            view.data = flat.view(param.layout.shape)
+
+    def start_gather(self) -> None:
+        """Compute shard to weight slot. Comm stream; the slot is this unit's from here on."""
+        slot = self.weight_slot
+        slot.released.wait()  # rule 2
+        work: Work | None = self._transport.start_gather(self.shard.compute, self._weights, self.index)
+        slot.content = self.index
+        slot.arrived.record(work)
+
+    def finish_gather(self) -> None:
+        """Let the compute stream go on only with the weights in place."""
+        self.weight_slot.arrived.wait()  # rule 1
+
+    def bind(self) -> None:
+        """Let the modules compute with the slot: compute views take the place of the sharded parameters."""
+        if not self.is_bound:
+            self.is_bound = True
+            for binding in self._bindings:
+                binding.owner[binding.key] = binding.computing
+
+    def release(self) -> None:
+        """The weights were used for the last time for now: modules hold the sharded parameters again."""
+        if self.is_bound:
+            self.is_bound = False
+            for binding in self._bindings:
+                binding.owner[binding.key] = binding.sharded
+        self.weight_slot.released.record()
+
+    def open_grads(self) -> None:
+        """Make the grad slot this unit's. Compute stream; with one rank the main grads themselves are written."""
+        if self.grad_slot is not None:
+            self.grad_slot.drained.wait()  # rule 3
+            self.grad_slot.content = self.index
+            self.written = [False] * len(self.views)
+        elif self.reductions == 0:
+            self.written = [self.shard.take_grads()] * len(self.views)
+
+    def write_grad(self, place: int, grad: torch.Tensor) -> None:
+        """Gradient `place` [shape of the parameter] into the grad slot: the one copy gradients see. Compute stream."""
+        target = self._grad_views[place]
+        self.used[place] = True
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if self.written[place]:
+            target.add_(grad)
+        else:
+            target.copy_(grad)
+            self.written[place] = True
+
+    def start_reduce(self) -> Work | None:
+        """Grad slot to main grads. Parameters without a gradient contribute zeros, never another unit's leftovers."""
+        self.reductions += 1
+        for place, view in enumerate(self.views):
+            if view.requires_grad and not self.written[place]:
+                self._grad_views[place].zero_()
+        slot, out = self.grad_slot, self.shard.grad
+        if slot is None or self._grads is None or out is None:
+            self.written = [True] * len(self.views)
+            return None
+        accumulate = self.shard.take_grads() if self.reductions == 1 else True
+        slot.written.record()
+        slot.written.wait()  # rule 4
+        scratch = slot.scratch.narrow(0, 0, self.scratch_numel)
+        work = self._transport.start_reduce(Reduction(self._grads, out, scratch, accumulate, self.index))
+        slot.content = None
+        slot.drained.record(work)
+        return work
+
+    def finish_reduce(self, used: Sequence[bool]) -> None:
+        """Main grads become the sharded parameters' ``.grad``, for those that some rank used."""
+        self.shard.give_grads([view.requires_grad and is_used for view, is_used in zip(self.views, used, strict=True)])
+        self.reductions = 0
+        self.used = [False] * len(self.views)
+
+    # -- outside of steps -----------------------------------------------------------------------------------------
+
+    def gather_full(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Every rank's `pieces` put together: [padded_numel] fp32, new memory on this device. Collective, blocks.
+
+        Args:
+            pieces: one per parameter, [local.numel] fp32, this rank's.
+        """
+        layout = self.shard.layout
+        flat = torch.zeros_like(self.shard.main)
+        for param, piece in zip(self.shard.params, pieces, strict=True):
+            flat.narrow(0, param.local.shard_offset, param.local.numel).copy_(piece)
+        if layout.world_size == 1:
+            return flat
+        full = torch.empty(layout.padded_numel, dtype=flat.dtype, device=flat.device)
+        self._transport.gather_now(flat, full, self.index)
+        return full
+
+
+def _grad_taker(
+    unit: StreamedUnit, place: int, on_grad: Callable[[StreamedUnit, int, torch.Tensor], None]
+) -> Callable[[torch.Tensor], None]:
+    def take(view: torch.Tensor) -> None:
+        grad, view.grad = view.grad, None
+        if grad is None:
+            return
+        if grad.requires_grad:
+            name = unit.shard.params[place].name
+            raise ShardingError(f"backward(create_graph=True): gradients of {name!r} cannot be differentiated again")
+        on_grad(unit, place, grad)
+
+    return take
