@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.decorators import skip
 from torch.distributed.device_mesh import DeviceMesh
 
 from streamshard.build import engine_of, shard_model
@@ -70,6 +71,7 @@ class StreamShard(nn.Module):
         # Python calls this on what __new__ returned, which was complete before it was sharded.
         pass
 
+    @skip
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, as one pass of the engine."""
         return call_shell(self.__dict__[HANDLE], super().__call__, args, kwargs)
@@ -212,7 +214,8 @@ class StreamShard(nn.Module):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ShardingError(
-            "a StreamShard model cannot be pickled, its parameters are pieces: use export_safetensors or full_state_dict()"
+            "a StreamShard model cannot be pickled, its parameters are pieces: use export_safetensors or "
+            "full_state_dict()"
         )
 
 

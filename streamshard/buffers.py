@@ -57,7 +57,7 @@ class BufferSync:
         if strangers:
             self._is_learnt = False  # once is enough
             warnings.warn(
-                f"buffer {strangers[0]!r} changed for the first time after the first training pass: it is not kept equal "
+                f"buffer {strangers[0]!r} changed first after the first training pass: it is not kept equal "
                 "on all ranks",
                 stacklevel=2,
             )

@@ -9,15 +9,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.decorators import skip
 
 from streamshard.engine import Engine, Pass, Run
 from streamshard.unit import StreamedUnit
 
 __all__ = ["HANDLE", "Handle", "call_shell", "call_unit", "handle_of", "watch", "watched_class"]
+
+_T = TypeVar("_T")
+
+
+# skip: torch.compile breaks its graph at this function, runs it as it is and goes on compiling in what it calls.
+@skip
+def _untraced(function: Callable[..., _T], *args: Any) -> _T:
+    """Call `function`, never compiled: the engine's side effects are not a graph."""
+    if get_eval_frame_callback() in (None, False):
+        return function(*args)
+    result: _T = torch._dynamo.disable(function)(*args)
+    return result
+
 
 HANDLE = "_streamshard"  # the one entry in a watched module's __dict__
 
@@ -69,6 +84,7 @@ def watched_class(original: type, base: type) -> type:
 class _Watched(nn.Module):
     """Mixed in before the class of units and shells."""
 
+    @skip
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handle: Handle = self.__dict__[HANDLE]
         call = call_shell if handle.unit is None else call_unit
@@ -78,14 +94,15 @@ class _Watched(nn.Module):
 # -- calls --------------------------------------------------------------------------------------------------------
 
 
+@skip
 def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A module around units, or one with edge parameters: the outermost one makes the pass."""
     engine = handle.engine
     if engine.depth:
         return call(*args, **kwargs)
     if handle.cast_dtype is not None:
-        args, kwargs = _cast(args, handle.cast_dtype), _cast(kwargs, handle.cast_dtype)
-    engine.enter(handle.units)
+        args, kwargs = _untraced(_cast, (args, kwargs), handle.cast_dtype)
+    _untraced(engine.enter, handle.units)
     error: BaseException | None = None
     try:
         output = call(*args, **kwargs)
@@ -93,12 +110,13 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
         error = caught
         raise
     finally:
-        pass_ = engine.exit(error)
+        pass_ = _untraced(engine.exit, error)
     if pass_ is not None:
-        _watch_outputs(output, (), _BeginBackward(engine, pass_))
-    return output if handle.output_dtype is None else _cast(output, handle.output_dtype)
+        _untraced(_watch_outputs, output, (), _BeginBackward(engine, pass_))
+    return output if handle.output_dtype is None else _untraced(_cast, output, handle.output_dtype)
 
 
+@skip
 def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A unit: weights in place before, slot released after, need announced by what it leaves in the graph."""
     engine, unit = handle.engine, handle.unit
@@ -108,8 +126,8 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
             handle._replace(output_dtype=None), lambda *a, **k: call_unit(handle, call, a, k), args, kwargs
         )
     if handle.cast_dtype is not None:
-        args, kwargs = _cast(args, handle.cast_dtype), _cast(kwargs, handle.cast_dtype)
-    run = engine.pre_forward(unit)
+        args, kwargs = _untraced(_cast, (args, kwargs), handle.cast_dtype)
+    run = _untraced(engine.pre_forward, unit)
     has_graph = torch.is_grad_enabled()
     try:
         if has_graph and unit.weight_slot.is_shared:
@@ -119,9 +137,9 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
         else:
             output = call(*args, **kwargs)
     finally:
-        engine.post_forward(unit)
+        _untraced(engine.post_forward, unit)
     if has_graph:
-        _watch_outputs(output, args, _Need(engine, run))
+        _untraced(_watch_outputs, output, args, _Need(engine, run))
     return output
 
 

@@ -163,6 +163,7 @@ def _check_moved(shard: ParamShard) -> None:
     if param.numel() != piece.numel() or param.dtype is not piece.dtype or param.device != piece.device:
         raise ShardingError(
             f"parameter {shard.name!r} was replaced by {tuple(param.shape)} {param.dtype} on {param.device}; its main "
-            f"weights on this rank are {tuple(piece.shape)} {piece.dtype} on {piece.device}. Use "
-            "Precision(param_dtype=...) instead of .half()/.to(dtype), and load_state_dict or summon_full_params(writeback=True) for full tensors"
+            f"weights on this rank are {tuple(piece.shape)} {piece.dtype} on {piece.device}. Instead of .half() "
+            "or .to() use Precision(param_dtype=...), for full tensors load_state_dict or "
+            "summon_full_params(writeback=True)"
         )
