@@ -19,9 +19,9 @@ from streamshard.checkpoint.load import load_shards
 from streamshard.config import Precision
 from streamshard.discovery import UnitsArgument
 from streamshard.errors import ShardingError
-from streamshard.grads import reduce_norms
 from streamshard.hooks import HANDLE, call_shell, handle_of
 from streamshard.inspect.memory import MemoryReport, report_memory
+from streamshard.pieces import reduce_norms
 from streamshard.shard import ParamShard
 
 __all__ = ["StreamShard", "export_safetensors", "load_safetensors"]
@@ -206,6 +206,17 @@ class StreamShard(nn.Module):
             "a StreamShard model cannot be wrapped in DistributedDataParallel: it reduces gradients itself. With "
             "accelerate, do not pass it to prepare()"
         )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # What .to(), .half(), .cuda() do to every parameter.
+        device = engine_of(self).streams.device
+        probe = fn(torch.empty(0, device=device))
+        if probe.dtype is not torch.float32 or probe.device != device:
+            raise ShardingError(
+                f"a StreamShard model cannot be moved or cast: its main weights are fp32 on {device}, asked for was "
+                f"{probe.dtype} on {probe.device}. Precision(param_dtype=...) sets what layers compute with"
+            )
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # nn.Module leaves it unannotated
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise ShardingError(

@@ -1,7 +1,8 @@
 """Buffers (rotary tables, batch-norm statistics) are whole on every rank and rank 0's.
 
-They are sent once at construction. Those that the first training pass changed are sent again after every pass, as
-DistributedDataParallel does before every forward; the rest cost nothing.
+They are sent once at construction. Persistent ones (they belong to the state: batch-norm statistics, codebooks) are
+sent again after every training pass, as DistributedDataParallel does before every forward. Of the others (rotary
+tables, position ids) only those that the first training pass changed are; the rest cost nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class BufferSync:
         self._transport = transport
         self._changing: list[str] = []
         self._states: dict[str, tuple[int, int]] = {}
-        self._is_learnt = False
+        self._may_warn = False
 
     def send_all(self) -> None:
         """Every buffer from rank 0."""
@@ -44,18 +45,24 @@ class BufferSync:
         return names
 
     def learn(self, names: set[str]) -> None:
-        """These, on any rank, are what the first training pass changes."""
-        self._changing = sorted(names)
-        self._is_learnt = True
+        """These, on any rank, are what the first training pass changed; persistent buffers come to them."""
+        persistent = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in self._root.named_modules()
+            for name in module._buffers
+            if name not in module._non_persistent_buffers_set
+        }
+        self._changing = sorted(names | persistent)
+        self._may_warn = True
         self.send()
 
     def send(self) -> None:
-        """After a pass: the changing buffers from rank 0."""
-        if not self._states:
+        """After a training pass: the changing buffers from rank 0."""
+        if not self._states or not (self._root.training or torch.is_grad_enabled()):
             return
-        strangers = [name for name in self.changed() if name not in self._changing] if self._is_learnt else []
+        strangers = [name for name in self.changed() if name not in self._changing] if self._may_warn else []
         if strangers:
-            self._is_learnt = False  # once is enough
+            self._may_warn = False  # once is enough
             warnings.warn(
                 f"buffer {strangers[0]!r} changed first after the first training pass: it is not kept equal "
                 "on all ranks",

@@ -10,21 +10,33 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from streamshard.buffers import BufferSync
 from streamshard.config import Precision
-from streamshard.discovery import FoundParam, FoundUnit, UnitsArgument, check_params, find_units, group_params
+from streamshard.discovery import (
+    FoundParam,
+    FoundUnit,
+    UnitsArgument,
+    check_params,
+    find_units,
+    group_params,
+    owners_of,
+)
 from streamshard.engine import EDGE, Engine
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError
 from streamshard.hooks import Handle, handle_of, watch
 from streamshard.layout import ParamSize, plan_unit
-from streamshard.shard import UnitShard, piece_of
+from streamshard.pieces import StatePiece, refuse_whole_matrix_optimizers
+from streamshard.shard import UnitShard
 from streamshard.slots import Category, GradSlot, Ledger, WeightSlot, assign_slots
 from streamshard.streams import Streams
 from streamshard.transport import Transport, make_transport, resolve_group
 from streamshard.unit import StreamedUnit
 
 __all__ = ["engine_of", "shard_model"]
+
+register_optimizer_step_pre_hook(refuse_whole_matrix_optimizers)
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -111,7 +123,10 @@ def _group_of(mesh: object) -> dist.ProcessGroup | None:
         return mesh
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
-            raise ConfigError(f"mesh has {mesh.ndim} dimensions: wanted a 1-D DeviceMesh, whose ranks share the model")
+            raise ConfigError(
+                f"mesh has {mesh.ndim} dimensions: wanted a 1-D DeviceMesh, whose ranks share the model "
+                "(replicate x shard is not supported yet)"
+            )
         return mesh.get_group()
     raise ConfigError(f"mesh={mesh!r}: wanted a DeviceMesh, a ProcessGroup or None")
 
@@ -229,11 +244,13 @@ def _attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Eng
     views = {
         shard.param: view for unit in engine.units for shard, view in zip(unit.shard.params, unit.views, strict=True)
     }
-    unit_of = {module: engine.units[place] for place, unit in enumerate(found, 1) for module in unit.module.modules()}
+    unit_of = {module: engine.units[place] for module, place in owners_of(list(found)).items()}
     top = {unit.module: engine.units[place] for place, unit in enumerate(found, 1)}
     for module in root.modules():
         _bind_views(unit_of.get(module, engine.edge), module, views)
         module.register_load_state_dict_pre_hook(_LoadWhole(engine))
+    if not engine.is_alone:
+        root.register_state_dict_post_hook(_mark_pieces)
     cast_dtype = engine.precision.param_dtype if engine.precision.cast_inputs else None
     for module in list(root.modules()):
         unit = top.get(module)
@@ -258,6 +275,12 @@ def _bind_views(unit: StreamedUnit, module: nn.Module, views: Mapping[nn.Paramet
         unit.add_binding(module.__dict__, "_flat_weights", module._flat_weights, [computing[name] for name in names])
 
 
+def _mark_pieces(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        if isinstance(state_dict.get(prefix + name), torch.Tensor):
+            state_dict[prefix + name] = state_dict[prefix + name].as_subclass(StatePiece)
+
+
 class _LoadWhole:
     """Before ``load_state_dict`` copies: cut whole tensors into this rank's pieces."""
 
@@ -278,4 +301,4 @@ class _LoadWhole:
                 raise ShardingError(f"load_state_dict(assign=True) would replace the sharded parameter {name!r}")
             if tuple(value.shape) == shard.layout.shape and value.numel() == shard.layout.numel:
                 flat = value.reshape(-1)[shard.local.start : shard.local.stop]
-                state_dict[name] = piece_of(flat, shard.layout, shard.local._replace(shard_offset=0))
+                state_dict[name] = flat.view(shard.piece.shape)

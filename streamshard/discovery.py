@@ -13,7 +13,7 @@ from torch import nn
 
 from streamshard.errors import ShardingError, UnitError
 
-__all__ = ["FoundParam", "FoundUnit", "UnitsArgument", "check_params", "find_units", "group_params"]
+__all__ = ["FoundParam", "FoundUnit", "UnitsArgument", "check_params", "find_units", "group_params", "owners_of"]
 
 UnitsArgument = (
     type[nn.Module] | str | Iterable[type[nn.Module] | str | nn.Module] | Callable[..., bool] | None
@@ -50,7 +50,7 @@ def find_units(root: nn.Module, units: UnitsArgument) -> list[FoundUnit]:
 def _detect(root: nn.Module) -> list[nn.Module]:
     """``_no_split_modules`` of a transformers model, else the repeated children of the longest container."""
     wanted = set(getattr(root, "_no_split_modules", None) or ())
-    found = _outermost(root, lambda module: type(module).__name__ in wanted) if wanted else []
+    found = _repeated(_outermost(root, lambda module: type(module).__name__ in wanted)) if wanted else []
     if not found:
         containers = [m for m in root.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
         found = max((_repeated_children(container) for container in containers), key=len, default=[])
@@ -77,6 +77,12 @@ def _repeated_children(container: nn.Module) -> list[nn.Module]:
     children = [child for child in dict.fromkeys(container.children()) if _has_params(child)]
     counts = Counter(type(child) for child in children)
     return [child for child in children if counts[type(child)] > 1]
+
+
+def _repeated(modules: list[nn.Module]) -> list[nn.Module]:
+    """Those of a class that occurs more than once: transformers lists a model's embeddings beside its layers."""
+    counts = Counter(type(module) for module in modules)
+    return [module for module in modules if counts[type(module)] > 1] or modules
 
 
 def _has_params(module: nn.Module) -> bool:
@@ -134,12 +140,27 @@ def _check_units(root: nn.Module, found: list[nn.Module]) -> None:
         if not _has_params(unit):
             raise UnitError(f"unit {names[unit]!r} has no parameters")
     for unit in found:
+        if unit in owner:
+            first, second = names[owner[unit]], names[unit]
+            raise UnitError(f"unit {second!r} is given twice" if first == second else _nested(first, second))
         for module in unit.modules():
-            if module in owner:
-                first, second = names[owner[module]], names[unit]
-                what = "is given twice" if first == second else f"overlaps unit {second!r}"
-                raise UnitError(f"unit {first!r} {what} (both hold {names[module]!r})")
-            owner[module] = unit
+            owner.setdefault(module, unit)
+    for unit in found:
+        if owner[unit] is not unit:
+            raise UnitError(_nested(names[owner[unit]], names[unit]))
+
+
+def _nested(outer: str, inner: str) -> str:
+    return f"units overlap: {inner!r} lies inside {outer!r}; one of them can be a unit"
+
+
+def owners_of(units: list[FoundUnit]) -> dict[nn.Module, int]:
+    """Which unit each module belongs to, by place from 1; 0 for a module that several units share."""
+    owner: dict[nn.Module, int] = {}
+    for place, unit in enumerate(units, 1):
+        for module in unit.module.modules():
+            owner[module] = place if module not in owner else 0
+    return owner
 
 
 def group_params(root: nn.Module, units: list[FoundUnit]) -> list[list[FoundParam]]:
@@ -148,7 +169,7 @@ def group_params(root: nn.Module, units: list[FoundUnit]) -> list[list[FoundPara
     A parameter that more than one unit holds, or a unit and the rest of the model, is tied across them: it lies in the
     edge unit, whose weights are in place throughout a pass.
     """
-    owner = {module: place for place, unit in enumerate(units, 1) for module in unit.module.modules()}
+    owner = owners_of(units)
     names: dict[nn.Parameter, list[str]] = {}
     holders: dict[nn.Parameter, set[int]] = {}
     for prefix, module in root.named_modules(remove_duplicate=False):

@@ -7,6 +7,7 @@
     +-- RankMismatchError   ranks disagree about the model, the settings, or what ran
     +-- ExportError         files that cannot be written or read
     +-- StateError          an invariant of the engine is broken; carries the unit and its state
+    +-- RaceError           two streams touch the same bytes and nothing orders them
 
 A message says what was given, what is wanted, and which parameter, layer or rank it is about.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 __all__ = [
     "ConfigError",
     "ExportError",
+    "RaceError",
     "RankMismatchError",
     "ShardingError",
     "StateError",
@@ -61,3 +63,7 @@ class StateError(StreamShardError):
         super().__init__(f"unit {unit!r} is {state}, wanted {wanted}")
         self.unit = unit
         self.state = state
+
+
+class RaceError(StreamShardError):
+    """Two streams touch the same bytes and nothing orders them: a bug here, found by `streamshard.inspect.races`."""

@@ -104,6 +104,15 @@ class UnitLayout:
             return LocalRange(0, 0, 0)
         return LocalRange(start, stop, param.offset + start - shard_start)
 
+    def local_shape(self, param: ParamLayout, rank: int) -> tuple[int, ...]:
+        """The shape of `rank`'s piece: the parameter's own with one rank, else ``[1, .., 1, n]`` of as many dimensions.
+
+        People group parameters for weight decay by their number of dimensions, so that must not change.
+        """
+        if self.world_size == 1:
+            return param.shape
+        return (*[1] * (len(param.shape) - 1), self.local_range(param, rank).numel)
+
 
 def plan_unit(
     name: str,

@@ -1,8 +1,7 @@
 """What one rank owns of one unit: main weights, main grads, and the compute shard that its gathers send.
 
 The user's Parameter objects stay what they were, so an optimizer built before sharding keeps working; their data become
-pieces of the main weights. A piece keeps the parameter's number of dimensions (shape [1, .., 1, n]): people decide on
-weight decay by ``p.ndim``.
+pieces of the main weights.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import torch
 from torch import nn
 
 from streamshard.errors import ShardingError
-from streamshard.grads import ShardedGrad
 from streamshard.layout import LocalRange, ParamLayout, UnitLayout
+from streamshard.pieces import ShardedGrad
 from streamshard.slots import Category, Ledger
 from streamshard.transport import Transport
 
@@ -28,7 +27,7 @@ class ParamShard(NamedTuple):
     Attributes:
         name: fully qualified name in the root model.
         aliases: further names of the same (tied) parameter.
-        param: the user's Parameter; its data is the piece, fp32, shape [1, .., 1, local.numel].
+        param: the user's Parameter; its data is the piece, fp32, of shape `UnitLayout.local_shape`.
         layout: where the whole parameter lies in its unit.
         local: which elements of the flattened parameter this rank owns.
         dtype: the parameter's dtype before sharding.
@@ -50,13 +49,7 @@ class ParamShard(NamedTuple):
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """The range of `flat` [shard_numel] that is this parameter's, in the sharded parameter's shape."""
-        return piece_of(flat, self.layout, self.local)
-
-
-def piece_of(flat: torch.Tensor, layout: ParamLayout, local: LocalRange) -> torch.Tensor:
-    """A parameter's range of a shard: view of `flat` [shard_numel], shape [1, .., 1, local.numel]."""
-    piece = flat.narrow(0, local.shard_offset, local.numel)
-    return piece.view([1] * (len(layout.shape) - 1) + [local.numel])
+        return flat.narrow(0, self.local.shard_offset, self.local.numel).view(self.piece.shape)
 
 
 class UnitShard:
@@ -98,7 +91,8 @@ class UnitShard:
             full: [numel], the weights to shard, any dtype and device.
         """
         local = self.layout.local_range(layout, self._transport.rank)
-        piece = piece_of(self.main, layout, local)
+        piece = self.main.narrow(0, local.shard_offset, local.numel)
+        piece = piece.view(self.layout.local_shape(layout, self._transport.rank))
         piece.view(-1).copy_(full[local.start : local.stop])
         shard = ParamShard(layout.name, aliases, param, layout, local, param.dtype, piece)
         param.grad = None
@@ -155,6 +149,8 @@ class UnitShard:
                 if shard.param.grad is not None:
                     piece.add_(shard.param.grad)
                 shard.param.grad = piece
+                for hook in (shard.param._post_accumulate_grad_hooks or {}).values():
+                    hook(shard.param)
         self.held = [False] * len(self.params)
 
 

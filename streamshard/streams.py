@@ -63,7 +63,7 @@ class Observer(Protocol):
         """`fence.target` goes on only after what `fence` recorded last."""
 
     def on_access(self, stream: StreamName, tensor: torch.Tensor, *, write: bool, what: str) -> None:
-        """`stream` reads or writes `tensor` outside the operations a dispatch mode sees (collectives)."""
+        """`stream` reads or writes `tensor` in a collective: from here, where it is issued, until it is waited for."""
 
 
 class Fence:
@@ -99,7 +99,8 @@ class Fence:
 
     def wait(self) -> None:
         """Let `target` go on only after the point recorded last; nothing if none was."""
-        if not self._recorded or self.rule in self._streams.dropped_rules:
+        dropped = self._streams.dropped_rules
+        if not self._recorded or dropped and (self.rule in dropped or self.what in dropped):
             return
         if self._event is not None:
             self._streams.cuda_stream(self.target).wait_event(self._event)
@@ -123,14 +124,15 @@ class Streams:
 
     Attributes:
         observer: sees records, waits and accesses; None costs nothing.
-        dropped_rules: rules whose waits are left out. Only for the tests which show that each wait is needed.
+        dropped_rules: rules, or fences by what they guard, whose waits are left out. Only for the tests which show that
+            each wait is needed.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_cuda = device.type == "cuda"
         self.observer: Observer | None = None
-        self.dropped_rules: frozenset[Rule] = frozenset()
+        self.dropped_rules: frozenset[Rule | str] = frozenset()
         self.current = StreamName.COMPUTE
         self._comm = torch.cuda.Stream(device) if self.is_cuda else None
 

@@ -154,6 +154,8 @@ class PairwiseTransport(Transport):
         chunks = reduction.slot.view(self.world_size, -1)
         received = reduction.scratch.view(self.world_size - 1, -1)
         self.streams.declare_access(reduction.slot, write=False, what="reduce_scatter")
+        self.streams.declare_access(reduction.scratch, write=True, what="reduce_scatter")
+        self.streams.declare_access(reduction.out, write=True, what="reduce_scatter")
         messages = []
         for place, peer in enumerate(self._peers()):
             tag = reduction.tag * _TAGS_PER_UNIT + 1
@@ -166,8 +168,6 @@ class PairwiseTransport(Transport):
         return shard_numel * (self.world_size - 1)
 
     def _sum(self, own: torch.Tensor, received: torch.Tensor, reduction: Reduction) -> None:
-        self.streams.declare_access(reduction.slot, write=False, what="reduce_scatter")
-        self.streams.declare_access(reduction.out, write=True, what="reduce_scatter")
         with self.streams.on_comm(), torch.no_grad():
             sum_in_rank_order(own, received, self.rank, reduction)
 
@@ -208,6 +208,7 @@ class NcclTransport(Transport):
         """See `Transport.start_reduce`. fp32 straight into main grads when nothing is there to add to."""
         scratch, out = reduction.scratch, reduction.out
         self.streams.declare_access(reduction.slot, write=False, what="reduce_scatter")
+        self.streams.declare_access(scratch, write=True, what="reduce_scatter")
         self.streams.declare_access(out, write=True, what="reduce_scatter")
         with self.streams.on_comm(), torch.no_grad():
             if scratch.numel() > out.numel():

@@ -120,6 +120,11 @@ class StreamedUnit:
         trainable = False
         for param, view in zip(self.shard.params, self.views, strict=True):
             wanted = param.param.requires_grad
+            if param.param._backward_hooks:
+                raise ShardingError(
+                    f"a hook on parameter {param.name!r} would never run, its gradient is made by a reduction: use "
+                    "register_post_accumulate_grad_hook, which is called with the sharded gradient"
+                )
             trainable = trainable or wanted
             if view.requires_grad is not wanted:
                 view.requires_grad_(wanted)

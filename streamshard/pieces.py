@@ -1,21 +1,24 @@
-"""Gradients that know they are a piece: norms of `ShardedGrad` are norms over all ranks.
+"""Tensors that know they are a piece: norms are norms over all ranks, and a piece is not saved as if it were whole.
 
 ``torch.nn.utils.clip_grad_norm_`` on sharded parameters would silently clip each rank by its own piece. `ShardedGrad`
 answers every norm with a `PartialNorm`, which stays local while norms are stacked and is summed over ranks, once, when
-somebody takes the norm of the norms or looks at the value. Other operations see a plain tensor.
+somebody takes the norm of the norms or looks at the value. Other operations see a plain tensor. `StatePiece` is what
+``state_dict()`` holds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch.optim import Optimizer
 
+from streamshard.errors import ShardingError
 from streamshard.transport import Transport
 
-__all__ = ["PartialNorm", "ShardedGrad", "reduce_norms"]
+__all__ = ["PartialNorm", "ShardedGrad", "StatePiece", "reduce_norms", "refuse_whole_matrix_optimizers"]
 
 _VECTOR_NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm)
 # What keeps a piece a piece: people write p.grad.detach().data.float().norm().
@@ -50,13 +53,16 @@ class ShardedGrad(torch.Tensor):
         if func in _VECTOR_NORMS and isinstance(args[0], cls):
             order = _order_of(args, kwargs)
             with torch._C.DisableTorchFunctionSubclass():
-                return PartialNorm.wrap(torch.linalg.vector_norm(args[0], order), order, args[0].transport)
+                return PartialNorm.wrap(_local_norm(args[0], order), order, args[0].transport)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+            if func is torch._foreach_norm:
+                order = _order_of(args, kwargs)
+                result: Any = [_local_norm(grad, order) for grad in args[0]]
+            else:
+                result = func(*args, **kwargs)
         if func in _KEEPERS and isinstance(args[0], cls) and isinstance(result, torch.Tensor):
             return cls.wrap(result, args[0].transport)
         if func is torch._foreach_norm:
-            order = _order_of(args, kwargs)
             return [
                 PartialNorm.wrap(norm, order, grad.transport) if isinstance(grad, cls) else norm
                 for norm, grad in zip(result, args[0], strict=True)
@@ -106,6 +112,25 @@ class PartialNorm(torch.Tensor):
             return func(*_reduced(args), **{key: _reduced_one(value) for key, value in kwargs.items()})
 
 
+class StatePiece(torch.Tensor):
+    """This rank's piece of a weight in a state dict: fine to copy, compare and load again, an error to save.
+
+    ``torch.save(model.state_dict())`` or ``save_pretrained`` would leave a file that holds 1/N of the model.
+    """
+
+    def __deepcopy__(self, memo: object) -> StatePiece:
+        """Copies of a state dict are made to go back to it later."""
+        return self.detach().clone().as_subclass(StatePiece)
+
+    def _refuse(self, *args: object) -> NoReturn:
+        raise ShardingError(
+            f"this state dict holds one rank's pieces of the model (here {tuple(self.shape)}): to save it whole use "
+            "model.full_state_dict() or streamshard.export_safetensors(model, directory), called on all ranks"
+        )
+
+    __reduce_ex__ = numpy = __array__ = untyped_storage = _refuse  # type: ignore[assignment]  # on purpose
+
+
 def reduce_norms(local: torch.Tensor, order: float, transport: Transport) -> torch.Tensor:
     """The norm over all ranks from each rank's own.
 
@@ -124,6 +149,35 @@ def reduce_norms(local: torch.Tensor, order: float, transport: Transport) -> tor
     total = local.clone() if order == 0 else local.pow(order)
     transport.all_reduce(total)
     return total if order == 0 else total.pow(1.0 / order)
+
+
+def _local_norm(piece: torch.Tensor, order: float) -> torch.Tensor:
+    """The norm of this rank's piece; of an empty one what does not count in a sum or a maximum."""
+    if piece.numel():
+        norm: torch.Tensor = torch.linalg.vector_norm(piece, order)
+        return norm
+    return piece.new_full((), math.inf if order == -math.inf else 0.0)
+
+
+def refuse_whole_matrix_optimizers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Global optimizer hook: raise before the first step of one that is wrong on pieces.
+
+    Raises:
+        ShardingError: the update of one element depends on the whole matrix or on all elements.
+    """
+    name = type(optimizer).__name__
+    if name not in _WHOLE_MATRIX_OPTIMIZERS:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param.grad, ShardedGrad) and param.grad.transport.world_size > 1:
+                raise ShardingError(
+                    f"{name} looks at whole matrices, each rank holds pieces of them: use an element-wise optimizer "
+                    "(AdamW, SGD, ..) with StreamShard"
+                )
+
+
+_WHOLE_MATRIX_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "LARS")
 
 
 def _order_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
