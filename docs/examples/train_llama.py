@@ -1,0 +1,467 @@
+"""Train a small Llama on byte-level text with StreamShard, export it, load the export elsewhere and let it write.
+
+    accelerate launch --config_file docs/examples/two_processes.yaml docs/examples/train_llama.py
+
+Reads top to bottom: `main` is the story, what it calls follows in the order of use. Runs on CPU (gloo) and GPU (NCCL).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+import torch
+import torch.distributed as dist
+from _text import BOS, EOS, VOCAB, Text, TextError, byte_frequency_loss, even_windows, random_starts, read_text, windows
+from accelerate import PartialState
+from torch.distributed.elastic.multiprocessing.errors import record
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import streamshard
+from streamshard import Precision, StreamShard
+
+LAUNCH = (
+    "accelerate launch --config_file docs/examples/two_processes.yaml [--num_processes N] docs/examples/train_llama.py"
+)
+REPORT_EVERY = 5  # steps between two points of the curve; each costs one small all-reduce
+
+
+def main() -> None:
+    args = parse_args()
+    ranks = join_ranks(args.device)
+    text = read_text_together(args, ranks)
+    precision = choose_precision(args.precision, ranks)
+    out = make_output_directory(args.out, ranks)
+
+    torch.manual_seed(args.seed)
+    model = LlamaForCausalLM(llama_config(args)).to(ranks.device)
+    parameter_count = model.num_parameters()
+    model = StreamShard(model, precision=precision)
+    optimizer = torch.optim.AdamW(parameter_groups(model, args.weight_decay), lr=args.lr, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(args.steps))
+    held_out = held_out_windows(text, args, ranks)
+    baseline = byte_frequency_loss(text.train, held_out)
+
+    ranks.say(f"text: {text.source}, {len(text.train):,} tokens to train on, {len(text.held_out):,} held out")
+    ranks.say(f"model: Llama with {parameter_count:,} parameters; {ranks}; parameters in {precision.param_dtype}")
+    curve = train(model, optimizer, schedule, text, held_out, args, ranks)
+
+    ranks.say(f"\nmemory of rank 0:\n{model.memory_report()}\n")
+    streamshard.export_safetensors(model, out / "model")
+    took_part = ranks.count_trained(curve.steps)
+    if ranks.is_first:
+        summary = {
+            "held_out_loss": curve.held_out_loss[-1],
+            "byte_frequency_loss": baseline,
+            "ranks_that_took_part": took_part,
+            "parameters": parameter_count,
+            "param_dtype": str(precision.param_dtype),
+            "device": str(ranks.device.type),
+            "torch": torch.__version__,
+            "arguments": {name: str(value) for name, value in vars(args).items()},
+            "curve": vars(curve),
+        }
+        write_whole(out / "result.json", lambda path: path.write_text(json.dumps(summary, indent=1) + "\n"))
+        write_whole(out / "loss_curve.png", lambda path: draw(curve, baseline, took_part, path))
+        sample_elsewhere(out / "model", args, len(held_out))
+        print(final_line(curve, baseline, took_part, ranks.world_size, out), flush=True)
+    ranks.leave()
+
+
+# --- before the model -------------------------------------------------------------------------------------------------
+
+
+class JobError(Exception):
+    """The job cannot be done as asked; the message says why and what to do."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise JobError(f"{message} (--help lists the options)")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(
+        description=__doc__.splitlines()[0],
+        usage=f"{LAUNCH} [options]",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--data", type=Path, help="file or directory to train on; the standard library if not given")
+    parser.add_argument("--out", type=Path, help="a new directory to write to; runs/train_llama-NNN if not given")
+    parser.add_argument("--steps", type=positive_int, default=300, help="optimizer steps")
+    parser.add_argument("--batch-size", type=positive_int, default=8, help="sequences per step on each rank")
+    parser.add_argument("--seq-len", type=positive_int, default=256, help="tokens (bytes) per sequence")
+    parser.add_argument("--hidden", type=positive_int, default=256, help="width of the model, a multiple of 64")
+    parser.add_argument("--layers", type=positive_int, default=6, help="number of blocks")
+    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--weight-decay", type=float, default=0.1, help="for all but norms and biases")
+    parser.add_argument("--clip", type=float, default=1.0, help="gradients are clipped to this norm, over all ranks")
+    parser.add_argument("--held-out-every", type=positive_int, default=50, help="steps between held-out losses")
+    parser.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto",
+                        help="dtype layers compute in; auto takes bf16 unless this CPU is slow at it")  # fmt: skip
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
+                        help="auto takes GPUs if there is one for each process")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="for the initial weights, the batches and the sampling")
+    args = parser.parse_args()
+    if args.hidden % 64:
+        parser.error(f"--hidden {args.hidden}: wanted a multiple of 64")
+    if args.seq_len < 2:
+        parser.error(f"--seq-len {args.seq_len}: wanted 2 at least, one token to see and one to predict")
+    return args
+
+
+def positive_int(value: str) -> int:
+    number = int(value)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return number
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train together, seen from one of them."""
+
+    state: PartialState
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def __str__(self) -> str:
+        plural = "s" if self.world_size > 1 else ""
+        return f"{self.world_size} rank{plural} on {self.device.type} ({dist.get_backend()})"
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def say(self, message: str) -> None:
+        if self.is_first:
+            print(message, flush=True)
+
+    def mean(self, value: torch.Tensor) -> float:
+        """The mean over ranks of a scalar."""
+        value = value.detach().float().clone()
+        dist.all_reduce(value)
+        return value.item() / self.world_size
+
+    def count_trained(self, steps: int) -> int:
+        """How many ranks took `steps` steps: counted by the ranks themselves, not read from a setting."""
+        counts = torch.zeros(self.world_size, device=self.device)
+        counts[self.rank] = steps
+        dist.all_reduce(counts)
+        return int((counts == steps).sum().item()) if steps else 0
+
+    def from_first(self, value: str) -> str:
+        """What the first rank passed."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def stop_on_error(self, error: str | None) -> None:
+        """Raise on all ranks when one of them has an error, so that none waits for it."""
+        errors: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(errors, error)
+        found = [(rank, message) for rank, message in enumerate(errors) if message is not None]
+        if found:
+            self.leave()
+            rank, message = found[0]
+            raise JobError(message if len(found) == self.world_size else f"rank {rank}: {message}")
+
+    def leave(self) -> None:
+        self.state.destroy_process_group()
+
+
+def join_ranks(device: str) -> Ranks:
+    """Start or join the process group that was launched, and check that it is the one that was launched."""
+    launched = os.environ.get("WORLD_SIZE")
+    if launched is None:
+        raise JobError(
+            "this process was started alone, without a rank. (`accelerate launch --cpu` starts one process, whatever "
+            f"--num_processes says.) Start it with\n    {LAUNCH}\nwhere N may be 1."
+        )
+    local_count = int(os.environ.get("LOCAL_WORLD_SIZE", launched))
+    gpu_count = torch.cuda.device_count()
+    if device == "cuda" and gpu_count < local_count:
+        raise JobError(
+            f"--device cuda: {gpu_count} GPU(s) for {local_count} processes; wanted one for each (--num_processes)"
+        )
+    on_cpu = device == "cpu" or gpu_count < local_count
+    if on_cpu:
+        # The launcher sets one thread per process; take this process's share of the cores instead.
+        core_count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(core_count // local_count, 1))
+    # Asked for CPU, accelerate makes one gloo group of the launched processes. Not asked and without a GPU it would
+    # leave each of them alone (DistributedType.NO).
+    state = PartialState(cpu=on_cpu, timeout=timedelta(minutes=10))
+    if not dist.is_initialized() or dist.get_world_size() != int(launched):
+        found = dist.get_world_size() if dist.is_initialized() else 1
+        raise JobError(
+            f"{launched} processes were launched, but this one is in a group of {found} ({state.distributed_type})"
+        )
+    present = torch.ones((), device=state.device)
+    dist.all_reduce(present)
+    if present.item() != int(launched):
+        raise JobError(f"{launched} processes were launched, but {present.item():.0f} answered")
+    ranks = Ranks(state, dist.get_rank(), dist.get_world_size(), state.device)
+    if on_cpu and device == "auto" and gpu_count:
+        ranks.say(
+            f"{gpu_count} GPU(s) for {local_count} processes: training on CPU; --num_processes {gpu_count} uses GPUs"
+        )
+    return ranks
+
+
+def read_text_together(args: argparse.Namespace, ranks: Ranks) -> Text:
+    outcome: Text | TextError
+    try:
+        outcome = read_text(args.data, args.seq_len)
+    except TextError as problem:
+        outcome = problem
+    ranks.stop_on_error(str(outcome) if isinstance(outcome, TextError) else None)
+    if isinstance(outcome, TextError):
+        raise outcome  # not reached: stop_on_error has raised
+    return outcome
+
+
+def choose_precision(choice: str, ranks: Ranks) -> Precision:
+    """bf16 parameters with fp32 reduction, or fp32 throughout where bf16 matmuls are emulated."""
+    if choice == "auto":
+        if ranks.device.type == "cuda":
+            choice = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+        else:
+            choice = "bf16" if matmul_seconds(torch.bfloat16) < matmul_seconds(torch.float32) else "fp32"
+        choice = ranks.from_first(choice)  # timings differ between ranks; the precision must not
+    return Precision() if choice == "bf16" else Precision(param_dtype=torch.float32)
+
+
+def matmul_seconds(dtype: torch.dtype) -> float:
+    left, right = torch.randn(1024, 512).to(dtype), torch.randn(512, 512).to(dtype)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        left @ right
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def make_output_directory(asked: Path | None, ranks: Ranks) -> Path:
+    """A directory that holds nothing yet, so that results of two runs never mix; the same one on all ranks."""
+    out, error = "", None
+    if ranks.is_first:
+        try:
+            if asked is None:
+                taken = [int(path.name[-3:]) for path in Path("runs").glob("train_llama-[0-9][0-9][0-9]")]
+                asked = Path("runs", f"train_llama-{max(taken, default=0) + 1:03d}")
+            asked.mkdir(parents=True, exist_ok=True)
+            if any(asked.iterdir()):
+                error = f"--out {asked} is not empty: wanted a new directory"
+            out = str(asked)
+        except OSError as problem:
+            error = f"--out {asked} cannot be made: {problem.strerror}"
+    ranks.stop_on_error(error)
+    return Path(ranks.from_first(out))
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def llama_config(args: argparse.Namespace) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 8 // 3 // 16 * 16,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64,
+        max_position_embeddings=args.seq_len,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=EOS,
+    )
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Weight decay for all but norms and biases. The names are those of the model before it was sharded."""
+    decayed: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        (others if "norm" in name or name.endswith("bias") else decayed).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def warmup_then_cosine(steps: int) -> Callable[[int], float]:
+    """The share of the highest learning rate at each step: up in a twentieth of the steps, then down to a tenth."""
+    warmup = max(steps // 20, 1)
+
+    def share(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(steps - warmup, 1))
+
+    return share
+
+
+def held_out_windows(text: Text, args: argparse.Namespace, ranks: Ranks) -> torch.Tensor:
+    """About 128 windows, the same on all ranks: a whole number of batches for each of them."""
+    per_batch = args.batch_size * ranks.world_size
+    return even_windows(text.held_out, args.seq_len, -(-128 // per_batch) * per_batch)
+
+
+@dataclass
+class Curve:
+    """Losses in nats per token; those of training are means over ranks and the last `REPORT_EVERY` steps."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    train_step: list[int] = field(default_factory=list)
+    train_loss: list[float] = field(default_factory=list)
+    held_out_step: list[int] = field(default_factory=list)
+    held_out_loss: list[float] = field(default_factory=list)
+
+
+def train(
+    model: StreamShard,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    text: Text,
+    held_out: torch.Tensor,
+    args: argparse.Namespace,
+    ranks: Ranks,
+) -> Curve:
+    """`args.steps` steps with a progress bar on the first rank."""
+    curve = Curve()
+    losses: list[torch.Tensor] = []
+    start = time.perf_counter()
+    last = start
+    bar = tqdm(total=args.steps, unit="step", disable=not ranks.is_first, dynamic_ncols=True)
+    for step, batch in enumerate(batches(text, args, ranks), start=1):
+        model.train()
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        model.clip_grad_norm_(args.clip)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        curve.steps = step
+        bar.update()
+
+        if step % REPORT_EVERY == 0 or step == args.steps:
+            curve.train_step.append(step)
+            curve.train_loss.append(ranks.mean(torch.stack(losses).mean()))
+            now = time.perf_counter()
+            speed = len(losses) * batch.numel() * ranks.world_size / (now - last)
+            losses, last = [], now
+            bar.set_postfix_str(f"loss {curve.train_loss[-1]:.3f}, {speed:,.0f} tokens/s, {memory_text(ranks)}")
+        if step % args.held_out_every == 0 or step == args.steps:
+            curve.held_out_step.append(step)
+            curve.held_out_loss.append(evaluate(model, held_out, args.batch_size, ranks))
+            if ranks.is_first:
+                bar.write(f"step {step}: held-out loss {curve.held_out_loss[-1]:.3f}", file=sys.stdout)
+            last = time.perf_counter()
+    bar.close()
+    curve.seconds = time.perf_counter() - start
+    return curve
+
+
+def batches(text: Text, args: argparse.Namespace, ranks: Ranks) -> Iterator[torch.Tensor]:
+    """This rank's part [batch_size, seq_len] int64 of each step's random windows."""
+    mine = slice(ranks.rank * args.batch_size, (ranks.rank + 1) * args.batch_size)
+    for step in range(args.steps):
+        count = args.batch_size * ranks.world_size
+        starts = random_starts(text.train, args.seq_len, count, seed=args.seed * 1_000_003 + step)
+        yield windows(text.train, starts[mine], args.seq_len).to(ranks.device)
+
+
+def evaluate(model: StreamShard, held_out: torch.Tensor, batch_size: int, ranks: Ranks) -> float:
+    """The mean loss over all held-out windows; each rank takes an equal part of them."""
+    model.eval()
+    with torch.no_grad():
+        mine = held_out.chunk(ranks.world_size)[ranks.rank].to(ranks.device)
+        losses = [model(input_ids=rows, labels=rows, use_cache=False).loss for rows in mine.split(batch_size)]
+    return ranks.mean(torch.stack(losses).mean())
+
+
+def memory_text(ranks: Ranks) -> str:
+    if ranks.device.type == "cuda":
+        return f"{torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB on the GPU at most"
+    return f"{psutil.Process().memory_info().rss / 2**20:,.0f} MiB"
+
+
+# --- what is left behind ----------------------------------------------------------------------------------------------
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make the file under a temporary name and rename it when complete: half a file never looks whole."""
+    unfinished = path.with_name(f".unfinished-{path.name}")
+    write(unfinished)
+    with open(unfinished, "rb") as file:
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def draw(curve: Curve, baseline: float, rank_count: int, path: Path) -> None:
+    """The loss curve as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no screen needed
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    axes.axhline(baseline, color="0.5", linestyle="--", label=f"byte frequencies alone, held-out: {baseline:.2f}")
+    axes.plot(curve.train_step, curve.train_loss, ".-", color="tab:blue", markersize=3, linewidth=1, label="train")
+    label = f"held-out, at the end {curve.held_out_loss[-1]:.2f}"
+    axes.plot(curve.held_out_step, curve.held_out_loss, "o-", color="tab:orange", markersize=5, label=label)
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", xlim=(0, curve.steps), ylim=(0, None))
+    axes.set_title(f"Llama on byte-level text, StreamShard on {rank_count} rank{'s' if rank_count > 1 else ''}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, format="png", dpi=120)
+    pyplot.close(figure)
+
+
+def sample_elsewhere(model_directory: Path, args: argparse.Namespace, held_out_count: int) -> None:
+    """Run `_sample.py` on the export in a plain process: one that knows nothing of ranks."""
+    command = [sys.executable, str(Path(__file__).with_name("_sample.py")), str(model_directory)]
+    command += ["--held-out", str(held_out_count), "--seq-len", str(args.seq_len), "--seed", str(args.seed)]
+    command += ["--tokens", str(max(args.seq_len - 8, 1))]
+    if args.data is not None:
+        command += ["--data", str(args.data)]
+    launchers = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "OMP_")
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    subprocess.run(command, check=True, env=plain)
+
+
+def final_line(curve: Curve, baseline: float, took_part: int, world_size: int, out: Path) -> str:
+    loss = curve.held_out_loss[-1]
+    verdict = "below" if loss < baseline else "NOT below"
+    files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file())
+    return (
+        f"held-out loss {loss:.3f} nats per byte, {verdict} that of byte frequencies ({baseline:.3f}); "
+        f"{took_part} of {world_size} ranks took part in all {curve.steps} steps ({curve.seconds:.0f} s); "
+        f"written to {out}: {', '.join(files)}"
+    )
+
+
+if __name__ == "__main__":
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        record(main)()  # puts an error of any rank into the launcher's summary, which is what is seen last
+    except JobError as problem:
+        if is_first:
+            print(f"error: {problem}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        if is_first:
+            print("\ninterrupted: the output directory holds what was finished by now, and nothing else", flush=True)
+        os._exit(130)  # at once: an orderly exit would wait for collectives that the other ranks have left
