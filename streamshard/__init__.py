@@ -3,6 +3,7 @@
 from streamshard.api import StreamShard, export_safetensors, load_safetensors
 from streamshard.config import Precision
 from streamshard.errors import (
+    CommunicationError,
     ConfigError,
     ExportError,
     RankMismatchError,
@@ -13,6 +14,7 @@ from streamshard.errors import (
 )
 
 __all__ = [
+    "CommunicationError",
     "ConfigError",
     "ExportError",
     "Precision",

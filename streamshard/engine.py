@@ -28,6 +28,7 @@ from streamshard.slots import Category, Ledger
 from streamshard.streams import Fence, Rule, StreamName, Streams, Work
 from streamshard.transport import Transport
 from streamshard.unit import StreamedUnit
+from streamshard.used import UsedParams
 
 __all__ = ["Engine", "Pass", "Run", "in_backward"]
 
@@ -118,18 +119,9 @@ class Engine:
         self._backward_passes: list[Pass] = []
         self._computing: StreamedUnit | None = None  # the unit whose backward is running
         self._reducing: list[Work] = []
-        self._failed: BaseException | None = None
-        self._flags, self._all_flags = self._allocate_flags()
-        self._flags_work: Work | None = None
-        self._flags_last: list[bool] = []
+        self._used_params = UsedParams(self.units, transport, ledger)
         self._cast_done = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMPUTE, "compute shards")
         self._comm_idle = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMM, "compute shards and main grads")
-
-    def _allocate_flags(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[F] uint8 of this rank and [N * F] of all ranks: which parameters had a gradient."""
-        count = 0 if self.transport.world_size == 1 else sum(len(unit.shard.layout.params) for unit in self.units)
-        flags = self.ledger.allocate(Category.FLAGS, count, torch.uint8)
-        return flags, self.ledger.allocate(Category.FLAGS, count * self.transport.world_size, torch.uint8)
 
     @property
     def edge(self) -> StreamedUnit:
@@ -234,7 +226,7 @@ class Engine:
         assert sweep is not None
         self._forward = self._pass = None
         self.edge.release()
-        if error is not None and (self._failed is not None or not isinstance(error, Exception)):
+        if error is not None and (self.transport.has_failed or not isinstance(error, Exception)):
             return None
         self._issue(sweep.finish())
         self._weights_are_current = not self.is_synced
@@ -273,18 +265,18 @@ class Engine:
         holder = unit.weight_slot.content
         if holder is not None and self.units[holder].is_bound and self.units[holder] is not unit:
             self.units[holder].release()
-        with self._guarded():
+        with self.transport.guard("the gather of", unit.name):
             unit.start_gather()
 
     def _acquire(self, unit: StreamedUnit) -> None:
         if unit.weight_slot.content != unit.index:
             self._gather(unit)
-        with self._guarded():
+        with self.transport.guard("the gather of", unit.name):
             unit.finish_gather()
 
     def _drain_gathers(self) -> None:
-        with self._guarded():
-            for unit in self.units:
+        for unit in self.units:
+            with self.transport.guard("the gather of", unit.name):
                 unit.weight_slot.arrived.settle()
 
     # -- backward -------------------------------------------------------------------------------------------------
@@ -352,14 +344,16 @@ class Engine:
         if unit is not self.edge and self._computing is not unit:
             self._advance(unit)
         slot = unit.grad_slot
-        if slot is None:
-            if not any(unit.used):
-                unit.open_grads()
-        elif slot.content != unit.index:
-            if slot.content is not None:  # gradients that come in several parts share a slot: move one part on
-                self._reduce(self.units[slot.content])
-            unit.open_grads()
+        if slot is None and not any(unit.used) or slot is not None and slot.content != unit.index:
+            self._open_grads(unit)
         unit.write_grad(place, grad)
+
+    def _open_grads(self, unit: StreamedUnit) -> None:
+        slot = unit.grad_slot
+        if slot is not None and slot.content is not None:  # gradients that come in several parts: move one part on
+            self._reduce(self.units[slot.content])
+        with self.transport.guard("the reduction before that of", unit.name):
+            unit.open_grads()
 
     def _last_pass(self) -> Pass:
         """The latest pass that is still alive: for a graph in which no unit's weights are needed."""
@@ -372,14 +366,12 @@ class Engine:
         if not unit.is_trainable:
             return
         slot = unit.grad_slot
-        with self._guarded():
-            if slot is None:
-                if not any(unit.used):
-                    return
-            elif slot.content != unit.index:
-                if slot.content is not None:
-                    self._reduce(self.units[slot.content])
-                unit.open_grads()
+        if slot is None:
+            if not any(unit.used):
+                return
+        elif slot.content != unit.index:
+            self._open_grads(unit)
+        with self.transport.guard("the reduction of", unit.name):
             work = unit.start_reduce()
         if work is not None:
             self._reducing.append(work)
@@ -405,58 +397,16 @@ class Engine:
         if self._forward is None:
             self.edge.release()
         reduced = [unit for unit in self.units if unit.reductions]
-        self._start_flags()
-        with self._guarded():
+        self._used_params.start()
+        with self.transport.guard("the last reductions of", "a backward"):
             self._comm_idle.record(_AllWork(self._reducing))
             self._reducing = []
             self._comm_idle.wait()  # rule 5: no optimizer step reads main grads that are still being reduced
-        used = self._agree_on_used()
+        used = self._used_params.finish()
         for unit in reduced:
             unit.finish_reduce(used[unit.index])
         self._backward = None
         self._backward_passes = []
-
-    # -- which parameters were used -------------------------------------------------------------------------------
-
-    def _start_flags(self) -> None:
-        """Tell the other ranks which parameters had a gradient here. One small gather per backward."""
-        if self.is_alone:
-            return
-        self._settle_flags()
-        flags = [used for unit in self.units for used in unit.used]
-        if flags != self._flags_last:
-            self._flags_last = flags
-            self._flags.copy_(torch.tensor(flags, dtype=torch.uint8))
-            self._cast_done.record()
-            self._cast_done.wait()
-        with self._guarded():
-            self._flags_work = self.transport.start_gather(self._flags, self._all_flags, len(self.units))
-
-    def _agree_on_used(self) -> list[list[bool]]:
-        """Which parameters some rank used. Waits for the other ranks only if this one left a parameter out."""
-        used = [unit.used for unit in self.units]
-        complete = all(
-            is_used or not view.requires_grad
-            for unit in self.units
-            for is_used, view in zip(unit.used, unit.views, strict=True)
-        )
-        if self.is_alone or complete:
-            return used
-        with self._guarded():
-            self._settle_flags()
-            if self.streams.is_cuda:
-                self.streams.cuda_stream(StreamName.COMM).synchronize()
-        anywhere = self._all_flags.view(self.transport.world_size, -1).amax(0).tolist()
-        result, start = [], 0
-        for unit in self.units:
-            result.append([bool(flag) for flag in anywhere[start : start + len(unit.used)]])
-            start += len(unit.used)
-        return result
-
-    def _settle_flags(self) -> None:
-        work, self._flags_work = self._flags_work, None
-        if work is not None:
-            work.wait()
 
     # -- when things go wrong -------------------------------------------------------------------------------------
 
@@ -468,9 +418,9 @@ class Engine:
         if self._backward is None or in_backward():
             return
         try:
-            if self._failed is None:
+            if not self.transport.has_failed:
                 self._close_all()
-                with self._guarded():
+                with self.transport.guard("the last reductions of", "a backward"):
                     _AllWork(self._reducing).wait()
         finally:
             for unit in self.units:
@@ -486,26 +436,3 @@ class Engine:
             self._backward_passes = []
             self._pending = []
             self._computing = None
-
-    def _guarded(self) -> _Guard:
-        return _Guard(self)
-
-    def fail(self, error: BaseException) -> None:
-        """A collective failed: nothing more is issued to ranks that may be gone."""
-        self._failed = error
-
-
-class _Guard:
-    """Marks the engine as failed when a collective raises inside."""
-
-    __slots__ = ("_engine",)
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._engine.fail(error)

@@ -4,7 +4,8 @@
     +-- ConfigError         an argument or setting that cannot work (also a ValueError)
     +-- UnitError           units that overlap, are empty, or are not part of the model
     +-- ShardingError       a model that cannot be sharded, or is used in a way sharding forbids
-    +-- RankMismatchError   ranks disagree about the model, the settings, or what ran
+    +-- RankMismatchError   ranks disagree about the model or the settings
+    +-- CommunicationError  a collective failed or timed out: a rank has died, or ranks ran different things
     +-- ExportError         files that cannot be written or read
     +-- StateError          an invariant of the engine is broken; carries the unit and its state
     +-- RaceError           two streams touch the same bytes and nothing orders them
@@ -15,6 +16,7 @@ A message says what was given, what is wanted, and which parameter, layer or ran
 from __future__ import annotations
 
 __all__ = [
+    "CommunicationError",
     "ConfigError",
     "ExportError",
     "RaceError",
@@ -43,7 +45,11 @@ class ShardingError(StreamShardError):
 
 
 class RankMismatchError(StreamShardError):
-    """Ranks disagree about the model, the settings, or what ran."""
+    """Ranks disagree about the model or the settings."""
+
+
+class CommunicationError(StreamShardError):
+    """A collective failed or timed out: a rank has died, or ranks ran different things."""
 
 
 class ExportError(StreamShardError):

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from streamshard.errors import ConfigError, ShardingError
+from streamshard.errors import CommunicationError, ConfigError, ShardingError, StreamShardError
 from streamshard.streams import Fence, Rule, StreamName, Streams, Work
 
-__all__ = ["NcclTransport", "PairwiseTransport", "Reduction", "Transport", "make_transport", "resolve_group"]
+__all__ = ["Guard", "NcclTransport", "PairwiseTransport", "Reduction", "Transport", "make_transport", "resolve_group"]
 
 _TAGS_PER_UNIT = 2  # a unit's gathers and reductions must never be taken for each other
 
@@ -62,9 +62,11 @@ class Transport(abc.ABC):
     Attributes:
         rank: this rank within the group.
         world_size: N.
+        has_failed: whether a collective has failed.
     """
 
     def __init__(self, group: dist.ProcessGroup, streams: Streams) -> None:
+        self.has_failed = False
         self.group = group
         self.streams = streams
         self.rank: int = dist.get_rank(group)
@@ -81,6 +83,10 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype) -> int:
         """Elements of scratch that reductions of such a unit need: `wire` is sent, `accumulate` summed in."""
+
+    def guard(self, action: str, subject: str) -> Guard:
+        """A context around collectives and waits for them: says what failed, see `Guard`."""
+        return Guard(self, action, subject)
 
     def gather_now(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> None:
         """An all-gather outside of steps: in place, for the compute stream, on return."""
@@ -112,6 +118,37 @@ class Transport(abc.ABC):
     def barrier(self) -> None:
         """Return once every rank has called this."""
         self.gather_objects(None)
+
+
+class Guard:
+    """Turns a backend's error into a `CommunicationError` that says what was waited for.
+
+    Args:
+        transport: marked as failed, so that nothing more is issued to ranks that may be gone.
+        action: what goes on inside, such as "the gather of".
+        subject: whose it is, such as a unit's name.
+    """
+
+    __slots__ = ("_action", "_subject", "_transport")
+
+    def __init__(self, transport: Transport, action: str, subject: str) -> None:
+        self._transport = transport
+        self._action = action
+        self._subject = subject
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        self._transport.has_failed = True
+        if isinstance(error, RuntimeError) and not isinstance(error, StreamShardError):
+            raise CommunicationError(
+                f"{self._action} {self._subject!r} failed on rank {self._transport.rank} of "
+                f"{self._transport.world_size}: {error}. Either another rank has died, or ranks do not run the same "
+                "layers in the same order (some ranks may skip layers, but not reorder or repeat them)"
+            ) from error
 
 
 class _Exchange:

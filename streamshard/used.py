@@ -1,0 +1,80 @@
+"""Which parameters had a gradient on any rank: agreed once per backward, a byte a parameter.
+
+A parameter that no rank used must keep ``grad = None``, so that the optimizer skips it, as under
+DistributedDataParallel. A rank that used all of its own needs to know nothing of the others: only one that left a
+parameter out waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from streamshard.slots import Category, Ledger
+from streamshard.streams import Fence, Rule, StreamName, Work
+from streamshard.transport import Transport
+from streamshard.unit import StreamedUnit
+
+__all__ = ["UsedParams"]
+
+
+class UsedParams:
+    """The exchange of flags. Owns one fence and its work.
+
+    Args:
+        units: all units; each knows which of its parameters were used here.
+        transport: exchanges.
+        ledger: allocates [F] and [N * F] uint8, F the number of parameters.
+    """
+
+    def __init__(self, units: Sequence[StreamedUnit], transport: Transport, ledger: Ledger) -> None:
+        self._units = units
+        self._transport = transport
+        count = sum(len(unit.shard.layout.params) for unit in units) if transport.world_size > 1 else 0
+        self._here = ledger.allocate(Category.FLAGS, count, torch.uint8)
+        self._everywhere = ledger.allocate(Category.FLAGS, count * transport.world_size, torch.uint8)
+        self._sent: list[bool] = []
+        self._work: Work | None = None
+        self._written = Fence(transport.streams, Rule.STEP_BOUNDARY, StreamName.COMPUTE, "flags")
+
+    def start(self) -> None:
+        """Send this rank's flags. Compute stream; the exchange runs on the comm stream."""
+        if self._transport.world_size == 1:
+            return
+        with self._transport.guard("the exchange of", "used parameters"):
+            self._settle()
+            flags = [used for unit in self._units for used in unit.used]
+            if flags != self._sent:
+                self._sent = flags
+                self._here.copy_(torch.tensor(flags, dtype=torch.uint8))
+                self._written.record()
+                self._written.wait()  # rule 5: the exchange does not read what is being written
+            self._work = self._transport.start_gather(self._here, self._everywhere, len(self._units))
+
+    def finish(self) -> list[list[bool]]:
+        """For each unit, which parameters some rank used. Waits for the other ranks only if this one left one out."""
+        here = [unit.used for unit in self._units]
+        is_complete = all(
+            used or not view.requires_grad
+            for unit in self._units
+            for used, view in zip(unit.used, unit.views, strict=True)
+        )
+        if is_complete or self._transport.world_size == 1:
+            return here
+        with self._transport.guard("the exchange of", "used parameters"):
+            self._settle()
+            streams = self._transport.streams
+            if streams.is_cuda:
+                streams.cuda_stream(StreamName.COMM).synchronize()
+        anywhere = self._everywhere.view(self._transport.world_size, -1).amax(0).tolist()
+        result, start = [], 0
+        for unit in self._units:
+            result.append([bool(flag) for flag in anywhere[start : start + len(unit.used)]])
+            start += len(unit.used)
+        return result
+
+    def _settle(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
