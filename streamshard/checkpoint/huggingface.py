@@ -1,0 +1,143 @@
+"""What transformers adds to a directory of weights: which names it saves, how it rearranges them, and the config.
+
+Nothing here imports transformers: a model of its classes cannot exist unless the user has. Its own functions decide
+wherever they can be asked, so that what is saved follows the installed version.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamshard.errors import ExportError
+
+__all__ = [
+    "check_exportable",
+    "drop_tied_names",
+    "ignored_on_load",
+    "ignored_on_save",
+    "is_transformers_model",
+    "rearrange_for_saving",
+    "write_config",
+]
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Whether `model` is of a transformers class."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def check_exportable(model: nn.Module) -> None:
+    """Refuse models for which `save_pretrained` writes something other than the model's own weights.
+
+    Raises:
+        ExportError: the model carries adapters or is quantized.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ExportError(
+            f"{type(model).__name__} has adapters added with add_adapter, of which save_pretrained would save the "
+            "adapters only: merge or remove them before the export"
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ExportError(f"{type(model).__name__} is quantized; only unquantized weights can be exported")
+
+
+def drop_tied_names(model: nn.Module, tied: Sequence[Sequence[str]]) -> set[str]:
+    """The names `save_pretrained` leaves out (transformers/modeling_utils.py, `remove_tied_weights_from_state_dict`).
+
+    Args:
+        model: says in `_tied_weights_keys` which names are copies of others.
+        tied: groups of names of one and the same parameter.
+
+    Returns:
+        Of each group the names declared as copies, but never all of them. Names tied without being declared are kept:
+        `from_pretrained` would not tie them again, so every one needs its values.
+    """
+    patterns = [
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules()
+        for key in getattr(module, "_tied_weights_keys", None) or ()
+    ]
+    dropped: set[str] = set()
+    for names in tied:
+        declared = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in patterns)]
+        dropped.update(declared if len(declared) < len(names) else declared[:-1])
+    return dropped
+
+
+def ignored_on_save(model: nn.Module) -> set[str]:
+    """Names that the model's class does not save."""
+    return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
+def ignored_on_load(model: nn.Module, names: Sequence[str]) -> set[str]:
+    """Those of `names` that the model's class takes no offence at when a file has them and it has not."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+
+
+def rearrange_for_saving(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Names, shapes and order as `save_pretrained` stores them, from those the modules have.
+
+    Args:
+        model: the model; its own tensors are not touched.
+        tensors: meta tensors in state dict order, unsharded shapes.
+
+    Raises:
+        ExportError: transformers cannot do it.
+    """
+    try:
+        loading = importlib.import_module("transformers.core_model_loading")
+    except ImportError:  # before transformers 5 modules were saved as they are
+        return dict(tensors)
+    try:
+        return dict(loading.revert_weight_conversion(_Unsharded(model, tensors), dict(tensors)))
+    except Exception as error:  # any error means that the layout on disk is not known
+        name = type(model).__name__
+        raise ExportError(f"transformers cannot convert the weights of {name} for saving: {error}") from error
+
+
+def write_config(model: Any, directory: Path, dtype: torch.dtype | None) -> None:
+    """What `save_pretrained` writes beside the weights: config, generation config, and the code of custom models.
+
+    Args:
+        model: a transformers model.
+        directory: where to.
+        dtype: of the model on disk, for the config; None leaves what the config says.
+    """
+    config = copy.deepcopy(model.config)
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    if model.is_remote_code():
+        importlib.import_module("transformers.dynamic_module_utils").custom_object_save(model, directory, config=config)
+    config.save_pretrained(directory)
+    if model.can_generate() and getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(directory)
+
+
+class _Unsharded:
+    """A model as transformers' conversions see it: everything the same, but parameters have their whole shapes."""
+
+    def __init__(self, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._model = model
+        self._tensors = tensors
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """A meta tensor in place of the parameter."""
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise AttributeError(f"the model has no parameter {name!r}") from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)

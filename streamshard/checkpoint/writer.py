@@ -1,0 +1,314 @@
+"""Writes safetensors files from all ranks at once, each its own byte ranges. Nothing is gathered.
+
+    plan -> clear leftovers -> create (rank 0) -> write and fsync (every rank) -> publish by renaming (rank 0)
+
+Between two arrows all ranks meet, and a failure on one becomes an `ExportError` on all that names it.
+
+[Note: publishing]
+Files are written under ``*.partial`` names, which nothing takes for weights. A directory is whole once its *root* is
+there: ``model.safetensors``, or the index. Publishing removes the root of an earlier export first and puts the new one
+in place last, with the directory synced in between, so that a run killed anywhere (or a machine that loses power)
+leaves the earlier export, the new one, or none; never a mixture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+
+from streamshard.checkpoint.safetensors_file import (
+    INDEX_NAME,
+    NUMBERED_PATTERN,
+    SINGLE_NAME,
+    FileLayout,
+    TensorSpec,
+    encode_index,
+    parse_size,
+    plan_files,
+)
+from streamshard.errors import ExportError
+
+__all__ = ["RankGroup", "TensorEntry", "run_on_all_ranks", "write_sharded"]
+
+CHUNK_BYTES = 8 << 20  # all the memory an export takes
+VISIBLE_WITHIN_S = 10.0  # network file systems may show a new file to other hosts only after a while
+
+_PARTIAL = ".partial"
+_BESIDE = "config" + _PARTIAL  # a directory: what goes beside the weights, until it is published
+_FORMAT = {"format": "pt"}
+
+_T = TypeVar("_T")
+
+
+class RankGroup(Protocol):
+    """What is needed of the ranks that write together."""
+
+    @property
+    def rank(self) -> int:
+        """This rank within the group."""
+
+    def gather_errors(self, error: str | None) -> list[str | None]:
+        """Every rank's `error`, in rank order. Blocks until all ranks have called it."""
+
+
+class TensorEntry(NamedTuple):
+    """This rank's part of one tensor: elements [start, stop) of the flattened whole.
+
+    A tensor that a rank has several ranges of has several entries, one that it has nothing of has one with `data` None.
+
+    Attributes:
+        name: the tensor's name in the file.
+        shape: of the whole tensor.
+        dtype: in the file.
+        start: first element that this rank writes.
+        stop: one past the last.
+        data: [stop - start] 1-D, any dtype and device; converted chunk by chunk.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int
+    data: torch.Tensor | None
+
+
+def write_sharded(
+    entries: Sequence[TensorEntry],
+    directory: str | os.PathLike[str],
+    group: RankGroup,
+    *,
+    max_shard_size: int | str = "5GB",
+    metadata: Mapping[str, str] = _FORMAT,
+    total_parameters: int | None = None,
+    write_beside: Callable[[Path], None] | None = None,
+) -> list[str]:
+    """Write a Hugging Face safetensors directory from all ranks. Extra memory is one chunk of `CHUNK_BYTES` on each.
+
+    Every rank passes the same tensors in the same order, and the same settings; together their ranges cover each
+    tensor. Two ranks may write the same range if they hold the same values.
+
+    Args:
+        entries: this rank's part of every tensor, tensors in the order of the state dict.
+        directory: on storage that all ranks share; made if it is not there.
+        group: the ranks that call this, all of them.
+        max_shard_size: tensor bytes a file may hold, as a number or ``"5GB"``.
+        metadata: strings for the files' headers.
+        total_parameters: number of parameters, for the index.
+        write_beside: writes further files (a config) into the directory it is given; called on rank 0 only. They
+            are published together with the weights.
+
+    Returns:
+        The names of the files written, the index last.
+
+    Raises:
+        ConfigError: `max_shard_size` cannot be read.
+        ExportError: on every rank, when any rank failed: names the rank and the cause. Nothing is left that looks
+            whole.
+    """
+    max_file_bytes = parse_size(max_shard_size)
+    root = Path(directory)
+    first = group.rank == 0
+    files = run_on_all_ranks(group, "plan the export", lambda: _plan(entries, max_file_bytes, metadata))
+    index = encode_index(files, total_parameters) if len(files) > 1 else None
+
+    def create() -> None:
+        if first:
+            _create(root, files, index, write_beside)
+
+    def publish() -> None:
+        if first:
+            _publish(root, [file.name for file in files], index is not None)
+
+    try:
+        # On every rank, not only on rank 0: where a directory is not shared, leftovers of an earlier run must not be
+        # taken for the files that rank 0 is about to create.
+        run_on_all_ranks(group, f"clear {root}", lambda: _remove_partials(root))
+        run_on_all_ranks(group, f"create files in {root}", create)
+        run_on_all_ranks(group, f"write to {root}", lambda: _write(root, files, entries))
+        run_on_all_ranks(group, f"publish {root}", publish)
+    except BaseException:
+        if first:
+            with contextlib.suppress(OSError):
+                _remove_partials(root)
+        raise
+    return [file.name for file in files] + ([INDEX_NAME] if index is not None else [])
+
+
+def run_on_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> _T:
+    """Run `action` on every rank; when it fails on one, fail on all.
+
+    Args:
+        group: the ranks.
+        doing: what the action does, for the message: "could not <doing>".
+        action: this rank's work; it must not communicate.
+
+    Raises:
+        ExportError: names the ranks on which the action failed, and why.
+    """
+    cause: Exception | None = None
+    told: str | None = None
+    result: _T | None = None
+    try:
+        result = action()
+    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
+        cause = error
+        told = str(error) if isinstance(error, ExportError) else f"{type(error).__name__}: {error}"
+    failed = [f"rank {rank}: {error}" for rank, error in enumerate(group.gather_errors(told)) if error is not None]
+    if failed:
+        raise ExportError(f"could not {doing}: " + "; ".join(failed)) from cause
+    return result  # type: ignore[return-value]  # it is action()'s own result where nothing was raised
+
+
+def _plan(entries: Sequence[TensorEntry], max_file_bytes: int, metadata: Mapping[str, str]) -> tuple[FileLayout, ...]:
+    if sys.byteorder != "little":
+        raise ExportError("safetensors files are little-endian, this machine is not")
+    specs: dict[str, TensorSpec] = {}
+    for entry in entries:
+        spec = TensorSpec(entry.name, tuple(entry.shape), entry.dtype)
+        if specs.setdefault(entry.name, spec) != spec:
+            raise ExportError(f"two entries for {entry.name!r} differ in shape or dtype")
+        numel = 0 if entry.data is None else entry.data.numel()
+        inside = 0 <= entry.start <= entry.stop <= spec.size_bytes // max(spec.dtype.itemsize, 1)
+        if not inside or numel != entry.stop - entry.start:
+            raise ExportError(
+                f"{entry.name!r} {list(entry.shape)}: {numel} elements given for [{entry.start}, {entry.stop})"
+            )
+    return plan_files(list(specs.values()), max_file_bytes, metadata)
+
+
+def _remove_partials(root: Path) -> None:
+    if not root.is_dir():
+        return
+    for path in root.glob(f"model*{_PARTIAL}"):
+        _remove(path)
+    shutil.rmtree(root / _BESIDE, ignore_errors=True)
+
+
+def _create(
+    root: Path, files: Sequence[FileLayout], index: bytes | None, write_beside: Callable[[Path], None] | None
+) -> None:
+    """Every file at its full size with its header in place; ranks fill in the rest."""
+    os.makedirs(root, exist_ok=True)
+    if write_beside is not None:
+        os.mkdir(root / _BESIDE)
+        write_beside(root / _BESIDE)
+    for file in files:
+        with _opened(root / (file.name + _PARTIAL), os.O_RDWR | os.O_CREAT | os.O_EXCL) as descriptor:
+            os.ftruncate(descriptor, file.size_bytes)
+            _write_all(descriptor, memoryview(file.header), 0)
+            os.fsync(descriptor)
+    if index is not None:
+        with _opened(root / (INDEX_NAME + _PARTIAL), os.O_RDWR | os.O_CREAT | os.O_EXCL) as descriptor:
+            _write_all(descriptor, memoryview(index), 0)
+            os.fsync(descriptor)
+
+
+def _write(root: Path, files: Sequence[FileLayout], entries: Sequence[TensorEntry]) -> None:
+    """This rank's byte ranges, file by file."""
+    staging = bytearray(CHUNK_BYTES)
+    by_name: dict[str, list[TensorEntry]] = {}
+    for entry in entries:
+        if entry.start < entry.stop:
+            by_name.setdefault(entry.name, []).append(entry)
+    for file in files:
+        mine = [(offset, entry) for name, offset in file.offsets.items() for entry in by_name.get(name, ())]
+        if not mine:
+            continue
+        try:
+            with _opened(root / (file.name + _PARTIAL), os.O_RDWR) as descriptor:
+                if os.pread(descriptor, len(file.header), 0) != file.header:
+                    raise ExportError(f"{file.name} made by rank 0 has another header: ranks disagree on the tensors")
+                for offset, entry in mine:
+                    _write_entry(descriptor, offset, entry, staging)
+                os.fsync(descriptor)
+        except OSError as error:  # a failed write does not say which file it was
+            raise ExportError(f"{file.name}: {error}") from error
+
+
+def _write_entry(descriptor: int, offset: int, entry: TensorEntry, staging: bytearray) -> None:
+    """Copy to the host, convert and write, one chunk at a time."""
+    if entry.data is None:
+        return
+    chunk = torch.frombuffer(staging, dtype=torch.uint8).view(entry.dtype)
+    item_bytes = entry.dtype.itemsize
+    data = entry.data.detach()
+    for done in range(0, data.numel(), chunk.numel()):
+        part = data[done : done + chunk.numel()]
+        chunk[: part.numel()].copy_(part)
+        converted = memoryview(staging)[: part.numel() * item_bytes]
+        _write_all(descriptor, converted, offset + (entry.start + done) * item_bytes)
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    deadline = time.monotonic() + VISIBLE_WITHIN_S
+    while True:
+        try:
+            descriptor = os.open(path, flags, 0o666)
+            break
+        except FileNotFoundError as error:
+            if flags & os.O_CREAT:
+                raise
+            if time.monotonic() > deadline:
+                raise ExportError(
+                    f"{path} is not there, though rank 0 created it: the directory must be on storage all ranks share"
+                ) from error
+            time.sleep(0.1)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _publish(root: Path, file_names: Sequence[str], has_index: bool) -> None:
+    """See [Note: publishing]."""
+    beside = [path for path in (root / _BESIDE).glob("*") if path.is_file()]
+    for path in beside:
+        with _opened(path, os.O_RDWR) as descriptor:
+            os.fsync(descriptor)
+    for name in (SINGLE_NAME, INDEX_NAME):
+        _remove(root / name)
+    _sync_directory(root)
+    for path in list(root.iterdir()):
+        if re.fullmatch(NUMBERED_PATTERN, path.name) and path.name not in file_names:
+            _remove(path)
+    for path in beside:
+        os.replace(path, root / path.name)
+    *parts, last = [*file_names, INDEX_NAME] if has_index else file_names
+    for name in parts:
+        os.replace(root / (name + _PARTIAL), root / name)
+    _sync_directory(root)
+    os.replace(root / (last + _PARTIAL), root / last)
+    _sync_directory(root)
+    shutil.rmtree(root / _BESIDE, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _sync_directory(root: Path) -> None:
+    with _opened(root, os.O_RDONLY) as descriptor:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some file systems have no such thing for directories
+                raise

@@ -1,0 +1,217 @@
+"""The format and the split over files are those of the safetensors library and huggingface_hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save
+
+from streamshard.checkpoint.safetensors_file import (
+    FileLayout,
+    TensorSpec,
+    encode_index,
+    parse_size,
+    plan_files,
+    read_directory,
+)
+from streamshard.errors import ConfigError, ExportError
+
+METADATA = {"format": "pt"}
+DTYPES = [
+    torch.uint64,
+    torch.int64,
+    torch.float64,
+    torch.float32,
+    torch.uint32,
+    torch.int32,
+    torch.bfloat16,
+    torch.float16,
+    torch.uint16,
+    torch.int16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
+names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8).filter(lambda name: name != "__metadata__")
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+tensors = st.dictionaries(names, st.tuples(shapes, st.sampled_from(DTYPES)), max_size=12)
+# huggingface_hub takes empty tensors for one another's views, their storages all having address 0.
+filled = st.dictionaries(
+    names, st.tuples(st.lists(st.integers(1, 4), max_size=3).map(tuple), st.sampled_from(DTYPES)), max_size=12
+)
+
+
+def _specs(described: dict[str, Any]) -> list[TensorSpec]:
+    return [TensorSpec(name, shape, dtype) for name, (shape, dtype) in described.items()]
+
+
+def _zeros(described: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.zeros(shape, dtype=torch.uint8).to(torch.float32).to(dtype)
+        for name, (shape, dtype) in described.items()
+    }
+
+
+def _write(directory: Path, files: tuple[FileLayout, ...], index: bytes | None = None) -> None:
+    for file in files:
+        (directory / file.name).write_bytes(file.header + b"\0" * (file.size_bytes - len(file.header)))
+    if index is not None:
+        (directory / "model.safetensors.index.json").write_bytes(index)
+
+
+@given(tensors)
+def test_file_equals_the_librarys(described: dict[str, Any]) -> None:
+    """Header, order and padding are the library's own, for every dtype, shape and name; so is alignment."""
+    (file,) = plan_files(_specs(described), 1 << 30, METADATA)
+    assert file.header + b"\0" * (file.size_bytes - len(file.header)) == save(_zeros(described), METADATA)
+    assert len(file.header) % 8 == 0
+    assert all(file.offsets[name] % dtype.itemsize == 0 for name, (_, dtype) in described.items())
+
+
+@given(filled, st.integers(1, 200))
+def test_split_equals_huggingface_hubs(described: dict[str, Any], max_bytes: int) -> None:
+    """The same tensors in files of the same names."""
+    files = plan_files(_specs(described), max_bytes, METADATA)
+    theirs = split_torch_state_dict_into_shards(_zeros(described), max_shard_size=max_bytes)
+    want = theirs.filename_to_tensors or {"model.safetensors": []}
+    assert {file.name: set(file.offsets) for file in files} == {name: set(held) for name, held in want.items()}
+    index = json.loads(encode_index(files, None))
+    assert index["metadata"] == theirs.metadata
+    assert index["weight_map"] == theirs.tensor_to_filename
+
+
+def test_tensor_larger_than_a_file_gets_one_of_its_own() -> None:
+    """It is numbered before the file being filled, which goes on being filled."""
+    specs = [TensorSpec(name, (numel,), torch.uint8) for name, numel in (("a", 3), ("big", 50), ("b", 3), ("c", 6))]
+    assert [list(file.offsets) for file in plan_files(specs, 10, METADATA)] == [["big"], ["a", "b"], ["c"]]
+
+
+def test_index_counts_parameters_and_bytes() -> None:
+    """What `save_pretrained` writes: sorted, indented, one newline."""
+    files = plan_files([TensorSpec("b", (2,), torch.float32), TensorSpec("a", (1,), torch.float32)], 8, METADATA)
+    assert encode_index(files, 3).decode() == (
+        '{\n  "metadata": {\n    "total_parameters": 3,\n    "total_size": 12\n  },\n  "weight_map": {\n'
+        '    "a": "model-00002-of-00002.safetensors",\n    "b": "model-00001-of-00002.safetensors"\n  }\n}\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "in_bytes"), [(7, 7), ("5GB", 5 * 10**9), (" 1.5 mb ", 1_500_000), ("2TB", 2 * 10**12), ("12KB", 12_000)]
+)
+def test_sizes_are_decimal(size: int | str, in_bytes: int) -> None:
+    """As huggingface_hub reads them."""
+    assert parse_size(size) == in_bytes
+
+
+@pytest.mark.parametrize("size", [0, -1, "0GB", "5", "GB", "5GiB", "-1MB", "infGB", "nanKB", None, 1.5, ""])
+def test_sizes_that_are_none_raise(size: Any) -> None:
+    """The message repeats what was given and shows an example."""
+    with pytest.raises(ConfigError, match="max_shard_size=.*wanted a positive number of bytes"):
+        parse_size(size)
+
+
+def test_two_tensors_of_one_name_raise() -> None:
+    """A header cannot hold both."""
+    with pytest.raises(ExportError, match="several tensors are named 'a'"):
+        plan_files([TensorSpec("a", (1,), torch.float32), TensorSpec("a", (1,), torch.float32)], 100, METADATA)
+
+
+def test_dtype_without_a_name_raises() -> None:
+    """The format has no such thing; the tensor is named."""
+    with pytest.raises(ExportError, match="'a' is torch.complex128, which safetensors cannot hold"):
+        plan_files([TensorSpec("a", (1,), torch.complex128)], 100, METADATA)
+
+
+@given(tensors, st.integers(1, 200))
+def test_what_is_planned_is_what_is_read(tmp_path_factory: Any, described: dict[str, Any], max_bytes: int) -> None:
+    """Reading headers finds every tensor at the byte where the plan put it."""
+    directory = tmp_path_factory.mktemp("planned")
+    files = plan_files(_specs(described), max_bytes, METADATA)
+    _write(directory, files, encode_index(files, None) if len(files) > 1 else None)
+    found = read_directory(directory)
+    assert {name: (stored.shape, stored.dtype) for name, stored in found.items()} == described
+    for file in files:
+        for name, offset in file.offsets.items():
+            assert (found[name].path.name, found[name].offset) == (file.name, offset)
+
+
+def test_library_opens_what_is_planned(tmp_path: Path) -> None:
+    """`safe_open` accepts header and length, and sees the metadata."""
+    files = plan_files([TensorSpec("a", (2, 3), torch.bfloat16)], 100, METADATA)
+    _write(tmp_path, files)
+    with safe_open(tmp_path / "model.safetensors", "pt") as opened:
+        assert opened.metadata() == METADATA
+        assert opened.get_tensor("a").shape == (2, 3)
+
+
+def _damage(tmp_path: Path, name: str, old: bytes, new: bytes) -> None:
+    path = tmp_path / name
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b'"F32"', b'"F77"', "dtype F77"),
+        (b"[0,8]", b"[0,4]", "does not lie where the header says"),
+        (b"[0,8]", b"[9,8]", "does not lie where the header says"),
+        (b'"shape":[2]', b'"shape":[9]', "does not lie where the header says"),
+        (b'"shape"', b'"shapE"', "is not a safetensors file"),
+        (b'{"__meta', b'["__meta', "is not a safetensors file"),
+        (b"\0{", b"\x7f{", "is not a safetensors file, or is cut short"),
+    ],
+)
+def test_damaged_files_raise(old: bytes, new: bytes, message: str, tmp_path: Path) -> None:
+    """A header that contradicts itself or the file is not believed."""
+    _write(tmp_path, plan_files([TensorSpec("a", (2,), torch.float32)], 100, METADATA))
+    _damage(tmp_path, "model.safetensors", old, new)
+    with pytest.raises(ExportError, match=message):
+        read_directory(tmp_path)
+
+
+def test_file_cut_short_raises(tmp_path: Path) -> None:
+    """One byte less than the header promises is too few."""
+    _write(tmp_path, plan_files([TensorSpec("a", (2,), torch.float32)], 100, METADATA))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ExportError, match="'a' does not lie where the header says; the file is cut short"):
+        read_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"weight_map", b"weight_mop", "is not an index"),
+        (b'"model-00001', b'"../model-00001', "not a file of its own directory"),
+        (b'"a": "model-00001', b'"a": "model-00002', "says 'a' is in model-00002-of-00002.safetensors, which does not"),
+        (b'"a": "model-00001', b'"a": "model-00003', "cannot read"),
+        (b"{", b"", "is not an index"),
+    ],
+)
+def test_damaged_index_raises(old: bytes, new: bytes, message: str, tmp_path: Path) -> None:
+    """An index that leads out of its directory, or to a file that has no such tensor, is not followed."""
+    files = plan_files([TensorSpec(name, (1,), torch.float32) for name in "ab"], 4, METADATA)
+    _write(tmp_path, files, encode_index(files, 2))
+    _damage(tmp_path, "model.safetensors.index.json", old, new)
+    with pytest.raises(ExportError, match=message):
+        read_directory(tmp_path)
+
+
+def test_directory_without_weights_raises(tmp_path: Path) -> None:
+    """Numbered files alone are no export: the index comes last."""
+    files = plan_files([TensorSpec(name, (1,), torch.float32) for name in "ab"], 4, METADATA)
+    _write(tmp_path, files)
+    with pytest.raises(ExportError, match="has neither model.safetensors nor model.safetensors.index.json"):
+        read_directory(tmp_path)
