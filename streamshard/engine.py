@@ -22,6 +22,7 @@ from torch.autograd import Variable
 
 from streamshard.buffers import BufferSync
 from streamshard.config import Precision
+from streamshard.errors import ShardingError
 from streamshard.program import Op, OpKind, Sweep, merge_order
 from streamshard.shard import ParamShard
 from streamshard.slots import Category, Ledger
@@ -305,8 +306,13 @@ class Engine:
         """Backward is about to read the weights of `run`'s unit (rule 1). Called any number of times."""
         if self._computing is run.unit and run.unit.is_bound:
             return
-        self.begin_backward(run.pass_)
         unit = run.unit
+        if torch.is_grad_enabled() and not self.is_alone:
+            raise ShardingError(
+                f"backward(create_graph=True) through {unit.name!r}: its weights leave their slot afterwards, so "
+                "with more than one rank gradients cannot be differentiated again"
+            )
+        self.begin_backward(run.pass_)
         self._advance(unit)
         self._acquire(unit)
         unit.bind()

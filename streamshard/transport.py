@@ -99,16 +99,19 @@ class Transport(abc.ABC):
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` on every rank by rank 0's. Blocks."""
-        dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0), group=self.group)
+        if self.world_size > 1:
+            dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0), group=self.group)
 
     def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False) -> None:
         """Replace `tensor` by the sum (or maximum) over ranks, on the compute stream."""
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
+        if self.world_size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
 
     def gather_objects(self, value: object) -> list[Any]:
         """Every rank's `value`, in rank order. Blocks; for set-up and errors, not for steps."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
+        values: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def gather_errors(self, error: str | None) -> list[str | None]:
