@@ -16,15 +16,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 import psutil
 import torch
-import torch.distributed as dist
+from _ranks import LAUNCH, JobError, Ranks, join_ranks
 from _text import BOS, EOS, VOCAB, Text, TextError, byte_frequency_loss, even_windows, random_starts, read_text, windows
-from accelerate import PartialState
 from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -32,9 +30,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import streamshard
 from streamshard import Precision, StreamShard
 
-LAUNCH = (
-    "accelerate launch --config_file docs/examples/two_processes.yaml [--num_processes N] docs/examples/train_llama.py"
-)
 REPORT_EVERY = 5  # steps between two points of the curve; each costs one small all-reduce
 
 
@@ -61,6 +56,7 @@ def main() -> None:
     ranks.say(f"\nmemory of rank 0:\n{model.memory_report()}\n")
     streamshard.export_safetensors(model, out / "model")
     took_part = ranks.count_trained(curve.steps)
+    ranks.leave()  # the rest is the first rank's alone
     if ranks.is_first:
         summary = {
             "held_out_loss": curve.held_out_loss[-1],
@@ -77,14 +73,9 @@ def main() -> None:
         write_whole(out / "loss_curve.png", lambda path: draw(curve, baseline, took_part, path))
         sample_elsewhere(out / "model", args, len(held_out))
         print(final_line(curve, baseline, took_part, ranks.world_size, out), flush=True)
-    ranks.leave()
 
 
 # --- before the model -------------------------------------------------------------------------------------------------
-
-
-class JobError(Exception):
-    """The job cannot be done as asked; the message says why and what to do."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -127,99 +118,6 @@ def positive_int(value: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
     return number
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The processes that train together, seen from one of them."""
-
-    state: PartialState
-    rank: int
-    world_size: int
-    device: torch.device
-
-    def __str__(self) -> str:
-        plural = "s" if self.world_size > 1 else ""
-        return f"{self.world_size} rank{plural} on {self.device.type} ({dist.get_backend()})"
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    def say(self, message: str) -> None:
-        if self.is_first:
-            print(message, flush=True)
-
-    def mean(self, value: torch.Tensor) -> float:
-        """The mean over ranks of a scalar."""
-        value = value.detach().float().clone()
-        dist.all_reduce(value)
-        return value.item() / self.world_size
-
-    def count_trained(self, steps: int) -> int:
-        """How many ranks took `steps` steps: counted by the ranks themselves, not read from a setting."""
-        counts = torch.zeros(self.world_size, device=self.device)
-        counts[self.rank] = steps
-        dist.all_reduce(counts)
-        return int((counts == steps).sum().item()) if steps else 0
-
-    def from_first(self, value: str) -> str:
-        """What the first rank passed."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
-        return box[0]
-
-    def stop_on_error(self, error: str | None) -> None:
-        """Raise on all ranks when one of them has an error, so that none waits for it."""
-        errors: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(errors, error)
-        found = [(rank, message) for rank, message in enumerate(errors) if message is not None]
-        if found:
-            self.leave()
-            rank, message = found[0]
-            raise JobError(message if len(found) == self.world_size else f"rank {rank}: {message}")
-
-    def leave(self) -> None:
-        self.state.destroy_process_group()
-
-
-def join_ranks(device: str) -> Ranks:
-    """Start or join the process group that was launched, and check that it is the one that was launched."""
-    launched = os.environ.get("WORLD_SIZE")
-    if launched is None:
-        raise JobError(
-            "this process was started alone, without a rank. (`accelerate launch --cpu` starts one process, whatever "
-            f"--num_processes says.) Start it with\n    {LAUNCH}\nwhere N may be 1."
-        )
-    local_count = int(os.environ.get("LOCAL_WORLD_SIZE", launched))
-    gpu_count = torch.cuda.device_count()
-    if device == "cuda" and gpu_count < local_count:
-        raise JobError(
-            f"--device cuda: {gpu_count} GPU(s) for {local_count} processes; wanted one for each (--num_processes)"
-        )
-    on_cpu = device == "cpu" or gpu_count < local_count
-    if on_cpu:
-        # The launcher sets one thread per process; take this process's share of the cores instead.
-        core_count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(core_count // local_count, 1))
-    # Asked for CPU, accelerate makes one gloo group of the launched processes. Not asked and without a GPU it would
-    # leave each of them alone (DistributedType.NO).
-    state = PartialState(cpu=on_cpu, timeout=timedelta(minutes=10))
-    if not dist.is_initialized() or dist.get_world_size() != int(launched):
-        found = dist.get_world_size() if dist.is_initialized() else 1
-        raise JobError(
-            f"{launched} processes were launched, but this one is in a group of {found} ({state.distributed_type})"
-        )
-    present = torch.ones((), device=state.device)
-    dist.all_reduce(present)
-    if present.item() != int(launched):
-        raise JobError(f"{launched} processes were launched, but {present.item():.0f} answered")
-    ranks = Ranks(state, dist.get_rank(), dist.get_world_size(), state.device)
-    if on_cpu and device == "auto" and gpu_count:
-        ranks.say(
-            f"{gpu_count} GPU(s) for {local_count} processes: training on CPU; --num_processes {gpu_count} uses GPUs"
-        )
-    return ranks
 
 
 def read_text_together(args: argparse.Namespace, ranks: Ranks) -> Text:
@@ -319,7 +217,7 @@ def held_out_windows(text: Text, args: argparse.Namespace, ranks: Ranks) -> torc
 
 @dataclass
 class Curve:
-    """Losses in nats per token; those of training are means over ranks and the last `REPORT_EVERY` steps."""
+    """Losses in nats per byte (token); those of training are means over ranks and the last `REPORT_EVERY` steps."""
 
     steps: int = 0
     seconds: float = 0.0
