@@ -1,0 +1,185 @@
+"""A transport that misbehaves as far as the ordering rules allow: if a wait is missing, numbers come out wrong.
+
+    from streamshard.inspect.adversary import make_adversarial
+
+    with make_adversarial(model):          # a debugging tool: nothing overlaps any more
+        train(model)                       # bit by bit what it gives without
+
+A real network is usually fast enough to hide a missing wait. This one is late on purpose: between the start of a
+collective and the moment something waits for it, a slot that is being gathered into holds NaN, and a grad slot has not
+been read yet; afterwards it holds NaN. What the engine reads too early or overwrites too soon is therefore seen.
+
+On the CPU it cannot be early: computation runs in the calling thread, so waits of the comm stream for the compute
+stream (rules 2 and 4) are kept there by the order of the code. Those are what `streamshard.inspect.races` is for. On
+CUDA collectives are delayed on the comm stream.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamshard.engine import Engine
+from streamshard.inspect import engine_inside
+from streamshard.streams import Streams, Work
+from streamshard.transport import Reduction, Transport
+
+__all__ = ["AdversarialTransport", "Adversary", "make_adversarial"]
+
+_DELAY_CYCLES = 2_000_000  # about a millisecond of a GPU
+
+
+def make_adversarial(model: nn.Module) -> Adversary:
+    """From now on the collectives of `model` are as late as the engine's waits allow. Call it on every rank.
+
+    Ranks that wait for each other by other means than the model (an all-reduce of yours) while only some of them have
+    waited for a gather do so for ever: call `Adversary.restore` before.
+
+    Args:
+        model: made by `StreamShard`.
+
+    Returns:
+        What ends it: call ``restore()``, or use it as a context manager.
+    """
+    return Adversary(engine_inside(model))
+
+
+class Adversary:
+    """The adversarial transport in the place of an engine's own one.
+
+    Args:
+        engine: whose transport is replaced.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.transport = AdversarialTransport(engine.transport)
+        self._engine = engine
+        self._install(self.transport)
+
+    def restore(self) -> None:
+        """Complete what is pending and give the engine its own transport back. Twice is once."""
+        self.transport.complete()
+        self._install(self.transport.inner)
+
+    def __enter__(self) -> Adversary:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.restore()
+        else:
+            self._install(self.transport.inner)  # the other ranks may not be there to complete anything with
+
+    def _install(self, transport: Transport) -> None:
+        self._engine.transport = transport
+        for unit in self._engine.units:
+            unit._transport = transport
+
+
+class AdversarialTransport(Transport):
+    """Wraps a transport; see the module. Owns the queue of collectives that are not done yet.
+
+    Collectives are done in the order in which they were started, which is the same on every rank: being waited for does
+    all earlier ones first. So ranks stay in step although each is late in its own way.
+
+    Args:
+        inner: what really moves bytes.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.group, inner.streams)
+        self.inner = inner
+        self._pending: deque[_Late] = deque()
+
+    def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
+        """See `Transport.start_gather`. Until it is waited for the slot holds NaN and the shard has not been read."""
+        self.streams.declare_access(shard, write=False, what="all_gather")
+        self.streams.declare_access(slot, write=True, what="all_gather")
+        with self.streams.on_comm():
+            _spoil(slot)
+        return self._start(lambda: self.inner.start_gather(shard, slot, tag))
+
+    def start_reduce(self, reduction: Reduction) -> Work | None:
+        """See `Transport.start_reduce`. The slot is read when that is waited for, and holds NaN afterwards."""
+        self.streams.declare_access(reduction.slot, write=True, what="reduce_scatter")
+        self.streams.declare_access(reduction.scratch, write=True, what="reduce_scatter")
+        self.streams.declare_access(reduction.out, write=True, what="reduce_scatter")
+        return self._start(lambda: self.inner.start_reduce(reduction), lambda: _spoil(reduction.slot))
+
+    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype) -> int:
+        """See `Transport.scratch_numel`."""
+        return self.inner.scratch_numel(shard_numel, wire, accumulate)
+
+    def complete(self, until: _Late | None = None) -> None:
+        """Do what is pending, in order, up to `until` (None: all)."""
+        while self._pending and (until is None or not until.is_done):
+            self._pending.popleft().complete(self.streams)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """See `Transport.broadcast`. Talking to other ranks, who may wait for our part of something, completes it."""
+        self.complete()
+        self.inner.broadcast(tensor)
+
+    def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False) -> None:
+        """See `Transport.all_reduce`."""
+        self.complete()
+        self.inner.all_reduce(tensor, maximum=maximum)
+
+    def gather_objects(self, value: object) -> list[Any]:
+        """See `Transport.gather_objects`."""
+        self.complete()
+        return self.inner.gather_objects(value)
+
+    def _start(self, start: Callable[[], Work | None], after: Callable[[], None] | None = None) -> Work | None:
+        late = _Late(self, start, after)
+        if self.streams.is_cuda:
+            # Waits are events there, of which the host knows nothing: the device has to be slow.
+            with self.streams.on_comm():
+                torch.cuda._sleep(_DELAY_CYCLES)
+            late.complete(self.streams)
+            return None
+        self._pending.append(late)
+        return late
+
+
+class _Late:
+    """A collective that is done when it is waited for, all earlier ones first."""
+
+    def __init__(
+        self, transport: AdversarialTransport, start: Callable[[], Work | None], after: Callable[[], None] | None
+    ) -> None:
+        self.is_done = False
+        self._transport = transport
+        self._start = start
+        self._after = after
+
+    def wait(self) -> None:
+        """See `streamshard.streams.Work`."""
+        self._transport.complete(self)
+
+    def complete(self, streams: Streams) -> None:
+        """Really do it, now. It has been declared when it was started, so nobody is told again."""
+        self.is_done = True
+        observer, streams.observer = streams.observer, None
+        try:
+            work = self._start()
+            if work is not None:
+                work.wait()
+        finally:
+            streams.observer = observer
+        if self._after is not None:
+            with streams.on_comm():
+                self._after()
+
+
+def _spoil(tensor: torch.Tensor) -> None:
+    """NaN, or all bits set where there is no NaN."""
+    with torch.no_grad():
+        tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(torch.iinfo(tensor.dtype).max)

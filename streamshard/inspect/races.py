@@ -1,0 +1,399 @@
+"""A race detector: does anything order every two accesses of the compute stream and the comm stream to the same bytes?
+
+    from streamshard.inspect.races import detect_races
+
+    with detect_races(model):              # raises RaceError at the end if not
+        model(batch).loss.backward()
+        optimizer.step()
+
+Public names: `detect_races`, which makes a `RaceDetector`, which finds a `Race` between two of `Access`.
+It works on the CPU as on CUDA, because it looks at what is declared and not at what happened to run first: a wait that
+is missing is found even if nothing went wrong this time. It costs host time at every operation. See [Note: clocks].
+
+[Note: clocks]
+Each stream has a vector clock: how far it has come, and how far it knows the other to have come. A fence's record takes
+a snapshot of its source's clock, a wait joins the snapshot to its target's. An access at time t of one stream happens
+before whatever the other stream does once it knows of t. Two accesses of different streams to overlapping bytes, at
+least one of them a write, of which neither happens before the other, are a race (the vector clocks of Fidge and
+Mattern, as race detectors like ThreadSanitizer use them).
+
+What computes is seen by a dispatch mode, backward and optimizer included. What the comm stream does is declared by the
+transport when it is issued: a collective may run any time from then until something waits for it, so on the CPU, where
+its last part runs in whatever call waits first, it still counts from where it was issued, as on CUDA.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streamshard.engine import Engine
+from streamshard.errors import RaceError
+from streamshard.inspect import engine_inside
+from streamshard.slots import Category
+from streamshard.streams import Fence, Observer, Rule, StreamName
+
+__all__ = ["Access", "Race", "RaceDetector", "detect_races"]
+
+
+class Access(NamedTuple):
+    """One access of a stream to a range of bytes of a buffer.
+
+    Attributes:
+        stream: whose.
+        is_write: or a read.
+        what: the operation or collective.
+        unit: whose data it is about; None where that is not known.
+        start, stop: the bytes, counted from the start of the buffer.
+        time: of its stream's clock.
+    """
+
+    stream: StreamName
+    is_write: bool
+    what: str
+    unit: str | None
+    start: int
+    stop: int
+    time: int
+
+    def __str__(self) -> str:
+        owner = "" if self.unit is None else f" of {_quoted(self.unit)}"
+        return f"{self.what}{owner} {'writes' if self.is_write else 'reads'} on the {self.stream.value} stream"
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two accesses that nothing orders.
+
+    Attributes:
+        category: of the buffer.
+        buffer: which one, in words.
+        first: the access that was issued first.
+        second: the other one.
+        rule: the ordering rule whose wait would order them; None if no rule is about such a pair.
+    """
+
+    category: Category
+    buffer: str
+    first: Access
+    second: Access
+    rule: Rule | None
+
+    @property
+    def start(self) -> int:
+        """The first byte of the buffer that both touch."""
+        return max(self.first.start, self.second.start)
+
+    @property
+    def stop(self) -> int:
+        """The byte behind the last that both touch."""
+        return min(self.first.stop, self.second.stop)
+
+    def __str__(self) -> str:
+        rule = "no rule is about this" if self.rule is None else f"missing: rule {self.rule.value} ({self.rule.name})"
+        return f"{self.buffer}, bytes {self.start} to {self.stop}: {self.first}, then {self.second}; {rule}"
+
+
+@contextlib.contextmanager
+def detect_races(model: nn.Module, *, raise_at_exit: bool = True) -> Iterator[RaceDetector]:
+    """Watch everything that runs inside for accesses to the engine's buffers that nothing orders.
+
+    Enter it between steps, with at least one whole step inside; two show more, as each reuses the slots of the last.
+    Every rank watches itself.
+
+    Args:
+        model: made by `StreamShard`.
+        raise_at_exit: raise for the races found once the body is done; else look at ``found`` of what is yielded.
+
+    Raises:
+        RaceError: there were races.
+    """
+    detector = RaceDetector(engine_inside(model))
+    streams = detector.engine.streams
+    outer, streams.observer = streams.observer, detector
+    detector.outer = outer
+    try:
+        with _Watch(detector):
+            yield detector
+    finally:
+        streams.observer = outer
+    if raise_at_exit:
+        detector.raise_if_any()
+
+
+class _Buffer(NamedTuple):
+    """A watched range of memory. ``slot`` is what names the unit that is in it, ``unit`` its owner if it has one."""
+
+    address: int
+    n_bytes: int
+    category: Category
+    name: str
+    unit: str | None
+    slot: Any
+
+
+class RaceDetector(Observer):
+    """Keeps the clocks and what each stream did last with every byte. Owns no tensors.
+
+    Args:
+        engine: its ledger says what to watch.
+
+    Attributes:
+        found: the races so far, each pair of operations on a buffer once.
+        accesses: how many accesses were looked at; zero means that nothing was watched.
+        outer: an observer that was there before and goes on observing.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.found: list[Race] = []
+        self.accesses = 0
+        self.outer: Observer | None = None
+        self._clocks = {stream: dict.fromkeys(StreamName, 0) for stream in StreamName}
+        for stream, clock in self._clocks.items():
+            clock[stream] = 1  # so that nothing is known of the other stream at first
+        self._snapshots: dict[Fence, dict[StreamName, int]] = {}
+        self._seen: set[tuple[object, ...]] = set()
+        self._buffers: list[_Buffer] = []
+        # Per buffer and stream: the latest access to each range, until the other stream knows of it.
+        self._history: list[dict[StreamName, dict[tuple[int, int, bool], Access]]] = []
+        self._declared: list[set[tuple[int, int, bool]]] = []  # per buffer: ranges that collectives have declared
+        self._slices: dict[int, str] = {}  # a unit's slices of its slots, by id: whose collective it is
+
+    # -- what the engine declares -----------------------------------------------------------------------------------
+
+    def on_record(self, fence: Fence) -> None:
+        """See `Observer`. What the source does from here on is later than the snapshot."""
+        clock = self._clocks[fence.source]
+        self._snapshots[fence] = dict(clock)
+        clock[fence.source] += 1
+        if self.outer is not None:
+            self.outer.on_record(fence)
+
+    def on_wait(self, fence: Fence) -> None:
+        """See `Observer`. A fence that was recorded before we came says nothing about what we have seen."""
+        clock = self._clocks[fence.target]
+        for stream, time in self._snapshots.get(fence, {}).items():
+            clock[stream] = max(clock[stream], time)
+        if self.outer is not None:
+            self.outer.on_wait(fence)
+
+    def on_access(self, stream: StreamName, tensor: torch.Tensor, *, write: bool, what: str) -> None:
+        """See `Observer`."""
+        place = self._find(tensor)
+        if place is not None:
+            start, stop = _bytes_of(tensor, self._buffers[place].address)
+            self._declared[place].add((start, stop, write))
+            owner = self._slices.get(id(tensor)) or self._buffers[place].unit
+            self._add(place, stream, start, stop, write, what, owner)
+        if self.outer is not None:
+            self.outer.on_access(stream, tensor, write=write, what=what)
+
+    def on_operation(self, tensor: torch.Tensor, *, write: bool, what: str) -> None:
+        """An operation seen by the dispatch mode, on whatever stream is current."""
+        place = self._find(tensor)
+        if place is None:
+            return
+        buffer, stream = self._buffers[place], self.engine.streams.current
+        start, stop = _bytes_of(tensor, buffer.address)
+        if stream is StreamName.COMM and self._is_declared(place, start, stop, write):
+            return  # counts from where the collective was issued
+        content = buffer.slot.content if buffer.slot is not None else None
+        owner = buffer.unit if content is None else self.engine.units[content].name
+        self._add(place, stream, start, stop, write, what, owner)
+
+    def raise_if_any(self) -> None:
+        """Raise for the races found so far.
+
+        Raises:
+            RaceError: there are some.
+        """
+        if self.found:
+            shown = "\n  ".join(str(race) for race in self.found[:20])
+            more = f"\n  and {len(self.found) - 20} more" if len(self.found) > 20 else ""
+            raise RaceError(f"{len(self.found)} race(s) on rank {self.engine.transport.rank}\n  {shown}{more}")
+
+    # -- happens before ---------------------------------------------------------------------------------------------
+
+    def _add(
+        self, place: int, stream: StreamName, start: int, stop: int, write: bool, what: str, unit: str | None
+    ) -> None:
+        self.accesses += 1
+        clock = self._clocks[stream]
+        access = Access(stream, write, what, unit, start, stop, clock[stream])
+        for other, history in self._history[place].items():
+            if other is stream:
+                continue
+            for key, earlier in list(history.items()):
+                if earlier.time <= clock[other]:
+                    del history[key]  # and before all that this stream will ever do
+                elif earlier.start < stop and start < earlier.stop and (write or earlier.is_write):
+                    self._report(place, earlier, access)
+        self._history[place][stream][start, stop, write] = access
+
+    def _report(self, place: int, first: Access, second: Access) -> None:
+        buffer = self._buffers[place]
+        key = (place, first[:4], second[:4])
+        if key not in self._seen:
+            self._seen.add(key)
+            rule = _missing_rule(buffer.category, first)
+            self.found.append(Race(buffer.category, buffer.name, first, second, rule))
+
+    # -- which bytes ------------------------------------------------------------------------------------------------
+
+    def _find(self, tensor: torch.Tensor) -> int | None:
+        """The watched buffer that `tensor` lies in."""
+        if len(self._buffers) != len(self.engine.ledger.buffers):
+            self._watch_buffers()
+        if tensor.numel() == 0:
+            return None
+        address = tensor.data_ptr()
+        place = bisect.bisect_right(self._buffers, address, key=_address) - 1
+        if place < 0 or address >= self._buffers[place].address + self._buffers[place].n_bytes:
+            return None
+        return place
+
+    def _is_declared(self, place: int, start: int, stop: int, write: bool) -> bool:
+        return any(
+            first <= start and stop <= last and (is_write or not write)
+            for first, last, is_write in self._declared[place]
+        )
+
+    def _watch_buffers(self) -> None:
+        """(Again) look at the ledger: main grads of a unit appear when it is unfrozen."""
+        known = {buffer.address: place for place, buffer in enumerate(self._buffers)}
+        owners = _describe(self.engine)
+        buffers = []
+        for category, tensor in self.engine.ledger.buffers:
+            name, unit, slot = owners.get(tensor.data_ptr(), (category.value, None, None))
+            buffers.append(_Buffer(tensor.data_ptr(), tensor.nbytes, category, name, unit, slot))
+        buffers.sort(key=_address)
+        places = [known.get(buffer.address) for buffer in buffers]
+        self._history = [
+            {stream: {} for stream in StreamName} if place is None else self._history[place] for place in places
+        ]
+        self._declared = [set() if place is None else self._declared[place] for place in places]
+        self._buffers = buffers
+        self._slices = {}
+        for streamed in self.engine.units:
+            for part in (streamed._weights, streamed._grads):
+                if part is not None:
+                    self._slices[id(part)] = streamed.name
+
+
+def _quoted(unit: str) -> str:
+    return repr(unit) if "edge unit" not in unit else unit
+
+
+def _address(buffer: _Buffer) -> int:
+    return buffer.address
+
+
+def _bytes_of(tensor: torch.Tensor, base: int) -> tuple[int, int]:
+    """The range of bytes, counted from address `base`, that holds all elements of `tensor`."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr() - base
+    return start, start + extent * tensor.element_size()
+
+
+def _describe(engine: Engine) -> dict[int, tuple[str, str | None, Any]]:
+    """By address: a buffer's name, the unit it belongs to, and the slot object that knows whose data it holds."""
+    owners: dict[int, tuple[str, str | None, Any]] = {}
+    for unit in engine.units:
+        shard, weights, grads = unit.shard, unit.weight_slot, unit.grad_slot
+        owners.setdefault(weights.buffer.data_ptr(), (weights.arrived.what, None, weights))
+        if grads is not None:
+            owners.setdefault(grads.buffer.data_ptr(), (grads.drained.what, None, grads))
+            owners.setdefault(grads.scratch.data_ptr(), (f"scratch of {grads.drained.what}", None, grads))
+        for category, tensor in (
+            (Category.MAIN_WEIGHTS, shard.main),
+            (Category.MAIN_GRADS, shard.grad),
+            (Category.COMPUTE_SHARDS, shard.compute),
+        ):
+            if tensor is not None:
+                owners.setdefault(tensor.data_ptr(), (f"{category.value} of {_quoted(unit.name)}", unit.name, None))
+    return owners
+
+
+def _missing_rule(category: Category, first: Access) -> Rule | None:
+    """The rule that orders `first` before what the other stream does next with such a buffer."""
+    is_comm_first = first.stream is StreamName.COMM
+    if category is Category.WEIGHT_SLOTS:
+        return Rule.WEIGHTS_ARRIVED if is_comm_first else Rule.SLOT_RELEASED
+    if category in (Category.GRAD_SLOTS, Category.SCRATCH):
+        return Rule.GRADS_DRAINED if is_comm_first else Rule.GRADS_WRITTEN
+    if category is Category.MAIN_GRADS and not is_comm_first:
+        return Rule.GRADS_WRITTEN  # a reduction into main grads that the optimizer still reads starts too early
+    return Rule.STEP_BOUNDARY
+
+
+# -- what computes ------------------------------------------------------------------------------------------------
+
+
+class _Touched(NamedTuple):
+    """Which arguments of an operation it touches: by position (or name), and whether it writes them."""
+
+    by_position: tuple[tuple[int, bool], ...]
+    by_name: tuple[tuple[str, bool], ...]
+
+
+_NOTHING = _Touched((), ())
+
+
+@cache
+def _touched(operation: torch._ops.OpOverload) -> _Touched:
+    """From the schema's alias annotations: ``a!`` is a write, ``a`` a view, which touches nothing, none a read."""
+    name = operation._schema.name.split("::")[-1]
+    # Collectives are declared by the transport. Some operations look at a tensor's shape only.
+    if operation.namespace in ("c10d", "_c10d_functional", "prim"):
+        return _NOTHING
+    if name.endswith("_like") or name.startswith("new_") or torch.Tag.inplace_view in operation.tags:
+        return _NOTHING
+    positions, names = [], []
+    for place, argument in enumerate(operation._schema.arguments):
+        alias = argument.alias_info
+        if alias is not None and not alias.is_write:
+            return _NOTHING
+        if "Tensor" in str(argument.type):
+            names.append((argument.name, alias is not None))
+            if not argument.kwarg_only:
+                positions.append((place, alias is not None))
+    return _Touched(tuple(positions), tuple(names))
+
+
+class _Watch(TorchDispatchMode):
+    """Tells the detector of every operation on strided tensors."""
+
+    def __init__(self, detector: RaceDetector) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self._detector = detector
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        touched = _touched(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            for place, is_write in touched.by_position:
+                if place < len(args):
+                    self._look(args[place], is_write, func)
+            for name, is_write in touched.by_name:
+                if name in kwargs:
+                    self._look(kwargs[name], is_write, func)
+        return func(*args, **kwargs)
+
+    def _look(self, value: Any, is_write: bool, func: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.layout is torch.strided and value.device.type != "meta":
+                self._detector.on_operation(value, write=is_write, what=str(func))
+        elif isinstance(value, list | tuple):
+            for item in value:
+                self._look(item, is_write, func)

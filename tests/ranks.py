@@ -1,0 +1,375 @@
+"""Rank processes for tests: started once per session, reused by every test, replaced when a test breaks them.
+
+Owns the worker processes, their process groups and the way a failure travels back to pytest.
+
+    @on_ranks(2, 3)
+    def test_sum_is_the_same_on_all_ranks(context: RankContext) -> None: ...   # the body runs on every rank
+
+    def test_other(ranks: RankPool) -> None:
+        results = ranks(2).run(function, argument)                             # one result per rank
+
+Every run has a fresh default process group of exactly its ranks, so nothing a test leaves behind in a group
+reaches the next one. After any failure the workers that took part are killed and started anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import functools
+import gc
+import importlib
+import inspect
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import unittest
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not re-exported in stubs
+
+__all__ = ["RankContext", "RankFailure", "RankPool", "Ranks", "on_ranks", "warnings_are_errors"]
+
+MAX_RANKS = 4
+GROUP_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_GROUP_TIMEOUT_S", "60"))
+RUN_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_RUN_TIMEOUT_S", "90"))
+GRACE_S = 3.0  # how long the other ranks may go on once one has failed
+
+# Warnings of other people's code that no test can avoid: (message, category).
+FOREIGN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
+    (r"`torch\.jit\.script_method` is deprecated", DeprecationWarning),  # raised by torch.compile's own imports
+)
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a rank function knows about where it runs.
+
+    Attributes:
+        rank: this rank.
+        world_size: number of ranks; the default process group has exactly these.
+        device: where models live.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+class RankFailure(AssertionError):
+    """A rank function raised, died or hung; the message has the story of every rank that did."""
+
+
+class _Request(NamedTuple):
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rank: int
+    world_size: int
+    backend: str
+    prefix: str
+    group_timeout_s: float
+
+
+class _Reply(NamedTuple):
+    kind: str  # "result", "failure" or "skip"
+    value: Any
+
+
+def warnings_are_errors() -> None:
+    """Turn warnings into errors in this process, except those of `FOREIGN_WARNINGS`."""
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
+    for message, category in FOREIGN_WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=category)
+
+
+# ---------------------------------------------------------------------------------------------- in the worker
+
+
+def _serve(connection: Connection, store_port: int, dump_path: str) -> None:
+    """Answer requests until the parent hangs up."""
+    dump_file = open(dump_path, "w")  # noqa: SIM115 - lives as long as the process
+    faulthandler.register(signal.SIGUSR1, file=dump_file, all_threads=True)
+    faulthandler.enable(file=dump_file)
+    torch.set_num_threads(1)
+    warnings_are_errors()
+    store = TCPStore("127.0.0.1", store_port, is_master=False)
+    while True:
+        try:
+            payload = connection.recv_bytes()
+        except EOFError:
+            return
+        reply = _answer(payload, store)
+        try:
+            answer = pickle.dumps(reply)
+        except Exception:
+            answer = pickle.dumps(_Reply("failure", traceback.format_exc()))
+        connection.send_bytes(answer)
+        del reply, answer
+        gc.collect()
+
+
+def _answer(payload: bytes, store: Store) -> _Reply:
+    try:
+        request: _Request = pickle.loads(payload)
+        _start_clean()
+        device = torch.device("cpu")
+        if request.backend == "nccl":
+            device = torch.device("cuda", 0)
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            request.backend,
+            store=PrefixStore(request.prefix, store),
+            rank=request.rank,
+            world_size=request.world_size,
+            timeout=datetime.timedelta(seconds=request.group_timeout_s),
+        )
+        context = RankContext(request.rank, request.world_size, device)
+        return _Reply("result", request.function(context, *request.args, **request.kwargs))
+    except (unittest.SkipTest, pytest.skip.Exception) as skip:
+        return _Reply("skip", str(skip))
+    except BaseException:
+        return _Reply("failure", traceback.format_exc())
+
+
+def _start_clean() -> None:
+    """Undo what an earlier run may have left: its group, its garbage, its settings."""
+    if dist.is_initialized():
+        dist.destroy_process_group()  # here and not at the end of a run: a slower rank may still be reading from us
+    gc.collect()
+    if "torch._dynamo" in sys.modules:
+        importlib.import_module("torch._dynamo").reset()
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.manual_seed(0)
+    random.seed(0)
+    warnings_are_errors()
+
+
+# ---------------------------------------------------------------------------------------------- in the parent
+
+
+class _Worker:
+    """One rank process. Owns the process, its pipe and the file its stacks are dumped to."""
+
+    def __init__(self, store_port: int, environment: dict[str, str]) -> None:
+        handle, self.dump_path = tempfile.mkstemp(prefix="rank_stacks_")
+        os.close(handle)
+        start = multiprocessing.get_context("forkserver")
+        self.connection, theirs = start.Pipe()
+        target = _serve if not environment else functools.partial(_serve_with_environment, environment)
+        self.process: BaseProcess = start.Process(target=target, args=(theirs, store_port, self.dump_path), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def stacks(self) -> str:
+        """Where every thread of the process is now."""
+        before = Path(self.dump_path).stat().st_size
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid or 0, signal.SIGUSR1)
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            if Path(self.dump_path).stat().st_size > before:
+                break
+        return Path(self.dump_path).read_text()[before:]
+
+    def last_words(self) -> str:
+        """What a process that died wrote about it."""
+        return Path(self.dump_path).read_text()
+
+    def kill(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.join()
+        Path(self.dump_path).unlink(missing_ok=True)
+
+
+def _serve_with_environment(environment: dict[str, str], connection: Connection, port: int, dump_path: str) -> None:
+    os.environ.update(environment)
+    _serve(connection, port, dump_path)
+
+
+class Ranks:
+    """`world_size` ranks of the pool. Get it with ``ranks(n)``."""
+
+    def __init__(self, pool: RankPool, world_size: int, backend: str, group_timeout_s: float) -> None:
+        self._pool = pool
+        self._world_size = world_size
+        self._backend = backend
+        self._group_timeout_s = group_timeout_s
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``function(context, *args, **kwargs)`` on every rank.
+
+        Args:
+            function: a module-level function; it and its arguments are pickled.
+            *args: passed on, the same on every rank.
+            **kwargs: passed on, the same on every rank.
+
+        Returns:
+            What each rank returned, in rank order.
+
+        Raises:
+            RankFailure: a rank raised, died, or did not answer in time.
+        """
+        __tracebackhide__ = True
+        return self._pool.run(function, args, kwargs, self._world_size, self._backend, self._group_timeout_s)
+
+
+class RankPool:
+    """Worker processes by rank, started on first use. Owns them and the store their groups meet at."""
+
+    def __init__(self, *, run_timeout_s: float = RUN_TIMEOUT_S, group_timeout_s: float = GROUP_TIMEOUT_S) -> None:
+        self._run_timeout_s = run_timeout_s
+        self._group_timeout_s = group_timeout_s
+        self._store: TCPStore | None = None
+        self._workers: dict[tuple[str, int], _Worker] = {}
+        self._runs = 0
+
+    def __call__(self, world_size: int, *, backend: str = "gloo", group_timeout_s: float | None = None) -> Ranks:
+        """The first `world_size` ranks of the pool, with a process group of that backend and timeout."""
+        if not 1 <= world_size <= MAX_RANKS:
+            raise ValueError(f"world_size={world_size}: wanted 1 to {MAX_RANKS}")
+        return Ranks(self, world_size, backend, group_timeout_s or self._group_timeout_s)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        world_size: int,
+        backend: str,
+        group_timeout_s: float,
+    ) -> list[Any]:
+        """See `Ranks.run`."""
+        __tracebackhide__ = True  # the ranks' own tracebacks are what is of interest
+        workers = [self._worker(backend, rank) for rank in range(world_size)]
+        self._runs += 1
+        for rank, worker in enumerate(workers):
+            prefix = f"run{self._runs}"
+            request = _Request(function, args, kwargs, rank, world_size, backend, prefix, group_timeout_s)
+            worker.connection.send_bytes(pickle.dumps(request))
+        replies = self._collect(workers)
+        failures = {rank: reply.value for rank, reply in replies.items() if reply.kind == "failure"}
+        if failures:
+            self._drop(backend, world_size)
+            raise RankFailure(
+                "\n".join(f"---- rank {rank} of {world_size} ----\n{story}" for rank, story in sorted(failures.items()))
+            )
+        for reply in replies.values():
+            if reply.kind == "skip":
+                pytest.skip(reply.value)
+        return [replies[rank].value for rank in range(world_size)]
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self._workers.values():
+            worker.kill()
+        self._workers.clear()
+        self._store = None
+
+    def _collect(self, workers: list[_Worker]) -> dict[int, _Reply]:
+        """One reply per rank; ranks that do not answer get one that says where they were."""
+        replies: dict[int, _Reply] = {}
+        deadline = time.monotonic() + self._run_timeout_s
+        while len(replies) < len(workers):
+            waiting = {worker.connection: rank for rank, worker in enumerate(workers) if rank not in replies}
+            ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                for rank in waiting.values():
+                    replies[rank] = _Reply("failure", f"no answer; it was at\n{workers[rank].stacks()}")
+                break
+            for connection in ready:
+                rank = waiting[connection]  # type: ignore[index]  # wait() is typed for sockets and handles too
+                try:
+                    replies[rank] = pickle.loads(workers[rank].connection.recv_bytes())
+                except (EOFError, OSError):
+                    workers[rank].process.join(5.0)
+                    code = workers[rank].process.exitcode
+                    replies[rank] = _Reply("failure", f"died with exit code {code}\n{workers[rank].last_words()}")
+                if replies[rank].kind == "failure":
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return replies
+
+    def _worker(self, backend: str, rank: int) -> _Worker:
+        if self._store is None:
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.environ["OMP_NUM_THREADS"] = "1"  # read when the fork server imports torch
+            forkserver = multiprocessing.get_context("forkserver")
+            forkserver.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
+        if (backend, rank) not in self._workers:
+            environment = {}
+            if backend == "nccl":
+                # Several NCCL ranks share one GPU when each says that it is another host; sockets carry the data.
+                environment = {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+            self._workers[backend, rank] = _Worker(self._store.port, environment)
+        return self._workers[backend, rank]
+
+    def _drop(self, backend: str, world_size: int) -> None:
+        for rank in range(world_size):
+            self._workers.pop((backend, rank)).kill()
+
+
+# ---------------------------------------------------------------------------------------------- tests on ranks
+
+
+@dataclass(frozen=True)
+class _Body:
+    """A test's body by name, so that it can be pickled although its name now means the test."""
+
+    module: str
+    name: str
+
+    def __call__(self, context: RankContext, **arguments: Any) -> None:
+        getattr(importlib.import_module(self.module), self.name).rank_body(context, **arguments)
+
+
+def on_ranks(*world_sizes: int, backend: str = "gloo") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test whose body runs on every rank, once for each of `world_sizes`.
+
+    The body's first argument is its `RankContext`; others come from ``pytest.mark.parametrize`` or fixtures and
+    must be picklable.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        def test(ranks: RankPool, world_size: int, **arguments: Any) -> None:
+            __tracebackhide__ = True
+            ranks(world_size, backend=backend).run(_Body(body.__module__, body.__name__), **arguments)
+
+        functools.update_wrapper(test, body)  # name, docstring, marks, and the place pytest reports
+        test.rank_body = body  # type: ignore[attr-defined]  # where _Body finds it in the worker
+        own = list(inspect.signature(body).parameters.values())[1:]
+        given = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("ranks", "world_size")]
+        test.__signature__ = inspect.Signature(given + own)  # type: ignore[attr-defined]  # what pytest reads
+        marked: Callable[..., None] = pytest.mark.parametrize("world_size", world_sizes)(test)
+        return marked
+
+    return decorate
+
+
+@contextlib.contextmanager
+def open_pool(**settings: float) -> Iterator[RankPool]:
+    """A pool that ends its workers when left."""
+    pool = RankPool(**settings)
+    try:
+        yield pool
+    finally:
+        pool.close()

@@ -1,0 +1,263 @@
+"""Ways of training that leave the beaten path, for tests of order and time: each is a model and one training step.
+
+A step runs forwards and backwards of a *sharded* model, as many as the way of training wants, up to the optimizer step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from streamshard import Precision, StreamShard
+from streamshard.engine import Engine
+from streamshard.inspect import engine_inside
+from streamshard.streams import Rule
+from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM, vector_batch
+from tests.ranks import RankContext
+from tests.reference import Call, adamw, lm_step, stack_step
+
+__all__ = ["BF16", "SCENARIOS", "RoutedStack", "Scenario", "dropping", "sharded", "train"]
+
+BF16 = Precision(param_dtype=torch.bfloat16)
+
+
+class Scenario(NamedTuple):
+    """A model and what one optimizer step of it consists of."""
+
+    build: Callable[[], nn.Module]
+    step: Callable[[nn.Module, Call], None]
+
+
+class RoutedStack(Stack):
+    """Layers that run in the order of `route`, which may skip and repeat them.
+
+    Args:
+        depth: number of layers.
+        reentrant: whether each layer is checkpointed with ``use_reentrant``; None is not at all.
+    """
+
+    def __init__(self, depth: int = 5, reentrant: bool | None = None) -> None:
+        super().__init__((DIM,) * (depth + 1))
+        self.route: Sequence[int] = range(depth)
+        self.reentrant = reentrant
+
+    def order(self) -> Iterator[Any]:
+        for place in self.route:
+            layer = self.layers[place]
+            yield layer if self.reentrant is None else self._checkpointed(layer)
+
+    def _checkpointed(self, layer: nn.Module) -> Callable[[Tensor], Any]:
+        return lambda x: checkpoint(layer, x, use_reentrant=self.reentrant)
+
+
+def _one_backward(model: nn.Module, call: Call) -> None:
+    stack_step(model, call)
+
+
+def _language(model: nn.Module, call: Call) -> None:
+    lm_step(model, call)
+
+
+def _differentiable_input(model: nn.Module, call: Call) -> None:
+    """Reentrant checkpointing wants an input that needs a gradient."""
+    call.backward(model(vector_batch(call.step, call.rank).requires_grad_()).square().mean())
+
+
+def _micro_batches(model: nn.Module, call: Call) -> None:
+    for part in range(3):
+        stack_step(model, call._replace(step=3 * call.step + part))
+
+
+def _no_sync(model: nn.Module, call: Call) -> None:
+    assert isinstance(model, StreamShard)
+    with model.no_sync():
+        for part in range(2):
+            stack_step(model, call._replace(step=3 * call.step + part))
+    stack_step(model, call._replace(step=3 * call.step + 2))
+
+
+def _on(*routes: Sequence[int]) -> Callable[[nn.Module, Call], None]:
+    """A step on another route each time, the same on all ranks."""
+
+    def step(model: nn.Module, call: Call) -> None:
+        model.route = routes[call.step % len(routes)]  # type: ignore[assignment]  # a RoutedStack
+        stack_step(model, call)
+
+    return step
+
+
+def _route_by_rank(model: nn.Module, call: Call) -> None:
+    _on([0, 1, 2, 3, 4], [0, 2, 4], [1, 3])(model, call._replace(step=call.step + call.rank))
+
+
+def _evaluating(model: nn.Module, call: Call) -> None:
+    """Layers skipped at the end of a pass are gathered all the same, and nothing ever waits for them."""
+    with torch.no_grad():
+        for route in ([0, 1, 2], [4, 3, 2, 1, 0], [0]):
+            model.route = route  # type: ignore[assignment]  # a RoutedStack
+            model(vector_batch(call.step, call.rank))
+    _on([0, 1, 2, 3, 4])(model, call)
+
+
+def _two_forwards(model: nn.Module, call: Call) -> None:
+    losses = [model(vector_batch(call.step + 50 * k, call.rank)).square().mean() for k in range(2)]
+    call.backward(losses[0] + losses[1])
+
+
+def _two_backwards(model: nn.Module, call: Call) -> None:
+    loss = model(vector_batch(call.step, call.rank)).square().mean()
+    call.backward(loss, retain_graph=True)
+    call.backward(loss)
+
+
+def _freezing(model: nn.Module, call: Call) -> None:
+    for name, param in model.named_parameters():
+        param.requires_grad_(f"layers.{call.step}" not in name)
+    stack_step(model, call)
+
+
+def _clipping(model: nn.Module, call: Call) -> None:
+    assert isinstance(model, StreamShard)
+    stack_step(model, call)
+    model.clip_grad_norm_(0.01)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.005)
+
+
+def _summoning(model: nn.Module, call: Call) -> None:
+    assert isinstance(model, StreamShard)
+    stack_step(model, call)
+    with model.summon_full_params(writeback=True, with_grads=True), torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.99)
+    model.full_state_dict()
+
+
+def _moving(model: nn.Module, call: Call) -> None:
+    """Weights that live elsewhere for a step, as an average of weights is swapped in."""
+    kept = [param.data for param in model.parameters()]
+    for param in model.parameters():
+        param.data = param.data * 0.5
+    stack_step(model, call)
+    for param, data in zip(model.parameters(), kept, strict=True):
+        param.data = data
+
+
+class _Stop(Exception):
+    """What a user's code raises."""
+
+
+def _failing_backward(model: nn.Module, call: Call) -> None:
+    """Backward stops halfway; gradients of the layers behind have been reduced."""
+
+    def stop(grad: Tensor) -> None:
+        raise _Stop
+
+    middle = model.layers[2]  # type: ignore[index]  # a ModuleList
+    hook = middle.register_forward_hook(lambda module, args, out: out.register_hook(stop) and None)
+    with contextlib.suppress(_Stop):
+        stack_step(model, call)
+    hook.remove()
+    model.zero_grad()
+    stack_step(model, call)
+
+
+def _failing_forward(model: nn.Module, call: Call) -> None:
+    def stop(module: nn.Module, args: Any) -> None:
+        raise _Stop
+
+    hook = model.layers[2].register_forward_pre_hook(stop)  # type: ignore[index, operator]  # a ModuleList
+    with contextlib.suppress(_Stop):
+        stack_step(model, call)
+    hook.remove()
+    stack_step(model, call)
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "plain": Scenario(lambda: TinyLM(TinyConfig(depth=5)), _language),
+    "tied": Scenario(lambda: TinyLM(TinyConfig(tied=True)), _language),
+    "two layers": Scenario(lambda: RoutedStack(2), _one_backward),
+    "unequal layers": Scenario(lambda: Stack((16, 3, 40, 1, 24, 16)), _one_backward),
+    "a unit of another kind": Scenario(
+        lambda: nn.Sequential(nn.Linear(DIM, DIM), *(Layer() for _ in range(4))), _one_backward
+    ),
+    "micro-batches": Scenario(RoutedStack, _micro_batches),
+    "no_sync": Scenario(RoutedStack, _no_sync),
+    "checkpointing": Scenario(lambda: RoutedStack(reentrant=False), _one_backward),
+    "reentrant checkpointing": Scenario(lambda: RoutedStack(reentrant=True), _differentiable_input),
+    "unused layers": Scenario(RoutedStack, _on([0, 1, 2, 3, 4], [0, 2, 4], [1], [4, 3])),
+    "layers unused on some ranks": Scenario(RoutedStack, _route_by_rank),
+    "layers used twice": Scenario(RoutedStack, _on([0, 1, 0, 1, 2, 3, 4], [0, 0, 1, 1, 2, 3, 4, 4], [0, 2, 0, 4, 0])),
+    "repeats under checkpointing": Scenario(lambda: RoutedStack(reentrant=False), _on([0, 1, 0, 1, 2, 3, 4, 0])),
+    "an order that changes": Scenario(RoutedStack, _on([4, 3, 2, 1, 0], [0, 2, 4, 1, 3], [1, 0, 3, 2, 4])),
+    "evaluation between steps": Scenario(RoutedStack, _evaluating),
+    "two forwards": Scenario(RoutedStack, _two_forwards),
+    "two backwards": Scenario(RoutedStack, _two_backwards),
+    "freezing": Scenario(RoutedStack, _freezing),
+    "clipping": Scenario(RoutedStack, _clipping),
+    "summoning": Scenario(RoutedStack, _summoning),
+    "weights elsewhere": Scenario(RoutedStack, _moving),
+    "a backward that fails": Scenario(RoutedStack, _failing_backward),
+    "a forward that fails": Scenario(RoutedStack, _failing_forward),
+}
+
+
+def sharded(scenario: str, precision: Precision) -> nn.Module:
+    """The scenario's model, sharded, the same at each call."""
+    torch.manual_seed(23)
+    model: nn.Module = StreamShard(SCENARIOS[scenario].build(), precision=precision)
+    return model
+
+
+def train(model: nn.Module, scenario: str, context: RankContext, *, steps: int = 3) -> None:
+    """Optimizer steps of the scenario, with an optimizer that reads every gradient."""
+    optimizer = adamw(model)
+    for number in range(steps):
+        SCENARIOS[scenario].step(model, Call(number, context.rank, context.world_size, 1.0))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=number % 2 == 0)
+
+
+@contextlib.contextmanager
+def dropping(model: nn.Module, *waits: Rule | str, inside: str | None = None) -> Iterator[None]:
+    """Leave out waits: of rules, or of fences by what they guard.
+
+    Args:
+        model: a sharded model.
+        *waits: which.
+        inside: leave them out only while the engine runs its method of this name.
+    """
+    engine = engine_inside(model)
+    dropped = frozenset(waits)
+    if inside is None:
+        engine.streams.dropped_rules = dropped
+    else:
+        _drop_inside(engine, inside, dropped)
+    try:
+        yield
+    finally:
+        engine.streams.dropped_rules = frozenset()
+        if inside is not None:
+            del engine.__dict__[inside]
+        engine.settle()
+        for unit in engine.units:  # nothing may be under way when its buffers go
+            unit.weight_slot.arrived.settle()
+            if unit.grad_slot is not None:
+                unit.grad_slot.drained.settle()
+
+
+def _drop_inside(engine: Engine, method: str, dropped: frozenset[Rule | str]) -> None:
+    original = getattr(engine, method)
+
+    def replaced(*args: Any) -> Any:
+        engine.streams.dropped_rules = dropped
+        try:
+            return original(*args)
+        finally:
+            engine.streams.dropped_rules = frozenset()
+
+    engine.__dict__[method] = replaced

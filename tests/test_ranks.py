@@ -1,0 +1,110 @@
+"""The rank processes the other tests run on: they report what happens, and recover from it."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankContext, RankFailure, RankPool, on_ranks, open_pool
+
+
+def _sum_of_ranks(context: RankContext, offset: int) -> int:
+    value = torch.tensor(context.rank + offset)
+    dist.all_reduce(value)
+    return int(value)
+
+
+def _raise_on(context: RankContext, bad_rank: int) -> None:
+    if context.rank == bad_rank:
+        raise ValueError("the culprit says this")
+    dist.barrier()
+
+
+def _die_on(context: RankContext, bad_rank: int) -> None:
+    if context.rank == bad_rank:
+        os._exit(7)
+    dist.barrier()
+
+
+def _hang_on(context: RankContext, bad_rank: int) -> None:
+    if context.rank == bad_rank:
+        _never_returns()
+
+
+def _never_returns() -> None:
+    time.sleep(3600)
+
+
+def _warn(context: RankContext) -> None:
+    warnings.warn("somebody should hear this", stacklevel=1)
+
+
+def _process_id(context: RankContext) -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_world_size_has_a_group_of_its_own(ranks: RankPool, world_size: int) -> None:
+    """The default group has as many ranks as were asked for, also when sizes alternate."""
+    total = sum(range(world_size)) + 10 * world_size
+    assert ranks(world_size).run(_sum_of_ranks, 10) == [total] * world_size
+    assert ranks(1).run(_sum_of_ranks, 10) == [10]
+    assert ranks(world_size).run(_sum_of_ranks, 10) == [total] * world_size
+
+
+def test_processes_are_reused(ranks: RankPool) -> None:
+    """Two runs in a row are served by the same processes."""
+    assert ranks(2).run(_process_id) == ranks(2).run(_process_id)
+
+
+def test_an_exception_on_a_rank_comes_back_with_its_traceback(ranks: RankPool) -> None:
+    """The failure names the rank, the error and the line, and the pool works afterwards."""
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2.*_raise_on.*ValueError: the culprit says this"):
+        ranks(2).run(_raise_on, 1)
+    assert ranks(2).run(_sum_of_ranks, 0) == [1, 1]
+
+
+def test_a_rank_that_dies_is_named(ranks: RankPool) -> None:
+    """The failure names the rank and its exit code, and the pool works afterwards."""
+    with pytest.raises(RankFailure, match=r"rank 0 of 2 ----\ndied with exit code 7"):
+        ranks(2).run(_die_on, 0)
+    assert ranks(2).run(_sum_of_ranks, 0) == [1, 1]
+
+
+def test_a_rank_that_hangs_is_killed_and_its_place_named() -> None:
+    """The failure shows the function the rank was in, and the pool works afterwards."""
+    with open_pool(run_timeout_s=8.0) as pool:
+        pool(2).run(_sum_of_ranks, 0)
+        with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2 ----\nno answer; it was at.*_never_returns"):
+            pool(2).run(_hang_on, 1)
+        assert pool(2).run(_sum_of_ranks, 0) == [1, 1]
+
+
+def test_a_warning_on_a_rank_is_an_error(ranks: RankPool) -> None:
+    """Ranks hold to the same rule as the tests themselves."""
+    with pytest.raises(RankFailure, match="somebody should hear this"):
+        ranks(1).run(_warn)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("number", [3])
+def test_the_decorator_runs_the_body_on_ranks(context: RankContext, number: int) -> None:
+    """A decorated test gets its context and its own parameters."""
+    assert number == 3
+    assert dist.get_world_size() == context.world_size
+    assert dist.get_rank() == context.rank
+
+
+def _skip(context: RankContext) -> None:
+    pytest.skip("this machine lacks it")
+
+
+def test_a_skip_on_the_ranks_is_a_skip_of_the_test(ranks: RankPool) -> None:
+    """The reason comes back with it."""
+    with pytest.raises(pytest.skip.Exception, match="this machine lacks it"):
+        ranks(2).run(_skip)
