@@ -33,7 +33,7 @@ def test_the_engine_is_free_of_races(context: RankContext, scenario: str, precis
     model = sharded(scenario, PRECISIONS[precision])
     with detect_races(model) as races:
         train(model, scenario, context, steps=2)
-    assert races.accesses > 100
+    assert races.accesses > 50
 
 
 @on_ranks(1, 3, 4)
@@ -123,7 +123,7 @@ def test_the_wait_of_the_optimizer_for_reductions_is_needed(context: RankContext
 @on_ranks(2)
 def test_the_wait_for_the_flags_is_needed(context: RankContext) -> None:
     """Rule 5: which parameters were used is told to the other ranks once it is written down."""
-    found = _races_without(context, "unused layers", BF16, "compute shards", inside="_start_flags")
+    found = _races_without(context, "unused layers", BF16, "flags")
     assert {(race.category, race.rule) for race in found} == {(Category.FLAGS, Rule.STEP_BOUNDARY)}
 
 

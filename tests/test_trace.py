@@ -195,7 +195,7 @@ def test_lanes_are_as_few_as_overlaps_allow() -> None:
 # -- the engine is left as it was -----------------------------------------------------------------------------------
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize("scenario", list(SCENARIOS))
 def test_tracing_changes_no_number(context: RankContext, scenario: str) -> None:
     """Whatever is trained, and bit by bit."""
@@ -205,9 +205,16 @@ def test_tracing_changes_no_number(context: RankContext, scenario: str) -> None:
     with trace_step(model) as trace:
         train(model, scenario, context, steps=2)
     assert_same(full_weights(model), full_weights(plain), "weights", EXACT)
-    for kind in (Kind.FORWARD, Kind.BACKWARD):
+    for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.GATHER, Kind.REDUCE):
         assert _of(trace, kind)
-    assert bool(_of(trace, Kind.GATHER)) is bool(_of(trace, Kind.REDUCE)) is (context.world_size > 1)
+
+
+@on_ranks(1)
+def test_one_rank_alone_has_a_trace_without_communication(context: RankContext) -> None:
+    """Its compute row is the same."""
+    trace = _traced(context)
+    assert {span.stream for span in trace.spans} == {COMPUTE}
+    assert {span.kind for span in trace.spans} >= {Kind.FORWARD, Kind.BACKWARD, Kind.CAST, Kind.OPTIMIZER}
 
 
 @on_ranks(2)

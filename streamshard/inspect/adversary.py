@@ -78,9 +78,17 @@ class Adversary:
             self._install(self.transport.inner)  # the other ranks may not be there to complete anything with
 
     def _install(self, transport: Transport) -> None:
-        self._engine.transport = transport
-        for unit in self._engine.units:
-            unit._transport = transport
+        """Wherever the engine's objects hold the one transport, they hold the other."""
+        other = self.transport.inner if transport is self.transport else self.transport
+        transport.has_failed = transport.has_failed or other.has_failed
+        units = self._engine.units
+        shards = [unit.shard for unit in units]
+        pieces = [piece for shard in shards for piece in shard.grad_pieces]
+        engine = self._engine
+        for holder in (engine, engine._used_params, engine.buffers, *units, *shards, *pieces):
+            for name, value in vars(holder).items():
+                if value is other:
+                    setattr(holder, name, transport)
 
 
 class AdversarialTransport(Transport):

@@ -1,0 +1,205 @@
+"""Small models: each has one property that a test is about, and trains in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = [
+    "Adapter",
+    "Attention",
+    "Block",
+    "Layer",
+    "NormStack",
+    "Stack",
+    "TinyConfig",
+    "TinyLM",
+    "image_batch",
+    "next_token_loss",
+    "token_batch",
+    "vector_batch",
+]
+
+DIM = 16
+VOCABULARY = 48
+
+
+def _seeded(*key: int) -> torch.Generator:
+    """A generator of its own for every key, so that data does not depend on who asks first."""
+    seed = 17
+    for number in key:
+        seed = seed * 1009 + number + 1
+    return torch.Generator().manual_seed(seed)
+
+
+def token_batch(step: int, rank: int, *, rows: int = 2, length: int = 6, vocabulary: int = VOCABULARY) -> Tensor:
+    """[rows, length] int64 tokens of one rank in one step."""
+    return torch.randint(vocabulary, (rows, length), generator=_seeded(step, rank))
+
+
+def vector_batch(step: int, rank: int, *, rows: int = 4, dim: int = DIM) -> Tensor:
+    """[rows, dim] fp32 input of one rank in one step."""
+    return torch.randn(rows, dim, generator=_seeded(step, rank))
+
+
+def image_batch(step: int, rank: int, *, rows: int = 2, size: int = 8) -> Tensor:
+    """[rows, 3, size, size] fp32 images of one rank in one step."""
+    return torch.randn(rows, 3, size, size, generator=_seeded(step, rank))
+
+
+def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Mean cross entropy of each next token."""
+    return F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]).float(), tokens[:, 1:].reshape(-1))
+
+
+class Layer(nn.Module):
+    """A residual linear layer: the smallest thing that can be a unit."""
+
+    def __init__(self, dim_in: int = DIM, dim_out: int | None = None, *, bias: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim_in, dim_in if dim_out is None else dim_out, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """tanh(W x + b), added to x where shapes allow."""
+        y = torch.tanh(self.linear(x))
+        return x + y if x.shape == y.shape else y
+
+
+class Stack(nn.Module):
+    """Layers of given widths one after another, in a `ModuleList`, with a linear head.
+
+    Args:
+        widths: width before the first layer, after the first, after the second...
+    """
+
+    def __init__(self, widths: Sequence[int] = (DIM,) * 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(a, b) for a, b in zip(widths[:-1], widths[1:], strict=True))
+        self.head = nn.Linear(widths[-1], 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, width] -> [rows, 1]"""
+        for layer in self.order():
+            x = layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+    def order(self) -> Iterable[nn.Module]:
+        """The layers in the order in which they run; tests override it."""
+        return self.layers
+
+
+class NormStack(Stack):
+    """Layers with batch norm: buffers that training changes."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__((DIM,) * (depth + 1))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(DIM) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(layer(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+class Attention(nn.Module):
+    """Causal self-attention with an additive mask and rotary-like buffers."""
+
+    def __init__(self, dim: int, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[rows, length, dim], mask [length, length] -> [rows, length, dim]"""
+        rows, length, dim = x.shape
+        query, key, value = self.qkv(x).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(rows, length, dim))
+        return out
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, dim: int = DIM, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(dim)
+        self.attention = Attention(dim)
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[rows, length, dim] -> the same"""
+        x = x + self.attention(self.attention_norm(x), mask=mask)
+        out: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))))
+        return out
+
+
+@dataclass(frozen=True)
+class TinyConfig:
+    """Sizes of a `TinyLM`."""
+
+    vocabulary: int = VOCABULARY
+    dim: int = DIM
+    depth: int = 4
+    length: int = 8
+    tied: bool = False
+    dropout: float = 0.0
+    extra: dict[str, str] = field(default_factory=dict)
+
+
+class TinyLM(nn.Module):
+    """A language model: embedding, positions used directly by the root's forward, blocks, norm, head."""
+
+    def __init__(self, config: TinyConfig | None = None) -> None:
+        super().__init__()
+        self.config = config if config is not None else TinyConfig()
+        self.embedding = nn.Embedding(self.config.vocabulary, self.config.dim)
+        self.positions = nn.Parameter(torch.randn(self.config.length, self.config.dim) * 0.1)
+        self.blocks = nn.ModuleList(
+            Block(self.config.dim, dropout=self.config.dropout) for _ in range(self.config.depth)
+        )
+        self.norm = nn.LayerNorm(self.config.dim)
+        self.head = nn.Linear(self.config.dim, self.config.vocabulary, bias=False)
+        if self.config.tied:
+            self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor(1.5), persistent=False)
+        self.scale: Tensor
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[rows, length] tokens -> [rows, length, vocabulary] logits"""
+        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        x = self.run_blocks(x, mask)
+        out: Tensor = self.head(self.norm(x)) * self.scale
+        return out
+
+    def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The blocks one after another; tests override it."""
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        return x
+
+
+class Adapter(nn.Module):
+    """A frozen linear layer with a trainable low-rank update, as LoRA has it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, base.in_features) * 0.3)
+        self.up = nn.Parameter(torch.randn(base.out_features, rank) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """W x + U D x"""
+        out: Tensor = self.base(x) + F.linear(F.linear(x, self.down), self.up)
+        return out

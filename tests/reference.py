@@ -1,0 +1,281 @@
+"""What training must give: the same model trained by plain PyTorch, or by DDP, on the same batches.
+
+A *step function* runs forward and backward of one rank in one step and returns the loss. Plain PyTorch plays all
+ranks in turn, each loss weighted 1/N, which is the mean of means that DDP computes. Nothing here knows how
+StreamShard works: it uses the public API only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from streamshard import Precision, StreamShard
+from tests.models import next_token_loss, token_batch, vector_batch
+from tests.ranks import RankContext
+
+__all__ = [
+    "EXACT",
+    "FP32",
+    "ROUNDING",
+    "Call",
+    "Step",
+    "Tolerance",
+    "adamw",
+    "assert_same",
+    "assert_trains_like_ddp",
+    "assert_trains_like_plain",
+    "counted_collectives",
+    "full_grads",
+    "full_weights",
+    "lm_step",
+    "sgd",
+    "stack_step",
+]
+
+FP32 = Precision(param_dtype=torch.float32)
+SEED = 7
+
+
+class Call(NamedTuple):
+    """Whose step it is.
+
+    Attributes:
+        step: counts from 0.
+        rank: whose batch to use.
+        world_size: number of ranks.
+        weight: what to multiply the loss with before backward; 1/N where one process plays all ranks.
+    """
+
+    step: int
+    rank: int
+    world_size: int
+    weight: float
+
+    def backward(self, loss: Tensor, **options: Any) -> Tensor:
+        """Run backward of the weighted loss; returns the loss itself, detached."""
+        (loss * self.weight).backward(**options)  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+
+Step = Callable[[nn.Module, Call], Tensor]
+
+
+def lm_step(model: nn.Module, call: Call) -> Tensor:
+    """Next-token training of a `TinyLM`."""
+    tokens = token_batch(call.step, call.rank)
+    return call.backward(next_token_loss(model(tokens), tokens))
+
+
+def stack_step(model: nn.Module, call: Call) -> Tensor:
+    """Regression to zero of a `Stack`."""
+    return call.backward(model(vector_batch(call.step, call.rank)).square().mean())
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far from the reference a tensor may be: `relative` of its largest element, and `absolute`."""
+
+    relative: float = 2e-5
+    absolute: float = 2e-7
+
+    def allows(self, found: Tensor, wanted: Tensor) -> bool:
+        """Whether every element is close enough; NaN never is."""
+        if wanted.numel() == 0:
+            return found.numel() == 0
+        limit = self.relative * float(wanted.abs().max()) + self.absolute
+        return float((found - wanted).abs().max()) <= limit
+
+
+ROUNDING = Tolerance()
+EXACT = Tolerance(relative=0.0, absolute=0.0)
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    """Momentum and weight decay: skipping a parameter without gradient makes a difference."""
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.01)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    """An `eps` large enough that rounding noise in gradients that are really zero is not blown up."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
+
+
+def full_grads(model: nn.Module) -> dict[str, Tensor | None]:
+    """Gradients by name, full shapes; of a sharded model they are collected from all ranks."""
+    if isinstance(model, StreamShard):
+        with model.summon_full_params(with_grads=True):
+            return _grads(model)
+    return _grads(model)
+
+
+def _grads(model: nn.Module) -> dict[str, Tensor | None]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in named}
+
+
+def full_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, full shapes, on every rank."""
+    state = model.full_state_dict(rank0_only=False) if isinstance(model, StreamShard) else model.state_dict()
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+def assert_same(
+    found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], what: str, tolerance: Tolerance = ROUNDING
+) -> None:
+    """Compare by name: the same names, None in the same places, the same shapes, values within tolerance."""
+    wrong = []
+    if list(found) != list(wanted):
+        wrong.append(f"names {sorted(set(found) ^ set(wanted))} are in one only, or the order differs")
+    for name in wanted:
+        a, b = (None if t is None else t.detach() for t in (found.get(name), wanted[name]))
+        if a is None or b is None:
+            if a is not b:
+                wrong.append(f"{name}: {_brief(a)}, wanted {_brief(b)}")
+        elif a.shape != b.shape:
+            wrong.append(f"{name}: shape {tuple(a.shape)}, wanted {tuple(b.shape)}")
+        elif not tolerance.allows(a.float(), b.float()):
+            difference = float((a.float() - b.float()).abs().max())
+            wrong.append(f"{name}: off by {difference:.3e}; {_brief(a)}, wanted {_brief(b)}")
+    if wrong:
+        raise AssertionError(f"{what}: {len(wrong)} of {len(wanted)} differ\n  " + "\n  ".join(wrong))
+
+
+def _brief(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "None"
+    if tensor.numel() == 0:
+        return "empty"
+    return f"max |.| {float(tensor.abs().max()):.6g}"
+
+
+def assert_trains_like_plain(
+    context: RankContext,
+    build: Callable[[], nn.Module],
+    step: Step,
+    *,
+    steps: int = 4,
+    checked: Collection[int] = (1, 3),
+    optimizer: Callable[[nn.Module], Optimizer] = sgd,
+    prepare: Callable[[nn.Module, int], None] | None = None,
+    units_of: Callable[[nn.Module], Any] | None = None,
+    set_to_none: bool = True,
+    tolerance: Tolerance = ROUNDING,
+    **settings: Any,
+) -> nn.Module:
+    """Train `build()` with StreamShard on all ranks and with plain PyTorch on all batches; compare.
+
+    Args:
+        context: the rank.
+        build: makes the model; called with the same seed each time.
+        step: forward and backward.
+        steps: how many optimizer steps.
+        checked: steps after which full gradients and weights are collected and compared. Not all of them, because
+            collecting could itself put right what was wrong. Losses are compared in every step.
+        optimizer: makes the optimizer.
+        prepare: called with the model and the step's number before each step.
+        units_of: gives `units` for the model, where they are its own modules.
+        set_to_none: for ``zero_grad``.
+        tolerance: for losses, gradients and weights.
+        **settings: for `StreamShard`; fp32 throughout unless `precision` is given.
+
+    Returns:
+        The sharded model.
+    """
+    settings.setdefault("precision", FP32)
+    plain = _built(build).to(context.device)
+    sharded = _built(build).to(context.device)
+    if units_of is not None:
+        settings["units"] = units_of(sharded)
+    sharded = StreamShard(sharded, **settings)
+    plain_optimizer, sharded_optimizer = optimizer(plain), optimizer(sharded)
+    for number in range(steps):
+        if prepare is not None:
+            prepare(plain, number)
+            prepare(sharded, number)
+        wanted = _play_all_ranks(plain, step, number, context)
+        found = _run(sharded, step, Call(number, context.rank, context.world_size, 1.0))
+        assert_same({"loss": found}, {"loss": wanted}, f"loss of step {number}", tolerance)
+        if number in checked:
+            assert_same(full_grads(sharded), full_grads(plain), f"gradients of step {number}", tolerance)
+        plain_optimizer.step()
+        sharded_optimizer.step()
+        if number in checked:
+            assert_same(full_weights(sharded), full_weights(plain), f"weights after step {number}", tolerance)
+        plain_optimizer.zero_grad(set_to_none=set_to_none)
+        sharded_optimizer.zero_grad(set_to_none=set_to_none)
+    return sharded
+
+
+def assert_trains_like_ddp(
+    context: RankContext,
+    build: Callable[[], nn.Module],
+    step: Step,
+    *,
+    steps: int = 4,
+    optimizer: Callable[[nn.Module], Optimizer] = sgd,
+    tolerance: Tolerance = ROUNDING,
+    **settings: Any,
+) -> None:
+    """Train `build()` with StreamShard and with real DDP (``find_unused_parameters``) on the same ranks; compare."""
+    settings.setdefault("precision", FP32)
+    ddp = DistributedDataParallel(_built(build), find_unused_parameters=True)
+    sharded = StreamShard(_built(build), **settings)
+    ddp_optimizer, sharded_optimizer = optimizer(ddp.module), optimizer(sharded)
+    for number in range(steps):
+        call = Call(number, context.rank, context.world_size, 1.0)
+        wanted = _run(ddp, step, call)
+        found = _run(sharded, step, call)
+        assert_same({"loss": found}, {"loss": wanted}, f"loss of step {number}", tolerance)
+        assert_same(full_grads(sharded), full_grads(ddp.module), f"gradients of step {number}", tolerance)
+        ddp_optimizer.step()
+        sharded_optimizer.step()
+        if number % 2:
+            weights = {name: value for name, value in full_weights(sharded).items() if name in dict(ddp.module.named_parameters())}
+            wanted_weights = {name: p.detach() for name, p in ddp.module.named_parameters() if name in weights}
+            assert_same(weights, wanted_weights, f"weights after step {number}", tolerance)
+        ddp_optimizer.zero_grad()
+        sharded_optimizer.zero_grad()
+
+
+def _built(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(SEED)
+    return build()
+
+
+def _run(model: nn.Module, step: Step, call: Call) -> Tensor:
+    torch.manual_seed(1000 * call.step + call.rank)  # dropout falls alike wherever this rank's step is run
+    return step(model, call)
+
+
+def _play_all_ranks(plain: nn.Module, step: Step, number: int, context: RankContext) -> Tensor:
+    """One step of every rank on one plain model; returns the loss of this process's own rank."""
+    size = context.world_size
+    losses = [_run(plain, step, Call(number, rank, size, 1.0 / size)) for rank in range(size)]
+    assert all(loss.isfinite() for loss in losses), "the reference itself diverges: nothing can be compared with it"
+    return losses[context.rank]
+
+
+@contextmanager
+def counted_collectives() -> Iterator[dict[str, int]]:
+    """Count the collectives issued inside, by name without overload, such as ``_allgather_base_``."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    counts: dict[str, int] = {}
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == "c10d":
+                name = func.__name__.split(".")[0]
+                counts[name] = counts.get(name, 0) + 1
+            return func(*args, **(kwargs or {}))
+
+    with Counter():
+        yield counts

@@ -1,0 +1,180 @@
+"""`torch.compile` of each unit and of the whole model. Backends that generate no code keep it fast."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from streamshard import StreamShard
+from tests.models import Stack, TinyLM, token_batch, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import FP32, Call, adamw, assert_same, assert_trains_like_plain, lm_step
+
+BACKENDS = ["eager", "aot_eager"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Dynamo alone, and Dynamo with AOTAutograd."""
+    yield request.param
+
+
+def let_dynamo_look() -> None:
+    """Dynamo looks at `.grad` of every tensor it meets and hides the warning, but only where warnings are no errors."""
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+
+
+def only_sharded(compile_it: Callable[[Any], None]) -> Callable[[nn.Module, int], None]:
+    """Compile the sharded model before its first step; plain PyTorch stays as it is."""
+
+    def prepare(model: nn.Module, number: int) -> None:
+        if number == 0 and isinstance(model, StreamShard):
+            compile_it(model)
+
+    return prepare
+
+
+@on_ranks(1, 2)
+def test_units_compiled_after_sharding(context: RankContext, backend: str) -> None:
+    """`block.compile()` on each block of the sharded model."""
+    let_dynamo_look()
+
+    def compile_blocks(model: Any) -> None:
+        for block in model.blocks:
+            block.compile(backend=backend)
+
+    assert_trains_like_plain(context, TinyLM, lm_step, prepare=only_sharded(compile_blocks))
+
+
+@on_ranks(2)
+def test_units_compiled_before_sharding(context: RankContext, backend: str) -> None:
+    """The same, in the other order."""
+    let_dynamo_look()
+
+    def build() -> nn.Module:
+        model = TinyLM()
+        for block in model.blocks:
+            block.compile(backend=backend)
+        return model
+
+    assert_trains_like_plain(context, build, lm_step)
+
+
+@on_ranks(2)
+def test_the_whole_model_compiled_in_place(context: RankContext, backend: str) -> None:
+    """`model.compile()`: graphs break at units, results are the same."""
+    let_dynamo_look()
+    assert_trains_like_plain(
+        context, TinyLM, lm_step, prepare=only_sharded(lambda model: model.compile(backend=backend))
+    )
+
+
+@on_ranks(2)
+def test_the_whole_model_compiled_by_the_function(context: RankContext, backend: str) -> None:
+    """`torch.compile(model)` gives another callable for the same sharded model."""
+    let_dynamo_look()
+    compiled: dict[int, Any] = {}
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        if not isinstance(model, StreamShard):
+            return lm_step(model, call)
+        if id(model) not in compiled:
+            compiled[id(model)] = torch.compile(model, backend=backend)
+        return lm_step(compiled[id(model)], call)
+
+    assert_trains_like_plain(context, TinyLM, step)
+
+
+@on_ranks(2)
+def test_a_compiled_function_that_calls_the_model(context: RankContext, backend: str) -> None:
+    """Forward and loss in one compiled function."""
+    let_dynamo_look()
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = model(x * 2.0).square().mean()
+        return out
+
+    compiled = torch.compile(loss_of, backend=backend)
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        run = compiled if isinstance(model, StreamShard) else loss_of
+        return call.backward(run(model, vector_batch(call.step, call.rank)))
+
+    assert_trains_like_plain(context, Stack, step)
+
+
+@on_ranks(2)
+def test_compiled_units_with_recomputation(context: RankContext, backend: str) -> None:
+    """Checkpoints around compiled blocks."""
+    let_dynamo_look()
+
+    class Recomputed(TinyLM):
+        def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
+            for block in self.blocks:
+                y: Any = checkpoint(block, x, mask, use_reentrant=False)
+                x = y
+            return x
+
+    def compile_blocks(model: Any) -> None:
+        for block in model.blocks:
+            block.compile(backend=backend)
+
+    assert_trains_like_plain(context, Recomputed, lm_step, prepare=only_sharded(compile_blocks))
+
+
+@on_ranks(2)
+def test_compiled_units_see_changed_weights_and_shapes(context: RankContext, backend: str) -> None:
+    """Evaluation with other batch sizes between steps; graphs bake no weights in."""
+    let_dynamo_look()
+    torch.manual_seed(7)
+    plain = TinyLM()
+    torch.manual_seed(7)
+    model = StreamShard(TinyLM(), precision=FP32)
+    for block in model.blocks:
+        block.compile(backend=backend)
+    for number in range(3):
+        tokens = token_batch(number + 20, context.rank, rows=1 + number)
+        with torch.no_grad():
+            assert_same({"logits": model(tokens)}, {"logits": plain(tokens)}, f"evaluation before step {number}")
+        for rank in range(2):
+            lm_step(plain, Call(number, rank, 2, 0.5))
+        lm_step(model, Call(number, context.rank, 2, 1.0))
+        for trained in (plain, model):
+            for p in trained.parameters():
+                if p.grad is not None:
+                    p.data.add_(p.grad, alpha=-0.1)
+                    p.grad = None
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("what", ["units", "whole model"])
+def test_compiled_code_is_reused_from_step_to_step(context: RankContext, what: str) -> None:
+    """Graphs hold the layers' arithmetic, and none is compiled again once all have been seen."""
+    let_dynamo_look()
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return graph.forward
+
+    model: Any = StreamShard(TinyLM(), precision=FP32)
+    if what == "units":
+        for block in model.blocks:
+            block.compile(backend=backend)
+    else:
+        model.compile(backend=backend)
+    optimizer = adamw(model)
+    after_step = []
+    for number in range(5):
+        lm_step(model, Call(number, context.rank, context.world_size, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step.append(len(graphs))
+    assert max(graphs) >= 6  # a block has about a dozen operations
+    assert after_step[4] == after_step[1]
