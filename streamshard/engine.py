@@ -427,7 +427,8 @@ class Engine:
             if not self.transport.has_failed:
                 self._close_all()
                 with self.transport.guard("the last reductions of", "a backward"):
-                    _AllWork(self._reducing).wait()
+                    self._comm_idle.record(_AllWork(self._reducing))
+                    self._comm_idle.wait()  # rule 5
         finally:
             for unit in self.units:
                 if unit.is_bound:

@@ -1,8 +1,8 @@
 """Which parameters had a gradient on any rank: agreed once per backward, a byte a parameter.
 
 A parameter that no rank used must keep ``grad = None``, so that the optimizer skips it, as under
-DistributedDataParallel. A rank that used all of its own needs to know nothing of the others: only one that left a
-parameter out waits.
+DistributedDataParallel. On CUDA only a rank that left a parameter out waits for the exchange: one that used all of its
+own needs to know nothing of the others.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class UsedParams:
         if self._transport.world_size == 1:
             return
         with self._transport.guard("the exchange of", "used parameters"):
-            self._settle()
             flags = [used for unit in self._units for used in unit.used]
             if flags != self._sent:
                 self._sent = flags
@@ -53,20 +52,22 @@ class UsedParams:
             self._work = self._transport.start_gather(self._here, self._everywhere, len(self._units))
 
     def finish(self) -> list[list[bool]]:
-        """For each unit, which parameters some rank used. Waits for the other ranks only if this one left one out."""
+        """For each unit, which parameters some rank used. On CUDA the host waits only if this rank left one out."""
         here = [unit.used for unit in self._units]
+        if self._transport.world_size == 1:
+            return here
+        with self._transport.guard("the exchange of", "used parameters"):
+            self._settle()
         is_complete = all(
             used or not view.requires_grad
             for unit in self._units
             for used, view in zip(unit.used, unit.views, strict=True)
         )
-        if is_complete or self._transport.world_size == 1:
+        if is_complete:
             return here
-        with self._transport.guard("the exchange of", "used parameters"):
-            self._settle()
-            streams = self._transport.streams
-            if streams.is_cuda:
-                streams.cuda_stream(StreamName.COMM).synchronize()
+        streams = self._transport.streams
+        if streams.is_cuda:
+            streams.cuda_stream(StreamName.COMM).synchronize()
         anywhere = self._everywhere.view(self._transport.world_size, -1).amax(0).tolist()
         result, start = [], 0
         for unit in self._units:
@@ -75,6 +76,7 @@ class UsedParams:
         return result
 
     def _settle(self) -> None:
+        # Not left for later: gloo's work objects must not outlive a profiler that was running when they were made.
         work, self._work = self._work, None
         if work is not None:
             work.wait()

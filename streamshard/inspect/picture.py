@@ -53,7 +53,8 @@ def draw(trace: Trace, title: str | None) -> Figure:
     height = _draw_rows(axes, trace)
     _draw_fences(axes, trace.marks)
     figure.set_size_inches(15, 1.4 + 0.7 * height)
-    figure.legend(handles=_legend(trace), ncols=12, fontsize=8, frameon=False, loc="outside lower center")
+    handles = _legend(trace)
+    figure.legend(handles=handles, ncols=len(handles), fontsize=7.5, frameon=False, loc="outside lower center")
     if title is not None:
         axes.set_title(title, loc="left", fontsize=11)
     return figure

@@ -1,0 +1,147 @@
+"""The systems that are compared, each built from the same model with the same precision and optimizer.
+
+Every system has bf16 parameters in forward and backward, bf16 gradients on the wire, and AdamW on fp32 main weights.
+FSDP1, FSDP2 and StreamShard bring that with them. DDP and local training do not, so `MainWeights` does for them what
+their users write by hand: a bf16 model, fp32 copies, two casts per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+
+__all__ = ["OPTIMIZERS", "SYSTEMS", "MainWeights", "System", "build"]
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+LEARNING_RATE = 1e-3
+
+
+class MainWeights:
+    """fp32 copies of bf16 parameters and the AdamW that updates them: mixed precision by hand.
+
+    Owns the fp32 weights and gradients. `step` reads the parameters' gradients and writes the parameters.
+
+    Args:
+        parameters: the model's parameters, in fp32; they are turned to bf16 here.
+        options: keyword arguments of AdamW.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], options: dict[str, Any]) -> None:
+        self._compute = list(parameters)
+        self._main = [parameter.detach().clone() for parameter in self._compute]
+        for parameter, main in zip(self._compute, self._main, strict=True):
+            main.grad = torch.zeros_like(main)
+            parameter.data = parameter.data.bfloat16()
+        self._optimizer = torch.optim.AdamW(self._main, lr=LEARNING_RATE, **options)
+
+    def step(self) -> None:
+        """Update main weights from the parameters' gradients, then the parameters from the main weights."""
+        for parameter, main in zip(self._compute, self._main, strict=True):
+            assert parameter.grad is not None and main.grad is not None, "every parameter is used in every step"
+            main.grad.copy_(parameter.grad)
+        self._optimizer.step()
+        for parameter, main in zip(self._compute, self._main, strict=True):
+            parameter.data.copy_(main)
+
+    def zero_grad(self) -> None:
+        """Drop the parameters' gradients."""
+        for parameter in self._compute:
+            parameter.grad = None
+
+
+class System(NamedTuple):
+    """A model ready to train.
+
+    `forward` maps tokens to logits; `update` steps the optimizer and clears gradients.
+    """
+
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    update: Callable[[], None]
+
+
+def _with_optimizer(model: nn.Module, options: dict[str, Any]) -> System:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **options)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return System(model, update)
+
+
+def _with_main_weights(model: nn.Module, main: MainWeights) -> System:
+    def update() -> None:
+        main.step()
+        main.zero_grad()
+
+    return System(model, update)
+
+
+def _local(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    return _with_main_weights(model, MainWeights(model.parameters(), options))
+
+
+def _ddp(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    main = MainWeights(model.parameters(), options)  # first, so that DDP sees and reduces bf16
+    return _with_main_weights(nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), main)
+
+
+def _fsdp1(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    wanted = set(blocks)
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    sharded = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=CustomPolicy(lambda module: module in wanted),
+        mixed_precision=precision,
+        use_orig_params=True,
+        device_id=next(model.parameters()).device,
+    )
+    return _with_optimizer(sharded, options)
+
+
+def _fsdp2(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for block in blocks:
+        fully_shard(block, mp_policy=precision)
+    fully_shard(model, mp_policy=precision)
+    return _with_optimizer(model, options)
+
+
+def _streamshard(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    from streamshard import Precision, StreamShard
+
+    precision = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    return _with_optimizer(StreamShard(model, units=blocks, precision=precision), options)
+
+
+SYSTEMS: dict[str, Callable[[nn.Module, list[nn.Module], dict[str, Any]], System]] = {
+    "local": _local,
+    "ddp": _ddp,
+    "fsdp1": _fsdp1,
+    "fsdp2": _fsdp2,
+    "streamshard": _streamshard,
+}
+
+
+def build(name: str, model: nn.Module, blocks: list[nn.Module], optimizer: str) -> System:
+    """Make a model into a system.
+
+    Args:
+        name: a key of `SYSTEMS`.
+        model: fp32 on the device it trains on, equal on all ranks; used up.
+        blocks: the modules that are gathered and reduced together.
+        optimizer: a key of `OPTIMIZERS`: which of AdamW's implementations.
+
+    Returns:
+        The system.
+    """
+    return SYSTEMS[name](model, blocks, OPTIMIZERS[optimizer])
