@@ -238,8 +238,9 @@ def assert_trains_like_ddp(
         ddp_optimizer.step()
         sharded_optimizer.step()
         if number % 2:
-            weights = {name: value for name, value in full_weights(sharded).items() if name in dict(ddp.module.named_parameters())}
-            wanted_weights = {name: p.detach() for name, p in ddp.module.named_parameters() if name in weights}
+            found_weights = full_weights(sharded)
+            wanted_weights = {name: p.detach() for name, p in ddp.module.named_parameters()}
+            weights = {name: found_weights[name] for name in wanted_weights}
             assert_same(weights, wanted_weights, f"weights after step {number}", tolerance)
         ddp_optimizer.zero_grad()
         sharded_optimizer.zero_grad()

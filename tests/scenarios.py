@@ -151,8 +151,8 @@ class _Stop(Exception):
     """What a user's code raises."""
 
 
-def _failing_backward(model: nn.Module, call: Call) -> None:
-    """Backward stops halfway; gradients of the layers behind have been reduced."""
+def _stop_halfway(model: nn.Module, call: Call) -> None:
+    """A backward that raises; gradients of the layers behind have been reduced."""
 
     def stop(grad: Tensor) -> None:
         raise _Stop
@@ -162,8 +162,19 @@ def _failing_backward(model: nn.Module, call: Call) -> None:
     with contextlib.suppress(_Stop):
         stack_step(model, call)
     hook.remove()
+
+
+def _failing_backward(model: nn.Module, call: Call) -> None:
+    _stop_halfway(model, call)
     model.zero_grad()
     stack_step(model, call)
+
+
+def _keeping_gradients(model: nn.Module, call: Call) -> None:
+    """What an earlier micro-batch has left is stepped with, although the next one's backward fails."""
+    stack_step(model, call)
+    _stop_halfway(model, call)
+    list(model.parameters())
 
 
 def _failing_forward(model: nn.Module, call: Call) -> None:
@@ -202,6 +213,7 @@ SCENARIOS: dict[str, Scenario] = {
     "summoning": Scenario(RoutedStack, _summoning),
     "weights elsewhere": Scenario(RoutedStack, _moving),
     "a backward that fails": Scenario(RoutedStack, _failing_backward),
+    "gradients kept when a backward fails": Scenario(RoutedStack, _keeping_gradients),
     "a forward that fails": Scenario(RoutedStack, _failing_forward),
 }
 

@@ -1,4 +1,4 @@
-"""Layers that do not run once each in registration order: unused, conditional, repeated, reordered; on all ranks or some."""
+"""Layers that do not run once each in registration order: unused, conditional, repeated, reordered."""
 
 from __future__ import annotations
 
@@ -239,9 +239,7 @@ def test_a_part_that_got_no_gradient_never_sees_leftovers_of_another_layer(conte
 
 @on_ranks(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_of_unused_parameters_survive_as_the_user_left_them(
-    context: RankContext, set_to_none: bool
-) -> None:
+def test_gradients_of_unused_parameters_survive_as_the_user_left_them(context: RankContext, set_to_none: bool) -> None:
     """With `zero_grad(set_to_none=False)` they are zeros and momentum goes on; with True they are None."""
     plans = same_on_all_ranks([0, 1, 2, 3], [0, 3], [0, 1, 3], [1])
     assert_trains_like_plain(

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import StreamShard
+from streamshard import ConfigError, StreamShard
 from tests.models import NormStack, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -163,18 +163,14 @@ def test_a_one_dimensional_device_mesh_can_be_given(context: RankContext) -> Non
 
 
 @on_ranks(4)
-def test_a_replicate_by_shard_mesh_averages_over_all_its_ranks(context: RankContext) -> None:
-    """Two replicas of two shards train on four batches."""
+def test_a_replicate_by_shard_mesh_is_refused_for_now(context: RankContext) -> None:
+    """Two replicas of two shards: an error that says so, and a model that is still whole."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = assert_trains_like_plain(context, TinyLM, lm_step, mesh=mesh)
-    _assert_holds_half(model, mesh)
-
-
-def _assert_holds_half(model: nn.Module, mesh: DeviceMesh) -> None:
-    whole = sum(p.numel() for p in TinyLM().parameters())
-    local = sum(p.numel() for p in model.parameters())
-    assert mesh.size() == 4
-    assert local < 0.6 * whole  # a shard of two, padding aside
+    model = TinyLM()
+    shapes = [p.shape for p in model.parameters()]
+    with pytest.raises(ConfigError, match="2 dimensions"):
+        StreamShard(model, mesh=mesh)
+    assert [p.shape for p in model.parameters()] == shapes
 
 
 @on_ranks(2)
@@ -233,9 +229,7 @@ def test_a_teacher_under_no_grad_does_not_disturb_its_student(context: RankConte
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "name", ["SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD"]
-)
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD"])
 def test_elementwise_optimizers_update_shards_as_they_update_whole_weights(context: RankContext, name: str) -> None:
     """Any torch optimizer that works element by element, with its default settings."""
     kind = getattr(torch.optim, name)
