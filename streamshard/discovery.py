@@ -133,25 +133,19 @@ def _selected_by(root: nn.Module, predicate: Callable[..., bool]) -> list[nn.Mod
 
 def _check_units(root: nn.Module, found: list[nn.Module]) -> None:
     names = {module: name for name, module in root.named_modules()}
-    owner: dict[nn.Module, nn.Module] = {}
+    chosen: set[nn.Module] = set()
     for unit in found:
         if unit is root:
             raise UnitError("units holds the whole model: wanted layers inside it")
         if not _has_params(unit):
             raise UnitError(f"unit {names[unit]!r} has no parameters")
+        if unit in chosen:
+            raise UnitError(f"unit {names[unit]!r} is given twice")
+        chosen.add(unit)
     for unit in found:
-        if unit in owner:
-            first, second = names[owner[unit]], names[unit]
-            raise UnitError(f"unit {second!r} is given twice" if first == second else _nested(first, second))
         for module in unit.modules():
-            owner.setdefault(module, unit)
-    for unit in found:
-        if owner[unit] is not unit:
-            raise UnitError(_nested(names[owner[unit]], names[unit]))
-
-
-def _nested(outer: str, inner: str) -> str:
-    return f"units overlap: {inner!r} lies inside {outer!r}; one of them can be a unit"
+            if module is not unit and module in chosen:
+                raise UnitError(f"unit {names[unit]!r} overlaps unit {names[module]!r}, which lies inside it")
 
 
 def owners_of(units: list[FoundUnit]) -> dict[nn.Module, int]:

@@ -143,42 +143,44 @@ EDITS: dict[str, Callable[[Any], None]] = {
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("how", EDITS)
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_edited_weights_are_the_ones_used_next(context: RankContext, how: str, precision: str) -> None:
-    """The forward right after the edit, and training from there, in fp32 and with bf16 compute shards."""
+def test_edited_weights_are_the_ones_trained_next(context: RankContext, how: str) -> None:
+    """Loss and gradients of the step right after the edit, and training from there."""
 
     def prepare(model: nn.Module, number: int) -> None:
         if number in (1, 2):
             EDITS[how](model)
 
-    def step(model: nn.Module, call: Call) -> Tensor:
-        return call.backward(model(vector_batch(call.step, call.rank)).float().square().mean())
-
-    before = _loss_without_edit(context, precision)
-    assert_trains_like_plain(
-        context,
-        Stack,
-        step,
-        prepare=prepare,
-        precision=PRECISIONS[precision],
-        tolerance=NEAR[precision],
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
-    )
-    assert before > 0
+    assert_trains_like_plain(context, Stack, stack_step, prepare=prepare)
 
 
-def _loss_without_edit(context: RankContext, precision: str) -> float:
-    """How far an edit moves the loss; more than the tolerance, or the test above would see nothing."""
+@on_ranks(1, 2)
+# Loading a part moves the output less than bf16 rounds: the fp32 test above is the one that can tell.
+@pytest.mark.parametrize("how", [how for how in EDITS if " of a " not in how])
+def test_edited_weights_are_the_ones_used_next_in_bf16(context: RankContext, how: str) -> None:
+    """Compute shards are cast anew: a forward right after the edit, with and without gradients, between steps."""
     torch.manual_seed(7)
     plain = Stack()
-    x = vector_batch(1, context.rank)
-    losses = []
-    for _ in range(2):
-        losses.append(float(plain(x).detach().square().mean()))
-        _one_layer(plain)
-    moved = abs(losses[1] - losses[0])
-    assert moved > 3 * NEAR[precision].relative * losses[0]
-    return moved
+    torch.manual_seed(7)
+    model = StreamShard(Stack(), precision=BF16)
+    optimizer = sgd(model)
+    x = vector_batch(0, context.rank)
+    for number in range(3):
+        rounded = copy.deepcopy(plain).bfloat16()
+        for grad_mode in (torch.no_grad, torch.enable_grad):
+            with grad_mode():
+                found, wanted = model(x), rounded(x.bfloat16())
+            assert_same({"out": found}, {"out": wanted}, f"forward {number}", Tolerance(relative=1e-2))
+        found.float().square().mean().backward()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+            group["weight_decay"] = 0.0
+        optimizer.step()
+        optimizer.zero_grad()
+        before = wanted.detach().clone()
+        EDITS[how](model)
+        EDITS[how](plain)
+        moved = (copy.deepcopy(plain).bfloat16()(x.bfloat16()).detach() - before).abs().max()
+        assert float(moved) > 0.02 * float(before.abs().max())  # else this would pass with stale weights
 
 
 @on_ranks(1, 2)
@@ -311,43 +313,6 @@ def test_load_state_dict_with_assign_raises_or_works(context: RankContext) -> No
         assert_same({"out": model(x)}, {"out": plain(x)}, "forward")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert all(id(p) in held for p in model.parameters())
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("where", ["layers.1.linear.weight", "head.bias"])
-def test_a_parameter_replaced_by_another_object_is_used_or_an_error(context: RankContext, where: str) -> None:
-    """Assigning a new Parameter takes it out of the engine's hands; that must not go unnoticed."""
-    torch.manual_seed(7)
-    plain = Stack()
-    torch.manual_seed(7)
-    model = StreamShard(Stack(), precision=FP32)
-    path, _, name = where.rpartition(".")
-    value = torch.full_like(plain.get_parameter(where), 0.1)
-    setattr(plain.get_submodule(path), name, nn.Parameter(value.clone()))
-    x = vector_batch(0, context.rank)
-    try:
-        setattr(model.get_submodule(path), name, nn.Parameter(value.clone()))
-        found = model(x)
-    except RuntimeError as error:
-        assert where in str(error)
-    else:
-        assert_same({"out": found}, {"out": plain(x)}, "forward")
-
-
-@on_ranks(2)
-def test_a_layer_replaced_after_sharding_is_used_or_an_error(context: RankContext) -> None:
-    """`model.head = nn.Linear(...)`: a new module is not sharded, so its gradients would stay local."""
-    model: Any = StreamShard(Stack(), precision=FP32)
-    try:
-        model.head = nn.Linear(16, 1)
-        stack_step(model, Call(0, context.rank, 2, 1.0))
-    except RuntimeError as error:
-        assert "head" in str(error)
-        return
-    mine = model.head.weight.grad.clone()
-    both = [torch.empty_like(mine) for _ in range(2)]
-    torch.distributed.all_gather(both, mine)
-    assert torch.equal(both[0], both[1]), "gradients of the new layer are this rank's alone"
 
 
 @on_ranks(2)

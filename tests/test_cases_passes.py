@@ -479,9 +479,7 @@ def test_an_encoder_decoder_generates(context: RankContext) -> None:
     """`generate` calls the encoder by itself, outside the root's forward."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(
-        vocab_size=48, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
-    )
+    config = T5Config(vocab_size=48, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0)
     torch.manual_seed(7)
     plain: Any = T5ForConditionalGeneration(config).eval()
     torch.manual_seed(7)

@@ -210,9 +210,7 @@ def _assert_norms_equal(norms: list[tuple[str, Tensor]], clips: bool) -> None:
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize("max_norm", [0.01, 1000.0])
-def test_the_models_own_clipping_uses_the_global_norm(
-    context: RankContext, norm_type: float, max_norm: float
-) -> None:
+def test_the_models_own_clipping_uses_the_global_norm(context: RankContext, norm_type: float, max_norm: float) -> None:
     """`model.clip_grad_norm_` returns the norm over all ranks and clips as plain PyTorch does."""
     norms: list[tuple[str, Tensor]] = []
 
@@ -229,9 +227,7 @@ def test_the_models_own_clipping_uses_the_global_norm(
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize("foreach", [None, True, False])
-def test_torchs_own_clipping_uses_the_global_norm(
-    context: RankContext, norm_type: float, foreach: bool | None
-) -> None:
+def test_torchs_own_clipping_uses_the_global_norm(context: RankContext, norm_type: float, foreach: bool | None) -> None:
     """`torch.nn.utils.clip_grad_norm_` on our parameters is no silently local clip."""
     norms: list[tuple[str, Tensor]] = []
 

@@ -86,7 +86,9 @@ def test_bf16_trains_like_bf16_with_fp32_main_weights_in_plain_pytorch(
         wanted = mixed.step(number, context.world_size)
         found = lm_step(model, Call(number, context.rank, context.world_size, 1.0))
         assert_same({"loss": found}, {"loss": wanted[context.rank]}, f"loss of step {number}", NEAR)
-        if number in (0, 3):
+        # A mean over three ranks is rounded, and weights that are a rounding apart in bf16 soon give other gradients.
+        is_exact_mean = context.world_size in (1, 2, 4)
+        if number == 0 or number == 3 and is_exact_mean:
             wanted_grads = {name: p.grad for name, p in mixed.main.items()}
             grads = {name: grad for name, grad in full_grads(model).items() if name in wanted_grads}
             assert_same(grads, wanted_grads, f"gradients of step {number}", NEAR)
@@ -98,9 +100,7 @@ def test_bf16_trains_like_bf16_with_fp32_main_weights_in_plain_pytorch(
     assert {name: value.dtype for name, value in weights.items() if name in wanted_weights} == dict.fromkeys(
         wanted_weights, SINGLE
     )
-    assert_same(
-        {name: weights[name] for name in wanted_weights}, wanted_weights, "main weights", Tolerance(2e-3, 1e-3)
-    )
+    assert_same({name: weights[name] for name in wanted_weights}, wanted_weights, "main weights", Tolerance(2e-3, 1e-3))
 
 
 @on_ranks(2)

@@ -1,0 +1,167 @@
+"""On a GPU: parity at one rank and at two NCCL ranks on one device, steady memory, collectives behind compute.
+
+Run with ``pytest -m gpu``. Ranks that share a GPU say that they are on different hosts (see `tests.ranks`), so
+their traffic goes through sockets: this shows correctness and order, not speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from streamshard import Precision, StreamShard
+from tests.models import Block, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import FP32, Call, Tolerance, adamw, assert_same, assert_trains_like_plain, full_weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: these tests need a GPU"),
+]
+
+# Kernels sum in other orders from launch to launch (atomic adds in embeddings' backward).
+NEAR = Tolerance(relative=2e-4, absolute=1e-6)
+
+
+def lm_step(model: nn.Module, call: Call) -> Tensor:
+    """Next-token training of a `TinyLM` on the GPU."""
+    tokens = token_batch(call.step, call.rank).cuda()
+    return call.backward(next_token_loss(model(tokens), tokens))
+
+
+def stack_step(model: nn.Module, call: Call) -> Tensor:
+    """Regression to zero of a `Stack` on the GPU."""
+    return call.backward(model(vector_batch(call.step, call.rank).cuda()).square().mean())
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Call], Tensor]]] = {
+    "transformer": (TinyLM, lm_step),
+    "tied embedding": (lambda: TinyLM(TinyConfig(tied=True)), lm_step),
+    "layers of different sizes": (lambda: Stack((16, 64, 8, 40, 16)), stack_step),
+}
+
+
+@on_ranks(1, 2, backend="nccl")
+@pytest.mark.parametrize("case", CASES)
+def test_models_train_like_plain_pytorch_on_a_gpu(context: RankContext, case: str) -> None:
+    """Losses, gradients and weights in fp32, at one rank and at two."""
+    build, step = CASES[case]
+    assert_trains_like_plain(context, build, step, steps=5, checked=(1, 4), optimizer=adamw, tolerance=NEAR)
+
+
+@on_ranks(1, 2, backend="nccl")
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+def test_bf16_stays_near_fp32_on_a_gpu(context: RankContext, grad_dtype: torch.dtype) -> None:
+    """The default precision and the 16-bit wire: the loss after ten steps is that of fp32."""
+    losses = {}
+    for name, precision in (("fp32", FP32), ("bf16", Precision(grad_dtype=grad_dtype))):
+        torch.manual_seed(7)
+        model = StreamShard(TinyLM().to(context.device), precision=precision)
+        optimizer = adamw(model)
+        for _ in range(10):
+            losses[name] = lm_step(model, Call(0, context.rank, context.world_size, 1.0)).float()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(value.isfinite().all() for value in full_weights(model).values())
+    assert_same({"loss": losses["bf16"]}, {"loss": losses["fp32"]}, "loss", Tolerance(relative=2e-2))
+
+
+class WideLM(nn.Module):
+    """Blocks wide enough for a kernel to take longer than a launch."""
+
+    def __init__(self, dim: int = 1024, depth: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
+        self.head = nn.Linear(dim, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, length, dim] -> [rows, length, 1]"""
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def _train_wide(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    model(x).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+@on_ranks(1, 2, backend="nccl")
+def test_memory_is_steady_from_step_to_step(context: RankContext) -> None:
+    """After warm-up: the same bytes held and reserved, no new segment, the same number of allocations every step."""
+    model = StreamShard(WideLM(256, 4).to(context.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    x = torch.randn(4, 64, 256, device=context.device)
+    for _ in range(4):
+        _train_wide(model, optimizer, x)
+    held, allocations = [], [torch.cuda.memory_stats()["allocation.all.allocated"]]
+    for _ in range(6):
+        _train_wide(model, optimizer, x)
+        torch.cuda.synchronize()
+        stats = torch.cuda.memory_stats()
+        allocations.append(stats["allocation.all.allocated"])
+        names = ["allocated_bytes.all.current", "reserved_bytes.all.current", "segment.all.allocated"]
+        held.append(tuple(stats[name] for name in names))
+    assert len(set(held)) == 1, held
+    per_step = [after - before for before, after in zip(allocations[:-1], allocations[1:], strict=True)]
+    assert len(set(per_step)) == 1, per_step
+
+
+def _kernels(profile: Any) -> list[tuple[bool, float, float]]:
+    """(is a collective, start, end in us) of every kernel in a profile."""
+    found = []
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and "mem" not in event.name.lower():
+            found.append(("nccl" in event.name.lower(), event.time_range.start, event.time_range.end))
+    return found
+
+
+def _overlapped(kernels: list[tuple[bool, float, float]]) -> int:
+    """How many collectives run while some compute kernel runs."""
+    compute = [(start, end) for is_nccl, start, end in kernels if not is_nccl]
+    return sum(
+        any(start < other_end and other_start < end for other_start, other_end in compute)
+        for is_nccl, start, end in kernels
+        if is_nccl
+    )
+
+
+@on_ranks(2, backend="nccl")
+def test_collectives_run_while_layers_compute(context: RankContext) -> None:
+    """In the profile of a steady step, collectives of most blocks share their time with compute kernels."""
+    depth = 8
+    model = StreamShard(WideLM(1024, depth).to(context.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    x = torch.randn(8, 512, 1024, device=context.device)
+    for _ in range(3):
+        _train_wide(model, optimizer, x)
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        _train_wide(model, optimizer, x)
+        torch.cuda.synchronize()
+    kernels = _kernels(profile)
+    collectives = sum(is_nccl for is_nccl, _, _ in kernels)
+    assert collectives >= 2 * depth  # gathers of forward and reductions of backward at the least
+    assert _overlapped(kernels) >= depth
+
+
+@on_ranks(1, backend="nccl")
+def test_one_rank_alone_runs_no_collective_on_a_gpu(context: RankContext) -> None:
+    """World size 1 pays nothing for sharding: no NCCL kernel in a steady step."""
+    model = StreamShard(WideLM(256, 4).to(context.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    x = torch.randn(4, 64, 256, device=context.device)
+    _train_wide(model, optimizer, x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        _train_wide(model, optimizer, x)
+        torch.cuda.synchronize()
+    kernels = _kernels(profile)
+    assert kernels
+    assert not any(is_nccl for is_nccl, _, _ in kernels)
