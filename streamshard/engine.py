@@ -122,7 +122,8 @@ class Engine:
         self._reducing: list[Work] = []
         self._used_params = UsedParams(self.units, transport, ledger)
         self._cast_done = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMPUTE, "compute shards")
-        self._comm_idle = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMM, "compute shards and main grads")
+        self._gathers_done = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMM, "gathered shards")
+        self._reductions_done = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMM, "main grads")
 
     @property
     def edge(self) -> StreamedUnit:
@@ -178,8 +179,8 @@ class Engine:
     def _cast(self) -> None:
         """Main weights to compute shards, between the last pass's gathers and this one's (rule 5)."""
         self._drain_gathers()
-        self._comm_idle.record()
-        self._comm_idle.wait()  # rule 5: no cast writes what a gather still reads
+        self._gathers_done.record()
+        self._gathers_done.wait()  # rule 5: no cast writes what a gather still reads
         with torch.no_grad():
             for unit in self.units:
                 unit.refresh()
@@ -405,9 +406,9 @@ class Engine:
         reduced = [unit for unit in self.units if unit.reductions]
         self._used_params.start()
         with self.transport.guard("the last reductions of", "a backward"):
-            self._comm_idle.record(_AllWork(self._reducing))
+            self._reductions_done.record(_AllWork(self._reducing))
             self._reducing = []
-            self._comm_idle.wait()  # rule 5: no optimizer step reads main grads that are still being reduced
+            self._reductions_done.wait()  # rule 5: no optimizer step reads main grads that are still being reduced
         used = self._used_params.finish()
         for unit in reduced:
             unit.finish_reduce(used[unit.index])
@@ -427,8 +428,8 @@ class Engine:
             if not self.transport.has_failed:
                 self._close_all()
                 with self.transport.guard("the last reductions of", "a backward"):
-                    self._comm_idle.record(_AllWork(self._reducing))
-                    self._comm_idle.wait()  # rule 5
+                    self._reductions_done.record(_AllWork(self._reducing))
+                    self._reductions_done.wait()  # rule 5
         finally:
             for unit in self.units:
                 if unit.is_bound:

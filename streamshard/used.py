@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from streamshard.slots import Category, Ledger
-from streamshard.streams import Fence, Rule, StreamName, Work
+from streamshard.streams import Fence, Rule, StreamName
 from streamshard.transport import Transport
 from streamshard.unit import StreamedUnit
 
@@ -20,7 +20,7 @@ __all__ = ["UsedParams"]
 
 
 class UsedParams:
-    """The exchange of flags. Owns one fence and its work.
+    """The exchange of flags. Owns its two fences.
 
     Args:
         units: all units; each knows which of its parameters were used here.
@@ -35,8 +35,8 @@ class UsedParams:
         self._here = ledger.allocate(Category.FLAGS, count, torch.uint8)
         self._everywhere = ledger.allocate(Category.FLAGS, count * transport.world_size, torch.uint8)
         self._sent: list[bool] = []
-        self._work: Work | None = None
         self._written = Fence(transport.streams, Rule.STEP_BOUNDARY, StreamName.COMPUTE, "flags")
+        self._arrived = Fence(transport.streams, Rule.STEP_BOUNDARY, StreamName.COMM, "everybody's flags")
 
     def start(self) -> None:
         """Send this rank's flags. Compute stream; the exchange runs on the comm stream."""
@@ -49,7 +49,7 @@ class UsedParams:
                 self._here.copy_(torch.tensor(flags, dtype=torch.uint8))
                 self._written.record()
                 self._written.wait()  # rule 5: the exchange does not read what is being written
-            self._work = self._transport.start_gather(self._here, self._everywhere, len(self._units))
+            self._arrived.record(self._transport.start_gather(self._here, self._everywhere, len(self._units)))
 
     def finish(self) -> list[list[bool]]:
         """For each unit, which parameters some rank used. On CUDA the host waits only if this rank left one out."""
@@ -57,7 +57,8 @@ class UsedParams:
         if self._transport.world_size == 1:
             return here
         with self._transport.guard("the exchange of", "used parameters"):
-            self._settle()
+            # rule 5. Not left for later: gloo's work objects must not outlive a profiler that saw them being made.
+            self._arrived.wait()
         is_complete = all(
             used or not view.requires_grad
             for unit in self._units
@@ -65,18 +66,9 @@ class UsedParams:
         )
         if is_complete:
             return here
-        streams = self._transport.streams
-        if streams.is_cuda:
-            streams.cuda_stream(StreamName.COMM).synchronize()
         anywhere = self._everywhere.view(self._transport.world_size, -1).amax(0).tolist()
         result, start = [], 0
         for unit in self._units:
             result.append([bool(flag) for flag in anywhere[start : start + len(unit.used)]])
             start += len(unit.used)
         return result
-
-    def _settle(self) -> None:
-        # Not left for later: gloo's work objects must not outlive a profiler that was running when they were made.
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()

@@ -100,7 +100,8 @@ def test_bf16_trains_like_bf16_with_fp32_main_weights_in_plain_pytorch(
     assert {name: value.dtype for name, value in weights.items() if name in wanted_weights} == dict.fromkeys(
         wanted_weights, SINGLE
     )
-    assert_same({name: weights[name] for name in wanted_weights}, wanted_weights, "main weights", Tolerance(2e-3, 1e-3))
+    near = Tolerance(2e-3, 1e-3) if context.world_size in (1, 2) else Tolerance(2e-2, 1e-2)  # see above
+    assert_same({name: weights[name] for name in wanted_weights}, wanted_weights, "main weights", near)
 
 
 @on_ranks(2)

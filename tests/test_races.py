@@ -95,7 +95,7 @@ def test_waits_of_one_slot_alone_are_missed(context: RankContext, slot: str) -> 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_wait_of_gathers_for_the_cast_is_needed(context: RankContext, precision: str) -> None:
     """Rule 5: the optimizer and the cast write what gathers read."""
-    found = _races_without(context, "plain", PRECISIONS[precision], "compute shards", inside="_cast")
+    found = _races_without(context, "plain", PRECISIONS[precision], "compute shards")
     wanted = Category.MAIN_WEIGHTS if precision == "fp32" else Category.COMPUTE_SHARDS
     assert {(race.category, race.rule, race.first.stream) for race in found} == {(wanted, Rule.STEP_BOUNDARY, COMPUTE)}
 
@@ -103,8 +103,7 @@ def test_the_wait_of_gathers_for_the_cast_is_needed(context: RankContext, precis
 @on_ranks(2)
 def test_the_wait_of_the_cast_for_gathers_is_needed(context: RankContext) -> None:
     """Rule 5: a gather that no unit waited for still reads what the next pass casts."""
-    dropped = "compute shards and main grads"
-    found = _races_without(context, "evaluation between steps", BF16, dropped, inside="_cast")
+    found = _races_without(context, "evaluation between steps", BF16, "gathered shards")
     assert {(race.category, race.rule, race.first.stream) for race in found} == {
         (Category.COMPUTE_SHARDS, Rule.STEP_BOUNDARY, COMM)
     }
@@ -114,8 +113,7 @@ def test_the_wait_of_the_cast_for_gathers_is_needed(context: RankContext) -> Non
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_wait_of_the_optimizer_for_reductions_is_needed(context: RankContext, precision: str) -> None:
     """Rule 5: the optimizer reads what reductions write."""
-    dropped = "compute shards and main grads"
-    found = _races_without(context, "plain", PRECISIONS[precision], dropped, inside="finish_backward")
+    found = _races_without(context, "plain", PRECISIONS[precision], "main grads", "everybody's flags")
     assert Category.MAIN_GRADS in {race.category for race in found}
     assert {(race.rule, race.first.stream) for race in found} == {(Rule.STEP_BOUNDARY, COMM)}
 
@@ -124,6 +122,14 @@ def test_the_wait_of_the_optimizer_for_reductions_is_needed(context: RankContext
 def test_the_wait_for_the_flags_is_needed(context: RankContext) -> None:
     """Rule 5: which parameters were used is told to the other ranks once it is written down."""
     found = _races_without(context, "unused layers", BF16, "flags")
+    assert {(race.category, race.rule) for race in found} == {(Category.FLAGS, Rule.STEP_BOUNDARY)}
+
+
+@on_ranks(2)
+def test_the_wait_for_the_flags_of_others_is_needed(context: RankContext) -> None:
+    """Rule 5: which parameters nobody used is read once all flags are there."""
+    found = _races_without(context, "unused layers", BF16, "everybody's flags", "main grads")
+    found = [race for race in found if race.category is not Category.MAIN_GRADS]
     assert {(race.category, race.rule) for race in found} == {(Category.FLAGS, Rule.STEP_BOUNDARY)}
 
 
