@@ -27,6 +27,7 @@ from streamshard.streams import Fence, Rule, StreamName, Streams, Work
 
 __all__ = ["Guard", "NcclTransport", "PairwiseTransport", "Reduction", "Transport", "make_transport", "resolve_group"]
 
+_SUM_BLOCK = 1 << 16  # elements a CPU sums at a time, so that `out` stays in its cache between the addends
 _TAGS_PER_UNIT = 2  # a unit's gathers and reductions must never be taken for each other
 
 
@@ -183,8 +184,8 @@ class PairwiseTransport(Transport):
         self.streams.declare_access(slot, write=True, what="all_gather")
         messages = []
         for peer in self._peers():
-            messages.append(self.group.recv([chunks[peer]], peer, tag * _TAGS_PER_UNIT))
             messages.append(self.group.send([shard], peer, tag * _TAGS_PER_UNIT))
+            messages.append(self.group.recv([chunks[peer]], peer, tag * _TAGS_PER_UNIT))
         with self.streams.on_comm():
             chunks[self.rank].copy_(shard)
         return _Exchange(messages)
@@ -199,8 +200,8 @@ class PairwiseTransport(Transport):
         messages = []
         for place, peer in enumerate(self._peers()):
             tag = reduction.tag * _TAGS_PER_UNIT + 1
-            messages.append(self.group.recv([received[place]], peer, tag))
             messages.append(self.group.send([chunks[peer]], peer, tag))
+            messages.append(self.group.recv([received[place]], peer, tag))
         return _Exchange(messages, lambda: self._sum(chunks[self.rank], received, reduction))
 
     def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype) -> int:
@@ -208,29 +209,33 @@ class PairwiseTransport(Transport):
         return shard_numel * (self.world_size - 1)
 
     def _sum(self, own: torch.Tensor, received: torch.Tensor, reduction: Reduction) -> None:
+        others = list(received)
+        parts = [*others[: self.rank], own, *others[self.rank :]]
         with self.streams.on_comm(), torch.no_grad():
-            sum_in_rank_order(own, received, self.rank, reduction)
+            for out, *chunks in zip(*(t.split(_SUM_BLOCK) for t in (reduction.out, *parts)), strict=True):
+                sum_in_rank_order(chunks, out, accumulate=reduction.accumulate)
 
     def _peers(self) -> list[int]:
         """The other ranks, in rank order: `received` is laid out in this order."""
         return [peer for peer in range(self.world_size) if peer != self.rank]
 
 
-def sum_in_rank_order(own: torch.Tensor, received: torch.Tensor, rank: int, reduction: Reduction) -> None:
-    """``out (+)= mean of all ranks' chunks``, added in rank order in fp32.
+def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accumulate: bool) -> None:
+    """``out (+)= mean of chunks``, added one after the other in fp32.
 
     Args:
-        own: [shard_numel], this rank's chunk.
-        received: [N - 1, shard_numel], the other ranks' chunks in rank order.
-        rank: this rank.
-        reduction: names `out` and whether to add to it.
+        chunks: N tensors [n], every rank's, in rank order.
+        out: [n] fp32.
+        accumulate: add to `out` instead of overwriting it.
     """
-    world_size = received.shape[0] + 1
-    parts = [received[r if r < rank else r - 1] if r != rank else own for r in range(world_size)]
-    if not reduction.accumulate:
-        torch.mul(parts.pop(0), 1.0 / world_size, out=reduction.out)
-    for part in parts:
-        reduction.out.add_(part, alpha=1.0 / world_size)
+    share = 1.0 / len(chunks)
+    first, *others = chunks
+    if accumulate:
+        out.add_(first, alpha=share)
+    else:
+        torch.mul(first, share, out=out)
+    for chunk in others:
+        out.add_(chunk, alpha=share)
 
 
 class NcclTransport(Transport):
@@ -267,7 +272,7 @@ class NcclTransport(Transport):
     def _exchange(self, reduction: Reduction, scratch: torch.Tensor) -> None:
         dist.all_to_all_single(scratch, reduction.slot, group=self.group)
         chunks = scratch.view(self.world_size, -1)  # in rank order, this rank's among them
-        sum_in_rank_order(chunks[0], chunks[1:], 0, reduction)
+        sum_in_rank_order(list(chunks), reduction.out, accumulate=reduction.accumulate)
 
 
 # torch 2.13 renames the two and warns about the old names.
