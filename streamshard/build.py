@@ -17,6 +17,7 @@ from streamshard.config import Precision
 from streamshard.discovery import (
     FoundParam,
     FoundUnit,
+    Structure,
     UnitsArgument,
     check_params,
     find_units,
@@ -24,14 +25,15 @@ from streamshard.discovery import (
     owners_of,
 )
 from streamshard.engine import EDGE, Engine
-from streamshard.errors import ConfigError, RankMismatchError, ShardingError
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
 from streamshard.hooks import Handle, handle_of, watch
 from streamshard.layout import ParamSize, plan_unit
 from streamshard.pieces import StatePiece, refuse_whole_matrix_optimizers
 from streamshard.shard import UnitShard
+from streamshard.shared_memory import share_memory
 from streamshard.slots import Category, GradSlot, Ledger, WeightSlot, assign_slots
 from streamshard.streams import Streams
-from streamshard.transport import Transport, make_transport, resolve_group
+from streamshard.transport import Transport, make_transport, refuse_together, resolve_group
 from streamshard.unit import StreamedUnit
 
 __all__ = ["engine_of", "shard_model"]
@@ -65,17 +67,25 @@ def shard_model(
     """Shard `module` in place and let its class derive from `base`. Arguments and errors: see `StreamShard`."""
     precision = Precision() if precision is None else precision
     _check_arguments(module, precision, weight_slots, grad_slots)
-    device = check_params(module)
-    found = find_units(module, units)
-    groups = group_params(module, found)
-    group = resolve_group(_group_of(mesh), device)
+    group = _group_of(mesh)
+    try:
+        device = check_params(module)
+        found = find_units(module, units)
+        groups = group_params(module, found)
+    except StreamShardError as error:
+        if group is not None or dist.is_initialized():
+            refuse_together(group, error)
+        raise
+    group = resolve_group(group, device)
+    refuse_together(group, None)
     if device.type == "cpu" and dist.get_backend(group) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
     streams = Streams(device)
     transport = make_transport(group, streams)
     _check_ranks_agree(transport, groups, (precision, weight_slots, grad_slots))
 
-    ledger = Ledger(device)
+    transport = share_memory(transport, _most_bytes(groups, transport.world_size), len(groups))
+    ledger = Ledger(device, transport.allocate_visible)
     shards = _plan_shards(found, groups, transport, ledger, precision)
     kinds = [type(unit.module) for unit in found]
     shared = [False, *(kinds.count(kind) > 1 for kind in kinds)]  # see [Note: slots]
@@ -169,6 +179,13 @@ def _plan_shards(
     return shards
 
 
+def _most_bytes(groups: Sequence[Sequence[FoundParam]], world_size: int) -> int:
+    """More than other ranks can ever have to read: main weights, compute shards and grad slots of all units in fp32."""
+    numel = sum(found.param.numel() for params in groups for found in params)
+    gaps = sum(map(len, groups)) + world_size * len(groups)  # alignment of parameters and of shards
+    return 12 * numel + 12 * 16 * gaps + 4096
+
+
 def _allocate(
     shards: Sequence[UnitShard],
     shared: Sequence[bool],
@@ -195,7 +212,7 @@ def _allocate(
             weight_slots[slot] = WeightSlot(buffer, streams, f"weight slot {slot}", is_shared=takes_turns)
         room = _largest(slot_of[Category.GRAD_SLOTS], scratch)
         for slot, numel in _largest(slot_of[Category.GRAD_SLOTS], padded).items():
-            buffer = ledger.allocate(Category.GRAD_SLOTS, numel, grad_dtype)
+            buffer = ledger.allocate(Category.GRAD_SLOTS, numel, grad_dtype, is_visible=True)
             extra = ledger.allocate(Category.SCRATCH, room[slot], grad_dtype)
             grad_slots[slot] = GradSlot(buffer, extra, streams, f"grad slot {slot}")
     units = []
@@ -241,6 +258,7 @@ def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype |
 
 def _attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engine) -> None:
     """Register compute views beside the sharded parameters, and watch units and the modules around them."""
+    engine.check_structure = Structure(root).check
     views = {
         shard.param: view for unit in engine.units for shard, view in zip(unit.shard.params, unit.views, strict=True)
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,7 +14,16 @@ from torch import nn
 
 from streamshard.errors import ShardingError, UnitError
 
-__all__ = ["FoundParam", "FoundUnit", "UnitsArgument", "check_params", "find_units", "group_params", "owners_of"]
+__all__ = [
+    "FoundParam",
+    "FoundUnit",
+    "Structure",
+    "UnitsArgument",
+    "check_params",
+    "find_units",
+    "group_params",
+    "owners_of",
+]
 
 UnitsArgument = (
     type[nn.Module] | str | Iterable[type[nn.Module] | str | nn.Module] | Callable[..., bool] | None
@@ -169,7 +179,7 @@ def group_params(root: nn.Module, units: list[FoundUnit]) -> list[list[FoundPara
     for prefix, module in root.named_modules(remove_duplicate=False):
         for key, param in module._parameters.items():
             if param is not None:
-                names.setdefault(param, []).append(f"{prefix}.{key}" if prefix else key)
+                names.setdefault(param, []).append(_join(prefix, key))
                 holders.setdefault(param, set()).add(owner.get(module, 0))
     groups: list[list[FoundParam]] = [[] for _ in range(len(units) + 1)]
     for param, where in holders.items():
@@ -210,3 +220,59 @@ def check_params(root: nn.Module) -> torch.device:
     if first is None:
         raise ShardingError(f"{type(root).__name__} has no parameters: there is nothing to shard")
     return first[1]
+
+
+class Structure:
+    """Which modules and parameters a model was made of when it was sharded, to notice what was put in their place.
+
+    A parameter or layer that is assigned afterwards would compute with weights of this rank alone.
+
+    Args:
+        root: the model, unsharded parameters not yet replaced by views.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._known = set(root.parameters())
+        self._params = [
+            (module._parameters, tuple(module._parameters.values()), name) for name, module in root.named_modules()
+        ]
+        self._children = {
+            name: (module._modules, tuple(module._modules.values())) for name, module in root.named_modules()
+        }
+
+    def check(self) -> None:
+        """Raise if a parameter was added, removed or replaced, or a module with parameters of its own was.
+
+        Raises:
+            ShardingError: names the parameter or the module.
+        """
+        for entries, wanted, name in self._params:
+            if len(entries) != len(wanted) or not all(map(operator.is_, entries.values(), wanted)):
+                self._refuse_params(entries, wanted, name)
+        for name, (modules, children) in self._children.items():
+            if len(modules) != len(children) or not all(map(operator.is_, modules.values(), children)):
+                self._refuse_modules(modules, name)
+
+    def _refuse_params(
+        self, entries: dict[str, nn.Parameter | None], wanted: tuple[nn.Parameter | None, ...], name: str
+    ) -> None:
+        changed = [key for key, param in entries.items() if not any(param is known for known in wanted)]
+        what = ", ".join(repr(_join(name, key)) for key in changed) or f"a parameter of {name or 'the model'!r}"
+        raise ShardingError(
+            f"{what} was {'replaced or added' if changed else 'removed'} after StreamShard(model): the new one would "
+            "be trained by this rank alone. Assign to its data (param.data.copy_, load_state_dict, "
+            "summon_full_params(writeback=True)), or change the model before it is sharded"
+        )
+
+    def _refuse_modules(self, modules: dict[str, nn.Module | None], name: str) -> None:
+        for key, child in modules.items():
+            if child is not None and not self._known.issuperset(child.parameters()):
+                raise ShardingError(
+                    f"module {_join(name, key)!r} was replaced or added after StreamShard(model), and has parameters "
+                    "of its own: they would be trained by this rank alone. Change the model before it is sharded"
+                )
+        self._children[name] = (modules, tuple(modules.values()))  # something without parameters, or taken away
+
+
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key

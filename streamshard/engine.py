@@ -15,7 +15,7 @@ from the program: its reduction stands behind its last visit.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.autograd import Variable
@@ -85,6 +85,7 @@ class Engine:
         precision: the dtypes in force, for reports.
 
     Attributes:
+        check_structure: raises if the model is not what was sharded; called before each pass that casts.
         is_synced: False inside ``no_sync()``: weights cannot have changed since the last pass, so what slots hold is
             reused.
     """
@@ -104,6 +105,7 @@ class Engine:
         self.streams = streams
         self.ledger = ledger
         self.buffers = buffers
+        self.check_structure: Callable[[], None] = lambda: None
         self.is_synced = True
         self.depth = 0  # of forwards of modules that the engine watches
         self.order: tuple[int, ...] = tuple(range(len(units)))
@@ -178,15 +180,22 @@ class Engine:
 
     def _cast(self) -> None:
         """Main weights to compute shards, between the last pass's gathers and this one's (rule 5)."""
+        self.check_structure()
         self._drain_gathers()
-        self._gathers_done.record()
-        self._gathers_done.wait()  # rule 5: no cast writes what a gather still reads
+        self._await_readers()
         with torch.no_grad():
             for unit in self.units:
                 unit.refresh()
                 unit.weight_slot.content = unit.index if self.is_alone or not unit.views else None
         self._cast_done.record()
         self._cast_done.wait()  # rule 5: no gather reads what is still being cast
+        with self.transport.guard("the start of", "a pass"):
+            self.transport.publish_shards([unit.shard.compute for unit in self.units])
+
+    def _await_readers(self) -> None:
+        with self.transport.guard("the gathers of", "a pass"):
+            self._gathers_done.record(self.transport.retract_shards())
+            self._gathers_done.wait()  # rule 5: no cast writes what a gather still reads
 
     def pre_forward(self, unit: StreamedUnit) -> Run:
         """`unit` is about to compute: its weights are in place and bound afterwards."""
@@ -231,6 +240,8 @@ class Engine:
         if error is not None and (self.transport.has_failed or not isinstance(error, Exception)):
             return None
         self._issue(sweep.finish())
+        if self.precision.param_dtype is torch.float32:
+            self._await_readers()  # gathers read the main weights themselves, which the user may edit from here on
         self._weights_are_current = not self.is_synced
         if error is not None or pass_ is None:
             return None
@@ -354,6 +365,7 @@ class Engine:
         if slot is None and not any(unit.used) or slot is not None and slot.content != unit.index:
             self._open_grads(unit)
         unit.write_grad(place, grad)
+        self.transport.progress()
 
     def _open_grads(self, unit: StreamedUnit) -> None:
         slot = unit.grad_slot

@@ -73,10 +73,12 @@ class UnitShard:
         self.params: list[ParamShard] = []
         self.grad_pieces: list[ShardedGrad] = []
         self.held: list[bool] = []  # which parameters' gradients lie in the main grads during a backward
-        self.main = ledger.allocate(Category.MAIN_WEIGHTS, layout.shard_numel, torch.float32)
+        is_cast = param_dtype is not torch.float32
+        numel = layout.shard_numel
+        self.main = ledger.allocate(Category.MAIN_WEIGHTS, numel, torch.float32, is_visible=not is_cast)
         self.compute = self.main
-        if param_dtype is not torch.float32:
-            self.compute = ledger.allocate(Category.COMPUTE_SHARDS, layout.shard_numel, param_dtype)
+        if is_cast:
+            self.compute = ledger.allocate(Category.COMPUTE_SHARDS, numel, param_dtype, is_visible=True)
         self.grad: torch.Tensor | None = None
         self._transport = transport
         self._ledger = ledger
@@ -121,7 +123,8 @@ class UnitShard:
         for shard in moved:
             _check_moved(shard)
         if self.compute is self.main:
-            self.compute = self._ledger.allocate(Category.COMPUTE_SHARDS, self.layout.shard_numel, torch.float32)
+            numel = self.layout.shard_numel
+            self.compute = self._ledger.allocate(Category.COMPUTE_SHARDS, numel, torch.float32, is_visible=True)
         for shard in self.params:
             shard.shaped(self.compute).copy_(shard.param.detach())
 

@@ -13,7 +13,7 @@ others'. With one rank there are none: views bind to the compute shard, gradient
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -39,15 +39,27 @@ class Ledger:
 
     Args:
         device: where buffers live.
+        allocate_visible: allocates what other ranks may read, see `Transport.allocate_visible`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, allocate_visible: Callable[[int, torch.dtype], torch.Tensor] | None = None
+    ) -> None:
         self.device = device
+        self._allocate_visible = allocate_visible
         self.buffers: list[tuple[Category, torch.Tensor]] = []
 
-    def allocate(self, category: Category, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A new buffer [numel] of zeros, so that padding never holds a NaN."""
-        buffer = torch.zeros(numel, dtype=dtype, device=self.device)
+    def allocate(self, category: Category, numel: int, dtype: torch.dtype, *, is_visible: bool = False) -> torch.Tensor:
+        """A new buffer [numel] of zeros, so that padding never holds a NaN.
+
+        Args:
+            category, numel, dtype: what, how much, of which type.
+            is_visible: whether other ranks may read it (compute shards, grad slots).
+        """
+        if is_visible and self._allocate_visible is not None:
+            buffer = self._allocate_visible(numel, dtype)
+        else:
+            buffer = torch.zeros(numel, dtype=dtype, device=self.device)
         self.buffers.append((category, buffer))
         return buffer
 

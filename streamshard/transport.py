@@ -1,8 +1,9 @@
 """Every call to torch.distributed, behind one small interface.
 
 The engine asks for four things: move shards into a slot, move a slot's gradients into main grads, small host-side
-agreements, and rank 0's weights at the start. `PairwiseTransport` serves CPUs, `NcclTransport` GPUs; a transport over
-host memory or one that misbehaves on purpose (`streamshard.inspect.adversary`) implements the same methods.
+agreements, and rank 0's weights at the start. `PairwiseTransport` serves CPUs, `NcclTransport` GPUs; one over shared
+memory (`streamshard.shared_memory`) or one that misbehaves on purpose (`streamshard.inspect.adversary`) implements the
+same methods.
 
 [Note: reductions]
 Every reduction ends in main grads, fp32, as the mean over ranks. Where chunks are exchanged (16-bit wire with fp32
@@ -25,9 +26,20 @@ import torch.distributed as dist
 from streamshard.errors import CommunicationError, ConfigError, ShardingError, StreamShardError
 from streamshard.streams import Fence, Rule, StreamName, Streams, Work
 
-__all__ = ["Guard", "NcclTransport", "PairwiseTransport", "Reduction", "Transport", "make_transport", "resolve_group"]
+__all__ = [
+    "SUM_BLOCK",
+    "Guard",
+    "NcclTransport",
+    "PairwiseTransport",
+    "Reduction",
+    "Transport",
+    "make_transport",
+    "refuse_together",
+    "resolve_group",
+    "sum_in_rank_order",
+]
 
-_SUM_BLOCK = 1 << 16  # elements a CPU sums at a time, so that `out` stays in its cache between the addends
+SUM_BLOCK = 1 << 16  # elements a CPU sums at a time, so that `out` stays in its cache between the addends
 _TAGS_PER_UNIT = 2  # a unit's gathers and reductions must never be taken for each other
 
 
@@ -84,6 +96,24 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype) -> int:
         """Elements of scratch that reductions of such a unit need: `wire` is sent, `accumulate` summed in."""
+
+    def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for what other ranks are to read: a buffer [numel] of zeros on the device of the streams."""
+        return torch.zeros(numel, dtype=dtype, device=self.streams.device)
+
+    def retract_shards(self) -> Work | None:
+        """Before compute shards are written: the work that is done once no other rank reads them. None: none does."""
+        return None
+
+    def publish_shards(self, shards: Sequence[torch.Tensor]) -> None:  # noqa: B027  # few transports need to know
+        """Compute shards are written: other ranks may read them from now on.
+
+        Args:
+            shards: all units', at the places that are the tags of their gathers.
+        """
+
+    def progress(self) -> None:  # noqa: B027  # where a backend has threads of its own there is nothing to do
+        """Do what can be done for collectives under way without waiting for anyone. Called with every gradient."""
 
     def guard(self, action: str, subject: str) -> Guard:
         """A context around collectives and waits for them: says what failed, see `Guard`."""
@@ -156,9 +186,13 @@ class Guard:
 
 
 class _Exchange:
-    """Messages under way in gloo's threads, and what to do with them once all have arrived.
+    """Messages under way in gloo's threads, and what to do once all have arrived.
 
     The messages are kept until then: gloo frees a receive buffer's registration with its work object.
+
+    Args:
+        messages: sends and receives.
+        finish: called at the end of the first wait.
     """
 
     def __init__(self, messages: Sequence[dist.Work], finish: Callable[[], None] | None = None) -> None:
@@ -166,6 +200,7 @@ class _Exchange:
         self._finish = finish
 
     def wait(self) -> None:
+        """See `streamshard.streams.Work`."""
         messages, self._messages = self._messages, ()
         for message in messages:
             message.wait()
@@ -212,7 +247,7 @@ class PairwiseTransport(Transport):
         others = list(received)
         parts = [*others[: self.rank], own, *others[self.rank :]]
         with self.streams.on_comm(), torch.no_grad():
-            for out, *chunks in zip(*(t.split(_SUM_BLOCK) for t in (reduction.out, *parts)), strict=True):
+            for out, *chunks in zip(*(t.split(SUM_BLOCK) for t in (reduction.out, *parts)), strict=True):
                 sum_in_rank_order(chunks, out, accumulate=reduction.accumulate)
 
     def _peers(self) -> list[int]:
@@ -319,3 +354,19 @@ def resolve_group(group: dist.ProcessGroup | None, device: torch.device) -> dist
     if default is None:
         raise ShardingError("torch.distributed is initialised but has no default group")
     return default
+
+
+def refuse_together(group: dist.ProcessGroup | None, error: StreamShardError | None) -> None:
+    """Tell the other ranks that this one refuses its model, or None that it does not. Collective, blocks.
+
+    Returns on a rank with an error, which then raises its own.
+
+    Raises:
+        ShardingError: here all is well, but another rank refuses its model; names the rank and says why.
+    """
+    errors: list[str | None] = [None] * dist.get_world_size(group)
+    if len(errors) > 1:
+        dist.all_gather_object(errors, None if error is None else str(error), group=group)
+    for rank, message in enumerate(errors):
+        if error is None and message is not None:
+            raise ShardingError(f"rank {rank} refused its model: {message}")

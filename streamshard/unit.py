@@ -8,6 +8,7 @@ The unit knows how each step is done, the engine knows when. See [Note: slots] a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,6 +56,7 @@ class StreamedUnit:
         written: which parameters have a gradient in the grad slot in this backward.
         is_bound: whether its modules hold the compute views (else the sharded parameters).
         reductions: how many of its reductions this backward has started.
+        on_grad: called with each complete gradient of a compute view; set by `make_views`.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class StreamedUnit:
         self.shard = shard
         self.weight_slot = weight_slot
         self.grad_slot = grad_slot
+        self.on_grad: Callable[[StreamedUnit, int, torch.Tensor], None]
         self.views: list[nn.Parameter] = []
         self.written: list[bool] = []
         self.used: list[bool] = []
@@ -94,11 +97,12 @@ class StreamedUnit:
         The views are made from an alias of the slot with a version counter of its own: gathers write the slot behind
         autograd's back, on purpose, and must not look like in-place edits of saved tensors.
         """
+        self.on_grad = on_grad
         alias = self._weights.data
         for place, param in enumerate(self.shard.params):
             flat = alias.narrow(0, param.layout.offset, param.layout.numel)
             view = nn.Parameter(flat.view(param.layout.shape), requires_grad=True)
-            view.register_post_accumulate_grad_hook(_grad_taker(self, place, on_grad))
+            view.register_post_accumulate_grad_hook(_grad_taker(self, place))
             self.views.append(view)
         self.written = [False] * len(self.views)
         self.used = [False] * len(self.views)
@@ -237,16 +241,18 @@ class StreamedUnit:
         return full
 
 
-def _grad_taker(
-    unit: StreamedUnit, place: int, on_grad: Callable[[StreamedUnit, int, torch.Tensor], None]
-) -> Callable[[torch.Tensor], None]:
+def _grad_taker(unit: StreamedUnit, place: int) -> Callable[[torch.Tensor], None]:
+    # Weak: the garbage collector does not see what a tensor's hook holds, and the unit holds the tensor.
+    unit_of = weakref.ref(unit)
+
     def take(view: torch.Tensor) -> None:
         grad, view.grad = view.grad, None
-        if grad is None:
+        unit = unit_of()
+        if grad is None or unit is None:
             return
         if grad.requires_grad:
             name = unit.shard.params[place].name
             raise ShardingError(f"backward(create_graph=True): gradients of {name!r} cannot be differentiated again")
-        on_grad(unit, place, grad)
+        unit.on_grad(unit, place, grad)
 
     return take

@@ -123,7 +123,7 @@ def _serve(connection: Connection, store_port: int, dump_path: str) -> None:
             answer = pickle.dumps(_Reply("failure", traceback.format_exc()))
         connection.send_bytes(answer)
         del reply, answer
-        gc.collect()
+        _collect_garbage()
 
 
 def _answer(payload: bytes, store: Store) -> _Reply:
@@ -149,11 +149,23 @@ def _answer(payload: bytes, store: Store) -> _Reply:
         return _Reply("failure", traceback.format_exc())
 
 
+_modules_frozen = 0
+
+
+def _collect_garbage() -> None:
+    """Collect, without looking through torch again each time: that took 0.2 s of every test."""
+    global _modules_frozen
+    gc.collect()
+    if len(sys.modules) != _modules_frozen:
+        _modules_frozen = len(sys.modules)
+        gc.freeze()
+
+
 def _start_clean() -> None:
     """Undo what an earlier run may have left: its group, its garbage, its settings."""
     if dist.is_initialized():
         dist.destroy_process_group()  # here and not at the end of a run: a slower rank may still be reading from us
-    gc.collect()
+    _collect_garbage()
     if "torch._dynamo" in sys.modules:
         importlib.import_module("torch._dynamo").reset()
     torch.set_default_dtype(torch.float32)

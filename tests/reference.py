@@ -1,8 +1,8 @@
 """What training must give: the same model trained by plain PyTorch, or by DDP, on the same batches.
 
 A *step function* runs forward and backward of one rank in one step and returns the loss. Plain PyTorch plays all
-ranks in turn, each loss weighted 1/N, which is the mean of means that DDP computes. Nothing here knows how
-StreamShard works: it uses the public API only.
+ranks in turn, each loss weighted 1/N, which is the mean of means that DDP computes. Only the
+public API is used, but for counting collectives.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from streamshard import Precision, StreamShard
+from streamshard.shared_memory import SharedMemoryTransport
 from tests.models import next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext
 
@@ -266,17 +268,31 @@ def _play_all_ranks(plain: nn.Module, step: Step, number: int, context: RankCont
 
 @contextmanager
 def counted_collectives() -> Iterator[dict[str, int]]:
-    """Count the collectives issued inside, by name without overload, such as ``_allgather_base_``."""
+    """Count the collectives issued inside, by name: torch's own without overload (``_allgather_base_``), and ours.
+
+    Through shared memory gathers and reductions are no operations of torch; they count as what the engine starts.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     counts: dict[str, int] = {}
 
+    def count(name: str) -> None:
+        counts[name] = counts.get(name, 0) + 1
+
     class Counter(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func.namespace == "c10d":
-                name = func.__name__.split(".")[0]
-                counts[name] = counts.get(name, 0) + 1
+                count(func.__name__.split(".")[0])
             return func(*args, **(kwargs or {}))
 
-    with Counter():
+    def counting(name: str) -> Any:
+        original = getattr(SharedMemoryTransport, name)
+
+        def start(*args: Any) -> Any:
+            count(name)
+            return original(*args)
+
+        return mock.patch.object(SharedMemoryTransport, name, start)
+
+    with counting("start_gather"), counting("start_reduce"), Counter():
         yield counts

@@ -6,6 +6,7 @@ A step runs forwards and backwards of a *sharded* model, as many as the way of t
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -223,6 +224,16 @@ def sharded(scenario: str, precision: Precision) -> nn.Module:
     torch.manual_seed(23)
     model: nn.Module = StreamShard(SCENARIOS[scenario].build(), precision=precision)
     return model
+
+
+@contextlib.contextmanager
+def over_sockets() -> Iterator[None]:
+    """Models that are sharded inside exchange everything through gloo, as between machines."""
+    os.environ["STREAMSHARD_SHARED_MEMORY"] = "0"
+    try:
+        yield
+    finally:
+        del os.environ["STREAMSHARD_SHARED_MEMORY"]
 
 
 def train(model: nn.Module, scenario: str, context: RankContext, *, steps: int = 3) -> None:

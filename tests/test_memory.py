@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from streamshard.slots import Category
 from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, adamw, lm_step, stack_step
-from tests.scenarios import SCENARIOS, RoutedStack, sharded, train
+from tests.scenarios import SCENARIOS, RoutedStack, over_sockets, sharded, train
 
 HALF = torch.bfloat16
 PRECISIONS = {
@@ -50,14 +50,17 @@ def _padded(numels: list[int], world_size: int, param_bytes: int) -> int:
     return -(-end // (world_size * align)) * world_size * align
 
 
-def _formula(edge: list[int], blocks: list[list[int]], world_size: int, precision: Precision) -> dict[str, int]:
+def _formula(
+    edge: list[int], blocks: list[list[int]], world_size: int, precision: Precision, *, receives: bool
+) -> dict[str, int]:
     """Bytes by category: 8/N a parameter (Adam has as much again), 2/N in half precision, and the slots."""
     param_bytes, grad_bytes = precision.param_dtype.itemsize, precision.slot_grad_dtype.itemsize
     units = [_padded(numels, world_size, param_bytes) for numels in (edge, *blocks)]
     shards = sum(units) // world_size
     # Blocks take turns in two slots, each as large as its largest; the edge unit has one of its own.
     slots = [units[0], max(units[1::2], default=0), max(units[2::2], default=0)]
-    scratch = [slot * (world_size - 1) // world_size for slot in slots]  # the other ranks' chunks
+    # The other ranks' chunks; through shared memory they are read where they are.
+    scratch = [slot * (world_size - 1) // world_size if receives else 0 for slot in slots]
     flags = (world_size + 1) * sum(len(numels) for numels in (edge, *blocks))
     is_alone = world_size == 1
     return {
@@ -84,7 +87,8 @@ MODELS = {
 
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("precision", list(PRECISIONS))
-def test_the_report_equals_the_formula_and_what_is_held(context: RankContext, precision: str) -> None:
+@pytest.mark.parametrize("way", ["shared memory", "sockets"])
+def test_the_report_equals_the_formula_and_what_is_held(context: RankContext, way: str, precision: str) -> None:
     """Category by category, before the first step and after two."""
     for name, build in MODELS.items():
         plain = build()
@@ -92,8 +96,9 @@ def test_the_report_equals_the_formula_and_what_is_held(context: RankContext, pr
         depth = len(getattr(plain, container))
         blocks = [_numels(plain, f"{container}.{k}.") for k in range(depth)]
         edge = [param.numel() for key, param in plain.named_parameters() if not key.startswith(container)]
-        wanted = _formula(edge, blocks, context.world_size, PRECISIONS[precision])
-        model = StreamShard(plain, precision=PRECISIONS[precision])
+        wanted = _formula(edge, blocks, context.world_size, PRECISIONS[precision], receives=way == "sockets")
+        with over_sockets() if way == "sockets" else nullcontext():
+            model = StreamShard(plain, precision=PRECISIONS[precision])
         assert dict(_report(model).held_bytes) == wanted, name
         _train(model, context, steps=2)
         report = _report(model)
@@ -295,3 +300,20 @@ def test_forward_and_backward_allocate_no_whole_unit(context: RankContext) -> No
     with _watched() as made:
         stack_step(model, call)
     assert made.largest_numel == DIM * DIM < unit_numel  # autograd's gradient of one weight
+
+
+@on_ranks(1, 2)
+def test_a_model_that_nobody_uses_any_more_is_freed(context: RankContext) -> None:
+    """Buffers go with it, so that the next model has room: before and after it was trained."""
+    for steps in (0, 2):
+        model = sharded("plain", PRECISIONS["bf16, reduced in fp32"])
+        held = [StorageWeakRef(storage) for storage in _storages_of(model)]
+        assert len(held) > 5
+        train(model, "plain", context, steps=steps)
+        del model
+        gc.collect()
+        assert all(ref.expired() for ref in held)
+
+
+def _storages_of(model: nn.Module) -> list[torch.UntypedStorage]:
+    return [buffer.untyped_storage() for _, buffer in engine_inside(model).ledger.buffers]

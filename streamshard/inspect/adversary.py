@@ -17,7 +17,7 @@ CUDA collectives are delayed on the comm stream.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -124,6 +124,18 @@ class AdversarialTransport(Transport):
     def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype) -> int:
         """See `Transport.scratch_numel`."""
         return self.inner.scratch_numel(shard_numel, wire, accumulate)
+
+    def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Transport.allocate_visible`."""
+        return self.inner.allocate_visible(numel, dtype)
+
+    def retract_shards(self) -> Work | None:
+        """See `Transport.retract_shards`."""
+        return self.inner.retract_shards()
+
+    def publish_shards(self, shards: Sequence[torch.Tensor]) -> None:
+        """See `Transport.publish_shards`."""
+        self.inner.publish_shards(shards)
 
     def complete(self, until: _Late | None = None) -> None:
         """Do what is pending, in order, up to `until` (None: all)."""
