@@ -24,6 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+# Before there is a process group: what it imports makes the default group the default of arguments, for ever. gloo's
+# threads then outlive destroy_process_group() and now and then abort the interpreter at its end.
+import torch._dynamo
 import torch.distributed as dist
 from _measure import QUIET_CORES, RESULTS, Clock, Noise, environment, measured_memory, save, seeded_order, summary
 from _models import PRESETS, Preset, Transformer, next_token_loss

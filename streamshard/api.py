@@ -19,7 +19,7 @@ from streamshard.checkpoint.load import load_shards
 from streamshard.config import Precision
 from streamshard.discovery import UnitsArgument
 from streamshard.errors import ShardingError
-from streamshard.hooks import HANDLE, call_shell, handle_of
+from streamshard.hooks import HANDLE, Uncopyable, call_shell, handle_of
 from streamshard.inspect.memory import MemoryReport, report_memory
 from streamshard.pieces import reduce_norms
 from streamshard.shard import ParamShard
@@ -27,7 +27,7 @@ from streamshard.shard import ParamShard
 __all__ = ["StreamShard", "export_safetensors", "load_safetensors"]
 
 
-class StreamShard(nn.Module):
+class StreamShard(Uncopyable):
     """Shard a model in place and stream its layers through two buffers. Returns the same object.
 
     The returned model is the one given: same class name, attributes, ``forward`` signature and state-dict names, and
@@ -217,17 +217,6 @@ class StreamShard(nn.Module):
                 f"{probe.dtype} on {probe.device}. Precision(param_dtype=...) sets what layers compute with"
             )
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # nn.Module leaves it unannotated
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise ShardingError(
-            "a StreamShard model cannot be copied: build a second model and load full_state_dict() into it"
-        )
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise ShardingError(
-            "a StreamShard model cannot be pickled, its parameters are pieces: use export_safetensors or "
-            "full_state_dict()"
-        )
 
 
 def export_safetensors(

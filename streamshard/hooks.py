@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.decorators import skip
+from torch.nn.parallel import DistributedDataParallel
 
 from streamshard.engine import Engine, Pass, Run
+from streamshard.errors import ShardingError
 from streamshard.unit import StreamedUnit
 
-__all__ = ["HANDLE", "Handle", "call_shell", "call_unit", "handle_of", "watch", "watched_class"]
+__all__ = ["HANDLE", "Handle", "Uncopyable", "call_shell", "call_unit", "handle_of", "watch", "watched_class"]
 
 _T = TypeVar("_T")
 
@@ -81,7 +83,23 @@ def watched_class(original: type, base: type) -> type:
     return _classes[key]
 
 
-class _Watched(nn.Module):
+class Uncopyable(nn.Module):
+    """A module that holds pieces: a copy of it would hold pieces that nobody gathers or reduces."""
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise ShardingError(
+            f"{type(self).__name__} is sharded by StreamShard and cannot be copied: build a second model and load "
+            "full_state_dict() into it"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ShardingError(
+            f"{type(self).__name__} is sharded by StreamShard and cannot be pickled, its parameters are pieces: use "
+            "export_safetensors or full_state_dict()"
+        )
+
+
+class _Watched(Uncopyable):
     """Mixed in before the class of units and shells."""
 
     @skip
@@ -100,6 +118,11 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
     engine = handle.engine
     if engine.depth:
         return call(*args, **kwargs)
+    if DistributedDataParallel._active_ddp_module is not None:
+        raise ShardingError(
+            "a StreamShard model runs inside DistributedDataParallel, which takes its pieces for replicas and averages "
+            "them: shard the part around it too, or leave DDP away"
+        )
     if handle.cast_dtype is not None:
         args, kwargs = _untraced(_cast, (args, kwargs), handle.cast_dtype)
     _untraced(engine.enter, handle.units)

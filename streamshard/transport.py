@@ -17,6 +17,7 @@ from __future__ import annotations
 import abc
 import datetime
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -80,10 +81,23 @@ class Transport(abc.ABC):
 
     def __init__(self, group: dist.ProcessGroup, streams: Streams) -> None:
         self.has_failed = False
-        self.group = group
+        # Weak: destroy_process_group() has to end gloo's threads, which must not outlive Python (they take its lock).
+        self._group_of = weakref.ref(group)
         self.streams = streams
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The shard group.
+
+        Raises:
+            CommunicationError: it has been destroyed.
+        """
+        group = self._group_of()
+        if group is None:
+            raise CommunicationError("the process group was destroyed (destroy_process_group) while the model needs it")
+        return group
 
     @abc.abstractmethod
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:

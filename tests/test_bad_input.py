@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +21,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import streamshard
 from streamshard import Precision, StreamShard
-from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError, UnitError
+from streamshard.errors import (
+    CommunicationError,
+    ConfigError,
+    RankMismatchError,
+    ShardingError,
+    StreamShardError,
+    UnitError,
+)
 from tests.models import Block, Layer, Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_same, full_grads, lm_step, stack_step
+from tests.reference import FP32, Call, assert_same, full_grads, lm_step, sgd, stack_step
 
 
 class _Snapshot:
@@ -323,3 +341,253 @@ def test_ranks_with_different_settings_are_refused_on_every_rank(
     assert_refused(model, RankMismatchError, "rank", **(settings if context.rank else {}))
     dist.barrier()
     assert_trains(context, model)
+
+
+@on_ranks(2)
+def test_one_rank_whose_model_is_refused_does_not_leave_the_other_hanging(context: RankContext) -> None:
+    """Rank 1's units are wrong; rank 0 hears of it."""
+    model = Stack()
+    with pytest.raises(StreamShardError, match=r"nowhere" if context.rank else r"rank 1|nowhere"):
+        StreamShard(model, units=["nowhere"] if context.rank else None)
+
+
+@on_ranks(2)
+def test_ranks_that_built_equal_models_in_different_processes_agree(context: RankContext) -> None:
+    """The comparison uses no hash that differs from process to process, and no set order."""
+    model: Any = Stack()
+    for index in context.rank, 1 - context.rank:
+        model.layers[index].note = {"made", "of", "strings", str(context.rank)}
+    assert_trains(context, model)
+
+
+# ---------------------------------------------------------------------------------------------- after sharding
+
+
+@on_ranks(1, 2)
+def test_wrapping_a_sharded_model_in_ddp_raises(context: RankContext) -> None:
+    """DDP would average gradients that are averaged already, of shards that are no replicas."""
+    model = StreamShard(TinyLM(), precision=FP32)
+    with pytest.raises(StreamShardError, match="DistributedDataParallel|DDP"):
+        DistributedDataParallel(model)
+    lm_step(model, Call(0, context.rank, context.world_size, 1.0))
+
+
+@on_ranks(1, 2)
+def test_wrapping_a_model_that_contains_a_sharded_one_in_ddp_raises(context: RankContext) -> None:
+    """One level up, and pieces as large on all ranks as DDP wants them: forward notices."""
+    layers = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(2)))
+    model = DistributedDataParallel(nn.Sequential(StreamShard(layers, precision=FP32)))
+    with pytest.raises(ShardingError, match="DistributedDataParallel"):
+        model(torch.ones(2, 16))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("how", ["deepcopy", "copy of a block", "pickle", "torch.save", "copy"])
+def test_copying_and_pickling_raise_with_a_hint_or_work(context: RankContext, how: str, tmp_path: Path) -> None:
+    """A copy of shards is no model; the error says what to use instead."""
+    model: Any = StreamShard(TinyLM(), precision=FP32)
+    actions: dict[str, Callable[[], Any]] = {
+        "deepcopy": lambda: copy.deepcopy(model),
+        "copy of a block": lambda: copy.deepcopy(model.blocks[0]),
+        "pickle": lambda: pickle.dumps(model),
+        "torch.save": lambda: torch.save(model, tmp_path / f"model{context.rank}.pt"),
+        "copy": lambda: copy.copy(model),
+    }
+    with pytest.raises(StreamShardError, match="full_state_dict|summon_full_params|export_safetensors"):
+        actions[how]()
+    lm_step(model, Call(0, context.rank, context.world_size, 1.0))
+
+
+@on_ranks(1, 2)
+def test_methods_of_streamshard_on_a_plain_model_raise(context: RankContext) -> None:
+    """`StreamShard.full_state_dict(model)` of a model that is not sharded."""
+    with pytest.raises(StreamShardError, match=r"not sharded.*StreamShard\(model\)"):
+        StreamShard.full_state_dict(TinyLM())  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_a_model_moved_to_another_device_raises_or_keeps_training(context: RankContext) -> None:
+    """`model.to("meta")` would tear parameters off their buffers."""
+    model = StreamShard(Stack(), precision=FP32)
+    with pytest.raises((StreamShardError, NotImplementedError)):
+        model.to("meta")
+    stack_step(model, Call(0, context.rank, 2, 1.0))
+
+
+@on_ranks(2)
+def test_moving_a_model_to_where_it_is_changes_nothing(context: RankContext) -> None:
+    """`model.to(device)` after sharding is in every script."""
+    model = StreamShard(Stack(), precision=FP32)
+    optimizer = sgd(model)
+    before = dict(model.named_parameters())
+    assert model.to("cpu") is model
+    assert model.cpu() is model
+    assert model.float() is model
+    assert all(p is before[name] for name, p in model.named_parameters())
+    stack_step(model, Call(0, context.rank, 2, 1.0))
+    optimizer.step()
+
+
+# ---------------------------------------------------------------------------------------------- processes
+
+REPOSITORY = Path(streamshard.__file__).parent.parent
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _start(script: str, **environment: str) -> subprocess.Popen[str]:
+    """A process of its own without pytest's rank processes, importing the package under test."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    clean = {name: value for name, value in os.environ.items() if name not in launcher}
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
+        env={**clean, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **environment},
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _start_ranks(script: str, world_size: int) -> list[subprocess.Popen[str]]:
+    """Processes with the environment that torchrun gives."""
+    common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    return [_start(script, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(world_size)]
+
+
+def _finish(processes: list[subprocess.Popen[str]], timeout_s: float = 60.0) -> list[tuple[int, str]]:
+    """Exit code and output of each; a process that hangs is an assertion."""
+    results = []
+    try:
+        for rank, process in enumerate(processes):
+            try:
+                output, _ = process.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"rank {rank} hangs") from None
+            results.append((process.returncode, output))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    return results
+
+
+def test_without_a_process_group_and_a_launcher_the_error_says_how_to_start() -> None:
+    """A plain `python train.py` gets a sentence about torchrun, not a stack of c10d."""
+    script = """
+        from streamshard import StreamShard
+        from tests.models import TinyLM
+        StreamShard(TinyLM())
+    """
+    ((code, output),) = _finish([_start(script)])
+    assert code == 1
+    last = output.strip().splitlines()[-1]
+    assert "streamshard.errors." in last
+    assert "torchrun" in last
+
+
+def test_under_a_launcher_the_process_group_is_made() -> None:
+    """Two processes with torchrun's variables and nothing else."""
+    script = """
+        import torch.distributed as dist
+        from streamshard import Precision, StreamShard
+        from tests.models import TinyLM
+        from tests.reference import Call, lm_step
+        model = StreamShard(TinyLM())
+        assert dist.get_world_size() == 2, dist.get_world_size()
+        lm_step(model, Call(0, dist.get_rank(), 2, 1.0))
+        print("trained on", dist.get_backend())
+        dist.destroy_process_group()
+    """
+    for code, output in _finish(_start_ranks(script, 2)):
+        assert code == 0, output
+        assert "trained on gloo" in output
+
+
+_DYING = """
+    import datetime, os, signal, sys, torch, torch.distributed as dist
+    from streamshard import StreamShard
+    from tests.models import TinyLM
+    from tests.reference import Call, lm_step, sgd
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=8))
+    model = StreamShard(TinyLM())
+    optimizer = sgd(model)
+    rank = dist.get_rank()
+
+    def die(*args):
+        {how}
+
+    def step(number):
+        lm_step(model, Call(number, rank, dist.get_world_size(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    if rank == 1:
+        {when}
+    for number in range(1, 4):
+        step(number)
+    print("finished")
+"""
+WHEN = {
+    "in forward": "model.blocks[2].register_forward_hook(die)",
+    "in backward": "model.blocks[2].register_full_backward_hook(die)",
+    "between steps": "die()",
+}
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_when_a_rank_dies_the_others_stop_with_an_error(when: str, world_size: int) -> None:
+    """Within the group's timeout, and by an exception, not by a crash."""
+    script = _DYING.format(how="os._exit(9)", when=WHEN[when])
+    results = _finish(_start_ranks(script, world_size))
+    for rank, (code, output) in enumerate(results):
+        if rank == 1:
+            assert code == 9
+        else:
+            assert code == 1, output
+            assert "finished" not in output
+            assert "Error" in output
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="this system cannot stop processes")
+def test_when_a_rank_stands_still_the_others_stop_with_an_error() -> None:
+    """No closed connection tells them: the group's timeout does."""
+    script = _DYING.format(how="os.kill(os.getpid(), signal.SIGSTOP)", when=WHEN["in forward"])
+    processes = _start_ranks(script, 2)
+    try:
+        ((code, output),) = _finish([processes[0]])
+        assert code == 1, output
+        assert "Error" in output
+    finally:
+        processes[1].kill()
+        processes[1].communicate()
+
+
+def test_when_a_rank_raises_and_leaves_the_others_stop_with_an_error() -> None:
+    """An exception on one rank that its script does not catch ends that process."""
+    script = _DYING.format(how="raise ValueError('mine alone')", when=WHEN["in forward"])
+    results = _finish(_start_ranks(script, 2))
+    assert [code for code, _ in results] == [1, 1]
+    assert "ValueError: mine alone" in results[1][1]
+    assert "finished" not in results[0][1]
+
+
+@on_ranks(2)
+def test_a_group_can_be_destroyed_while_the_model_is_alive(context: RankContext) -> None:
+    """Its threads must end before Python does; the model then says what it misses."""
+    group = dist.new_group([0, 1])
+    model = StreamShard(Stack(), mesh=group, precision=FP32)
+    stack_step(model, Call(0, context.rank, 2, 1.0))
+    ref = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    assert ref() is None
+    with pytest.raises(CommunicationError, match="process group was destroyed"):
+        model.full_state_dict()

@@ -390,3 +390,40 @@ def _loss_only(model: nn.Module, call: Call) -> Tensor:
     with torch.no_grad():
         out: Tensor = model(vector_batch(call.step, call.rank)).square().mean()
     return out
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["layers.1.linear.weight", "head.bias"])
+def test_a_parameter_replaced_by_another_object_is_used_or_an_error(context: RankContext, where: str) -> None:
+    """Assigning a new Parameter takes it out of the engine's hands; that must not go unnoticed."""
+    torch.manual_seed(7)
+    plain = Stack()
+    torch.manual_seed(7)
+    model = StreamShard(Stack(), precision=FP32)
+    path, _, name = where.rpartition(".")
+    value = torch.full_like(plain.get_parameter(where), 0.1)
+    setattr(plain.get_submodule(path), name, nn.Parameter(value.clone()))
+    x = vector_batch(0, context.rank)
+    try:
+        setattr(model.get_submodule(path), name, nn.Parameter(value.clone()))
+        found = model(x)
+    except RuntimeError as error:
+        assert where in str(error)
+    else:
+        assert_same({"out": found}, {"out": plain(x)}, "forward")
+
+
+@on_ranks(2)
+def test_a_layer_replaced_after_sharding_is_used_or_an_error(context: RankContext) -> None:
+    """`model.head = nn.Linear(...)`: a new module is not sharded, so its gradients would stay local."""
+    model: Any = StreamShard(Stack(), precision=FP32)
+    try:
+        model.head = nn.Linear(16, 1)
+        stack_step(model, Call(0, context.rank, 2, 1.0))
+    except RuntimeError as error:
+        assert "head" in str(error)
+        return
+    mine = model.head.weight.grad.clone()
+    both = [torch.empty_like(mine) for _ in range(2)]
+    torch.distributed.all_gather(both, mine)
+    assert torch.equal(both[0], both[1]), "gradients of the new layer are this rank's alone"
