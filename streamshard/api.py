@@ -21,8 +21,9 @@ from streamshard.discovery import UnitsArgument
 from streamshard.errors import ShardingError
 from streamshard.hooks import HANDLE, Uncopyable, call_shell, handle_of
 from streamshard.inspect.memory import MemoryReport, report_memory
-from streamshard.pieces import reduce_norms
+from streamshard.pieces import HeldGrad, reduce_norms
 from streamshard.shard import ParamShard
+from streamshard.slots import SlotCount
 
 __all__ = ["StreamShard", "export_safetensors", "load_safetensors"]
 
@@ -43,8 +44,10 @@ class StreamShard(Uncopyable):
         mesh: a 1-D DeviceMesh or a process group to shard over; None takes the default group, made from the
             launcher's environment if there is none.
         precision: dtypes of weights, gradients and reductions.
-        weight_slots: number of full-layer weight buffers that layers take turns in.
-        grad_slots: likewise for gradients.
+        weight_slots: number of full-layer weight buffers that layers take turns in, at least 2. The last layers of
+            forward that fit stay for backward; with "all" nothing is gathered twice in a step (ZeRO-2).
+        grad_slots: likewise for gradients. With "all" they are accumulated locally inside `no_sync` and reduced once
+            (ZeRO-1).
         broadcast_weights: start from rank 0's weights; else every rank shards its own, which must be equal.
 
     Raises:
@@ -64,8 +67,8 @@ class StreamShard(Uncopyable):
         *,
         mesh: DeviceMesh | dist.ProcessGroup | None = None,
         precision: Precision = Precision(),  # noqa: B008  # frozen
-        weight_slots: int = 2,
-        grad_slots: int = 2,
+        weight_slots: SlotCount = 2,
+        grad_slots: SlotCount = 2,
         broadcast_weights: bool = True,
     ) -> None:
         # Python calls this on what __new__ returned, which was complete before it was sharded.
@@ -82,8 +85,9 @@ class StreamShard(Uncopyable):
     def no_sync(self) -> Iterator[None]:
         """Accumulate over the backwards inside: weights do not change, so slots' contents are not gathered again.
 
-        Gradients are reduced after every backward all the same, into the sharded fp32 main grads: two grad slots have
-        no room to accumulate a whole model's. The sum is the same.
+        With ``grad_slots="all"`` gradients stay where they are written and are reduced by the next backward outside;
+        until then ``p.grad`` only stands for them: it can be cleared, not read. With fewer slots there is no room for
+        that: every backward reduces into the sharded fp32 main grads. The sum is the same.
         """
         self.set_requires_gradient_sync(False)
         try:
@@ -106,7 +110,11 @@ class StreamShard(Uncopyable):
             The norm before scaling: [] fp32, equal on all ranks.
         """
         engine = engine_of(self)
-        grads = [grad.as_subclass(torch.Tensor) for grad in (p.grad for p in self.parameters()) if grad is not None]
+        found = [grad for grad in (param.grad for param in self.parameters()) if grad is not None]
+        for grad in found:
+            if isinstance(grad, HeldGrad):
+                grad.refuse("clip_grad_norm_")
+        grads = [grad.as_subclass(torch.Tensor) for grad in found]
         filled = [grad for grad in grads if grad.numel()]
         order = float(norm_type)
         if filled:
@@ -188,7 +196,7 @@ class StreamShard(Uncopyable):
     def memory_report(self) -> MemoryReport:
         """Bytes the engine holds on this rank by category, beside the formula. Printable."""
         engine = engine_of(self)
-        return report_memory(engine.ledger, engine.units, engine.slot_of, engine.precision)
+        return report_memory(engine.ledger, engine.units, engine.plan, engine.precision)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module. After an exception in backward this puts the sharded parameters back first."""

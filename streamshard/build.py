@@ -27,11 +27,11 @@ from streamshard.discovery import (
 from streamshard.engine import EDGE, Engine
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
 from streamshard.hooks import Handle, handle_of, watch
-from streamshard.layout import ParamSize, plan_unit
+from streamshard.layout import ParamSize, UnitLayout, plan_unit
 from streamshard.pieces import StatePiece, refuse_whole_matrix_optimizers
 from streamshard.shard import UnitShard
 from streamshard.shared_memory import share_memory
-from streamshard.slots import Category, GradSlot, Ledger, WeightSlot, assign_slots
+from streamshard.slots import Category, GradSlot, Ledger, Scratch, SlotCount, SlotPlan, WeightSlot, plan_slots
 from streamshard.streams import Streams
 from streamshard.transport import Transport, make_transport, refuse_together, resolve_group
 from streamshard.unit import StreamedUnit
@@ -60,8 +60,8 @@ def shard_model(
     *,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     precision: Precision | None = None,
-    weight_slots: int = 2,
-    grad_slots: int = 2,
+    weight_slots: SlotCount = 2,
+    grad_slots: SlotCount = 2,
     broadcast_weights: bool = True,
 ) -> nn.Module:
     """Shard `module` in place and let its class derive from `base`. Arguments and errors: see `StreamShard`."""
@@ -86,21 +86,17 @@ def shard_model(
 
     transport = share_memory(transport, _most_bytes(groups, transport.world_size), len(groups))
     ledger = Ledger(device, transport.allocate_visible)
-    shards = _plan_shards(found, groups, transport, ledger, precision)
+    layouts = _plan_layouts(found, groups, transport.world_size, precision)
     kinds = [type(unit.module) for unit in found]
-    shared = [False, *(kinds.count(kind) > 1 for kind in kinds)]  # see [Note: slots]
-    slot_of = {
-        Category.WEIGHT_SLOTS: assign_slots(shared, weight_slots),
-        Category.GRAD_SLOTS: assign_slots(shared, grad_slots),
-    }
-    streamed = _allocate(shards, shared, slot_of, transport, ledger, precision)
+    plan = plan_slots([False, *(kinds.count(kind) > 1 for kind in kinds)], weight_slots, grad_slots)
+    streamed = _allocate(layouts, plan, transport, ledger, precision)
     buffers = BufferSync(module, transport)
-    engine = Engine(streamed, slot_of, transport, streams, ledger, buffers, precision)
+    engine = Engine(streamed, plan, transport, streams, ledger, buffers, precision)
     for unit, params in zip(streamed, groups, strict=True):
         _take_weights(unit, params, transport, broadcast_weights)
         unit.make_views(engine.on_grad)
         if any(found_param.param.requires_grad for found_param in params):
-            unit.shard.allocate_grad()
+            unit.allocate_grads()
     _place_buffers(module, device, precision.buffer_dtype)
     if broadcast_weights:
         buffers.send_all()
@@ -111,14 +107,14 @@ def shard_model(
 # -- validate -----------------------------------------------------------------------------------------------------
 
 
-def _check_arguments(module: nn.Module, precision: Precision, weight_slots: int, grad_slots: int) -> None:
+def _check_arguments(module: nn.Module, precision: Precision, weight_slots: SlotCount, grad_slots: SlotCount) -> None:
     if not isinstance(module, nn.Module):
         raise ShardingError(f"StreamShard takes an nn.Module, got {type(module).__name__}")
     if not isinstance(precision, Precision):
         raise ConfigError(f"precision={precision!r}: wanted a streamshard.Precision")
     for name, count in (("weight_slots", weight_slots), ("grad_slots", grad_slots)):
-        if not isinstance(count, int) or isinstance(count, bool) or count < 2:
-            raise ConfigError(f"{name}={count!r}: wanted an integer of at least 2")
+        if count != "all" and (not isinstance(count, int) or isinstance(count, bool) or count < 2):
+            raise ConfigError(f"{name}={count!r}: wanted an integer of at least 2, or 'all'")
     for name, child in module.named_modules():
         if handle_of(child) is not None:
             raise ShardingError(f"{name or type(module).__name__!r} is already sharded: StreamShard takes a model once")
@@ -163,67 +159,63 @@ def _check_ranks_agree(transport: Transport, groups: Sequence[Sequence[FoundPara
 # -- plan and allocate --------------------------------------------------------------------------------------------
 
 
-def _plan_shards(
-    found: Sequence[FoundUnit],
-    groups: Sequence[Sequence[FoundParam]],
-    transport: Transport,
-    ledger: Ledger,
-    precision: Precision,
-) -> list[UnitShard]:
+def _plan_layouts(
+    found: Sequence[FoundUnit], groups: Sequence[Sequence[FoundParam]], world_size: int, precision: Precision
+) -> list[UnitLayout]:
     names = ["", *(unit.name for unit in found)]
-    shards = []
+    layouts = []
     for name, params in zip(names, groups, strict=True):
         sizes = [ParamSize(p.names[0], tuple(p.param.shape)) for p in params]
-        layout = plan_unit(name, sizes, transport.world_size, element_bytes=precision.param_dtype.itemsize)
-        shards.append(UnitShard(layout, transport, ledger, precision.param_dtype))
-    return shards
+        layouts.append(plan_unit(name, sizes, world_size, element_bytes=precision.param_dtype.itemsize))
+    return layouts
 
 
 def _most_bytes(groups: Sequence[Sequence[FoundParam]], world_size: int) -> int:
-    """More than other ranks can ever have to read: main weights, compute shards and grad slots of all units in fp32."""
+    """More than other ranks can ever have to read: main weights, compute shards and both slots of all units in fp32."""
     numel = sum(found.param.numel() for params in groups for found in params)
     gaps = sum(map(len, groups)) + world_size * len(groups)  # alignment of parameters and of shards
-    return 12 * numel + 12 * 16 * gaps + 4096
+    return 16 * numel + 16 * 16 * gaps + 4096
 
 
 def _allocate(
-    shards: Sequence[UnitShard],
-    shared: Sequence[bool],
-    slot_of: Mapping[Category, Sequence[int]],
+    layouts: Sequence[UnitLayout],
+    plan: SlotPlan,
     transport: Transport,
     ledger: Ledger,
     precision: Precision,
 ) -> list[StreamedUnit]:
     """Slots, each as large as its largest unit, and the units that take turns in them."""
-    streams, grad_dtype = transport.streams, precision.slot_grad_dtype
+    streams, grad_dtype, is_alone = transport.streams, precision.slot_grad_dtype, transport.world_size == 1
+    adds = not (plan.keeps_grads and grad_dtype is torch.float32)
     scratch = [
-        transport.scratch_numel(shard.layout.shard_numel, grad_dtype, precision.reduce_dtype) for shard in shards
+        transport.scratch_numel(layout.shard_numel, grad_dtype, precision.reduce_dtype, adds=adds) for layout in layouts
     ]
-    padded = [shard.layout.padded_numel for shard in shards]
+    padded = [layout.padded_numel for layout in layouts]
     weight_slots: dict[int, WeightSlot] = {}
     grad_slots: dict[int, GradSlot] = {}
-    is_alone = transport.world_size == 1
     if not is_alone:
-        for slot, numel in _largest(slot_of[Category.WEIGHT_SLOTS], padded).items():
-            buffer = ledger.allocate(Category.WEIGHT_SLOTS, numel, precision.param_dtype)
-            takes_turns = any(
-                s for s, place in zip(shared, slot_of[Category.WEIGHT_SLOTS], strict=True) if place == slot
-            )
+        for slot, numel in _largest(plan.weights, padded).items():
+            # The compute shards of slots that hold one unit each lie in them: then other ranks read the slot.
+            buffer = ledger.allocate(Category.WEIGHT_SLOTS, numel, precision.param_dtype, is_visible=plan.keeps_weights)
+            takes_turns = any(s and place == slot for s, place in zip(plan.shared, plan.weights, strict=True))
             weight_slots[slot] = WeightSlot(buffer, streams, f"weight slot {slot}", is_shared=takes_turns)
-        room = _largest(slot_of[Category.GRAD_SLOTS], scratch)
-        for slot, numel in _largest(slot_of[Category.GRAD_SLOTS], padded).items():
-            buffer = ledger.allocate(Category.GRAD_SLOTS, numel, grad_dtype, is_visible=True)
-            extra = ledger.allocate(Category.SCRATCH, room[slot], grad_dtype)
-            grad_slots[slot] = GradSlot(buffer, extra, streams, f"grad slot {slot}")
+        room = {place: Scratch(numel, grad_dtype, ledger) for place, numel in _largest(plan.scratch, scratch).items()}
+        scratch_of = dict(zip(plan.grads, plan.scratch, strict=True))
+        for slot, numel in _largest(plan.grads, padded).items():
+            beside = room[scratch_of[slot]]
+            what = f"grad slot {slot}"
+            grad_slots[slot] = GradSlot(numel, grad_dtype, ledger, streams, beside, what, is_whole=plan.keeps_grads)
     units = []
-    for index, shard in enumerate(shards):
-        if is_alone:
+    for index, layout in enumerate(layouts):
+        weight_slot, grad_slot, own = None, None, None
+        if not is_alone:
+            weight_slot, grad_slot = weight_slots[plan.weights[index]], grad_slots[plan.grads[index]]
+            if plan.keeps_weights:
+                own = weight_slot.buffer.narrow(0, transport.rank * layout.shard_numel, layout.shard_numel)
+        shard = UnitShard(layout, transport, ledger, precision.param_dtype, own)
+        if weight_slot is None:
             weight_slot = WeightSlot(shard.compute, streams, f"compute shard {index}", is_shared=False)
-            grad_slot = None
-        else:
-            weight_slot = weight_slots[slot_of[Category.WEIGHT_SLOTS][index]]
-            grad_slot = grad_slots[slot_of[Category.GRAD_SLOTS][index]]
-        name = shard.layout.name or "the edge unit"
+        name = layout.name or "the edge unit"
         units.append(StreamedUnit(index, name, shard, weight_slot, grad_slot, transport, scratch[index]))
     return units
 

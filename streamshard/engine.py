@@ -15,7 +15,7 @@ from the program: its reduction stands behind its last visit.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.autograd import Variable
@@ -25,7 +25,7 @@ from streamshard.config import Precision
 from streamshard.errors import ShardingError
 from streamshard.program import Op, OpKind, Sweep, merge_order
 from streamshard.shard import ParamShard
-from streamshard.slots import Category, Ledger
+from streamshard.slots import Ledger, SlotPlan
 from streamshard.streams import Fence, Rule, StreamName, Streams, Work
 from streamshard.transport import Transport
 from streamshard.unit import StreamedUnit
@@ -80,7 +80,7 @@ class Engine:
 
     Args:
         units: all units; the edge unit first, then blocks in registration order.
-        slot_of: the slot of each unit, for WEIGHT_SLOTS and GRAD_SLOTS.
+        plan: which unit uses which slot.
         transport, streams, ledger, buffers: see there. The engine owns the two step-boundary fences.
         precision: the dtypes in force, for reports.
 
@@ -93,7 +93,7 @@ class Engine:
     def __init__(
         self,
         units: Sequence[StreamedUnit],
-        slot_of: Mapping[Category, Sequence[int]],
+        plan: SlotPlan,
         transport: Transport,
         streams: Streams,
         ledger: Ledger,
@@ -110,9 +110,9 @@ class Engine:
         self.depth = 0  # of forwards of modules that the engine watches
         self.order: tuple[int, ...] = tuple(range(len(units)))
         self._has_learnt = False
-        self.slot_of = slot_of
+        self.plan = plan
         self.precision = precision
-        self._slot_of = slot_of[Category.WEIGHT_SLOTS]
+        self._slot_of = plan.weights
         self._weights_are_current = False
         self._forward: Sweep | None = None
         self._visit = 0
@@ -121,6 +121,7 @@ class Engine:
         self._backward: Sweep | None = None
         self._backward_passes: list[Pass] = []
         self._computing: StreamedUnit | None = None  # the unit whose backward is running
+        self._holds_grads = False  # this backward leaves its gradients in their slots
         self._reducing: list[Work] = []
         self._used_params = UsedParams(self.units, transport, ledger)
         self._cast_done = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMPUTE, "compute shards")
@@ -270,7 +271,8 @@ class Engine:
         for op in ops:
             unit = self.units[op.unit]
             if op.kind is OpKind.REDUCE:
-                self._reduce(unit)
+                if not self._holds_grads:
+                    self._reduce(unit)
             elif unit.weight_slot.content != unit.index:
                 self._gather(unit)
 
@@ -301,6 +303,10 @@ class Engine:
                 self._close_all()
                 self._sweep_back([pass_])
             return
+        self._holds_grads = self.plan.keeps_grads and not self.is_synced and not self.is_alone
+        if self.plan.keeps_grads:
+            for unit in self.units:
+                unit.resume_grads()
         pending = [p for ref in self._pending if (p := ref()) is not None]
         self._pending = []
         self._sweep_back([*(p for p in pending if p is not pass_), pass_] if pass_ not in pending else pending)
@@ -404,6 +410,8 @@ class Engine:
                 unit.release()
         self._computing = None
         self._issue(sweep.finish())
+        if self._holds_grads:
+            return
         for unit in self.units:  # gradients that came after their unit's turn
             if unit.grad_slot is not None and unit.grad_slot.content == unit.index:
                 self._reduce(unit)
@@ -415,6 +423,11 @@ class Engine:
         self._close_all()
         if self._forward is None:
             self.edge.release()
+        if self._holds_grads:
+            for unit in self.units:
+                unit.hold_grads()
+            self._leave_backward()
+            return
         reduced = [unit for unit in self.units if unit.reductions]
         self._used_params.start()
         with self.transport.guard("the last reductions of", "a backward"):
@@ -424,6 +437,9 @@ class Engine:
         used = self._used_params.finish()
         for unit in reduced:
             unit.finish_reduce(used[unit.index])
+        self._leave_backward()
+
+    def _leave_backward(self) -> None:
         self._backward = None
         self._backward_passes = []
 
@@ -448,6 +464,9 @@ class Engine:
                     unit.release()
                 if unit.reductions:
                     unit.finish_reduce([False] * len(unit.views))
+                if self._holds_grads:
+                    unit.hold_grads()
+                    continue
                 if unit.grad_slot is not None:
                     unit.grad_slot.content = None
                 unit.used = [False] * len(unit.views)

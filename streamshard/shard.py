@@ -60,25 +60,35 @@ class UnitShard:
         transport: names this rank and the shard group.
         ledger: allocates.
         param_dtype: dtype of the compute shard; with fp32 it is the main weights themselves.
+        weights: [shard_numel] param_dtype, this rank's range of a weight slot that is the unit's alone: the compute
+            shard is that range. None: it has memory of its own.
 
     Attributes:
         main: [shard_numel] fp32.
         compute: [shard_numel] param_dtype.
-        grad: [shard_numel] fp32; None until `allocate_grad` (a unit that is frozen altogether needs none).
+        grad: [shard_numel] fp32; None until `place_grad` (a unit that is frozen altogether needs none).
         params: filled by `add`.
     """
 
-    def __init__(self, layout: UnitLayout, transport: Transport, ledger: Ledger, param_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layout: UnitLayout,
+        transport: Transport,
+        ledger: Ledger,
+        param_dtype: torch.dtype,
+        weights: torch.Tensor | None = None,
+    ) -> None:
         self.layout = layout
         self.params: list[ParamShard] = []
         self.grad_pieces: list[ShardedGrad] = []
         self.held: list[bool] = []  # which parameters' gradients lie in the main grads during a backward
-        is_cast = param_dtype is not torch.float32
-        numel = layout.shard_numel
-        self.main = ledger.allocate(Category.MAIN_WEIGHTS, numel, torch.float32, is_visible=not is_cast)
-        self.compute = self.main
-        if is_cast:
-            self.compute = ledger.allocate(Category.COMPUTE_SHARDS, numel, param_dtype, is_visible=True)
+        self._weights_are_in_slot = weights is not None
+        numel, is_cast = layout.shard_numel, param_dtype is not torch.float32
+        if weights is None:
+            category = Category.COMPUTE_SHARDS if is_cast else Category.MAIN_WEIGHTS
+            weights = ledger.allocate(category, numel, param_dtype, is_visible=True)
+        self.compute = weights
+        self.main = ledger.allocate(Category.MAIN_WEIGHTS, numel, torch.float32) if is_cast else weights
         self.grad: torch.Tensor | None = None
         self._transport = transport
         self._ledger = ledger
@@ -102,12 +112,13 @@ class UnitShard:
         self.params.append(shard)
         return shard
 
-    def allocate_grad(self) -> torch.Tensor:
-        """The main grads, allocated at the first call."""
-        if self.grad is None:
-            self.grad = self._ledger.allocate(Category.MAIN_GRADS, self.layout.shard_numel, torch.float32)
-            self.grad_pieces = [ShardedGrad.wrap(p.shaped(self.grad), self._transport) for p in self.params]
-        return self.grad
+    def place_grad(self, memory: torch.Tensor | None) -> torch.Tensor:
+        """Make the main grads: `memory` [shard_numel] fp32, this rank's range of the unit's own grad slot, or new."""
+        if memory is None:
+            memory = self._ledger.allocate(Category.MAIN_GRADS, self.layout.shard_numel, torch.float32)
+        self.grad = memory
+        self.grad_pieces = [ShardedGrad.wrap(p.shaped(memory), self._transport) for p in self.params]
+        return memory
 
     def cast(self) -> None:
         """Main weights to compute shard, for all gathers of the pass that begins. Runs on the compute stream.
@@ -123,6 +134,12 @@ class UnitShard:
         for shard in moved:
             _check_moved(shard)
         if self.compute is self.main:
+            if self._weights_are_in_slot:
+                raise ShardingError(
+                    f"parameter {moved[0].name!r} was given other memory (param.data = ...). With weight_slots='all' "
+                    "in fp32 its own is part of the slot that layers compute with and would be overwritten: copy into "
+                    "it (param.data.copy_), or choose fewer slots"
+                )
             numel = self.layout.shard_numel
             self.compute = self._ledger.allocate(Category.COMPUTE_SHARDS, numel, torch.float32, is_visible=True)
         for shard in self.params:
@@ -144,6 +161,11 @@ class UnitShard:
             elif grad.data_ptr() != piece.data_ptr():
                 piece.copy_(grad)
         return True
+
+    def forget(self, place: int) -> None:
+        """The gradient of parameter `place` that was moved into the main grads is not wanted any more."""
+        self.held[place] = False
+        self.grad_pieces[place].zero_()
 
     def give_grads(self, used: Sequence[bool]) -> None:
         """Make main grads the ``.grad`` of the parameters that held one or, by `used`, have got one."""

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from streamshard.streams import Streams, Work
-from streamshard.transport import SUM_BLOCK, PairwiseTransport, Reduction, Transport, sum_in_rank_order
+from streamshard.transport import PairwiseTransport, Reduction, Transport, sum_in_pieces
 
 __all__ = ["SharedMemoryTransport", "share_memory"]
 
@@ -125,7 +125,7 @@ class SharedMemoryTransport(PairwiseTransport):
         """See `Transport.allocate_visible`."""
         return self._own.place(numel, dtype)
 
-    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype) -> int:
+    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
         """Nothing is received, so there is nothing to receive it in."""
         return 0
 
@@ -154,7 +154,8 @@ class SharedMemoryTransport(PairwiseTransport):
         self._await(Counter.PUBLISHED, self._own.counters[Counter.PUBLISHED])
         with self.streams.on_comm(), torch.no_grad():
             for arena, chunk in zip(self._arenas, slot.view(self.world_size, -1), strict=True):
-                chunk.copy_(arena.view(arena.shards[tag], shard.numel(), shard.dtype))
+                if chunk.data_ptr() != shard.data_ptr():  # a slot that is its unit's alone holds the compute shard
+                    chunk.copy_(arena.view(arena.shards[tag], shard.numel(), shard.dtype))
 
     # -- reductions -------------------------------------------------------------------------------------------------
 
@@ -185,10 +186,8 @@ class SharedMemoryTransport(PairwiseTransport):
             raise RuntimeError(f"ranks reduce different layers at the same time, by index: {tags}")
         # Grad slots are allocated in the same order on all ranks, so they lie at the same place in every arena.
         start = (self._own.offset_of(slot) or 0) + self.rank * out.numel() * slot.element_size()
-        parts = [arena.view(start, out.numel(), slot.dtype) for arena in self._arenas]
-        with self.streams.on_comm(), torch.no_grad():
-            for piece, *chunks in zip(*(t.split(SUM_BLOCK) for t in (out, *parts)), strict=True):
-                sum_in_rank_order(chunks, piece, accumulate=accumulate)
+        with self.streams.on_comm():
+            sum_in_pieces([arena.view(start, out.numel(), slot.dtype) for arena in self._arenas], out, accumulate)
         self._advance(Counter.SUMMED)
 
     # -- counters ---------------------------------------------------------------------------------------------------

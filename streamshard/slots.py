@@ -1,25 +1,31 @@
 """The preallocated buffers: every byte the engine holds is allocated here, once, under a category.
 
-Public names in the order data meets them: `Ledger` allocates, `assign_slots` binds units to slots, `WeightSlot` and
+Public names in the order data meets them: `Ledger` allocates, `plan_slots` binds units to slots, `WeightSlot` and
 `GradSlot` are the full-unit buffers. See [Note: slots].
 
 [Note: slots]
 A unit always uses the same slots, so every compute view is made once and all addresses stay fixed. Blocks share the
 block slots by parity (block i uses slot ``i % count``), sized by the largest block. A unit that is not one of several
 of its kind (the edge unit, a lone large embedding given as a unit) has slots of its own, so that it does not size the
-others'. With one rank there are none: views bind to the compute shard, gradients go to the main grads.
+others'. With "all" every block has a slot of its own: nothing is gathered twice in a step (ZeRO-2), gradients can be
+accumulated where they are written (ZeRO-1), and what a rank owns of a unit is a range of the unit's slot wherever the
+dtype is the same, not memory of its own. With one rank there are no slots: views bind to the compute shard, gradients
+go to the main grads.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 
-from streamshard.streams import Fence, Rule, StreamName, Streams
+from streamshard.streams import Fence, Rule, StreamName, Streams, Work
 
-__all__ = ["Category", "GradSlot", "Ledger", "WeightSlot", "assign_slots"]
+__all__ = ["Category", "GradSlot", "Ledger", "Scratch", "SlotCount", "SlotPlan", "WeightSlot", "plan_slots"]
+
+SlotCount = int | Literal["all"]
 
 
 class Category(enum.Enum):
@@ -68,20 +74,55 @@ class Ledger:
         return sum(buffer.untyped_storage().nbytes() for kind, buffer in self.buffers if kind is category)
 
 
-def assign_slots(shared: Sequence[bool], count: int) -> list[int]:
-    """The slot of each unit, by unit index.
+class SlotPlan(NamedTuple):
+    """Which unit uses which slot. Pure data.
+
+    Attributes:
+        shared: by unit, whether it is one of several of its kind, which take turns in the block slots.
+        weights: by unit, its weight slot.
+        grads: by unit, its grad slot.
+        scratch: by unit, the scratch of its reductions.
+        keeps_weights: every unit has a weight slot of its own, which holds its compute shard too.
+        keeps_grads: every unit has a grad slot of its own, which gradients may stay in from one backward to the next.
+    """
+
+    shared: tuple[bool, ...]
+    weights: tuple[int, ...]
+    grads: tuple[int, ...]
+    scratch: tuple[int, ...]
+    keeps_weights: bool
+    keeps_grads: bool
+
+
+def plan_slots(shared: Sequence[bool], weight_slots: SlotCount, grad_slots: SlotCount) -> SlotPlan:
+    """Bind units to slots.
 
     Args:
-        shared: whether the unit shares the block slots.
-        count: number of block slots, at least 1; more than there are blocks are not used.
-
-    Returns:
-        Block slots are 0 .. count - 1; every other unit gets a number of its own above.
+        shared: by unit, whether it shares the block slots.
+        weight_slots, grad_slots: number of block slots, or "all": as many as there are blocks.
     """
-    slots, block, own = [], 0, count
+    grads = _assign(shared, grad_slots)
+    return SlotPlan(
+        tuple(shared),
+        tuple(_assign(shared, weight_slots)),
+        tuple(grads),
+        # With a slot each, two reductions under way are enough: a scratch each would be another model / N.
+        tuple(unit % 2 for unit in range(len(shared))) if grad_slots == "all" else tuple(grads),
+        weight_slots == "all",
+        grad_slots == "all",
+    )
+
+
+def _assign(shared: Sequence[bool], count: SlotCount) -> list[int]:
+    """Block slots are 0 .. count - 1, more than there are blocks are not used; other units get numbers above."""
+    blocks = sum(shared)
+    own = blocks if count == "all" else min(count, blocks)
+    turns = max(own, 1)
+    slots: list[int] = []
+    block = 0
     for is_shared in shared:
         if is_shared:
-            slots.append(block % count)
+            slots.append(block % turns)
             block += 1
         else:
             slots.append(own)
@@ -108,20 +149,82 @@ class WeightSlot:
         self.released = Fence(streams, Rule.SLOT_RELEASED, StreamName.COMPUTE, what)
 
 
-class GradSlot:
-    """A full-unit buffer in the gradient dtype. Owns its two fences.
+class Scratch:
+    """What reductions need beside a grad slot. Allocated when the first of its units trains.
+
+    Args:
+        numel: elements that the most demanding of its units needs.
+        dtype: slot_grad_dtype.
+        ledger: allocates.
 
     Attributes:
-        buffer: [numel of its largest unit] slot_grad_dtype.
-        scratch: what reductions from this slot need beside it, same dtype.
+        buffer: [numel] dtype.
+        work: the last reduction that uses it.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, ledger: Ledger) -> None:
+        self.work: Work | None = None
+        self.buffer: torch.Tensor | None = None
+        self._numel = numel
+        self._dtype = dtype
+        self._ledger = ledger
+
+    def allocate(self) -> None:
+        """Nothing if it is allocated already."""
+        if self.buffer is None:
+            self.buffer = self._ledger.allocate(Category.SCRATCH, self._numel, self._dtype)
+
+    def take(self, numel: int) -> torch.Tensor:
+        """[numel] of it, once nobody uses it any more. On CUDA reductions come one after the other anyway."""
+        work, self.work = self.work, None
+        if work is not None:
+            work.wait()
+        assert self.buffer is not None
+        return self.buffer.narrow(0, 0, numel)
+
+
+class GradSlot:
+    """A full-unit buffer in the gradient dtype. Owns its two fences; allocated when the first of its units trains.
+
+    Args:
+        numel: elements of its largest unit.
+        dtype: slot_grad_dtype.
+        ledger, streams: see there.
+        scratch: what reductions from this slot need beside it.
+        what: names it in messages.
+        is_whole: every unit has a grad slot of its own (``grad_slots="all"``): gradients may stay in it.
+
+    Attributes:
+        buffer: [numel] dtype.
         content: index of the unit whose unreduced gradients it holds; None if nobody's.
         written: rule 4, set after a unit's last gradient.
         drained: rule 3, set after the reduction.
     """
 
-    def __init__(self, buffer: torch.Tensor, scratch: torch.Tensor, streams: Streams, what: str) -> None:
-        self.buffer = buffer
-        self.scratch = scratch
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        ledger: Ledger,
+        streams: Streams,
+        scratch: Scratch,
+        what: str,
+        *,
+        is_whole: bool,
+    ) -> None:
+        self.is_whole = is_whole
         self.content: int | None = None
         self.written = Fence(streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what)
         self.drained = Fence(streams, Rule.GRADS_DRAINED, StreamName.COMM, what)
+        self.scratch = scratch
+        self.buffer: torch.Tensor | None = None
+        self._numel = numel
+        self._dtype = dtype
+        self._ledger = ledger
+
+    def allocate(self) -> torch.Tensor:
+        """The buffer, allocated at the first call."""
+        if self.buffer is None:
+            self.buffer = self._ledger.allocate(Category.GRAD_SLOTS, self._numel, self._dtype, is_visible=True)
+            self.scratch.allocate()
+        return self.buffer

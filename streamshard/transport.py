@@ -28,7 +28,6 @@ from streamshard.errors import CommunicationError, ConfigError, ShardingError, S
 from streamshard.streams import Fence, Rule, StreamName, Streams, Work
 
 __all__ = [
-    "SUM_BLOCK",
     "Guard",
     "NcclTransport",
     "PairwiseTransport",
@@ -37,10 +36,10 @@ __all__ = [
     "make_transport",
     "refuse_together",
     "resolve_group",
-    "sum_in_rank_order",
+    "sum_in_pieces",
 ]
 
-SUM_BLOCK = 1 << 16  # elements a CPU sums at a time, so that `out` stays in its cache between the addends
+_SUM_BLOCK = 1 << 16  # elements
 _TAGS_PER_UNIT = 2  # a unit's gathers and reductions must never be taken for each other
 
 
@@ -108,8 +107,14 @@ class Transport(abc.ABC):
         """Start a reduce-scatter (mean). See [Note: reductions]."""
 
     @abc.abstractmethod
-    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype) -> int:
-        """Elements of scratch that reductions of such a unit need: `wire` is sent, `accumulate` summed in."""
+    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
+        """Elements of scratch that reductions of such a unit need.
+
+        Args:
+            shard_numel: of the unit.
+            wire, accumulate: what is sent, what is summed in.
+            adds: whether main grads may hold something that is added to.
+        """
 
     def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for what other ranks are to read: a buffer [numel] of zeros on the device of the streams."""
@@ -235,8 +240,9 @@ class PairwiseTransport(Transport):
         for peer in self._peers():
             messages.append(self.group.send([shard], peer, tag * _TAGS_PER_UNIT))
             messages.append(self.group.recv([chunks[peer]], peer, tag * _TAGS_PER_UNIT))
-        with self.streams.on_comm():
-            chunks[self.rank].copy_(shard)
+        if chunks[self.rank].data_ptr() != shard.data_ptr():
+            with self.streams.on_comm():
+                chunks[self.rank].copy_(shard)
         return _Exchange(messages)
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
@@ -253,16 +259,14 @@ class PairwiseTransport(Transport):
             messages.append(self.group.recv([received[place]], peer, tag))
         return _Exchange(messages, lambda: self._sum(chunks[self.rank], received, reduction))
 
-    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype) -> int:
+    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
         """Every other rank's chunk is received before the sum."""
         return shard_numel * (self.world_size - 1)
 
     def _sum(self, own: torch.Tensor, received: torch.Tensor, reduction: Reduction) -> None:
         others = list(received)
-        parts = [*others[: self.rank], own, *others[self.rank :]]
-        with self.streams.on_comm(), torch.no_grad():
-            for out, *chunks in zip(*(t.split(SUM_BLOCK) for t in (reduction.out, *parts)), strict=True):
-                sum_in_rank_order(chunks, out, accumulate=reduction.accumulate)
+        with self.streams.on_comm():
+            sum_in_pieces([*others[: self.rank], own, *others[self.rank :]], reduction.out, reduction.accumulate)
 
     def _peers(self) -> list[int]:
         """The other ranks, in rank order: `received` is laid out in this order."""
@@ -285,6 +289,18 @@ def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accu
         torch.mul(first, share, out=out)
     for chunk in others:
         out.add_(chunk, alpha=share)
+
+
+def sum_in_pieces(chunks: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool) -> None:
+    """`sum_in_rank_order` for a CPU, whose cache keeps a piece of `out` between the addends.
+
+    If `out` is one of the chunks (main grads that lie in the grad slot), that one comes first: it is overwritten.
+    """
+    first = [chunk for chunk in chunks if chunk.data_ptr() == out.data_ptr()]
+    ordered = [*first, *(chunk for chunk in chunks if chunk.data_ptr() != out.data_ptr())]
+    with torch.no_grad():
+        for piece, *parts in zip(*(tensor.split(_SUM_BLOCK) for tensor in (out, *ordered)), strict=True):
+            sum_in_rank_order(parts, piece, accumulate=accumulate)
 
 
 class NcclTransport(Transport):
@@ -314,9 +330,11 @@ class NcclTransport(Transport):
                 out.add_(scratch) if reduction.accumulate else out.copy_(scratch)
         return None
 
-    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype) -> int:
-        """N chunks where a 16-bit wire is summed in fp32, else one shard to add from."""
-        return shard_numel * (self.world_size if wire is not accumulate else 1)
+    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
+        """N chunks where a 16-bit wire is summed in fp32, one shard to add from, or to convert from."""
+        if wire is not accumulate:
+            return shard_numel * self.world_size
+        return shard_numel if adds or wire is not torch.float32 else 0
 
     def _exchange(self, reduction: Reduction, scratch: torch.Tensor) -> None:
         dist.all_to_all_single(scratch, reduction.slot, group=self.group)

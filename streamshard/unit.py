@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from streamshard.errors import ShardingError
+from streamshard.pieces import HeldGrad
 from streamshard.shard import UnitShard
 from streamshard.slots import GradSlot, WeightSlot
 from streamshard.streams import Work
@@ -79,14 +80,16 @@ class StreamedUnit:
         self.written: list[bool] = []
         self.used: list[bool] = []
         self.reductions = 0
+        self._adds = False  # whether main grads hold something that the next reduction adds to
+        self._held: list[HeldGrad | None] = []  # by parameter, what stands for gradients left in the slot
         self.is_bound = False
         self.is_trainable = False
         self._transport = transport
         self._bindings: list[_Binding] = []
         self._grad_views: list[torch.Tensor] = []
-        padded = shard.layout.padded_numel
-        self._weights = weight_slot.buffer.narrow(0, 0, padded)
-        self._grads = grad_slot.buffer.narrow(0, 0, padded) if grad_slot is not None else None
+        self._weights = weight_slot.buffer.narrow(0, 0, shard.layout.padded_numel)
+        self._grads: torch.Tensor | None = None  # its part of the grad slot
+        self._main_grads_are_in_slot = False
         self.scratch_numel = scratch_numel
 
     # -- construction ---------------------------------------------------------------------------------------------
@@ -106,10 +109,18 @@ class StreamedUnit:
             self.views.append(view)
         self.written = [False] * len(self.views)
         self.used = [False] * len(self.views)
-        if self._grads is not None:
-            self._make_grad_views(self._grads)
+        self._held = [None] * len(self.views)
 
-    def _make_grad_views(self, flat: torch.Tensor) -> None:
+    def allocate_grads(self) -> None:
+        """Make the main grads, and what gradients are written to, when the unit first trains."""
+        layout, slot = self.shard.layout, self.grad_slot
+        if slot is None:
+            flat = self.shard.place_grad(None)
+        else:
+            flat = self._grads = slot.allocate().narrow(0, 0, layout.padded_numel)
+            self._main_grads_are_in_slot = slot.is_whole and flat.dtype is torch.float32
+            own = flat.narrow(0, self._transport.rank * layout.shard_numel, layout.shard_numel)
+            self.shard.place_grad(own if self._main_grads_are_in_slot else None)
         for param in self.shard.params:
             self._grad_views.append(flat.narrow(0, param.layout.offset, param.layout.numel).view(param.layout.shape))
 
@@ -133,9 +144,7 @@ class StreamedUnit:
             if view.requires_grad is not wanted:
                 view.requires_grad_(wanted)
         if trainable and self.shard.grad is None:
-            self.shard.allocate_grad()
-        if trainable and self.grad_slot is None and not self._grad_views and self.shard.grad is not None:
-            self._make_grad_views(self.shard.grad)
+            self.allocate_grads()
         self.is_trainable = trainable
         self.shard.cast()
         if self.grad_slot is None and self.shard.compute is not self._weights:
@@ -177,13 +186,29 @@ class StreamedUnit:
         self.weight_slot.released.record()
 
     def open_grads(self) -> None:
-        """Make the grad slot this unit's. Compute stream; with one rank the main grads themselves are written."""
-        if self.grad_slot is not None:
-            self.grad_slot.drained.wait()  # rule 3
-            self.grad_slot.content = self.index
-            self.written = [False] * len(self.views)
-        elif self.reductions == 0:
-            self.written = [self.shard.take_grads()] * len(self.views)
+        """Make the grad slot this unit's. Compute stream; with one rank the main grads themselves are written.
+
+        Gradients that parameters hold from an earlier backward are moved into the main grads first, to be added to.
+        """
+        if self.reductions == 0:
+            self._adds = self.shard.take_grads()
+        slot = self.grad_slot
+        if slot is None:
+            if self.reductions == 0:
+                self.written = [self._adds] * len(self.views)
+            return
+        slot.drained.wait()  # rule 3
+        slot.content = self.index
+        self.written = [self._adds and self._main_grads_are_in_slot] * len(self.views)
+        if self.written[0]:
+            self._spread_main_grads()
+
+    def _spread_main_grads(self) -> None:
+        """Main grads in the slot are to be added to: N times them here and zeros elsewhere have them as their mean."""
+        layout, grads = self.shard.layout, self._grads
+        assert grads is not None
+        for rank, chunk in enumerate(grads.view(layout.world_size, -1)):
+            chunk.mul_(layout.world_size) if rank == self._transport.rank else chunk.zero_()
 
     def write_grad(self, place: int, grad: torch.Tensor) -> None:
         """Gradient `place` [shape of the parameter] into the grad slot: the one copy gradients see. Compute stream."""
@@ -207,14 +232,32 @@ class StreamedUnit:
         if slot is None or self._grads is None or out is None:
             self.written = [True] * len(self.views)
             return None
-        accumulate = self.shard.take_grads() if self.reductions == 1 else True
         slot.written.record()
         slot.written.wait()  # rule 4
-        scratch = slot.scratch.narrow(0, 0, self.scratch_numel)
+        accumulate, self._adds = self._adds and not self._main_grads_are_in_slot, True
+        scratch = slot.scratch.take(self.scratch_numel)
         work = self._transport.start_reduce(Reduction(self._grads, out, scratch, accumulate, self.index))
         slot.content = None
+        slot.scratch.work = work
         slot.drained.record(work)
         return work
+
+    def hold_grads(self) -> None:
+        """Leave gradients in the slot, not reduced: parameters get a stand-in that says so, until the next backward."""
+        for place, (shard, is_used) in enumerate(zip(self.shard.params, self.used, strict=True)):
+            if is_used and self._held[place] is None:
+                self._held[place] = shard.param.grad = HeldGrad.wrap(self.shard.grad_pieces[place], shard.name)
+
+    def resume_grads(self) -> None:
+        """Take the stand-ins back. Gradients whose stand-in was cleared or set to zero meanwhile are forgotten."""
+        for place, stand_in in enumerate(self._held):
+            if stand_in is None:
+                continue
+            param, self._held[place] = self.shard.params[place].param, None
+            if param.grad is not stand_in or stand_in.is_zero:
+                self.used[place] = self.written[place] = False
+                self.shard.forget(place)
+            param.grad = None
 
     def finish_reduce(self, used: Sequence[bool]) -> None:
         """Main grads become the sharded parameters' ``.grad``, for those that some rank used."""

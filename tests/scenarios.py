@@ -219,10 +219,10 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def sharded(scenario: str, precision: Precision) -> nn.Module:
+def sharded(scenario: str, precision: Precision, **settings: Any) -> nn.Module:
     """The scenario's model, sharded, the same at each call."""
     torch.manual_seed(23)
-    model: nn.Module = StreamShard(SCENARIOS[scenario].build(), precision=precision)
+    model: nn.Module = StreamShard(SCENARIOS[scenario].build(), precision=precision, **settings)
     return model
 
 

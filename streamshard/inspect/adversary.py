@@ -111,7 +111,7 @@ class AdversarialTransport(Transport):
         self.streams.declare_access(shard, write=False, what="all_gather")
         self.streams.declare_access(slot, write=True, what="all_gather")
         with self.streams.on_comm():
-            _spoil(slot)
+            _spoil(slot, keep=shard)
         return self._start(lambda: self.inner.start_gather(shard, slot, tag))
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
@@ -119,11 +119,13 @@ class AdversarialTransport(Transport):
         self.streams.declare_access(reduction.slot, write=True, what="reduce_scatter")
         self.streams.declare_access(reduction.scratch, write=True, what="reduce_scatter")
         self.streams.declare_access(reduction.out, write=True, what="reduce_scatter")
-        return self._start(lambda: self.inner.start_reduce(reduction), lambda: _spoil(reduction.slot))
+        return self._start(
+            lambda: self.inner.start_reduce(reduction), lambda: _spoil(reduction.slot, keep=reduction.out)
+        )
 
-    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype) -> int:
+    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
         """See `Transport.scratch_numel`."""
-        return self.inner.scratch_numel(shard_numel, wire, accumulate)
+        return self.inner.scratch_numel(shard_numel, wire, accumulate, adds=adds)
 
     def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Transport.allocate_visible`."""
@@ -199,7 +201,12 @@ class _Late:
                 self._after()
 
 
-def _spoil(tensor: torch.Tensor) -> None:
-    """NaN, or all bits set where there is no NaN."""
+def _spoil(slot: torch.Tensor, keep: torch.Tensor) -> None:
+    """NaN, or all bits set where there is no NaN; but not what is this rank's own (compute shard, main grads)."""
+    start = (keep.data_ptr() - slot.data_ptr()) // slot.element_size()
+    parts = [slot]
+    if keep.dtype is slot.dtype and 0 <= start < slot.numel():
+        parts = [slot[:start], slot[start + keep.numel() :]]
     with torch.no_grad():
-        tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(torch.iinfo(tensor.dtype).max)
+        for part in parts:
+            part.fill_(float("nan")) if part.is_floating_point() else part.fill_(torch.iinfo(part.dtype).max)

@@ -311,8 +311,9 @@ def _describe(engine: Engine) -> dict[int, tuple[str, str | None, Any]]:
         shard, weights, grads = unit.shard, unit.weight_slot, unit.grad_slot
         owners.setdefault(weights.buffer.data_ptr(), (weights.arrived.what, None, weights))
         if grads is not None:
-            owners.setdefault(grads.buffer.data_ptr(), (grads.drained.what, None, grads))
-            owners.setdefault(grads.scratch.data_ptr(), (f"scratch of {grads.drained.what}", None, grads))
+            for buffer, what in ((grads.buffer, ""), (grads.scratch.buffer, "scratch of ")):
+                if buffer is not None:
+                    owners.setdefault(buffer.data_ptr(), (what + grads.drained.what, None, grads))
         for category, tensor in (
             (Category.MAIN_WEIGHTS, shard.main),
             (Category.MAIN_GRADS, shard.grad),

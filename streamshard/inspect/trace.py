@@ -28,7 +28,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from streamshard.engine import Engine, in_backward
 from streamshard.inspect import engine_inside
 from streamshard.inspect.timeline import Kind, Mark, Span, Trace
-from streamshard.slots import Category
 from streamshard.streams import Fence, Observer, StreamName, Streams, Work
 from streamshard.unit import StreamedUnit
 
@@ -58,7 +57,7 @@ def trace_step(model: nn.Module) -> Iterator[Trace]:
 
 
 def _slots(engine: Engine) -> list[int | None]:
-    slots = engine.slot_of[Category.WEIGHT_SLOTS]
+    slots = engine.plan.weights
     return [slot if unit.weight_slot.is_shared else None for slot, unit in zip(slots, engine.units, strict=True)]
 
 

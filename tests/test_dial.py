@@ -1,0 +1,334 @@
+"""The number of slots is the dial from ZeRO-3 to ZeRO-1: the same numbers everywhere, other bytes and messages."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from streamshard import Precision, StreamShard
+from streamshard.errors import ConfigError, ShardingError
+from streamshard.inspect.adversary import make_adversarial
+from streamshard.inspect.races import detect_races
+from tests.models import Stack, TinyConfig, TinyLM
+from tests.ranks import RankContext, on_ranks
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    Tolerance,
+    adamw,
+    assert_same,
+    counted_collectives,
+    full_grads,
+    full_weights,
+    lm_step,
+    stack_step,
+)
+from tests.scenarios import BF16, SCENARIOS, over_sockets, sharded, train
+
+HALF = torch.bfloat16
+PRECISIONS = {
+    "fp32": FP32,
+    "bf16": BF16,
+    "16-bit wire": Precision(param_dtype=HALF, grad_dtype=HALF),
+    "16-bit": Precision(param_dtype=HALF, reduce_dtype=HALF),
+    "fp16": Precision(param_dtype=torch.float16, grad_dtype=torch.float16),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ZeRO-2": {"weight_slots": "all", "grad_slots": 2},
+    "ZeRO-1": {"weight_slots": "all", "grad_slots": "all"},
+    "3 and 4 slots": {"weight_slots": 3, "grad_slots": 4},
+    "all grads": {"weight_slots": 2, "grad_slots": "all"},
+}
+# Where gradients are added to what is there, ZeRO-1 adds in another order.
+ADDING = ("micro-batches", "no_sync", "gradients kept when a backward fails", "two backwards")
+# fp32 weights that are somewhere else cannot be in their slot as well: see the test of the error.
+MOVING = "weights elsewhere"
+
+
+def _trained(context: RankContext, scenario: str, precision: Precision, **settings: Any) -> dict[str, torch.Tensor]:
+    model = sharded(scenario, precision, **settings)
+    train(model, scenario, context)
+    return full_weights(model)
+
+
+# -- the same numbers ---------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("setting", list(SETTINGS))
+@pytest.mark.parametrize("scenario", list(SCENARIOS))
+def test_every_setting_trains_like_the_default(context: RankContext, scenario: str, setting: str) -> None:
+    """Bit by bit, unless gradients are added up in another order."""
+    for precision in (FP32, BF16):
+        if scenario == MOVING and precision is FP32 and SETTINGS[setting]["weight_slots"] == "all":
+            continue
+        wanted = _trained(context, scenario, precision)
+        found = _trained(context, scenario, precision, **SETTINGS[setting])
+        is_exact = scenario not in ADDING or SETTINGS[setting]["grad_slots"] != "all"
+        assert_same(found, wanted, "weights", EXACT if is_exact else Tolerance(1e-5, 1e-5))
+
+
+@on_ranks(3, 4)
+@pytest.mark.parametrize("way", ["shared memory", "sockets"])
+@pytest.mark.parametrize("setting", list(SETTINGS))
+def test_more_ranks_do_so_too(context: RankContext, setting: str, way: str) -> None:
+    """Main grads that lie in the slot are summed starting with this rank's: another order from three ranks on."""
+    with over_sockets() if way == "sockets" else contextlib.nullcontext():
+        for precision in PRECISIONS:
+            wanted = _trained(context, "layers unused on some ranks", PRECISIONS[precision])
+            settings = SETTINGS[setting]
+            found = _trained(context, "layers unused on some ranks", PRECISIONS[precision], **settings)
+            is_exact = settings["grad_slots"] != "all" or PRECISIONS[precision].slot_grad_dtype is not torch.float32
+            assert_same(found, wanted, precision, EXACT if is_exact else Tolerance(1e-4, 1e-4))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("setting", list(SETTINGS))
+@pytest.mark.parametrize("scenario", list(SCENARIOS))
+def test_every_setting_is_free_of_races(context: RankContext, scenario: str, setting: str) -> None:
+    """And an adversarial transport changes nothing."""
+    settings = SETTINGS[setting]
+    model = sharded(scenario, BF16, **settings)
+    with detect_races(model), make_adversarial(model):
+        train(model, scenario, context)
+        found = full_weights(model)
+    assert_same(found, _trained(context, scenario, BF16, **settings), "weights", EXACT)
+
+
+# -- bytes --------------------------------------------------------------------------------------------------------
+
+# Bytes per parameter with Adam, for N ranks, without what a setting's slots add; "all" slots are in the formula.
+FORMULAS: dict[str, tuple[str, dict[str, Any], float, float]] = {
+    "ZeRO-1, fp16, fp16 gradients": ("fp16", SETTINGS["ZeRO-1"], 4, 16),
+    "ZeRO-1, bf16, fp32 gradients": ("bf16", SETTINGS["ZeRO-1"], 6, 12),
+    "ZeRO-1, fp32": ("fp32", SETTINGS["ZeRO-1"], 8, 8),
+    "ZeRO-2, bf16": ("bf16", SETTINGS["ZeRO-2"], 2, 16),
+    "ZeRO-3, bf16": ("bf16", {}, 0, 18),
+}
+
+
+class Even(nn.Module):
+    """Eight layers and a head whose sizes need no padding at 1 to 4 ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48, bias=False) for _ in range(8))
+        self.head = nn.Linear(48, 24, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, 48] -> [rows, 24]"""
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("case", list(FORMULAS))
+def test_bytes_per_parameter_are_those_of_the_formula(context: RankContext, case: str) -> None:
+    """Counted on live tensors, the optimizer's included."""
+    name, settings, constant, sharded_bytes = FORMULAS[case]
+    precision, size = PRECISIONS[name], context.world_size
+    model: Any = StreamShard(Even(), precision=precision, **settings)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(4, 48)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = model.memory_report()
+    assert dict(report.held_bytes) == dict(report.formula_bytes)
+    held = report.total_bytes - report.held_bytes["flags"]
+    held += sum(m.nbytes for state in optimizer.state.values() for m in state.values() if m.ndim)
+    if size == 1:  # gradients go straight to the main grads, weights come from the compute shard: no full-size buffers
+        assert held == 18 * report.numel if name != "fp32" else 16 * report.numel
+        return
+    layer, head = 48 * 48, 24 * 48
+    slots = 0.0
+    if settings.get("weight_slots") != "all":
+        slots += precision.param_dtype.itemsize * (2 * layer + head)
+    if settings.get("grad_slots") != "all":
+        slots += precision.slot_grad_dtype.itemsize * (2 * layer + head)
+    assert held == pytest.approx((constant + sharded_bytes / size) * report.numel + slots, abs=0.5)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("setting", list(SETTINGS))
+def test_the_report_is_right_at_every_setting(context: RankContext, setting: str, precision: str) -> None:
+    """Also over sockets, where two scratches serve all slots."""
+    for way in (contextlib.nullcontext, over_sockets):
+        with way():
+            model: Any = StreamShard(TinyLM(TinyConfig(depth=5)), precision=PRECISIONS[precision], **SETTINGS[setting])
+        lm_step(model, Call(0, context.rank, 2, 1.0))
+        report = model.memory_report()
+        assert dict(report.held_bytes) == dict(report.formula_bytes)
+
+
+@on_ranks(2)
+def test_units_that_do_not_train_have_no_grad_slot(context: RankContext) -> None:
+    """Until they do."""
+    model: Any = StreamShard(Stack(), precision=FP32, grad_slots="all")
+    model.requires_grad_(False)
+    frozen = Stack()
+    frozen.requires_grad_(False)
+    frozen.head.requires_grad_(True)
+    model = StreamShard(frozen, precision=FP32, grad_slots="all")
+    small = model.memory_report().held_bytes["grad slots"]
+    stack_step(model, Call(0, context.rank, 2, 1.0))
+    assert model.memory_report().held_bytes["grad slots"] == small
+    model.requires_grad_(True)
+    stack_step(model, Call(1, context.rank, 2, 1.0))
+    report = model.memory_report()
+    assert report.held_bytes["grad slots"] == report.formula_bytes["grad slots"] > small
+
+
+# -- messages -----------------------------------------------------------------------------------------------------
+
+
+def _counts(model: nn.Module, context: RankContext, number: int) -> tuple[int, int]:
+    with counted_collectives() as counts:
+        lm_step(model, Call(number, context.rank, context.world_size, 1.0))
+    return counts.get("start_gather", 0), counts.get("start_reduce", 0)
+
+
+@on_ranks(2)
+def test_more_weight_slots_save_gathers(context: RankContext) -> None:
+    """The floor is two gathers of a unit and one reduction, less one gather for each unit that is still in its slot."""
+    depth, flags = 6, 1  # flags: the exchange of used parameters, once a backward
+    for slots, kept in ((2, 2), (3, 3), (5, 5), ("all", depth), (7, depth)):
+        model = StreamShard(TinyLM(TinyConfig(depth=depth)), precision=FP32, weight_slots=slots)
+        lm_step(model, Call(0, context.rank, 2, 1.0))
+        gathers, reductions = _counts(model, context, 1)
+        assert (gathers, reductions) == (1 + 2 * depth - kept + flags, 1 + depth), slots
+
+
+@on_ranks(2)
+def test_zero_1_reduces_once_for_all_micro_batches(context: RankContext) -> None:
+    """And gathers once: inside `no_sync` nothing is sent at all after the first forward."""
+    depth = 6
+    model = StreamShard(TinyLM(TinyConfig(depth=depth)), precision=FP32, weight_slots="all", grad_slots="all")
+    lm_step(model, Call(0, context.rank, 2, 1.0))
+    with model.no_sync():
+        assert _counts(model, context, 1) == (1 + depth, 0)
+        assert _counts(model, context, 2) == (0, 0)
+    assert _counts(model, context, 3) == (1 + depth + 1, 1 + depth)
+
+
+# -- gradients that wait ------------------------------------------------------------------------------------------
+
+
+def _accumulating(precision: Precision) -> Any:
+    torch.manual_seed(3)
+    return StreamShard(Stack(), precision=precision, weight_slots="all", grad_slots="all")
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("how", ["set to none", "zeroed", "deleted"])
+def test_clearing_gradients_inside_no_sync_forgets_them(context: RankContext, how: str, precision: str) -> None:
+    """Someone skips a bad batch: what was accumulated is gone, on the other ranks' part too."""
+    call = Call(1, context.rank, context.world_size, 1.0)
+    model = _accumulating(PRECISIONS[precision])
+    stack_step(model, call)
+    wanted = full_grads(model)
+
+    model = _accumulating(PRECISIONS[precision])
+    optimizer = adamw(model)
+    with model.no_sync():
+        stack_step(model, Call(5, context.rank, context.world_size, 1.0))
+        if how == "deleted":
+            for param in model.parameters():
+                param.grad = None
+        else:
+            optimizer.zero_grad(set_to_none=how == "set to none")
+    stack_step(model, call)
+    assert_same(full_grads(model), wanted, "gradients", EXACT)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_waiting_gradients_are_added_to_those_that_were_there(context: RankContext, precision: str) -> None:
+    """A reduced gradient, two that wait, and a last one: four micro-batches in all."""
+    size = context.world_size
+    grads = []
+    for settings in ({}, {"weight_slots": "all", "grad_slots": "all"}):
+        torch.manual_seed(3)
+        model: Any = StreamShard(Stack(), precision=PRECISIONS[precision], **settings)
+        stack_step(model, Call(0, context.rank, size, 1.0))
+        with model.no_sync():
+            stack_step(model, Call(1, context.rank, size, 1.0))
+            stack_step(model, Call(2, context.rank, size, 1.0))
+        stack_step(model, Call(3, context.rank, size, 1.0))
+        grads.append(full_grads(model))
+    narrow = PRECISIONS[precision].slot_grad_dtype is not torch.float32
+    assert_same(grads[1], grads[0], "gradients", Tolerance(2e-2, 1e-3) if narrow else Tolerance(1e-5, 1e-6))
+
+
+@on_ranks(2)
+def test_gradients_that_wait_cannot_be_used(context: RankContext) -> None:
+    """They are this rank's alone: clipping and stepping raise and name a parameter."""
+    model = _accumulating(FP32)
+    optimizer = adamw(model)
+    with model.no_sync():
+        stack_step(model, Call(0, context.rank, 2, 1.0))
+        message = r"no_sync.*not been reduced"
+        with pytest.raises(ShardingError, match=message):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.raises(ShardingError, match=message):
+            model.clip_grad_norm_(1.0)
+        with pytest.raises(ShardingError, match=message):
+            optimizer.step()
+        with pytest.raises(ShardingError, match=message):
+            model.head.weight.grad.norm()
+        assert model.head.weight.grad.shape == model.head.weight.shape
+    stack_step(model, Call(1, context.rank, 2, 1.0))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_a_failed_micro_batch_can_be_cleared(context: RankContext) -> None:
+    """As under DDP its partial gradients stay until somebody clears them."""
+    model = _accumulating(FP32)
+    stack_step(model, Call(1, context.rank, 2, 1.0))
+    wanted = full_grads(model)
+    model = _accumulating(FP32)
+    handle = model.layers[1].register_full_backward_hook(_raise)
+    with model.no_sync():
+        with pytest.raises(ZeroDivisionError):
+            stack_step(model, Call(0, context.rank, 2, 1.0))
+        handle.remove()
+        adamw(model).zero_grad()
+    stack_step(model, Call(1, context.rank, 2, 1.0))
+    assert_same(full_grads(model), wanted, "gradients", EXACT)
+
+
+def _raise(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+# -- what does not fit --------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_fp32_weights_put_elsewhere_are_refused_where_they_live_in_the_slot(context: RankContext) -> None:
+    """`param.data = ema`: the gather would overwrite what was there before."""
+    model = _accumulating(FP32)
+    for param in model.parameters():
+        param.data = param.data.clone()
+    with pytest.raises(ShardingError, match=r"layers\.0\.linear\.weight|given other memory"):
+        stack_step(model, Call(0, context.rank, 2, 1.0))
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("count", [1, 0, -1, 2.0, True, "some", None])
+def test_other_numbers_of_slots_are_refused(context: RankContext, count: Any) -> None:
+    """By name, with what is wanted."""
+    for name in ("weight_slots", "grad_slots"):
+        with pytest.raises(ConfigError, match=f"{name}={count!r}: wanted an integer of at least 2, or 'all'"):
+            StreamShard(Stack(), **{name: count})
