@@ -22,6 +22,7 @@ from streamshard.errors import ShardingError
 from streamshard.hooks import HANDLE, Uncopyable, call_shell, handle_of
 from streamshard.inspect.memory import MemoryReport, report_memory
 from streamshard.pieces import HeldGrad, reduce_norms
+from streamshard.planner import MemoryBudget
 from streamshard.shard import ParamShard
 from streamshard.slots import SlotCount
 
@@ -48,6 +49,9 @@ class StreamShard(Uncopyable):
             forward that fit stay for backward; with "all" nothing is gathered twice in a step (ZeRO-2).
         grad_slots: likewise for gradients. With "all" they are accumulated locally inside `no_sync` and reduced once
             (ZeRO-1).
+        memory_budget: instead of both numbers, what a rank may hold, Adam's moments included and activations not:
+            bytes, ``"70GiB"``, or a share of the free device memory such as ``0.8``. The most slots that fit are
+            taken; ``memory_report()`` says which and why.
         broadcast_weights: start from rank 0's weights; else every rank shards its own, which must be equal.
 
     Raises:
@@ -69,6 +73,7 @@ class StreamShard(Uncopyable):
         precision: Precision = Precision(),  # noqa: B008  # frozen
         weight_slots: SlotCount = 2,
         grad_slots: SlotCount = 2,
+        memory_budget: MemoryBudget | None = None,
         broadcast_weights: bool = True,
     ) -> None:
         # Python calls this on what __new__ returned, which was complete before it was sharded.
@@ -196,7 +201,7 @@ class StreamShard(Uncopyable):
     def memory_report(self) -> MemoryReport:
         """Bytes the engine holds on this rank by category, beside the formula. Printable."""
         engine = engine_of(self)
-        return report_memory(engine.ledger, engine.units, engine.plan, engine.precision)
+        return report_memory(engine)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module. After an exception in backward this puts the sharded parameters back first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from streamshard.errors import ConfigError, RankMismatchError, ShardingError, St
 from streamshard.hooks import Handle, handle_of, watch
 from streamshard.layout import ParamSize, UnitLayout, plan_unit
 from streamshard.pieces import StatePiece, refuse_whole_matrix_optimizers
+from streamshard.planner import MemoryBudget, Needs, choose_slots, read_budget
 from streamshard.shard import UnitShard
 from streamshard.shared_memory import share_memory
 from streamshard.slots import Category, GradSlot, Ledger, Scratch, SlotCount, SlotPlan, WeightSlot, plan_slots
@@ -62,14 +63,16 @@ def shard_model(
     precision: Precision | None = None,
     weight_slots: SlotCount = 2,
     grad_slots: SlotCount = 2,
+    memory_budget: MemoryBudget | None = None,
     broadcast_weights: bool = True,
 ) -> nn.Module:
     """Shard `module` in place and let its class derive from `base`. Arguments and errors: see `StreamShard`."""
     precision = Precision() if precision is None else precision
-    _check_arguments(module, precision, weight_slots, grad_slots)
     group = _group_of(mesh)
     try:
+        _check_arguments(module, precision, weight_slots, grad_slots, memory_budget)
         device = check_params(module)
+        budget = None if memory_budget is None else read_budget(memory_budget, device)
         found = find_units(module, units)
         groups = group_params(module, found)
     except StreamShardError as error:
@@ -82,20 +85,29 @@ def shard_model(
         device = torch.device("cuda", torch.cuda.current_device())
     streams = Streams(device)
     transport = make_transport(group, streams)
-    _check_ranks_agree(transport, groups, (precision, weight_slots, grad_slots))
+    _check_ranks_agree(transport, groups, (precision, weight_slots, grad_slots, memory_budget))
 
     transport = share_memory(transport, _most_bytes(groups, transport.world_size), len(groups))
     ledger = Ledger(device, transport.allocate_visible)
     layouts = _plan_layouts(found, groups, transport.world_size, precision)
     kinds = [type(unit.module) for unit in found]
-    plan = plan_slots([False, *(kinds.count(kind) > 1 for kind in kinds)], weight_slots, grad_slots)
-    streamed = _allocate(layouts, plan, transport, ledger, precision)
+    shared = [False, *(kinds.count(kind) > 1 for kind in kinds)]  # see [Note: slots]
+    trains = [any(found_param.param.requires_grad for found_param in params) for params in groups]
+    needs = Needs(layouts, shared, trains, precision, _scratch_numel(transport, precision))
+    if budget is None:
+        plan = plan_slots(shared, weight_slots, grad_slots)
+        reason = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
+    else:
+        budget = min(transport.gather_objects(budget))
+        plan, reason = choose_slots(needs, budget)
+    streamed = _allocate(needs, plan, transport, ledger)
     buffers = BufferSync(module, transport)
-    engine = Engine(streamed, plan, transport, streams, ledger, buffers, precision)
-    for unit, params in zip(streamed, groups, strict=True):
+    engine = Engine(streamed, plan, transport, streams, ledger, buffers, needs)
+    engine.why_slots = reason
+    for unit, params, is_trained in zip(streamed, groups, trains, strict=True):
         _take_weights(unit, params, transport, broadcast_weights)
         unit.make_views(engine.on_grad)
-        if any(found_param.param.requires_grad for found_param in params):
+        if is_trained:
             unit.allocate_grads()
     _place_buffers(module, device, precision.buffer_dtype)
     if broadcast_weights:
@@ -107,7 +119,13 @@ def shard_model(
 # -- validate -----------------------------------------------------------------------------------------------------
 
 
-def _check_arguments(module: nn.Module, precision: Precision, weight_slots: SlotCount, grad_slots: SlotCount) -> None:
+def _check_arguments(
+    module: nn.Module,
+    precision: Precision,
+    weight_slots: SlotCount,
+    grad_slots: SlotCount,
+    memory_budget: MemoryBudget | None,
+) -> None:
     if not isinstance(module, nn.Module):
         raise ShardingError(f"StreamShard takes an nn.Module, got {type(module).__name__}")
     if not isinstance(precision, Precision):
@@ -115,6 +133,8 @@ def _check_arguments(module: nn.Module, precision: Precision, weight_slots: Slot
     for name, count in (("weight_slots", weight_slots), ("grad_slots", grad_slots)):
         if count != "all" and (not isinstance(count, int) or isinstance(count, bool) or count < 2):
             raise ConfigError(f"{name}={count!r}: wanted an integer of at least 2, or 'all'")
+        if memory_budget is not None and count != 2:
+            raise ConfigError(f"{name}={count!r} and memory_budget={memory_budget!r}: the budget chooses the slots")
     for name, child in module.named_modules():
         if handle_of(child) is not None:
             raise ShardingError(f"{name or type(module).__name__!r} is already sharded: StreamShard takes a model once")
@@ -170,6 +190,13 @@ def _plan_layouts(
     return layouts
 
 
+def _scratch_numel(transport: Transport, precision: Precision) -> Callable[[int, bool], int]:
+    def scratch_numel(shard_numel: int, adds: bool) -> int:
+        return transport.scratch_numel(shard_numel, precision.slot_grad_dtype, precision.reduce_dtype, adds=adds)
+
+    return scratch_numel
+
+
 def _most_bytes(groups: Sequence[Sequence[FoundParam]], world_size: int) -> int:
     """More than other ranks can ever have to read: main weights, compute shards and both slots of all units in fp32."""
     numel = sum(found.param.numel() for params in groups for found in params)
@@ -177,19 +204,12 @@ def _most_bytes(groups: Sequence[Sequence[FoundParam]], world_size: int) -> int:
     return 16 * numel + 16 * 16 * gaps + 4096
 
 
-def _allocate(
-    layouts: Sequence[UnitLayout],
-    plan: SlotPlan,
-    transport: Transport,
-    ledger: Ledger,
-    precision: Precision,
-) -> list[StreamedUnit]:
+def _allocate(needs: Needs, plan: SlotPlan, transport: Transport, ledger: Ledger) -> list[StreamedUnit]:
     """Slots, each as large as its largest unit, and the units that take turns in them."""
+    layouts, precision = needs.layouts, needs.precision
     streams, grad_dtype, is_alone = transport.streams, precision.slot_grad_dtype, transport.world_size == 1
     adds = not (plan.keeps_grads and grad_dtype is torch.float32)
-    scratch = [
-        transport.scratch_numel(layout.shard_numel, grad_dtype, precision.reduce_dtype, adds=adds) for layout in layouts
-    ]
+    scratch = [needs.scratch_numel(layout.shard_numel, adds) for layout in layouts]
     padded = [layout.padded_numel for layout in layouts]
     weight_slots: dict[int, WeightSlot] = {}
     grad_slots: dict[int, GradSlot] = {}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
 
 from streamshard.errors import ConfigError
 
-__all__ = ["Precision"]
+__all__ = ["Precision", "parse_bytes"]
 
 _PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -66,3 +67,29 @@ def _want(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         choices = ", ".join(str(choice) for choice in dict.fromkeys(allowed))
         raise ConfigError(f"{name}={value!r}: wanted one of {choices}")
+
+
+_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(name: str, size: object) -> int:
+    """A number of bytes from a number, or text such as ``"5GB"`` or ``"70GiB"``.
+
+    Args:
+        name: of the argument, for messages.
+        size: what was given for it.
+
+    Raises:
+        ConfigError: it is neither, or not positive.
+    """
+    wanted = 'wanted a positive number of bytes, or text such as "5GB" or "70GiB"'
+    count: float | None = None
+    if isinstance(size, int) and not isinstance(size, bool):
+        count = size
+    elif isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B)\s*", size.upper())
+        if match:
+            count = float(match[1]) * _BYTES[match[2]]
+    if count is None or int(count) < 1:
+        raise ConfigError(f"{name}={size!r}: {wanted}")
+    return int(count)

@@ -21,8 +21,8 @@ import torch
 from torch.autograd import Variable
 
 from streamshard.buffers import BufferSync
-from streamshard.config import Precision
 from streamshard.errors import ShardingError
+from streamshard.planner import Needs
 from streamshard.program import Op, OpKind, Sweep, merge_order
 from streamshard.shard import ParamShard
 from streamshard.slots import Ledger, SlotPlan
@@ -82,9 +82,10 @@ class Engine:
         units: all units; the edge unit first, then blocks in registration order.
         plan: which unit uses which slot.
         transport, streams, ledger, buffers: see there. The engine owns the two step-boundary fences.
-        precision: the dtypes in force, for reports.
+        needs: what memory depends on, the dtypes in force among it; for reports.
 
     Attributes:
+        why_slots: how many slots there are, and why, for reports.
         check_structure: raises if the model is not what was sharded; called before each pass that casts.
         is_synced: False inside ``no_sync()``: weights cannot have changed since the last pass, so what slots hold is
             reused.
@@ -98,20 +99,22 @@ class Engine:
         streams: Streams,
         ledger: Ledger,
         buffers: BufferSync,
-        precision: Precision,
+        needs: Needs,
     ) -> None:
         self.units = list(units)
         self.transport = transport
         self.streams = streams
         self.ledger = ledger
         self.buffers = buffers
+        self.why_slots = ""
         self.check_structure: Callable[[], None] = lambda: None
         self.is_synced = True
         self.depth = 0  # of forwards of modules that the engine watches
         self.order: tuple[int, ...] = tuple(range(len(units)))
         self._has_learnt = False
         self.plan = plan
-        self.precision = precision
+        self.needs = needs
+        self.precision = needs.precision
         self._slot_of = plan.weights
         self._weights_are_current = False
         self._forward: Sweep | None = None

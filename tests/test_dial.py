@@ -332,3 +332,67 @@ def test_other_numbers_of_slots_are_refused(context: RankContext, count: Any) ->
     for name in ("weight_slots", "grad_slots"):
         with pytest.raises(ConfigError, match=f"{name}={count!r}: wanted an integer of at least 2, or 'all'"):
             StreamShard(Stack(), **{name: count})
+
+
+# -- a budget instead of numbers ----------------------------------------------------------------------------------
+
+
+def _held(model: Any) -> int:
+    report = model.memory_report()
+    return int(report.total_bytes + report.adam_bytes)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_a_budget_takes_the_most_slots_that_fit(context: RankContext, precision: str) -> None:
+    """At each setting's own size it is chosen, a byte below that the next smaller one is, and what is held fits."""
+    order: list[dict[str, Any]] = [
+        {"weight_slots": "all", "grad_slots": "all"},
+        {"weight_slots": "all", "grad_slots": 2},
+        *({"weight_slots": count, "grad_slots": 2} for count in range(7, 1, -1)),
+    ]
+    sizes = [_held(StreamShard(Even(), precision=PRECISIONS[precision], **settings)) for settings in order]
+    assert sizes[-1] < sizes[0]
+    for place, (settings, size) in enumerate(zip(order, sizes, strict=True)):
+        if size > min(sizes[: place + 1]) or size in sizes[:place]:
+            continue  # an earlier, larger setting takes no more
+        model: Any = StreamShard(Even(), precision=PRECISIONS[precision], memory_budget=size)
+        assert _held(model) == size
+        report = model.memory_report()
+        assert f"weight_slots={settings['weight_slots']!r}, grad_slots={settings['grad_slots']!r}" in report.slots
+        model(torch.ones(2, 48)).float().sum().backward()
+        assert _held(model) == size
+
+
+@on_ranks(2)
+def test_too_small_a_budget_says_what_is_missing(context: RankContext) -> None:
+    """Before anything is changed: the model can be sharded afterwards."""
+    least = _held(StreamShard(Even(), precision=FP32))
+    model = Even()
+    with pytest.raises(ConfigError, match=r"memory_budget is .* MiB, but weight_slots=2, grad_slots=2 .* are missing"):
+        StreamShard(model, precision=FP32, memory_budget=least - 1)
+    assert model.head.weight.shape == (24, 48)
+    StreamShard(model, precision=FP32, memory_budget=least)
+
+
+@on_ranks(2)
+def test_the_smallest_budget_of_any_rank_counts(context: RankContext) -> None:
+    """A share of the free memory is not the same everywhere; the choice has to be."""
+    for budget in ("1GiB", 0.5):
+        model: Any = StreamShard(Even(), precision=FP32, memory_budget=budget)
+        assert "weight_slots='all', grad_slots='all'" in str(model.memory_report())
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("budget", [0, -5, 0.0, 1.5, "much", "12", "-3GB", True])
+def test_budgets_that_mean_nothing_are_refused(context: RankContext, budget: Any) -> None:
+    """By name."""
+    with pytest.raises(ConfigError, match="memory_budget="):
+        StreamShard(Stack(), memory_budget=budget)
+
+
+@on_ranks(1)
+def test_a_budget_and_numbers_of_slots_exclude_each_other(context: RankContext) -> None:
+    """One of them would be ignored."""
+    with pytest.raises(ConfigError, match="weight_slots=3 and memory_budget='1GB': the budget chooses the slots"):
+        StreamShard(Stack(), weight_slots=3, memory_budget="1GB")

@@ -180,17 +180,18 @@ def test_a_lone_large_unit_does_not_size_the_slots_of_the_others(context: RankCo
 
 @on_ranks(2)
 def test_the_report_can_be_read(context: RankContext) -> None:
-    """One line for each category, in MiB and bytes per parameter, beside the formula."""
+    """One line for each category, in MiB and bytes per parameter, beside the formula; and the setting."""
     text = str(_report(StreamShard(TinyLM(), precision=FP32)))
     lines = text.splitlines()
     assert (
         lines[0] == f"memory of this rank: {sum(p.numel() for p in TinyLM().parameters()):,} parameters over 2 rank(s)"
     )
-    assert [line.split("  ")[1].strip() for line in lines[1:]] == [
+    assert [line.split("  ")[1].strip() for line in lines[1:-1]] == [
         *(category.value for category in Category),
         "total",
         "(Adam moments)",
     ]
+    assert lines[-1] == "  weight_slots=2, grad_slots=2"
 
 
 # -- allocated once -----------------------------------------------------------------------------------------------

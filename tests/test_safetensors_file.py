@@ -18,10 +18,10 @@ from streamshard.checkpoint.safetensors_file import (
     FileLayout,
     TensorSpec,
     encode_index,
-    parse_size,
     plan_files,
     read_directory,
 )
+from streamshard.config import parse_bytes
 from streamshard.errors import ConfigError, ExportError
 
 METADATA = {"format": "pt"}
@@ -106,18 +106,19 @@ def test_index_counts_parameters_and_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "in_bytes"), [(7, 7), ("5GB", 5 * 10**9), (" 1.5 mb ", 1_500_000), ("2TB", 2 * 10**12), ("12KB", 12_000)]
+    ("size", "in_bytes"),
+    [(7, 7), ("5GB", 5 * 10**9), (" 1.5 mb ", 1_500_000), ("2TB", 2 * 10**12), ("12KB", 12_000), ("70GiB", 70 * 2**30)],
 )
-def test_sizes_are_decimal(size: int | str, in_bytes: int) -> None:
-    """As huggingface_hub reads them."""
-    assert parse_size(size) == in_bytes
+def test_sizes_are_decimal_unless_they_say_otherwise(size: int | str, in_bytes: int) -> None:
+    """As huggingface_hub reads them; memory is counted in GiB."""
+    assert parse_bytes("max_shard_size", size) == in_bytes
 
 
-@pytest.mark.parametrize("size", [0, -1, "0GB", "5", "GB", "5GiB", "-1MB", "infGB", "nanKB", None, 1.5, ""])
+@pytest.mark.parametrize("size", [0, -1, "0GB", "5", "GB", "5Gi", "-1MB", "infGB", "nanKB", None, 1.5, ""])
 def test_sizes_that_are_none_raise(size: Any) -> None:
     """The message repeats what was given and shows an example."""
     with pytest.raises(ConfigError, match="max_shard_size=.*wanted a positive number of bytes"):
-        parse_size(size)
+        parse_bytes("max_shard_size", size)
 
 
 def test_two_tensors_of_one_name_raise() -> None:

@@ -11,8 +11,8 @@ from torch import nn
 
 from streamshard.checkpoint import huggingface
 from streamshard.checkpoint.disk_layout import local_pieces, overlaps, plan_disk, saved_names
-from streamshard.checkpoint.safetensors_file import parse_size
 from streamshard.checkpoint.writer import RankGroup, TensorEntry, run_on_all_ranks, write_sharded
+from streamshard.config import parse_bytes
 from streamshard.errors import ConfigError
 from streamshard.shard import ParamShard
 
@@ -28,7 +28,7 @@ def export_shards(
     max_shard_size: int | str,
 ) -> list[str]:
     """What `streamshard.export_safetensors` does, with the model's parameters and ranks given."""
-    parse_size(max_shard_size)
+    parse_bytes("max_shard_size", max_shard_size)
     wanted = _floating_dtype(dtype)
     entries = run_on_all_ranks(group, "plan the export", lambda: _entries(model, shards, group.rank, wanted))
 

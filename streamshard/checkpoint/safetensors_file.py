@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamshard.errors import ConfigError, ExportError
+from streamshard.errors import ExportError
 
 __all__ = [
     "INDEX_NAME",
@@ -28,7 +28,6 @@ __all__ = [
     "StoredTensor",
     "TensorSpec",
     "encode_index",
-    "parse_size",
     "plan_files",
     "read_directory",
 ]
@@ -40,7 +39,6 @@ NUMBERED_PATTERN = r"model-\d{5}-of-\d{5}\.safetensors"
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the library refuses longer ones
-_SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 # In the order in which a file holds them.
 _DTYPE_NAMES = {
@@ -99,27 +97,6 @@ class StoredTensor(NamedTuple):
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes of a size such as ``"5GB"`` (decimal units: KB, MB, GB, TB) or a plain number of bytes.
-
-    Raises:
-        ConfigError: it is neither, or not positive.
-    """
-    wanted = 'wanted a positive number of bytes, or one with a unit such as "500MB" (KB, MB, GB, TB)'
-    number: float = 0
-    if isinstance(size, int):
-        number = size
-    elif isinstance(size, str):
-        text = size.strip()
-        try:
-            number = float(text[:-2]) * _SIZE_UNITS[text[-2:].upper()]
-        except (KeyError, ValueError):
-            raise ConfigError(f"max_shard_size={size!r}: {wanted}") from None
-    if not 1 <= number < math.inf:
-        raise ConfigError(f"max_shard_size={size!r}: {wanted}")
-    return int(number)
 
 
 def plan_files(specs: Sequence[TensorSpec], max_file_bytes: int, metadata: Mapping[str, str]) -> tuple[FileLayout, ...]:

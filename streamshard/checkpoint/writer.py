@@ -33,9 +33,9 @@ from streamshard.checkpoint.safetensors_file import (
     FileLayout,
     TensorSpec,
     encode_index,
-    parse_size,
     plan_files,
 )
+from streamshard.config import parse_bytes
 from streamshard.errors import ExportError
 
 __all__ = ["RankGroup", "TensorEntry", "run_on_all_ranks", "write_sharded"]
@@ -116,7 +116,7 @@ def write_sharded(
         ExportError: on every rank, when any rank failed: names the rank and the cause. Nothing is left that looks
             whole.
     """
-    max_file_bytes = parse_size(max_shard_size)
+    max_file_bytes = parse_bytes("max_shard_size", max_shard_size)
     root = Path(directory)
     first = group.rank == 0
     files = run_on_all_ranks(group, "plan the export", lambda: _plan(entries, max_file_bytes, metadata))
