@@ -7,7 +7,9 @@ their users write by hand: a bf16 model, fp32 copies, two casts per step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -28,15 +30,23 @@ class MainWeights:
     Args:
         parameters: the model's parameters, in fp32; they are turned to bf16 here.
         options: keyword arguments of AdamW.
+        shards: keep 1/N of AdamW's state on each rank (ZeroRedundancyOptimizer).
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], options: dict[str, Any]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], options: dict[str, Any], *, shards: bool = False) -> None:
         self._compute = list(parameters)
         self._main = [parameter.detach().clone() for parameter in self._compute]
         for parameter, main in zip(self._compute, self._main, strict=True):
             main.grad = torch.zeros_like(main)
             parameter.data = parameter.data.bfloat16()
-        self._optimizer = torch.optim.AdamW(self._main, lr=LEARNING_RATE, **options)
+        if shards:
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+            self._optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
+                self._main, torch.optim.AdamW, lr=LEARNING_RATE, **options
+            )
+        else:
+            self._optimizer = torch.optim.AdamW(self._main, lr=LEARNING_RATE, **options)
 
     def step(self) -> None:
         """Update main weights from the parameters' gradients, then the parameters from the main weights."""
@@ -56,11 +66,13 @@ class MainWeights:
 class System(NamedTuple):
     """A model ready to train.
 
-    `forward` maps tokens to logits; `update` steps the optimizer and clears gradients.
+    `forward` maps tokens to logits; `update` steps the optimizer and clears gradients; all micro-batches but the last
+    run under `no_sync`.
     """
 
     forward: Callable[[torch.Tensor], torch.Tensor]
     update: Callable[[], None]
+    no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 def _with_optimizer(model: nn.Module, options: dict[str, Any]) -> System:
@@ -70,7 +82,7 @@ def _with_optimizer(model: nn.Module, options: dict[str, Any]) -> System:
         optimizer.step()
         optimizer.zero_grad()
 
-    return System(model, update)
+    return System(model, update, getattr(model, "no_sync", contextlib.nullcontext))
 
 
 def _with_main_weights(model: nn.Module, main: MainWeights) -> System:
@@ -78,16 +90,20 @@ def _with_main_weights(model: nn.Module, main: MainWeights) -> System:
         main.step()
         main.zero_grad()
 
-    return System(model, update)
+    return System(model, update, getattr(model, "no_sync", contextlib.nullcontext))
 
 
 def _local(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
     return _with_main_weights(model, MainWeights(model.parameters(), options))
 
 
-def _ddp(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
-    main = MainWeights(model.parameters(), options)  # first, so that DDP sees and reduces bf16
+def _ddp(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any], *, shards: bool = False) -> System:
+    main = MainWeights(model.parameters(), options, shards=shards)  # first, so that DDP sees and reduces bf16
     return _with_main_weights(nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), main)
+
+
+def _ddp_zero(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    return _ddp(model, blocks, options, shards=True)
 
 
 def _fsdp1(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
@@ -106,29 +122,53 @@ def _fsdp1(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -
     return _with_optimizer(sharded, options)
 
 
-def _fsdp2(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+def _fsdp2(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any], *, keep: bool = False) -> System:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for block in blocks:
-        fully_shard(block, mp_policy=precision)
+        fully_shard(block, mp_policy=precision, reshard_after_forward=not keep)
     fully_shard(model, mp_policy=precision)
-    return _with_optimizer(model, options)
+    sharded: Any = model
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        sharded.set_requires_gradient_sync(False)
+        yield
+        sharded.set_requires_gradient_sync(True)
+
+    return _with_optimizer(model, options)._replace(no_sync=no_sync)
 
 
-def _streamshard(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+def _fsdp2_keep(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    return _fsdp2(model, blocks, options, keep=True)
+
+
+def _streamshard(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any], **slots: int | str) -> System:
     from streamshard import Precision, StreamShard
 
     precision = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    return _with_optimizer(StreamShard(model, units=blocks, precision=precision), options)
+    return _with_optimizer(StreamShard(model, units=blocks, precision=precision, **slots), options)
+
+
+def _zero2(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    return _streamshard(model, blocks, options, weight_slots="all")
+
+
+def _zero1(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    return _streamshard(model, blocks, options, weight_slots="all", grad_slots="all")
 
 
 SYSTEMS: dict[str, Callable[[nn.Module, list[nn.Module], dict[str, Any]], System]] = {
     "local": _local,
     "ddp": _ddp,
+    "ddp+zero": _ddp_zero,  # DistributedDataParallel with ZeroRedundancyOptimizer
     "fsdp1": _fsdp1,
     "fsdp2": _fsdp2,
-    "streamshard": _streamshard,
+    "fsdp2-keep": _fsdp2_keep,  # reshard_after_forward=False
+    "streamshard": _streamshard,  # two slots of each kind: ZeRO-3
+    "zero2": _zero2,  # StreamShard with all weight slots
+    "zero1": _zero1,  # StreamShard with all slots of both kinds
 }
 
 

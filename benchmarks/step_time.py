@@ -11,6 +11,7 @@ the machine for a while slows both.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import cProfile
 import dataclasses
 import gc
@@ -25,16 +26,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Before there is a process group: what it imports makes the default group the default of arguments, for ever. gloo's
+# Before there is a process group: what these import makes the default group the default of arguments, for ever. gloo's
 # threads then outlive destroy_process_group() and now and then abort the interpreter at its end.
 import torch._dynamo
 import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.optim
 from _measure import QUIET_CORES, RESULTS, Clock, Noise, environment, measured_memory, save, seeded_order, summary
 from _models import PRESETS, Preset, Transformer, next_token_loss
 from _systems import OPTIMIZERS, SYSTEMS, System, build
 
 PHASES = ("forward", "backward", "update")
 PEER = "fsdp2"
+DEFAULT_SYSTEMS = ["local", "ddp", "fsdp1", "fsdp2", "streamshard"]
 PREPARATION_STEPS = 3
 
 
@@ -67,7 +71,8 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="8x512-256", help="layers x width - tokens per rank")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=DEFAULT_SYSTEMS)
+    parser.add_argument("--micro-batches", type=int, default=1, help="per step; all but the last under no_sync")
     parser.add_argument("--rounds", type=int, default=40, help="measured steps of each system")
     parser.add_argument("--warmup", type=int, default=5, help="steps of each system before measuring")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="default", help="which AdamW implementation")
@@ -99,10 +104,11 @@ def _device(local_rank: int) -> torch.device:
     return device
 
 
-def _tokens(preset: Preset, round_index: int, device: torch.device) -> torch.Tensor:
-    """This rank's tokens of one round, [rows, sequence] int64: the same for every system."""
+def _tokens(preset: Preset, round_index: int, device: torch.device, micro_batches: int = 1) -> list[torch.Tensor]:
+    """This rank's tokens of one round, by micro-batch [rows, sequence] int64: the same for every system."""
     generator = torch.Generator().manual_seed(round_index * dist.get_world_size() + dist.get_rank())
-    return torch.randint(preset.vocabulary, (preset.rows, preset.sequence), generator=generator).to(device)
+    shape = (preset.rows, preset.sequence)
+    return [torch.randint(preset.vocabulary, shape, generator=generator).to(device) for _ in range(micro_batches)]
 
 
 def _build(name: str, preset: Preset, device: torch.device, optimizer: str) -> System:
@@ -111,22 +117,28 @@ def _build(name: str, preset: Preset, device: torch.device, optimizer: str) -> S
     return build(name, model, list(model.blocks), optimizer)
 
 
-def _step(system: System, tokens: torch.Tensor) -> Step:
+def _step(system: System, batches: list[torch.Tensor]) -> Step:
     """Train one step. Every rank starts it together."""
-    clock = Clock(tokens.device)
-    if tokens.device.type == "cuda":
-        torch.cuda.synchronize(tokens.device)
+    device = batches[0].device
+    clock = Clock(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     dist.barrier()
     cpu_s = time.process_time()
     clock.lap()
-    loss = next_token_loss(system.forward(tokens), tokens)
-    clock.lap()
-    loss.backward()
-    clock.lap()
+    total = torch.zeros((), device=device)
+    for index, tokens in enumerate(batches):
+        with system.no_sync() if index < len(batches) - 1 else contextlib.nullcontext():
+            loss = next_token_loss(system.forward(tokens), tokens) / len(batches)
+            clock.lap()
+            loss.backward()
+            clock.lap()
+        total += loss.detach()
     system.update()
     clock.lap()
-    laps_ms = clock.laps_ms()
-    return Step(laps_ms, (time.process_time() - cpu_s) * 1e3, loss.item())
+    *laps_ms, update_ms = clock.laps_ms()
+    phases = [sum(laps_ms[0::2]), sum(laps_ms[1::2]), update_ms]
+    return Step(phases, (time.process_time() - cpu_s) * 1e3, total.item())
 
 
 def _compare(arguments: argparse.Namespace, device: torch.device) -> None:
@@ -137,13 +149,13 @@ def _compare(arguments: argparse.Namespace, device: torch.device) -> None:
     failures: dict[str, str] = {}
     for name in arguments.systems:
         try:
-            systems[name], memory[name] = _prepare(name, preset, device, arguments.optimizer)
+            systems[name], memory[name] = _prepare(name, arguments, device)
         except Exception as error:  # a peer that cannot run here is a result: it says why
             failures[name] = f"{type(error).__name__}: {error}"
     _agree_on(sorted(systems))
     for index in range(arguments.warmup):
         for name in seeded_order(list(systems), index):
-            _step(systems[name], _tokens(preset, index, device))
+            _step(systems[name], _tokens(preset, index, device, arguments.micro_batches))
 
     steps: dict[str, list[Step]] = {name: [] for name in systems}
     noise = Noise()
@@ -152,7 +164,7 @@ def _compare(arguments: argparse.Namespace, device: torch.device) -> None:
         patience_s = noise.begin_round(patience_s)
         gc.collect()
         gc.disable()  # a collection would hit whichever system is running
-        tokens = _tokens(preset, index, device)
+        tokens = _tokens(preset, index, device, arguments.micro_batches)
         for name in seeded_order(list(systems), index):
             steps[name].append(_step(systems[name], tokens))
         gc.enable()
@@ -162,17 +174,20 @@ def _compare(arguments: argparse.Namespace, device: torch.device) -> None:
         result = _result(arguments, device, measured, foreign_cores, memory, failures)
         _print(result)
         if arguments.output or "streamshard" in systems:
-            save(result, arguments.output or RESULTS / f"step_time-{device.type}-{arguments.preset}.json")
+            suffix = f"-x{arguments.micro_batches}" if arguments.micro_batches > 1 else ""
+            suffix += "-dial" if "zero1" in systems else ""
+            save(result, arguments.output or RESULTS / f"step_time-{device.type}-{arguments.preset}{suffix}.json")
 
 
-def _prepare(name: str, preset: Preset, device: torch.device, optimizer: str) -> tuple[System, dict[str, int]]:
+def _prepare(name: str, arguments: argparse.Namespace, device: torch.device) -> tuple[System, dict[str, int]]:
     """Build a system, train steps so that all its state exists, and measure the memory of one more."""
+    preset, micro_batches = PRESETS[arguments.preset], arguments.micro_batches
     with measured_memory(device) as state:
-        system = _build(name, preset, device, optimizer)
+        system = _build(name, preset, device, arguments.optimizer)
         for index in range(PREPARATION_STEPS - 1):
-            _step(system, _tokens(preset, index, device))
+            _step(system, _tokens(preset, index, device, micro_batches))
     with measured_memory(device) as step:
-        _step(system, _tokens(preset, PREPARATION_STEPS - 1, device))
+        _step(system, _tokens(preset, PREPARATION_STEPS - 1, device, micro_batches))
     return system, {"held_bytes": state.held_bytes, "step_peak_bytes": state.held_bytes + step.peak_bytes}
 
 
@@ -243,6 +258,7 @@ def _result(
             "optimizer": f"AdamW ({arguments.optimizer}), fp32 main weights",
             "warmup_steps": arguments.warmup + PREPARATION_STEPS,
             "rounds": arguments.rounds,
+            "micro_batches": arguments.micro_batches,
         },
         "noise": {
             "foreign_cores": summary(foreign_cores),

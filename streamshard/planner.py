@@ -127,7 +127,8 @@ def choose_slots(needs: Needs, budget: int) -> tuple[SlotPlan, str]:
     ranks = needs.layouts[0].world_size
     raise ConfigError(
         f"memory_budget is {_gib(budget)}, but {name} with Adam's moments take {_gib(total)} on each of {ranks} "
-        f"rank(s): {_gib(total - budget)} are missing. Use more ranks, a 16-bit param_dtype or grad_dtype, or smaller units"
+        f"rank(s): {_gib(total - budget)} are missing. Use more ranks, a 16-bit param_dtype or grad_dtype, or smaller "
+        "units"
     )
 
 
