@@ -1,6 +1,12 @@
 """StreamShard: sharded data-parallel training for PyTorch by layer streaming."""
 
-from streamshard.api import StreamShard, export_safetensors, load_safetensors
+from streamshard.api import (
+    StreamShard,
+    export_safetensors,
+    full_optimizer_state_dict,
+    load_optimizer_state_dict,
+    load_safetensors,
+)
 from streamshard.config import Precision
 from streamshard.errors import (
     CommunicationError,
@@ -25,5 +31,7 @@ __all__ = [
     "StreamShardError",
     "UnitError",
     "export_safetensors",
+    "full_optimizer_state_dict",
+    "load_optimizer_state_dict",
     "load_safetensors",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.decorators import skip
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from streamshard.build import engine_of, shard_model
 from streamshard.checkpoint.export import export_shards
@@ -21,12 +22,19 @@ from streamshard.discovery import UnitsArgument
 from streamshard.errors import ShardingError
 from streamshard.hooks import HANDLE, Uncopyable, call_shell, handle_of
 from streamshard.inspect.memory import MemoryReport, report_memory
+from streamshard.optim.state import gather_state, scatter_state
 from streamshard.pieces import HeldGrad, reduce_norms
 from streamshard.planner import MemoryBudget
 from streamshard.shard import ParamShard
 from streamshard.slots import SlotCount
 
-__all__ = ["StreamShard", "export_safetensors", "load_safetensors"]
+__all__ = [
+    "StreamShard",
+    "export_safetensors",
+    "full_optimizer_state_dict",
+    "load_optimizer_state_dict",
+    "load_safetensors",
+]
 
 
 class StreamShard(Uncopyable):
@@ -283,6 +291,41 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> Non
     engine = engine_of(model)
     engine.settle()
     load_shards(model, engine.param_shards, engine.transport, directory)
+
+
+def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only: bool = True) -> dict[str, Any]:
+    """The whole state of `optimizer` as the unsharded model's would have it, in CPU memory. Call it on every rank.
+
+    One unit's moments are gathered at a time, so no device holds more than that beside its own.
+
+    Args:
+        model: a model made by `StreamShard`.
+        optimizer: of its parameters or some of them, elementwise.
+        rank0_only: other ranks get an empty dict.
+
+    Returns:
+        ``{"state": {number: {name: value}}, "param_groups": [..]}``, the format of ``Optimizer.state_dict()``: plain
+        torch and ZeroRedundancyOptimizer load it.
+
+    Raises:
+        RankMismatchError: the optimizer has other state on another rank.
+    """
+    return gather_state(engine_of(model), optimizer, rank0_only)
+
+
+def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
+    """Load a whole optimizer state, made on any number of ranks or without sharding. Call it on every rank.
+
+    Args:
+        model: a model made by `StreamShard`.
+        optimizer: of the same class over the same parameters, in the same order, as the one whose state it is.
+        state_dict: as `full_optimizer_state_dict`, plain torch, or ZeroRedundancyOptimizer after
+            ``consolidate_state_dict`` make it. Rank 0's counts; other ranks may give None.
+
+    Raises:
+        ShardingError: on every rank, before anything is changed; names the first parameter that does not fit.
+    """
+    scatter_state(engine_of(model), optimizer, state_dict)
 
 
 def _whole(full: torch.Tensor, shard: ParamShard) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""What concerns optimizers: their state as a whole."""
