@@ -22,6 +22,7 @@ from streamshard.discovery import UnitsArgument
 from streamshard.errors import ShardingError
 from streamshard.hooks import HANDLE, Uncopyable, call_shell, handle_of
 from streamshard.inspect.memory import MemoryReport, report_memory
+from streamshard.layout import LocalRange
 from streamshard.optim.state import gather_state, scatter_state
 from streamshard.pieces import HeldGrad, reduce_norms
 from streamshard.planner import MemoryBudget
@@ -60,6 +61,8 @@ class StreamShard(Uncopyable):
         memory_budget: instead of both numbers, what a rank may hold, Adam's moments included and activations not:
             bytes, ``"70GiB"``, or a share of the free device memory such as ``0.8``. The most slots that fit are
             taken; ``memory_report()`` says which and why.
+        pad_units_to: make each unit's size a multiple of this many elements, and of N. ``2**16`` gives NCCL messages
+            that all its rings like, for up to that many elements more per unit.
         broadcast_weights: start from rank 0's weights; else every rank shards its own, which must be equal.
 
     Raises:
@@ -82,6 +85,7 @@ class StreamShard(Uncopyable):
         weight_slots: SlotCount = 2,
         grad_slots: SlotCount = 2,
         memory_budget: MemoryBudget | None = None,
+        pad_units_to: int = 1,
         broadcast_weights: bool = True,
     ) -> None:
         # Python calls this on what __new__ returned, which was complete before it was sharded.
@@ -205,6 +209,16 @@ class StreamShard(Uncopyable):
             name: whole[by_name[name]] if name in by_name else value.detach().to("cpu", copy=True)
             for name, value in self.state_dict().items()
         }
+
+    def local_ranges(self) -> dict[str, LocalRange]:
+        """Which elements of which parameter this rank owns, by name: the range map of Megatron's distributed optimizer.
+
+        Element ``start`` up to ``stop`` of the flattened parameter; every element is owned by exactly one rank, and a
+        rank's range of a parameter is contiguous, possibly empty. ``shard_offset`` counts from the start of the rank's
+        shard of the unit. Further names of tied parameters are left out.
+        """
+        by_param = {shard.param: shard.local for shard in engine_of(self).param_shards}
+        return {name: by_param[param] for name, param in self.named_parameters()}
 
     def memory_report(self) -> MemoryReport:
         """Bytes the engine holds on this rank by category, beside the formula. Printable."""

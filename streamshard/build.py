@@ -64,6 +64,7 @@ def shard_model(
     weight_slots: SlotCount = 2,
     grad_slots: SlotCount = 2,
     memory_budget: MemoryBudget | None = None,
+    pad_units_to: int = 1,
     broadcast_weights: bool = True,
 ) -> nn.Module:
     """Shard `module` in place and let its class derive from `base`. Arguments and errors: see `StreamShard`."""
@@ -72,6 +73,8 @@ def shard_model(
     try:
         _check_arguments(module, precision, weight_slots, grad_slots, memory_budget)
         device = check_params(module)
+        if not isinstance(pad_units_to, int) or isinstance(pad_units_to, bool) or pad_units_to < 1:
+            raise ConfigError(f"pad_units_to={pad_units_to!r}: wanted a positive number of elements")
         budget = None if memory_budget is None else read_budget(memory_budget, device)
         found = find_units(module, units)
         groups = group_params(module, found)
@@ -85,11 +88,11 @@ def shard_model(
         device = torch.device("cuda", torch.cuda.current_device())
     streams = Streams(device)
     transport = make_transport(group, streams)
-    _check_ranks_agree(transport, groups, (precision, weight_slots, grad_slots, memory_budget))
+    _check_ranks_agree(transport, groups, (precision, weight_slots, grad_slots, memory_budget, pad_units_to))
 
-    transport = share_memory(transport, _most_bytes(groups, transport.world_size), len(groups))
+    layouts = _plan_layouts(found, groups, transport.world_size, precision, pad_units_to)
+    transport = share_memory(transport, _most_bytes(layouts), len(groups))
     ledger = Ledger(device, transport.allocate_visible)
-    layouts = _plan_layouts(found, groups, transport.world_size, precision)
     kinds = [type(unit.module) for unit in found]
     shared = [False, *(kinds.count(kind) > 1 for kind in kinds)]  # see [Note: slots]
     trains = [any(found_param.param.requires_grad for found_param in params) for params in groups]
@@ -180,13 +183,18 @@ def _check_ranks_agree(transport: Transport, groups: Sequence[Sequence[FoundPara
 
 
 def _plan_layouts(
-    found: Sequence[FoundUnit], groups: Sequence[Sequence[FoundParam]], world_size: int, precision: Precision
+    found: Sequence[FoundUnit],
+    groups: Sequence[Sequence[FoundParam]],
+    world_size: int,
+    precision: Precision,
+    pad_numel: int,
 ) -> list[UnitLayout]:
     names = ["", *(unit.name for unit in found)]
     layouts = []
     for name, params in zip(names, groups, strict=True):
         sizes = [ParamSize(p.names[0], tuple(p.param.shape)) for p in params]
-        layouts.append(plan_unit(name, sizes, world_size, element_bytes=precision.param_dtype.itemsize))
+        element_bytes = precision.param_dtype.itemsize
+        layouts.append(plan_unit(name, sizes, world_size, element_bytes=element_bytes, pad_numel=pad_numel))
     return layouts
 
 
@@ -197,11 +205,9 @@ def _scratch_numel(transport: Transport, precision: Precision) -> Callable[[int,
     return scratch_numel
 
 
-def _most_bytes(groups: Sequence[Sequence[FoundParam]], world_size: int) -> int:
+def _most_bytes(layouts: Sequence[UnitLayout]) -> int:
     """More than other ranks can ever have to read: main weights, compute shards and both slots of all units in fp32."""
-    numel = sum(found.param.numel() for params in groups for found in params)
-    gaps = sum(map(len, groups)) + world_size * len(groups)  # alignment of parameters and of shards
-    return 16 * numel + 16 * 16 * gaps + 4096
+    return sum(16 * layout.padded_numel + 4096 for layout in layouts)
 
 
 def _allocate(needs: Needs, plan: SlotPlan, transport: Transport, ledger: Ledger) -> list[StreamedUnit]:

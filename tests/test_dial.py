@@ -11,10 +11,11 @@ from torch import nn
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import ConfigError, ShardingError
+from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from tests.models import Stack, TinyConfig, TinyLM
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import (
     EXACT,
     FP32,
@@ -396,3 +397,42 @@ def test_a_budget_and_numbers_of_slots_exclude_each_other(context: RankContext) 
     """One of them would be ignored."""
     with pytest.raises(ConfigError, match="weight_slots=3 and memory_budget='1GB': the budget chooses the slots"):
         StreamShard(Stack(), weight_slots=3, memory_budget="1GB")
+
+
+# -- what a rank owns ---------------------------------------------------------------------------------------------
+
+
+def _ranges(context: RankContext, pad: int) -> dict[str, tuple[int, int]]:
+    torch.manual_seed(2)
+    whole = dict(Stack().named_parameters())
+    torch.manual_seed(2)
+    model: Any = StreamShard(Stack(), precision=FP32, pad_units_to=pad)
+    ranges = model.local_ranges()
+    assert list(ranges) == list(whole)
+    for name, param in model.named_parameters():
+        owned = ranges[name]
+        assert torch.equal(param.flatten(), whole[name].flatten()[owned.start : owned.stop])
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    for unit in engine_inside(model).units:
+        assert unit.shard.layout.padded_numel % pad == unit.shard.layout.padded_numel % context.world_size == 0
+    return {name: (owned.start, owned.stop) for name, owned in ranges.items()}
+
+
+@pytest.mark.parametrize("pad", [1, 1000])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_element_is_owned_by_one_rank(ranks: RankPool, world_size: int, pad: int) -> None:
+    """`local_ranges` says which; padding units moves them."""
+    found = ranks(world_size).run(_ranges, pad)
+    for name, param in Stack().named_parameters():
+        pieces = sorted(ranges[name] for ranges in found if ranges[name][0] < ranges[name][1])
+        assert pieces[0][0] == 0
+        assert pieces[-1][1] == param.numel()
+        assert all(before[1] == after[0] for before, after in zip(pieces, pieces[1:], strict=False))
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("pad", [0, -1, 1.5, True, "64"])
+def test_paddings_that_mean_nothing_are_refused(context: RankContext, pad: Any) -> None:
+    """By name."""
+    with pytest.raises(ConfigError, match="pad_units_to="):
+        StreamShard(Stack(), pad_units_to=pad)
