@@ -45,12 +45,21 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Call], Tens
 }
 
 
+DIAL: dict[str, dict[str, Any]] = {
+    "ZeRO-3": {},
+    "ZeRO-2": {"weight_slots": "all"},
+    "ZeRO-1": {"weight_slots": "all", "grad_slots": "all"},  # gathers and reductions in place
+}
+
+
 @on_ranks(1, 2, backend="nccl")
+@pytest.mark.parametrize("setting", DIAL)
 @pytest.mark.parametrize("case", CASES)
-def test_models_train_like_plain_pytorch_on_a_gpu(context: RankContext, case: str) -> None:
+def test_models_train_like_plain_pytorch_on_a_gpu(context: RankContext, case: str, setting: str) -> None:
     """Losses, gradients and weights in fp32, at one rank and at two."""
     build, step = CASES[case]
-    assert_trains_like_plain(context, build, step, steps=5, checked=(1, 4), optimizer=adamw, tolerance=NEAR)
+    settings = DIAL[setting]
+    assert_trains_like_plain(context, build, step, steps=5, checked=(1, 4), optimizer=adamw, tolerance=NEAR, **settings)
 
 
 @on_ranks(1, 2, backend="nccl")
