@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -71,6 +72,7 @@ class StreamShard(Uncopyable):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is StreamShard:
+            _SIGNATURE.bind(None, *args, **kwargs)  # a TypeError that knows what may be given
             return shard_model(StreamShard, *args, **kwargs)
         original: Any = cls._streamshard_original  # type: ignore[attr-defined]  # set on every watched class
         return original(*args, **kwargs)
@@ -252,6 +254,9 @@ class StreamShard(Uncopyable):
                 f"{probe.dtype} on {probe.device}. Precision(param_dtype=...) sets what layers compute with"
             )
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # nn.Module leaves it unannotated
+
+
+_SIGNATURE = inspect.signature(StreamShard.__init__)
 
 
 def export_safetensors(

@@ -28,7 +28,7 @@ from streamshard.engine import EDGE, Engine
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
 from streamshard.hooks import Handle, handle_of, watch
 from streamshard.layout import ParamSize, UnitLayout, plan_unit
-from streamshard.pieces import StatePiece, refuse_whole_matrix_optimizers
+from streamshard.pieces import StatePiece, watch_optimizer
 from streamshard.planner import MemoryBudget, Needs, choose_slots, read_budget
 from streamshard.shard import UnitShard
 from streamshard.shared_memory import share_memory
@@ -39,7 +39,7 @@ from streamshard.unit import StreamedUnit
 
 __all__ = ["engine_of", "shard_model"]
 
-register_optimizer_step_pre_hook(refuse_whole_matrix_optimizers)
+register_optimizer_step_pre_hook(watch_optimizer)
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -330,8 +330,8 @@ class _LoadWhole:
         self._engine.settle()
         for key, param in module._parameters.items():
             name = prefix + key
-            if param is None or name not in state_dict:
-                continue
+            if param is None or name not in state_dict or param.shape == state_dict[name].shape:
+                continue  # a piece for a piece, or inside summon_full_params the whole for the whole
             shard, value = self._shards[param], state_dict[name]
             if metadata.get("assign_to_params_buffers", False):
                 raise ShardingError(f"load_state_dict(assign=True) would replace the sharded parameter {name!r}")

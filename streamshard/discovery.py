@@ -149,6 +149,11 @@ def _check_units(root: nn.Module, found: list[nn.Module]) -> None:
             raise UnitError("units holds the whole model: wanted layers inside it")
         if not _has_params(unit):
             raise UnitError(f"unit {names[unit]!r} has no parameters")
+        if type(unit).forward is nn.Module.forward:
+            raise UnitError(
+                f"unit {names[unit]!r} is a {type(unit).__name__}, which has no forward: nobody calls it, so its "
+                f"weights would never be gathered. Name the layers in it: units=list(model.{names[unit]})"
+            )
         if unit in chosen:
             raise UnitError(f"unit {names[unit]!r} is given twice")
         chosen.add(unit)

@@ -193,11 +193,11 @@ class Engine:
                 unit.weight_slot.content = unit.index if self.is_alone or not unit.views else None
         self._cast_done.record()
         self._cast_done.wait()  # rule 5: no gather reads what is still being cast
-        with self.transport.guard("the start of", "a pass"):
+        with self.transport.guard("the start of a forward"):
             self.transport.publish_shards([unit.shard.compute for unit in self.units])
 
     def _await_readers(self) -> None:
-        with self.transport.guard("the gathers of", "a pass"):
+        with self.transport.guard("waiting for all ranks between two forwards"):
             self._gathers_done.record(self.transport.retract_shards())
             self._gathers_done.wait()  # rule 5: no cast writes what a gather still reads
 
@@ -433,7 +433,7 @@ class Engine:
             return
         reduced = [unit for unit in self.units if unit.reductions]
         self._used_params.start()
-        with self.transport.guard("the last reductions of", "a backward"):
+        with self.transport.guard("the last reductions of a backward"):
             self._reductions_done.record(_AllWork(self._reducing))
             self._reducing = []
             self._reductions_done.wait()  # rule 5: no optimizer step reads main grads that are still being reduced
@@ -458,7 +458,7 @@ class Engine:
         try:
             if not self.transport.has_failed:
                 self._close_all()
-                with self.transport.guard("the last reductions of", "a backward"):
+                with self.transport.guard("the last reductions of a backward"):
                     self._reductions_done.record(_AllWork(self._reducing))
                     self._reductions_done.wait()  # rule 5
         finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch.optim import Optimizer
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from streamshard.errors import ShardingError
 from streamshard.transport import Transport
 
-__all__ = ["HeldGrad", "PartialNorm", "ShardedGrad", "StatePiece", "reduce_norms", "refuse_whole_matrix_optimizers"]
+__all__ = ["HeldGrad", "PartialNorm", "ShardedGrad", "StatePiece", "reduce_norms", "watch_optimizer"]
 
 _VECTOR_NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm)
 # What keeps a piece a piece: people write p.grad.detach().data.float().norm().
@@ -183,8 +184,9 @@ class StatePiece(torch.Tensor):
 
     def _refuse(self, *args: object) -> NoReturn:
         raise ShardingError(
-            f"this state dict holds one rank's pieces of the model (here {tuple(self.shape)}): to save it whole use "
-            "model.full_state_dict() or streamshard.export_safetensors(model, directory), called on all ranks"
+            f"this state dict holds one rank's pieces (here {tuple(self.shape)}): to save it whole use "
+            "model.full_state_dict() or streamshard.export_safetensors(model, directory), for an optimizer's "
+            "streamshard.full_optimizer_state_dict(model, optimizer), called on all ranks"
         )
 
     __reduce_ex__ = numpy = __array__ = untyped_storage = _refuse  # type: ignore[assignment]  # on purpose
@@ -218,22 +220,48 @@ def _local_norm(piece: torch.Tensor, order: float) -> torch.Tensor:
     return piece.new_full((), math.inf if order == -math.inf else 0.0)
 
 
-def refuse_whole_matrix_optimizers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Global optimizer hook: raise before the first step of one that is wrong on pieces.
+def watch_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Global hook before optimizer steps: an optimizer of pieces is looked at once.
+
+    From then on its ``state_dict()`` holds `StatePiece`: saved on one rank it would look like the whole.
 
     Raises:
         ShardingError: the update of one element depends on the whole matrix or on all elements.
     """
-    name = type(optimizer).__name__
-    if name not in _WHOLE_MATRIX_OPTIMIZERS:
+    if optimizer in _watched:
         return
+    name = type(optimizer).__name__
     for group in optimizer.param_groups:
         for param in group["params"]:
             if isinstance(param.grad, ShardedGrad) and param.grad.transport.world_size > 1:
-                raise ShardingError(
-                    f"{name} looks at whole matrices, each rank holds pieces of them: use an element-wise optimizer "
-                    "(AdamW, SGD, ..) with StreamShard"
-                )
+                if name in _WHOLE_MATRIX_OPTIMIZERS:
+                    raise ShardingError(
+                        f"{name} looks at whole matrices, each rank holds pieces of them: use an element-wise "
+                        "optimizer (AdamW, SGD, ..) with StreamShard"
+                    )
+                _watched.add(optimizer)
+                optimizer.register_state_dict_post_hook(_mark_state)
+                optimizer.register_load_state_dict_pre_hook(_unmark_state)
+                return
+
+
+_watched: WeakSet[Optimizer] = WeakSet()
+
+
+def _mark_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return _with_state(state_dict, lambda tensor: tensor.as_subclass(StatePiece) if tensor.ndim else tensor)
+
+
+def _unmark_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return _with_state(state_dict, lambda tensor: tensor.as_subclass(torch.Tensor))
+
+
+def _with_state(state_dict: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    state = {
+        number: {key: change(value) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+        for number, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
 
 
 _WHOLE_MATRIX_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "LARS")

@@ -134,7 +134,7 @@ class Transport(abc.ABC):
     def progress(self) -> None:  # noqa: B027  # where a backend has threads of its own there is nothing to do
         """Do what can be done for collectives under way without waiting for anyone. Called with every gradient."""
 
-    def guard(self, action: str, subject: str) -> Guard:
+    def guard(self, action: str, subject: str = "") -> Guard:
         """A context around collectives and waits for them: says what failed, see `Guard`."""
         return Guard(self, action, subject)
 
@@ -144,24 +144,28 @@ class Transport(abc.ABC):
         fence.record()
         fence.wait()
         arrived = Fence(self.streams, Rule.STEP_BOUNDARY, StreamName.COMM, "full tensors")
-        arrived.record(self.start_gather(shard, full, tag))
-        arrived.wait()
+        with self.guard("a gather of full tensors"):
+            arrived.record(self.start_gather(shard, full, tag))
+            arrived.wait()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` on every rank by rank 0's. Blocks."""
         if self.world_size > 1:
-            dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0), group=self.group)
+            with self.guard("a broadcast from rank 0"):
+                dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0), group=self.group)
 
     def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False) -> None:
         """Replace `tensor` by the sum (or maximum) over ranks, on the compute stream."""
         if self.world_size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
+            with self.guard("a sum over all ranks"):
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
 
     def gather_objects(self, value: object) -> list[Any]:
         """Every rank's `value`, in rank order. Blocks; for set-up and errors, not for steps."""
         values: list[Any] = [value] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(values, value, group=self.group)
+            with self.guard("a meeting of all ranks"):
+                dist.all_gather_object(values, value, group=self.group)
         return values
 
     def gather_errors(self, error: str | None) -> list[str | None]:
@@ -179,7 +183,7 @@ class Guard:
     Args:
         transport: marked as failed, so that nothing more is issued to ranks that may be gone.
         action: what goes on inside, such as "the gather of".
-        subject: whose it is, such as a unit's name.
+        subject: whose it is, such as a unit's name; "" if nobody's.
     """
 
     __slots__ = ("_action", "_subject", "_transport")
@@ -197,11 +201,17 @@ class Guard:
             return
         self._transport.has_failed = True
         if isinstance(error, RuntimeError) and not isinstance(error, StreamShardError):
-            raise CommunicationError(
-                f"{self._action} {self._subject!r} failed on rank {self._transport.rank} of "
-                f"{self._transport.world_size}: {error}. Either another rank has died, or ranks do not run the same "
-                "layers in the same order (some ranks may skip layers, but not reorder or repeat them)"
-            ) from error
+            whose = f" {self._subject!r}" if self._subject else ""
+            message = (
+                f"{self._action}{whose} failed on rank {self._transport.rank} of {self._transport.world_size}: {error}"
+            )
+            if "has died" not in message:
+                message += (
+                    ". Either another rank has died, or ranks do not do the same: all of them have to call forward "
+                    "(evaluation and generate() too), backward and everything that collects weights, and run the same "
+                    "layers in the same order (some may skip layers, but not reorder or repeat them)"
+                )
+            raise CommunicationError(message) from error
 
 
 class _Exchange:
@@ -375,9 +385,10 @@ def resolve_group(group: dist.ProcessGroup | None, device: torch.device) -> dist
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ShardingError(
-                f"no process group and no launcher ({', '.join(missing)} not set): start the script with "
-                "`accelerate launch` or `torchrun` (one process: `torchrun --nproc-per-node 1 script.py`), "
-                "or call torch.distributed.init_process_group first"
+                f"no process group and no launcher ({', '.join(missing)} not set): start the script with `torchrun "
+                "--nproc-per-node N script.py` or `accelerate launch`, or call torch.distributed.init_process_group "
+                "first. On CPUs `accelerate launch --num_processes N` alone starts one process that knows of no "
+                "others: it needs a config file such as docs/examples/two_processes.yaml"
             )
         if device.type == "cuda":
             torch.cuda.set_device(device)

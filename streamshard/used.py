@@ -42,7 +42,7 @@ class UsedParams:
         """Send this rank's flags. Compute stream; the exchange runs on the comm stream."""
         if self._transport.world_size == 1:
             return
-        with self._transport.guard("the exchange of", "used parameters"):
+        with self._transport.guard("the exchange of which parameters were used"):
             flags = [used for unit in self._units for used in unit.used]
             if flags != self._sent:
                 self._sent = flags
@@ -56,7 +56,7 @@ class UsedParams:
         here = [unit.used for unit in self._units]
         if self._transport.world_size == 1:
             return here
-        with self._transport.guard("the exchange of", "used parameters"):
+        with self._transport.guard("the exchange of which parameters were used"):
             # rule 5. Not left for later: gloo's work objects must not outlive a profiler that saw them being made.
             self._arrived.wait()
         is_complete = all(

@@ -591,3 +591,18 @@ def test_a_group_can_be_destroyed_while_the_model_is_alive(context: RankContext)
     assert ref() is None
     with pytest.raises(CommunicationError, match="process group was destroyed"):
         model.full_state_dict()
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("units", ["blocks", ["blocks"]])
+def test_a_container_that_nobody_calls_is_no_unit(context: RankContext, units: Any) -> None:
+    """`units="model.layers"`: the list has no forward, its weights would never come."""
+    with pytest.raises(UnitError, match=r"'blocks' is a ModuleList, which has no forward.*units=list\(model.blocks\)"):
+        StreamShard(TinyLM(), units=units)
+
+
+@on_ranks(1)
+def test_misspelt_arguments_are_named(context: RankContext) -> None:
+    """As of any function."""
+    with pytest.raises(TypeError, match="weight_slot"):
+        StreamShard(TinyLM(), weight_slot=2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from streamshard import StreamShard
 from tests.models import Block, Layer, Stack, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, stack_step
+from tests.reference import EXACT, FP32, Call, assert_same, assert_trains_like_plain, full_weights, stack_step
 
 DEPTH = 4
 
@@ -530,3 +530,14 @@ def test_save_on_cpu_around_layers(context: RankContext, where: str) -> None:
         return out
 
     assert_trains_like_plain(context, lambda: Model(Layer, call_layer), stack_step)
+
+
+@on_ranks(1, 2)
+def test_a_whole_state_dict_is_loaded_inside_summon_full_params(context: RankContext) -> None:
+    """Where parameters are whole, whole values go in as they are."""
+    torch.manual_seed(11)
+    source = Stack()
+    model: Any = StreamShard(Stack(), precision=FP32)
+    with model.summon_full_params(writeback=True):
+        model.load_state_dict(source.state_dict())
+    assert_same(full_weights(model), dict(source.state_dict()), "weights", EXACT)

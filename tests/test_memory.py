@@ -183,9 +183,9 @@ def test_the_report_can_be_read(context: RankContext) -> None:
     """One line for each category, in MiB and bytes per parameter, beside the formula; and the setting."""
     text = str(_report(StreamShard(TinyLM(), precision=FP32)))
     lines = text.splitlines()
-    assert (
-        lines[0] == f"memory of this rank: {sum(p.numel() for p in TinyLM().parameters()):,} parameters over 2 rank(s)"
-    )
+    numel = sum(p.numel() for p in TinyLM().parameters())
+    assert lines[0] == f"memory of this rank, 1 of 2; bytes per parameter of all {numel:,}"
+    assert all(line.endswith("as computed") for line in lines[1:-2])
     assert [line.split("  ")[1].strip() for line in lines[1:-1]] == [
         *(category.value for category in Category),
         "total",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -249,3 +250,21 @@ def test_state_that_does_not_fit_is_refused_on_all_ranks(context: RankContext) -
     after = full_optimizer_state_dict(model, optimizer, rank0_only=False)
     for number, values in before["state"].items():
         assert_same(after["state"][number], values, f"state of {number}", EXACT)
+
+
+@on_ranks(2)
+def test_pieces_of_state_are_not_saved_as_if_they_were_whole(context: RankContext) -> None:
+    """`accelerator.save_state` writes rank 0's state for all; copies of a state dict can still be loaded again."""
+    model = _model(context)
+    optimizer = _two_groups("AdamW")(model)
+    _train(model, optimizer, context, 0)
+    with pytest.raises(ShardingError, match="full_optimizer_state_dict"):
+        _packed(optimizer.state_dict())
+    backup, weights = copy.deepcopy(optimizer.state_dict()), full_weights(model)
+    _train(model, optimizer, context, 3)
+    wanted = full_weights(model)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(backup)
+    assert {type(v) for values in optimizer.state.values() for v in values.values()} == {Tensor}
+    _train(model, optimizer, context, 3)
+    assert_same(full_weights(model), wanted, "weights", EXACT)

@@ -197,4 +197,4 @@ def test_a_rank_that_does_not_come_ends_in_an_error_after_the_groups_timeout() -
     finally:
         pool.close()
     assert "timed out after 1.5 s of waiting for ranks [1]" in message
-    assert "the gathers of 'a pass' failed on rank 0 of 2" in message
+    assert "waiting for all ranks between two forwards failed on rank 0 of 2" in message

@@ -53,7 +53,7 @@ def main() -> None:
     ranks.say(f"model: Llama with {parameter_count:,} parameters; {ranks}; parameters in {precision.param_dtype}")
     curve = train(model, optimizer, schedule, text, held_out, args, ranks)
 
-    ranks.say(f"\nmemory of rank 0:\n{model.memory_report()}\n")
+    ranks.say(f"\non rank 0, {model.memory_report()}\n")
     streamshard.export_safetensors(model, out / "model")
     took_part = ranks.count_trained(curve.steps)
     ranks.leave()  # the rest is the first rank's alone
@@ -293,7 +293,7 @@ def evaluate(model: StreamShard, held_out: torch.Tensor, batch_size: int, ranks:
 def memory_text(ranks: Ranks) -> str:
     if ranks.device.type == "cuda":
         return f"{torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB on the GPU at most"
-    return f"{psutil.Process().memory_info().rss / 2**20:,.0f} MiB"
+    return f"{psutil.Process().memory_info().rss / 2**20:,.0f} MiB in the process"
 
 
 # --- what is left behind ----------------------------------------------------------------------------------------------

@@ -38,12 +38,13 @@ class MemoryReport:
         return sum(self.held_bytes.values())
 
     def __str__(self) -> str:
-        lines = [f"memory of this rank: {self.numel:,} parameters over {self.world_size} rank(s)"]
+        lines = [f"memory of this rank, 1 of {self.world_size}; bytes per parameter of all {self.numel:,}"]
         rows = [(name, held, self.formula_bytes[name]) for name, held in self.held_bytes.items()]
         rows.append(("total", self.total_bytes, sum(self.formula_bytes.values())))
         for name, held, formula in rows:
             per_param = held / max(self.numel, 1)
-            lines.append(f"  {name:<16}{held / 2**20:>12.2f} MiB {per_param:>8.2f} bytes/param   formula {formula:,}")
+            check = "as computed" if held == formula else f"computed: {formula / 2**20:.2f} MiB"
+            lines.append(f"  {name:<16}{held / 2**20:>12.2f} MiB {per_param:>8.2f} bytes/param   {check}")
         adam = f"{self.adam_bytes / 2**20:>12.2f} MiB {self.adam_bytes / max(self.numel, 1):>8.2f} bytes/param"
         lines.append(f"  {'(Adam moments)':<16}{adam}   held by the optimizer")
         lines.append(f"  {self.slots}")

@@ -81,7 +81,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
 
 def _copied(value: Any) -> Any:
     """Not shared with the optimizer, which goes on counting steps."""
-    return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+    return value.as_subclass(torch.Tensor).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 class _Tensor:
