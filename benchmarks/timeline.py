@@ -38,6 +38,8 @@ def main() -> None:
     if "LOCAL_RANK" not in os.environ:
         ranks = str(torch.cuda.device_count() or 2)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        # Through sockets, so that CPU ranks communicate beside computing as GPUs do; shared memory is read when needed.
+        os.environ.setdefault("STREAMSHARD_SHARED_MEMORY", "0")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
         os.execv(sys.executable, [*launcher, *sys.argv])
     try:

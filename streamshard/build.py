@@ -97,12 +97,7 @@ def shard_model(
     shared = [False, *(kinds.count(kind) > 1 for kind in kinds)]  # see [Note: slots]
     trains = [any(found_param.param.requires_grad for found_param in params) for params in groups]
     needs = Needs(layouts, shared, trains, precision, _scratch_numel(transport, precision))
-    if budget is None:
-        plan = plan_slots(shared, weight_slots, grad_slots)
-        reason = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
-    else:
-        budget = min(transport.gather_objects(budget))
-        plan, reason = choose_slots(needs, budget)
+    plan, reason = _choose_slots(needs, weight_slots, grad_slots, budget, transport)
     streamed = _allocate(needs, plan, transport, ledger)
     buffers = BufferSync(module, transport)
     engine = Engine(streamed, plan, transport, streams, ledger, buffers, needs)
@@ -196,6 +191,16 @@ def _plan_layouts(
         element_bytes = precision.param_dtype.itemsize
         layouts.append(plan_unit(name, sizes, world_size, element_bytes=element_bytes, pad_numel=pad_numel))
     return layouts
+
+
+def _choose_slots(
+    needs: Needs, weight_slots: SlotCount, grad_slots: SlotCount, budget: int | None, transport: Transport
+) -> tuple[SlotPlan, str]:
+    """The slots that were asked for, or as many as fit on the rank with the least memory; and why."""
+    if budget is not None:
+        return choose_slots(needs, min(transport.gather_objects(budget)))
+    plan = plan_slots(needs.shared, weight_slots, grad_slots)
+    return plan, f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
 
 
 def _scratch_numel(transport: Transport, precision: Precision) -> Callable[[int, bool], int]:

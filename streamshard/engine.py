@@ -22,16 +22,17 @@ from torch.autograd import Variable
 
 from streamshard.buffers import BufferSync
 from streamshard.errors import ShardingError
+from streamshard.passes import Pass, Run
 from streamshard.planner import Needs
 from streamshard.program import Op, OpKind, Sweep, merge_order
 from streamshard.shard import ParamShard
 from streamshard.slots import Ledger, SlotPlan
-from streamshard.streams import Fence, Rule, StreamName, Streams, Work
+from streamshard.streams import AllWork, Fence, Rule, StreamName, Streams, Work
 from streamshard.transport import Transport
 from streamshard.unit import StreamedUnit
 from streamshard.used import UsedParams
 
-__all__ = ["Engine", "Pass", "Run", "in_backward"]
+__all__ = ["Engine", "in_backward"]
 
 EDGE = 0  # index of the edge unit
 
@@ -39,40 +40,6 @@ EDGE = 0  # index of the edge unit
 def in_backward() -> bool:
     """Whether the calling thread is inside an autograd backward."""
     return torch._C._current_graph_task_id() != -1
-
-
-class Pass:
-    """One outermost forward with gradients. Kept alive by the graph it made; the engine only looks on, weakly.
-
-    Attributes:
-        visits: what the program issued, units outside the program included, in order; filled at the end.
-    """
-
-    __slots__ = ("__weakref__", "visits")
-
-    def __init__(self) -> None:
-        self.visits: tuple[int, ...] = ()
-
-
-class Run:
-    """One forward of one unit: what its saved tensors and outputs refer to when backward needs the unit."""
-
-    __slots__ = ("pass_", "unit")
-
-    def __init__(self, unit: StreamedUnit, pass_: Pass) -> None:
-        self.unit = unit
-        self.pass_ = pass_
-
-
-class _AllWork:
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
 
 
 class Engine:
@@ -434,7 +401,7 @@ class Engine:
         reduced = [unit for unit in self.units if unit.reductions]
         self._used_params.start()
         with self.transport.guard("the last reductions of a backward"):
-            self._reductions_done.record(_AllWork(self._reducing))
+            self._reductions_done.record(AllWork(self._reducing))
             self._reducing = []
             self._reductions_done.wait()  # rule 5: no optimizer step reads main grads that are still being reduced
         used = self._used_params.finish()
@@ -459,7 +426,7 @@ class Engine:
             if not self.transport.has_failed:
                 self._close_all()
                 with self.transport.guard("the last reductions of a backward"):
-                    self._reductions_done.record(_AllWork(self._reducing))
+                    self._reductions_done.record(AllWork(self._reducing))
                     self._reductions_done.wait()  # rule 5
         finally:
             for unit in self.units:

@@ -17,8 +17,9 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.decorators import skip
 from torch.nn.parallel import DistributedDataParallel
 
-from streamshard.engine import Engine, Pass, Run
+from streamshard.engine import Engine
 from streamshard.errors import ShardingError
+from streamshard.passes import Pass, Run
 from streamshard.unit import StreamedUnit
 
 __all__ = ["HANDLE", "Handle", "Uncopyable", "call_shell", "call_unit", "handle_of", "watch", "watched_class"]

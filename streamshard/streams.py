@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -26,7 +26,7 @@ import torch
 
 from streamshard.errors import StateError
 
-__all__ = ["Fence", "Observer", "Rule", "StreamName", "Streams", "Work"]
+__all__ = ["AllWork", "Fence", "Observer", "Rule", "StreamName", "Streams", "Work"]
 
 
 class StreamName(enum.Enum):
@@ -51,6 +51,18 @@ class Work(Protocol):
 
     def wait(self) -> None:
         """Block the calling thread until the result is in place."""
+
+
+class AllWork:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """See `Work`."""
+        for work in self._works:
+            work.wait()
 
 
 class Observer(Protocol):
