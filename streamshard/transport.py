@@ -39,7 +39,7 @@ __all__ = [
     "sum_in_pieces",
 ]
 
-_SUM_BLOCK = 1 << 16  # elements
+_SUM_BLOCK = 1 << 17  # elements
 _TAGS_PER_UNIT = 2  # a unit's gathers and reductions must never be taken for each other
 
 
@@ -296,7 +296,7 @@ def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accu
     if accumulate:
         out.add_(first, alpha=share)
     else:
-        torch.mul(first, share, out=out)
+        out.copy_(first).mul_(share)  # torch.mul(first, share, out=out) would round to first's dtype
     for chunk in others:
         out.add_(chunk, alpha=share)
 
