@@ -29,7 +29,7 @@ from streamshard.errors import ConfigError, RankMismatchError, ShardingError, St
 from streamshard.hooks import Handle, handle_of, watch
 from streamshard.layout import ParamSize, UnitLayout, plan_unit
 from streamshard.pieces import StatePiece, watch_optimizer
-from streamshard.planner import MemoryBudget, Needs, choose_slots, read_budget
+from streamshard.planner import MemoryBudget, Needs, choose_slots, holds_main_grads, read_budget
 from streamshard.shard import UnitShard
 from streamshard.shared_memory import share_memory
 from streamshard.slots import Category, GradSlot, Ledger, Scratch, SlotCount, SlotPlan, WeightSlot, plan_slots
@@ -219,8 +219,8 @@ def _allocate(needs: Needs, plan: SlotPlan, transport: Transport, ledger: Ledger
     """Slots, each as large as its largest unit, and the units that take turns in them."""
     layouts, precision = needs.layouts, needs.precision
     streams, grad_dtype, is_alone = transport.streams, precision.slot_grad_dtype, transport.world_size == 1
-    adds = not (plan.keeps_grads and grad_dtype is torch.float32)
-    scratch = [needs.scratch_numel(layout.shard_numel, adds) for layout in layouts]
+    in_slots = holds_main_grads(needs, plan)
+    scratch = [needs.scratch_numel(layout.shard_numel, not in_slots) for layout in layouts]
     padded = [layout.padded_numel for layout in layouts]
     weight_slots: dict[int, WeightSlot] = {}
     grad_slots: dict[int, GradSlot] = {}
@@ -235,7 +235,7 @@ def _allocate(needs: Needs, plan: SlotPlan, transport: Transport, ledger: Ledger
         for slot, numel in _largest(plan.grads, padded).items():
             beside = room[scratch_of[slot]]
             what = f"grad slot {slot}"
-            grad_slots[slot] = GradSlot(numel, grad_dtype, ledger, streams, beside, what, is_whole=plan.keeps_grads)
+            grad_slots[slot] = GradSlot(numel, grad_dtype, ledger, streams, beside, what, holds_main_grads=in_slots)
     units = []
     for index, layout in enumerate(layouts):
         weight_slot, grad_slot, own = None, None, None

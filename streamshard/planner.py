@@ -20,7 +20,7 @@ from streamshard.errors import ConfigError
 from streamshard.layout import UnitLayout
 from streamshard.slots import Category, SlotCount, SlotPlan, plan_slots
 
-__all__ = ["MemoryBudget", "Needs", "choose_slots", "expected_bytes", "read_budget"]
+__all__ = ["MemoryBudget", "Needs", "choose_slots", "expected_bytes", "holds_main_grads", "read_budget"]
 
 MemoryBudget = int | float | str  # bytes, "70GiB", or a share of the free memory: 0.9
 
@@ -45,6 +45,12 @@ class Needs(NamedTuple):
     scratch_numel: Callable[[int, bool], int]
 
 
+def holds_main_grads(needs: Needs, plan: SlotPlan) -> bool:
+    """Whether main grads are ranges of the grad slots: every unit has one of its own, and both are fp32."""
+    is_alone = needs.layouts[0].world_size == 1
+    return plan.keeps_grads and not is_alone and needs.precision.slot_grad_dtype is torch.float32
+
+
 def expected_bytes(needs: Needs, plan: SlotPlan) -> dict[Category, int]:
     """The formula above."""
     layouts, trains, precision = needs.layouts, needs.trains, needs.precision
@@ -54,7 +60,7 @@ def expected_bytes(needs: Needs, plan: SlotPlan) -> dict[Category, int]:
     shards = sum(layout.shard_numel for layout in layouts)
     trained = sum(layout.shard_numel for layout, train in zip(layouts, trains, strict=True) if train)
     holds_compute = plan.keeps_weights and not is_alone  # what a rank owns is a range of the slots
-    holds_grads = plan.keeps_grads and not is_alone and precision.slot_grad_dtype is torch.float32
+    holds_grads = holds_main_grads(needs, plan)
     scratch = [needs.scratch_numel(layout.shard_numel, not holds_grads) for layout in layouts]
 
     def slots(slot_of: Sequence[int], numel: Sequence[int], in_use: Container[int]) -> int:

@@ -192,7 +192,7 @@ class GradSlot:
         ledger, streams: see there.
         scratch: what reductions from this slot need beside it.
         what: names it in messages.
-        is_whole: every unit has a grad slot of its own (``grad_slots="all"``): gradients may stay in it.
+        holds_main_grads: this rank's range of it is the main grads of the one unit that it serves.
 
     Attributes:
         buffer: [numel] dtype.
@@ -210,9 +210,9 @@ class GradSlot:
         scratch: Scratch,
         what: str,
         *,
-        is_whole: bool,
+        holds_main_grads: bool,
     ) -> None:
-        self.is_whole = is_whole
+        self.holds_main_grads = holds_main_grads
         self.content: int | None = None
         self.written = Fence(streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what)
         self.drained = Fence(streams, Rule.GRADS_DRAINED, StreamName.COMM, what)

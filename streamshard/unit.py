@@ -118,7 +118,7 @@ class StreamedUnit:
             flat = self.shard.place_grad(None)
         else:
             flat = self._grads = slot.allocate().narrow(0, 0, layout.padded_numel)
-            self._main_grads_are_in_slot = slot.is_whole and flat.dtype is torch.float32
+            self._main_grads_are_in_slot = slot.holds_main_grads
             own = flat.narrow(0, self._transport.rank * layout.shard_numel, layout.shard_numel)
             self.shard.place_grad(own if self._main_grads_are_in_slot else None)
         for param in self.shard.params:

@@ -25,6 +25,12 @@ from tests.reference import Call, adamw, lm_step, stack_step
 __all__ = ["BF16", "SCENARIOS", "RoutedStack", "Scenario", "dropping", "sharded", "train"]
 
 BF16 = Precision(param_dtype=torch.bfloat16)
+PRECISIONS = {
+    "fp32": Precision(param_dtype=torch.float32),
+    "bf16": BF16,
+    "16-bit wire": Precision(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16),
+    "16-bit": Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+}
 
 
 class Scenario(NamedTuple):

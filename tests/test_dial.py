@@ -30,15 +30,9 @@ from tests.reference import (
     stack_step,
 )
 from tests.scenarios import BF16, SCENARIOS, over_sockets, sharded, train
+from tests.scenarios import PRECISIONS as BASE
 
-HALF = torch.bfloat16
-PRECISIONS = {
-    "fp32": FP32,
-    "bf16": BF16,
-    "16-bit wire": Precision(param_dtype=HALF, grad_dtype=HALF),
-    "16-bit": Precision(param_dtype=HALF, reduce_dtype=HALF),
-    "fp16": Precision(param_dtype=torch.float16, grad_dtype=torch.float16),
-}
+PRECISIONS = {**BASE, "fp16": Precision(param_dtype=torch.float16, grad_dtype=torch.float16)}
 SETTINGS: dict[str, dict[str, Any]] = {
     "ZeRO-2": {"weight_slots": "all", "grad_slots": 2},
     "ZeRO-1": {"weight_slots": "all", "grad_slots": "all"},

@@ -21,15 +21,7 @@ from streamshard.transport import PairwiseTransport
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import EXACT, FP32, assert_same, full_weights
-from tests.scenarios import BF16, SCENARIOS, over_sockets, sharded, train
-
-HALF = torch.bfloat16
-PRECISIONS = {
-    "fp32": FP32,
-    "bf16": BF16,
-    "16-bit wire": Precision(param_dtype=HALF, grad_dtype=HALF),
-    "16-bit": Precision(param_dtype=HALF, reduce_dtype=HALF),
-}
+from tests.scenarios import BF16, PRECISIONS, SCENARIOS, over_sockets, sharded, train
 
 
 def _trained(context: RankContext, scenario: str, precision: Precision, wanted: type) -> dict[str, torch.Tensor]:
