@@ -52,8 +52,9 @@ class StreamShard(Uncopyable):
         units: what is gathered and reduced together: module classes, modules, names, a predicate ``(module)`` or
             ``(name, module)``, or None: ``_no_split_modules`` of a transformers model, else the repeated children of
             the longest ModuleList or Sequential. Everything outside units forms the edge unit.
-        mesh: a 1-D DeviceMesh or a process group to shard over; None takes the default group, made from the
-            launcher's environment if there is none.
+        mesh: a 1-D DeviceMesh or a process group to shard over, or a 2-D DeviceMesh, replicate x shard: shards within
+            the second axis, averages gradients over the first (hybrid sharding). None takes the default group, made
+            from the launcher's environment if there is none.
         precision: dtypes of weights, gradients and reductions.
         weight_slots: number of full-layer weight buffers that layers take turns in, at least 2. The last layers of
             forward that fit stay for backward; with "all" nothing is gathered twice in a step (ZeRO-2).
@@ -197,7 +198,7 @@ class StreamShard(Uncopyable):
         """
         engine = engine_of(self)
         engine.settle()
-        wanted = not rank0_only or engine.transport.rank == 0
+        wanted = not rank0_only or engine.transport.is_first
         whole: dict[nn.Parameter, torch.Tensor] = {}
         for unit in engine.units:
             full = unit.gather_full([shard.main for shard in unit.shard.params])

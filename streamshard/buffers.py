@@ -79,7 +79,7 @@ class BufferSync:
 
     def _send(self, buffers: list[torch.Tensor]) -> None:
         """One broadcast per dtype. Written behind autograd's back: batch norm's backward has saved its statistics."""
-        if self._transport.world_size == 1:
+        if self._transport.total_size == 1:
             return
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for buffer in buffers:

@@ -26,15 +26,17 @@ from streamshard.discovery import (
 )
 from streamshard.engine import EDGE, Engine
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
+from streamshard.groups import groups_of, refuse_together, resolve_group
 from streamshard.hooks import Handle, handle_of, watch
 from streamshard.layout import ParamSize, UnitLayout, plan_unit
 from streamshard.pieces import StatePiece, watch_optimizer
 from streamshard.planner import MemoryBudget, Needs, choose_slots, holds_main_grads, read_budget
+from streamshard.replicas import Replicas
 from streamshard.shard import UnitShard
 from streamshard.shared_memory import share_memory
 from streamshard.slots import Category, GradSlot, Ledger, Scratch, SlotCount, SlotPlan, WeightSlot, plan_slots
 from streamshard.streams import Streams
-from streamshard.transport import Transport, make_transport, refuse_together, resolve_group
+from streamshard.transport import Transport, make_transport
 from streamshard.unit import StreamedUnit
 
 __all__ = ["engine_of", "shard_model"]
@@ -69,7 +71,7 @@ def shard_model(
 ) -> nn.Module:
     """Shard `module` in place and let its class derive from `base`. Arguments and errors: see `StreamShard`."""
     precision = Precision() if precision is None else precision
-    group = _group_of(mesh)
+    ranks = None if mesh is None else groups_of(mesh)
     try:
         _check_arguments(module, precision, weight_slots, grad_slots, memory_budget)
         device = check_params(module)
@@ -79,15 +81,17 @@ def shard_model(
         found = find_units(module, units)
         groups = group_params(module, found)
     except StreamShardError as error:
-        if group is not None or dist.is_initialized():
-            refuse_together(group, error)
+        if ranks is not None or dist.is_initialized():
+            refuse_together(ranks.everyone if ranks is not None else None, error)
         raise
-    group = resolve_group(group, device)
-    refuse_together(group, None)
-    if device.type == "cpu" and dist.get_backend(group) == "nccl":
+    if ranks is None:
+        ranks = groups_of(resolve_group(device))
+    refuse_together(ranks.everyone, None)
+    if device.type == "cpu" and dist.get_backend(ranks.shard) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
     streams = Streams(device)
-    transport = make_transport(group, streams)
+    transport = make_transport(ranks.shard, streams, ranks.everyone, ranks.replica)
+    replicas = None if ranks.replicate is None else Replicas(make_transport(ranks.replicate, streams, ranks.everyone))
     _check_ranks_agree(transport, groups, (precision, weight_slots, grad_slots, memory_budget, pad_units_to))
 
     layouts = _plan_layouts(found, groups, transport.world_size, precision, pad_units_to)
@@ -96,11 +100,12 @@ def shard_model(
     kinds = [type(unit.module) for unit in found]
     shared = [False, *(kinds.count(kind) > 1 for kind in kinds)]  # see [Note: slots]
     trains = [any(found_param.param.requires_grad for found_param in params) for params in groups]
-    needs = Needs(layouts, shared, trains, precision, _scratch_numel(transport, precision))
+    copies = 1 if replicas is None else replicas.transport.world_size
+    needs = Needs(layouts, shared, trains, precision, _scratch_numel(transport, precision), copies)
     plan, reason = _choose_slots(needs, weight_slots, grad_slots, budget, transport)
     streamed = _allocate(needs, plan, transport, ledger)
     buffers = BufferSync(module, transport)
-    engine = Engine(streamed, plan, transport, streams, ledger, buffers, needs)
+    engine = Engine(streamed, plan, transport, streams, ledger, buffers, needs, replicas)
     engine.why_slots = reason
     for unit, params, is_trained in zip(streamed, groups, trains, strict=True):
         _take_weights(unit, params, transport, broadcast_weights)
@@ -140,19 +145,6 @@ def _check_arguments(
             raise ShardingError(
                 f"{name or type(module).__name__!r} is a DistributedDataParallel: shard the model inside it"
             )
-
-
-def _group_of(mesh: object) -> dist.ProcessGroup | None:
-    if mesh is None or isinstance(mesh, dist.ProcessGroup):
-        return mesh
-    if isinstance(mesh, DeviceMesh):
-        if mesh.ndim != 1:
-            raise ConfigError(
-                f"mesh has {mesh.ndim} dimensions: wanted a 1-D DeviceMesh, whose ranks share the model "
-                "(replicate x shard is not supported yet)"
-            )
-        return mesh.get_group()
-    raise ConfigError(f"mesh={mesh!r}: wanted a DeviceMesh, a ProcessGroup or None")
 
 
 def _check_ranks_agree(transport: Transport, groups: Sequence[Sequence[FoundParam]], settings: object) -> None:
@@ -263,7 +255,7 @@ def _take_weights(unit: StreamedUnit, params: Sequence[FoundParam], transport: T
     shard = unit.shard
     for found, layout in zip(params, shard.layout.params, strict=True):
         full = found.param.detach().to(shard.main.device).contiguous()
-        if broadcast and transport.world_size > 1:
+        if broadcast:
             transport.broadcast(full)
         shard.add(layout, found.names[1:], found.param, full.view(-1))
 

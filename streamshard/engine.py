@@ -25,6 +25,7 @@ from streamshard.errors import ShardingError
 from streamshard.passes import Pass, Run
 from streamshard.planner import Needs
 from streamshard.program import Op, OpKind, Sweep, merge_order
+from streamshard.replicas import Replicas
 from streamshard.shard import ParamShard
 from streamshard.slots import Ledger, SlotPlan
 from streamshard.streams import AllWork, Fence, Rule, StreamName, Streams, Work
@@ -50,6 +51,7 @@ class Engine:
         plan: which unit uses which slot.
         transport, streams, ledger, buffers: see there. The engine owns the two step-boundary fences.
         needs: what memory depends on, the dtypes in force among it; for reports.
+        replicas: of a 2-D mesh.
 
     Attributes:
         why_slots: how many slots there are, and why, for reports.
@@ -67,12 +69,14 @@ class Engine:
         ledger: Ledger,
         buffers: BufferSync,
         needs: Needs,
+        replicas: Replicas | None = None,
     ) -> None:
         self.units = list(units)
         self.transport = transport
         self.streams = streams
         self.ledger = ledger
         self.buffers = buffers
+        self.replicas = replicas
         self.why_slots = ""
         self.check_structure: Callable[[], None] = lambda: None
         self.is_synced = True
@@ -93,7 +97,7 @@ class Engine:
         self._computing: StreamedUnit | None = None  # the unit whose backward is running
         self._holds_grads = False  # this backward leaves its gradients in their slots
         self._reducing: list[Work] = []
-        self._used_params = UsedParams(self.units, transport, ledger)
+        self._used_params = UsedParams(self.units, transport, ledger, None if replicas is None else replicas.transport)
         self._cast_done = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMPUTE, "compute shards")
         self._gathers_done = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMM, "gathered shards")
         self._reductions_done = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMM, "main grads")
@@ -110,7 +114,7 @@ class Engine:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this is the only rank: nothing is gathered or reduced."""
+        """Whether this rank holds the whole model: nothing is gathered or reduced."""
         return self.transport.world_size == 1
 
     def set_synced(self, is_synced: bool) -> None:
@@ -340,6 +344,8 @@ class Engine:
         slot = unit.grad_slot
         if slot is None and not any(unit.used) or slot is not None and slot.content != unit.index:
             self._open_grads(unit)
+        elif slot is None and self.replicas is not None:
+            self.replicas.settle(unit)
         unit.write_grad(place, grad)
         self.transport.progress()
 
@@ -347,6 +353,8 @@ class Engine:
         slot = unit.grad_slot
         if slot is not None and slot.content is not None:  # gradients that come in several parts: move one part on
             self._reduce(self.units[slot.content])
+        if self.replicas is not None:
+            self.replicas.settle(unit)
         with self.transport.guard("the reduction before that of", unit.name):
             unit.open_grads()
 
@@ -363,13 +371,17 @@ class Engine:
         slot = unit.grad_slot
         if slot is None:
             if not any(unit.used):
-                return
+                if self.replicas is None:
+                    return
+                self._open_grads(unit)
         elif slot.content != unit.index:
             self._open_grads(unit)
         with self.transport.guard("the reduction of", unit.name):
             work = unit.start_reduce()
         if work is not None:
             self._reducing.append(work)
+        if self.replicas is not None:
+            self.replicas.add(unit, work)
 
     def _close_all(self) -> None:
         """The sweep is over: issue what is left, let go of every unit."""
@@ -401,13 +413,18 @@ class Engine:
         reduced = [unit for unit in self.units if unit.reductions]
         self._used_params.start()
         with self.transport.guard("the last reductions of a backward"):
-            self._reductions_done.record(AllWork(self._reducing))
-            self._reducing = []
-            self._reductions_done.wait()  # rule 5: no optimizer step reads main grads that are still being reduced
+            self._finish_reductions()
         used = self._used_params.finish()
         for unit in reduced:
             unit.finish_reduce(used[unit.index])
         self._leave_backward()
+
+    def _finish_reductions(self) -> None:
+        works, self._reducing = self._reducing, []
+        if self.replicas is not None:
+            works += self.replicas.take_works()
+        self._reductions_done.record(AllWork(works))
+        self._reductions_done.wait()  # rule 5: no optimizer step reads main grads that are still being reduced
 
     def _leave_backward(self) -> None:
         self._backward = None
@@ -426,8 +443,7 @@ class Engine:
             if not self.transport.has_failed:
                 self._close_all()
                 with self.transport.guard("the last reductions of a backward"):
-                    self._reductions_done.record(AllWork(self._reducing))
-                    self._reductions_done.wait()  # rule 5
+                    self._finish_reductions()
         finally:
             for unit in self.units:
                 if unit.is_bound:

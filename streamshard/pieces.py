@@ -72,7 +72,7 @@ class ShardedGrad(torch.Tensor):
             # The check saw this rank's pieces only; an overflow anywhere must skip the step everywhere.
             for grad in args[0]:
                 if isinstance(grad, cls):
-                    grad.transport.all_reduce(args[1], maximum=True)
+                    grad.transport.all_reduce(args[1], maximum=True, everyone=True)
                     break
         return result
 

@@ -3,8 +3,8 @@
 Formula, for N ranks, S the sum over units of the padded shard, all in bytes: main weights 4 S, main grads 4 S of the
 units that train, compute shards p S (none in fp32: they are the main weights), weight slots the largest unit of each
 times p, grad slots likewise times g if one of its units trains, scratch as the transport asks, and (N + 1) bytes of
-flags a parameter. One rank has no slots. With "all" weight slots compute shards lie in them (in fp32 the main weights
-do), with "all" grad slots in fp32 the main grads do.
+flags a parameter, with R replicas (R N + N + 1). One rank has no slots. With "all" weight slots compute shards lie in
+them (in fp32 the main weights do), with "all" grad slots in fp32 the main grads do.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Needs(NamedTuple):
         trains: by unit, whether it has main grads.
         precision: the dtypes.
         scratch_numel: ``(shard_numel, adds)`` -> elements of scratch, see `Transport.scratch_numel`.
+        replicas: R, size of the replicate axis.
     """
 
     layouts: Sequence[UnitLayout]
@@ -43,6 +44,7 @@ class Needs(NamedTuple):
     trains: Sequence[bool]
     precision: Precision
     scratch_numel: Callable[[int, bool], int]
+    replicas: int = 1
 
 
 def holds_main_grads(needs: Needs, plan: SlotPlan) -> bool:
@@ -79,8 +81,14 @@ def expected_bytes(needs: Needs, plan: SlotPlan) -> dict[Category, int]:
         Category.WEIGHT_SLOTS: param_bytes * slots(plan.weights, padded, set(plan.weights)),
         Category.GRAD_SLOTS: grad_bytes * slots(plan.grads, padded, in_use(plan.grads)),
         Category.SCRATCH: grad_bytes * slots(plan.scratch, scratch, in_use(plan.scratch)),
-        Category.FLAGS: 0 if is_alone else (layouts[0].world_size + 1) * sum(len(layout.params) for layout in layouts),
+        Category.FLAGS: _flags(layouts[0].world_size, needs.replicas) * sum(len(layout.params) for layout in layouts),
     }
+
+
+def _flags(world_size: int, replicas: int) -> int:
+    """Flags for each parameter: this rank's, the shard group's, those of all shard groups."""
+    sizes = {world_size, world_size * replicas} - {1}
+    return 1 + sum(sizes) if sizes else 0
 
 
 def read_budget(budget: MemoryBudget, device: torch.device) -> int:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from streamshard.streams import Streams, Work
+from streamshard.streams import Work
 from streamshard.transport import PairwiseTransport, Reduction, Transport, sum_in_pieces
 
 __all__ = ["SharedMemoryTransport", "share_memory"]
@@ -106,19 +106,17 @@ class SharedMemoryTransport(PairwiseTransport):
     """CPU ranks of one machine. Made by `share_memory`.
 
     Args:
-        group, streams: see `Transport`.
+        other: what ranks had before; its groups and streams are used.
         arenas: all ranks', by rank.
         processes: all ranks' process ids, by rank.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, streams: Streams, arenas: Sequence[Arena], processes: Sequence[int]
-    ) -> None:
-        super().__init__(group, streams)
+    def __init__(self, other: PairwiseTransport, arenas: Sequence[Arena], processes: Sequence[int]) -> None:
+        super().__init__(other.group, other.streams, other.everyone, other.replica)
         self._arenas = arenas
         self._own = arenas[self.rank]
         self._processes = processes
-        self._timeout_s = _timeout_s(group)
+        self._timeout_s = _timeout_s(other.group)
         self._started: deque[Reduction] = deque()  # not summed yet
 
     def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -238,7 +236,7 @@ def _timeout_s(group: dist.ProcessGroup) -> float:
 
 
 def share_memory(transport: Transport, nbytes: int, units: int) -> Transport:
-    """A transport through shared memory where all ranks can map each other's, else `transport`. Collective, blocks.
+    """A transport through shared memory where a shard group's ranks can map each other's, else `transport`. Blocks.
 
     Args:
         transport: what ranks have now.
@@ -251,15 +249,15 @@ def share_memory(transport: Transport, nbytes: int, units: int) -> Transport:
     mine = None
     if os.environ.get(_DISABLE, "1") != "0" and platform.machine() in _ORDERED:
         mine = _offer(nbytes)
-    offers = transport.gather_objects(None if mine is None else mine[1:])
+    offers = transport.gather_objects(None if mine is None else mine[1:], everyone=False)
     mapped = None if mine is None else _map_all(offers, nbytes)
-    everyone_can = all(transport.gather_objects(mapped is not None))
+    all_can = all(transport.gather_objects(mapped is not None, everyone=False))
     if mine is not None:
         os.close(mine[1])  # mappings stay
-    if not everyone_can or mapped is None:
+    if not all_can or mapped is None:
         return transport
     arenas = [Arena(memory, units) for memory in mapped]
-    return SharedMemoryTransport(transport.group, transport.streams, arenas, [offer[1] for offer in offers])
+    return SharedMemoryTransport(transport, arenas, [offer[1] for offer in offers])
 
 
 _Offer = tuple[int, int, bytes]  # file descriptor, process id, cookie

@@ -1,9 +1,9 @@
-"""Every call to torch.distributed, behind one small interface.
+"""Every collective, behind one small interface.
 
-The engine asks for four things: move shards into a slot, move a slot's gradients into main grads, small host-side
-agreements, and rank 0's weights at the start. `PairwiseTransport` serves CPUs, `NcclTransport` GPUs; one over shared
-memory (`streamshard.shared_memory`) or one that misbehaves on purpose (`streamshard.inspect.adversary`) implements the
-same methods.
+The engine asks for five things: move shards into a slot, move a slot's gradients into main grads, average main grads
+over replicas, small host-side agreements, and the first rank's weights at the start. `PairwiseTransport` serves CPUs,
+`NcclTransport` GPUs; one over shared memory (`streamshard.shared_memory`) or one that misbehaves on purpose
+(`streamshard.inspect.adversary`) implements the same methods.
 
 [Note: reductions]
 Every reduction ends in main grads, fp32, as the mean over ranks. Where chunks are exchanged (16-bit wire with fp32
@@ -15,8 +15,6 @@ gloo's own reduce_scatter was 4 to 14 times slower than this exchange (docs/log.
 from __future__ import annotations
 
 import abc
-import datetime
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from streamshard.errors import CommunicationError, ConfigError, ShardingError, StreamShardError
+from streamshard.errors import CommunicationError, ConfigError, StreamShardError
 from streamshard.streams import Fence, Rule, StreamName, Streams, Work
 
 __all__ = [
@@ -34,8 +32,6 @@ __all__ = [
     "Reduction",
     "Transport",
     "make_transport",
-    "refuse_together",
-    "resolve_group",
     "sum_in_pieces",
 ]
 
@@ -69,22 +65,33 @@ class Transport(abc.ABC):
     in between.
 
     Args:
-        group: the shard group.
+        group: the shard group: gathers, reductions and norms are among its ranks.
         streams: the engine's streams.
+        everyone: all ranks that train this model, replicas included, who agree on things; None: the shard group.
+        replica: place of this rank's replica among them, on the replicate axis.
 
     Attributes:
-        rank: this rank within the group.
+        rank: this rank within the shard group.
         world_size: N.
+        replica: see above; weights are written to files by replica 0.
+        is_first: whether this is the rank whose weights count at the start and that writes what is written once.
+        total_size: number of ranks in `everyone`.
         has_failed: whether a collective has failed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, streams: Streams) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, streams: Streams, everyone: dist.ProcessGroup | None = None, replica: int = 0
+    ) -> None:
         self.has_failed = False
         # Weak: destroy_process_group() has to end gloo's threads, which must not outlive Python (they take its lock).
         self._group_of = weakref.ref(group)
+        self._everyone_of = weakref.ref(everyone or group)
         self.streams = streams
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
+        self.replica = replica
+        self.is_first = dist.get_rank(self.everyone) == 0
+        self.total_size: int = dist.get_world_size(self.everyone)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -93,10 +100,16 @@ class Transport(abc.ABC):
         Raises:
             CommunicationError: it has been destroyed.
         """
-        group = self._group_of()
-        if group is None:
-            raise CommunicationError("the process group was destroyed (destroy_process_group) while the model needs it")
-        return group
+        return _alive(self._group_of)
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """All ranks that train this model.
+
+        Raises:
+            CommunicationError: the group has been destroyed.
+        """
+        return _alive(self._everyone_of)
 
     @abc.abstractmethod
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
@@ -105,6 +118,10 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """Start a reduce-scatter (mean). See [Note: reductions]."""
+
+    @abc.abstractmethod
+    def start_average(self, tensor: torch.Tensor) -> Work | None:
+        """Start to replace `tensor` [n] fp32 by its mean over the ranks of the group. Completed as the other two."""
 
     @abc.abstractmethod
     def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
@@ -149,23 +166,35 @@ class Transport(abc.ABC):
             arrived.wait()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor` on every rank by rank 0's. Blocks."""
-        if self.world_size > 1:
-            with self.guard("a broadcast from rank 0"):
-                dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0), group=self.group)
+        """Overwrite `tensor` on every rank by the first one's. Blocks."""
+        if self.total_size > 1:
+            with self.guard("a broadcast from the first rank"):
+                dist.broadcast(tensor, src=dist.get_global_rank(self.everyone, 0), group=self.everyone)
 
-    def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False) -> None:
-        """Replace `tensor` by the sum (or maximum) over ranks, on the compute stream."""
-        if self.world_size > 1:
+    def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False, everyone: bool = False) -> None:
+        """Replace `tensor` by the sum (or maximum) over ranks, on the compute stream.
+
+        Args:
+            tensor: any shape.
+            maximum: instead of the sum.
+            everyone: over replicas too.
+        """
+        if (self.total_size if everyone else self.world_size) > 1:
+            group = self.everyone if everyone else self.group
             with self.guard("a sum over all ranks"):
-                dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
 
-    def gather_objects(self, value: object) -> list[Any]:
-        """Every rank's `value`, in rank order. Blocks; for set-up and errors, not for steps."""
-        values: list[Any] = [value] * self.world_size
-        if self.world_size > 1:
+    def gather_objects(self, value: object, *, everyone: bool = True) -> list[Any]:
+        """Every rank's `value`, in rank order. Blocks; for set-up and errors, not for steps.
+
+        Args:
+            value: can be pickled.
+            everyone: from replicas too.
+        """
+        values: list[Any] = [value] * (self.total_size if everyone else self.world_size)
+        if len(values) > 1:
             with self.guard("a meeting of all ranks"):
-                dist.all_gather_object(values, value, group=self.group)
+                dist.all_gather_object(values, value, group=self.everyone if everyone else self.group)
         return values
 
     def gather_errors(self, error: str | None) -> list[str | None]:
@@ -175,6 +204,13 @@ class Transport(abc.ABC):
     def barrier(self) -> None:
         """Return once every rank has called this."""
         self.gather_objects(None)
+
+
+def _alive(group_of: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    group = group_of()
+    if group is None:
+        raise CommunicationError("the process group was destroyed (destroy_process_group) while the model needs it")
+    return group
 
 
 class Guard:
@@ -269,6 +305,16 @@ class PairwiseTransport(Transport):
             messages.append(self.group.recv([received[place]], peer, tag))
         return _Exchange(messages, lambda: self._sum(chunks[self.rank], received, reduction))
 
+    def start_average(self, tensor: torch.Tensor) -> Work | None:
+        """See `Transport.start_average`. The backend's own sum; divided when it is waited for."""
+        self.streams.declare_access(tensor, write=True, what="all_reduce")
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return _Exchange([work], lambda: self._divide(tensor))
+
+    def _divide(self, tensor: torch.Tensor) -> None:
+        with self.streams.on_comm(), torch.no_grad():
+            tensor.div_(self.world_size)
+
     def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
         """Every other rank's chunk is received before the sum."""
         return shard_numel * (self.world_size - 1)
@@ -340,6 +386,13 @@ class NcclTransport(Transport):
                 out.add_(scratch) if reduction.accumulate else out.copy_(scratch)
         return None
 
+    def start_average(self, tensor: torch.Tensor) -> Work | None:
+        """See `Transport.start_average`."""
+        self.streams.declare_access(tensor, write=True, what="all_reduce")
+        with self.streams.on_comm():
+            dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self.group)
+        return None
+
     def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
         """N chunks where a 16-bit wire is summed in fp32, one shard to add from, or to convert from."""
         if wire is not accumulate:
@@ -357,59 +410,17 @@ _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_g
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def make_transport(group: dist.ProcessGroup, streams: Streams) -> Transport:
-    """The transport for `group` and the device of `streams`.
+def make_transport(
+    group: dist.ProcessGroup, streams: Streams, everyone: dist.ProcessGroup | None = None, replica: int = 0
+) -> Transport:
+    """The transport for `group` and the device of `streams`. Arguments: see `Transport`.
 
     Raises:
         ConfigError: CUDA parameters over a group that has no NCCL backend.
     """
     if not streams.is_cuda:
-        return PairwiseTransport(group, streams)
+        return PairwiseTransport(group, streams, everyone, replica)
     backend = dist.get_backend(group)
     if "nccl" not in backend:
         raise ConfigError(f"parameters are on {streams.device}, the process group's backend is {backend!r}: use nccl")
-    return NcclTransport(group, streams)
-
-
-def resolve_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
-    """`group`, else the default group, else a default group made from the launcher's environment.
-
-    Raises:
-        ShardingError: there is neither a process group nor a launcher.
-    """
-    if not dist.is_available():
-        raise ShardingError("this build of torch has no torch.distributed")
-    if group is not None:
-        return group
-    if not dist.is_initialized():
-        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise ShardingError(
-                f"no process group and no launcher ({', '.join(missing)} not set): start the script with `torchrun "
-                "--nproc-per-node N script.py` or `accelerate launch`, or call torch.distributed.init_process_group "
-                "first. On CPUs `accelerate launch --num_processes N` alone starts one process that knows of no "
-                "others: it needs a config file such as docs/examples/two_processes.yaml"
-            )
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(minutes=10))
-    default = dist.group.WORLD
-    if default is None:
-        raise ShardingError("torch.distributed is initialised but has no default group")
-    return default
-
-
-def refuse_together(group: dist.ProcessGroup | None, error: StreamShardError | None) -> None:
-    """Tell the other ranks that this one refuses its model, or None that it does not. Collective, blocks.
-
-    Returns on a rank with an error, which then raises its own.
-
-    Raises:
-        ShardingError: here all is well, but another rank refuses its model; names the rank and says why.
-    """
-    errors: list[str | None] = [None] * dist.get_world_size(group)
-    if len(errors) > 1:
-        dist.all_gather_object(errors, None if error is None else str(error), group=group)
-    for rank, message in enumerate(errors):
-        if error is None and message is not None:
-            raise ShardingError(f"rank {rank} refused its model: {message}")
+    return NcclTransport(group, streams, everyone, replica)

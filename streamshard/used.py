@@ -24,41 +24,54 @@ class UsedParams:
 
     Args:
         units: all units; each knows which of its parameters were used here.
-        transport: exchanges.
-        ledger: allocates [F] and [N * F] uint8, F the number of parameters.
+        transport: exchanges within the shard group.
+        ledger: allocates [F] and [N * F] uint8, F the number of parameters; with R replicas [R * N * F] too.
+        replicas: exchanges what each shard group has found.
     """
 
-    def __init__(self, units: Sequence[StreamedUnit], transport: Transport, ledger: Ledger) -> None:
+    def __init__(
+        self, units: Sequence[StreamedUnit], transport: Transport, ledger: Ledger, replicas: Transport | None
+    ) -> None:
         self._units = units
         self._transport = transport
-        count = sum(len(unit.shard.layout.params) for unit in units) if transport.world_size > 1 else 0
-        self._here = ledger.allocate(Category.FLAGS, count, torch.uint8)
-        self._everywhere = ledger.allocate(Category.FLAGS, count * transport.world_size, torch.uint8)
+        self._stages = [stage for stage in (transport, replicas) if stage is not None and stage.world_size > 1]
+        count = sum(len(unit.shard.layout.params) for unit in units) if self._stages else 0
+        self._flags = [ledger.allocate(Category.FLAGS, count, torch.uint8)]
+        for stage in self._stages:
+            count *= stage.world_size
+            self._flags.append(ledger.allocate(Category.FLAGS, count, torch.uint8))
         self._sent: list[bool] = []
         self._written = Fence(transport.streams, Rule.STEP_BOUNDARY, StreamName.COMPUTE, "flags")
         self._arrived = Fence(transport.streams, Rule.STEP_BOUNDARY, StreamName.COMM, "everybody's flags")
 
     def start(self) -> None:
         """Send this rank's flags. Compute stream; the exchange runs on the comm stream."""
-        if self._transport.world_size == 1:
+        if not self._stages:
             return
         with self._transport.guard("the exchange of which parameters were used"):
             flags = [used for unit in self._units for used in unit.used]
             if flags != self._sent:
                 self._sent = flags
-                self._here.copy_(torch.tensor(flags, dtype=torch.uint8))
+                self._flags[0].copy_(torch.tensor(flags, dtype=torch.uint8))
                 self._written.record()
                 self._written.wait()  # rule 5: the exchange does not read what is being written
-            self._arrived.record(self._transport.start_gather(self._here, self._everywhere, len(self._units)))
+            self._start(0)
+
+    def _start(self, stage: int) -> None:
+        here, everywhere = self._flags[stage : stage + 2]
+        self._arrived.record(self._stages[stage].start_gather(here, everywhere, len(self._units)))
 
     def finish(self) -> list[list[bool]]:
         """For each unit, which parameters some rank used. On CUDA the host waits only if this rank left one out."""
         here = [unit.used for unit in self._units]
-        if self._transport.world_size == 1:
+        if not self._stages:
             return here
         with self._transport.guard("the exchange of which parameters were used"):
             # rule 5. Not left for later: gloo's work objects must not outlive a profiler that saw them being made.
             self._arrived.wait()
+            for stage in range(1, len(self._stages)):
+                self._start(stage)
+                self._arrived.wait()
         is_complete = all(
             used or not view.requires_grad
             for unit in self._units
@@ -66,7 +79,7 @@ class UsedParams:
         )
         if is_complete:
             return here
-        anywhere = self._everywhere.view(self._transport.world_size, -1).amax(0).tolist()
+        anywhere = self._flags[-1].view(-1, self._flags[0].numel()).amax(0).tolist()
         result, start = [], 0
         for unit in self._units:
             result.append([bool(flag) for flag in anywhere[start : start + len(unit.used)]])

@@ -27,6 +27,8 @@ class ThreadGroup:
 
     def __init__(self, rank: int, barrier: threading.Barrier, told: list[str | None]) -> None:
         self.rank = rank
+        self.is_first = rank == 0
+        self.replica = 0
         self.world_size = len(told)
         self._barrier = barrier
         self._told = told

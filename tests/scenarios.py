@@ -122,6 +122,13 @@ def _two_backwards(model: nn.Module, call: Call) -> None:
     call.backward(loss)
 
 
+def _kept_graph(model: nn.Module, call: Call) -> None:
+    """A graph that has been through one backward is part of the next one: gradients come in several parts."""
+    first, second = (model(vector_batch(call.step + 50 * k, call.rank)).square().mean() for k in range(2))
+    call.backward(first, retain_graph=True)
+    call.backward(first + second)
+
+
 def _freezing(model: nn.Module, call: Call) -> None:
     for name, param in model.named_parameters():
         param.requires_grad_(f"layers.{call.step}" not in name)
@@ -215,6 +222,7 @@ SCENARIOS: dict[str, Scenario] = {
     "evaluation between steps": Scenario(RoutedStack, _evaluating),
     "two forwards": Scenario(RoutedStack, _two_forwards),
     "two backwards": Scenario(RoutedStack, _two_backwards),
+    "a kept graph": Scenario(RoutedStack, _kept_graph),
     "freezing": Scenario(RoutedStack, _freezing),
     "clipping": Scenario(RoutedStack, _clipping),
     "summoning": Scenario(RoutedStack, _summoning),

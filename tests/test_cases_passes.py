@@ -25,6 +25,7 @@ from tests.reference import (
     sgd,
     stack_step,
 )
+from tests.scenarios import SCENARIOS, RoutedStack
 
 # ---------------------------------------------------------------------------------------------- recomputation
 
@@ -524,3 +525,14 @@ def test_a_step_with_autocast(context: RankContext) -> None:
         return call.backward(loss)
 
     assert_trains_like_plain(context, TinyLM, step)
+
+
+@on_ranks(1, 2, 3)
+def test_a_kept_graph_can_join_a_later_backward(context: RankContext) -> None:
+    """Gradients of one unit come in several parts: of the later forward first, then of the kept one."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        SCENARIOS["a kept graph"].step(model, call)
+        return torch.zeros(())
+
+    assert_trains_like_plain(context, RoutedStack, step)

@@ -40,7 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "all grads": {"weight_slots": 2, "grad_slots": "all"},
 }
 # Where gradients are added to what is there, ZeRO-1 adds in another order.
-ADDING = ("micro-batches", "no_sync", "gradients kept when a backward fails", "two backwards")
+ADDING = ("micro-batches", "no_sync", "gradients kept when a backward fails", "two backwards", "a kept graph")
 # fp32 weights that are somewhere else cannot be in their slot as well: see the test of the error.
 MOVING = "weights elsewhere"
 

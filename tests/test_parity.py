@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import ConfigError, StreamShard
+from streamshard import StreamShard
 from tests.models import NormStack, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -160,17 +160,6 @@ def test_a_one_dimensional_device_mesh_can_be_given(context: RankContext) -> Non
     """The shard group is the mesh's."""
     mesh = init_device_mesh("cpu", (context.world_size,))
     assert_trains_like_plain(context, Stack, stack_step, mesh=mesh)
-
-
-@on_ranks(4)
-def test_a_replicate_by_shard_mesh_is_refused_for_now(context: RankContext) -> None:
-    """Two replicas of two shards: an error that says so, and a model that is still whole."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = TinyLM()
-    shapes = [p.shape for p in model.parameters()]
-    with pytest.raises(ConfigError, match="2 dimensions"):
-        StreamShard(model, mesh=mesh)
-    assert [p.shape for p in model.parameters()] == shapes
 
 
 @on_ranks(2)

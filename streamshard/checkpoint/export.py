@@ -30,7 +30,7 @@ def export_shards(
     """What `streamshard.export_safetensors` does, with the model's parameters and ranks given."""
     parse_bytes("max_shard_size", max_shard_size)
     wanted = _floating_dtype(dtype)
-    entries = run_on_all_ranks(group, "plan the export", lambda: _entries(model, shards, group.rank, wanted))
+    entries = run_on_all_ranks(group, "plan the export", lambda: _entries(model, shards, group, wanted))
 
     def write_beside(staging: Path) -> None:
         if huggingface.is_transformers_model(model):
@@ -46,10 +46,15 @@ def export_shards(
     )
 
 
-def _entries(model: nn.Module, shards: Sequence[ParamShard], rank: int, dtype: torch.dtype | None) -> list[TensorEntry]:
+def _entries(
+    model: nn.Module, shards: Sequence[ParamShard], group: RankGroup, dtype: torch.dtype | None
+) -> list[TensorEntry]:
     if huggingface.is_transformers_model(model):
         huggingface.check_exportable(model)
-    pieces = local_pieces(model, shards, buffers=rank == 0)
+    pieces = local_pieces(model, shards, buffers=group.is_first)
+    if group.replica:  # replicas hold the same, or in local SGD nearly the same: one of them writes
+        for shard in shards:
+            del pieces[shard.name]
     entries: list[TensorEntry] = []
     for tensor in plan_disk(model, shards, dtype):
         # Every rank names every tensor, so that all make the same plan.

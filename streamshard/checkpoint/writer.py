@@ -54,8 +54,12 @@ class RankGroup(Protocol):
     """What is needed of the ranks that write together."""
 
     @property
-    def rank(self) -> int:
-        """This rank within the group."""
+    def is_first(self) -> bool:
+        """Whether this is the rank that does what is done once. One rank is."""
+
+    @property
+    def replica(self) -> int:
+        """Which copy of the model this rank holds a shard of, from 0."""
 
     def gather_errors(self, error: str | None) -> list[str | None]:
         """Every rank's `error`, in rank order. Blocks until all ranks have called it."""
@@ -118,7 +122,7 @@ def write_sharded(
     """
     max_file_bytes = parse_bytes("max_shard_size", max_shard_size)
     root = Path(directory)
-    first = group.rank == 0
+    first = group.is_first
     files = run_on_all_ranks(group, "plan the export", lambda: _plan(entries, max_file_bytes, metadata))
     index = encode_index(files, total_parameters) if len(files) > 1 else None
 

@@ -102,7 +102,7 @@ class AdversarialTransport(Transport):
     """
 
     def __init__(self, inner: Transport) -> None:
-        super().__init__(inner.group, inner.streams)
+        super().__init__(inner.group, inner.streams, inner.everyone, inner.replica)
         self.inner = inner
         self._pending: deque[_Late] = deque()
 
@@ -122,6 +122,11 @@ class AdversarialTransport(Transport):
         return self._start(
             lambda: self.inner.start_reduce(reduction), lambda: _spoil(reduction.slot, keep=reduction.out)
         )
+
+    def start_average(self, tensor: torch.Tensor) -> Work | None:
+        """See `Transport.start_average`."""
+        self.streams.declare_access(tensor, write=True, what="all_reduce")
+        return self._start(lambda: self.inner.start_average(tensor))
 
     def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
         """See `Transport.scratch_numel`."""
@@ -149,15 +154,15 @@ class AdversarialTransport(Transport):
         self.complete()
         self.inner.broadcast(tensor)
 
-    def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False) -> None:
+    def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False, everyone: bool = False) -> None:
         """See `Transport.all_reduce`."""
         self.complete()
-        self.inner.all_reduce(tensor, maximum=maximum)
+        self.inner.all_reduce(tensor, maximum=maximum, everyone=everyone)
 
-    def gather_objects(self, value: object) -> list[Any]:
+    def gather_objects(self, value: object, *, everyone: bool = True) -> list[Any]:
         """See `Transport.gather_objects`."""
         self.complete()
-        return self.inner.gather_objects(value)
+        return self.inner.gather_objects(value, everyone=everyone)
 
     def _start(self, start: Callable[[], Work | None], after: Callable[[], None] | None = None) -> Work | None:
         late = _Late(self, start, after)

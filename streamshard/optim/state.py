@@ -26,7 +26,7 @@ _NUMBERS = ("step", "eta", "mu", "mu_product")  # of a parameter that is one num
 def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict[str, Any]:
     """See `streamshard.full_optimizer_state_dict`."""
     engine.settle()
-    wanted = not rank0_only or engine.transport.rank == 0
+    wanted = not rank0_only or engine.transport.is_first
     numbers = {param: number for number, param in enumerate(_params_of(optimizer))}
     packed = optimizer.state_dict()
     state = {number: {name: _copied(v) for name, v in values.items()} for number, values in packed["state"].items()}
@@ -52,7 +52,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
     engine.settle()
     transport, params = engine.transport, _params_of(optimizer)
     shards = {shard.param: shard for shard in engine.param_shards}
-    given: Mapping[str, Any] = (state_dict if transport.rank == 0 else None) or {"state": {}, "param_groups": []}
+    given: Mapping[str, Any] = (state_dict if transport.is_first else None) or {"state": {}, "param_groups": []}
     # Everything but tensors with elements, which follow one by one.
     outline = {
         number: {name: _outline(name, value, shards.get(params[number])) for name, value in values.items()}
@@ -70,7 +70,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
                 state[number][name] = value
                 continue
             full = torch.empty(value.shape, dtype=value.dtype, device=engine.streams.device)
-            if transport.rank == 0:
+            if transport.is_first:
                 full.copy_(given["state"][number][name])
             transport.broadcast(full)
             if shard is not None and value.shape == shard.layout.shape:
