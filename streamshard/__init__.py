@@ -12,17 +12,21 @@ from streamshard.errors import (
     CommunicationError,
     ConfigError,
     ExportError,
+    OptimizerError,
     RankMismatchError,
     ShardingError,
     StateError,
     StreamShardError,
     UnitError,
 )
+from streamshard.optim.distributed import DistributedOptimizer
 
 __all__ = [
     "CommunicationError",
     "ConfigError",
+    "DistributedOptimizer",
     "ExportError",
+    "OptimizerError",
     "Precision",
     "RankMismatchError",
     "ShardingError",

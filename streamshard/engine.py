@@ -14,6 +14,7 @@ from the program: its reduction stands behind its last visit.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -58,6 +59,7 @@ class Engine:
         check_structure: raises if the model is not what was sharded; called before each pass that casts.
         is_synced: False inside ``no_sync()``: weights cannot have changed since the last pass, so what slots hold is
             reused.
+        step_lock: held by the thread that is in an optimizer's step, see `streamshard.DistributedOptimizer`.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Engine:
         self.why_slots = ""
         self.check_structure: Callable[[], None] = lambda: None
         self.is_synced = True
+        self.step_lock = threading.RLock()
         self.depth = 0  # of forwards of modules that the engine watches
         self.order: tuple[int, ...] = tuple(range(len(units)))
         self._has_learnt = False

@@ -5,6 +5,7 @@
     +-- UnitError           units that overlap, are empty, or are not part of the model
     +-- ShardingError       a model that cannot be sharded, or is used in a way sharding forbids
     +-- RankMismatchError   ranks disagree about the model or the settings
+    +-- OptimizerError      an optimizer's step raised on some rank
     +-- CommunicationError  a collective failed or timed out: a rank has died, or ranks ran different things
     +-- ExportError         files that cannot be written or read
     +-- StateError          an invariant of the engine is broken; carries the unit and its state
@@ -19,6 +20,7 @@ __all__ = [
     "CommunicationError",
     "ConfigError",
     "ExportError",
+    "OptimizerError",
     "RaceError",
     "RankMismatchError",
     "ShardingError",
@@ -46,6 +48,10 @@ class ShardingError(StreamShardError):
 
 class RankMismatchError(StreamShardError):
     """Ranks disagree about the model or the settings."""
+
+
+class OptimizerError(StreamShardError):
+    """An optimizer's step raised on some rank; raised on all."""
 
 
 class CommunicationError(StreamShardError):

@@ -55,6 +55,8 @@ GRACE_S = 3.0  # how long the other ranks may go on once one has failed
 FOREIGN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     # Raised by what torch.compile and torch.distributed.optim import.
     (r"`torch\.jit\.\w+` is deprecated", DeprecationWarning),
+    # Raised by torch.distributed.rpc when it starts, about its own group.
+    (r"You are using a Backend .* as a ProcessGroup", UserWarning),
 )
 
 

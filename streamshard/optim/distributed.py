@@ -1,0 +1,71 @@
+"""The optimizer on the shards' owners, as one: steps take turns, and an error on one rank is everybody's.
+
+What torch.distributed.optim.DistributedOptimizer does over RPC. Here each rank already owns its shard and has an
+optimizer of it, so nothing is sent but whether all went well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from streamshard.errors import OptimizerError
+from streamshard.optim.wrapper import WrappedOptimizer
+
+__all__ = ["DistributedOptimizer"]
+
+
+class DistributedOptimizer(WrappedOptimizer):
+    """An optimizer whose step is over when it is over on all ranks, and fails on all if it fails on one.
+
+    Any number of threads may call ``step``, of one or several DistributedOptimizers of a model: on each rank one steps
+    at a time. The n-th step of one rank meets the n-th of the others, whichever threads they are in, so threads need no
+    common order, only the same number of steps on every rank. Three things remain to the caller:
+
+    - No forward or backward may run meanwhile, in any thread: gradients would change under a step, and ranks would
+      issue collectives in different orders.
+    - A closure that runs the model, or a hook that takes a norm of gradients, issues collectives inside a step. Then
+      threads must step in the same order on all ranks, and what fails there on one rank alone leaves the others waiting
+      until the process group's timeout, as it does outside of a step.
+    - On CUDA a thread steps on its own current stream, which is the default one unless it sets another.
+
+    Args:
+        optimizer: of the model's parameters or some of them, on every rank.
+        model: made by `StreamShard`.
+    """
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step on this rank and wait for the others: one collective, for which on CUDA the host waits.
+
+        Args:
+            *args, **kwargs: the inner optimizer's. A closure is called by it, as often as it likes (once for all
+                optimizers of torch.optim but LBFGS, which needs whole parameters), with gradients enabled.
+
+        Returns:
+            What the inner optimizer's step returns: the closure's loss on this rank, else None.
+
+        Raises:
+            OptimizerError: the step raised on some rank; on that rank, from what it raised. Ranks where it did not have
+                stepped. The model can be used: with their new weights, or after loading others.
+            CommunicationError: a rank has died, or did not step.
+        """
+        device, transport = self.engine.streams.device, self.engine.transport
+        with self.engine.step_lock, torch.cuda.device(device if device.type == "cuda" else -1):
+            result, error = None, None
+            try:
+                result = super().step(*args, **kwargs)
+            except Exception as raised:
+                if transport.has_failed:  # the others cannot be told
+                    raise
+                error = raised
+            has_failed = torch.full((), error is not None, dtype=torch.int32, device=device)
+            transport.all_reduce(has_failed, maximum=True)
+            if has_failed.item():
+                raise self._error_of_all(error) from error
+            return result
+
+    def _error_of_all(self, error: Exception | None) -> OptimizerError:
+        heard = self.engine.transport.gather_errors(None if error is None else f"{type(error).__name__}: {error}")
+        stories = [f"on rank {rank}: {story}" for rank, story in enumerate(heard) if story is not None]
+        return OptimizerError(f"the optimizer's step failed {', '.join(stories)}")

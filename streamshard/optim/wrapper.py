@@ -1,0 +1,94 @@
+"""An optimizer around another one: what it does not do itself, the other does.
+
+Learning-rate schedulers, `torch.amp.GradScaler`, accelerate and this package's functions for optimizer state take it
+for an ordinary optimizer. It keeps nothing of the other's: param groups and state are looked up each time, because an
+optimizer's ``load_state_dict`` puts new objects in their place.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.optim import Optimizer
+
+from streamshard.build import engine_of
+from streamshard.errors import ConfigError, ShardingError
+
+__all__ = ["WrappedOptimizer"]
+
+_INNER_NAMES = ("param_groups", "state", "defaults")  # what other code assigns to an optimizer as well
+
+
+class WrappedOptimizer(Optimizer):
+    """Base of optimizers that do something around the step of another one.
+
+    A subclass overrides ``step``, which here is the inner optimizer's, and whatever else it changes. Hooks registered
+    on the wrapper are the inner optimizer's: they run within its step and are given it.
+
+    Args:
+        optimizer: of the model's parameters or some of them.
+        model: made by `StreamShard`.
+
+    Attributes:
+        optimizer: the inner one.
+        engine: the model's.
+
+    Raises:
+        ConfigError: `optimizer` is none.
+        ShardingError: `model` is not sharded.
+    """
+
+    # A fused optimizer would unscale gradients and skip overflows inside its step, told how by attributes that
+    # GradScaler sets on what it is given. Without this it unscales them itself and calls step() only if all is well.
+    _step_supports_amp_scaling = False
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        # Not super().__init__(): it would make param groups, state and hooks of the wrapper's own.
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(f"optimizer is a {type(optimizer).__name__}: wanted a torch.optim.Optimizer")
+        self.optimizer = optimizer
+        self.engine = engine_of(model)
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever the wrapper does not have: param groups, state, defaults, hooks, an optimizer's own methods."""
+        if name == "optimizer":  # not there yet
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Param groups, state and defaults are the inner optimizer's, ``step`` (schedulers wrap it) the wrapper's."""
+        if name in _INNER_NAMES:
+            setattr(self.optimizer, name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {self.optimizer!r}"
+
+    def __getstate__(self) -> NoReturn:
+        # Called by copy and pickle.
+        raise ShardingError(
+            f"{type(self).__name__} cannot be copied or pickled, its model is sharded: save "
+            "streamshard.full_optimizer_state_dict(model, optimizer)"
+        )
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """The inner optimizer's step; arguments and result are its."""
+        return self.optimizer.step(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See the inner optimizer."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See the inner optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the inner optimizer: this rank's pieces. The whole is `streamshard.full_optimizer_state_dict`."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See the inner optimizer. A whole state is loaded by `streamshard.load_optimizer_state_dict`."""
+        self.optimizer.load_state_dict(state_dict)
