@@ -20,12 +20,14 @@ from streamshard.errors import (
     UnitError,
 )
 from streamshard.optim.distributed import DistributedOptimizer
+from streamshard.optim.local_sgd import LocalSGD
 
 __all__ = [
     "CommunicationError",
     "ConfigError",
     "DistributedOptimizer",
     "ExportError",
+    "LocalSGD",
     "OptimizerError",
     "Precision",
     "RankMismatchError",

@@ -11,6 +11,11 @@ already changes nothing, so after each part all of the main grads are averaged: 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
+
+from streamshard.errors import ConfigError
 from streamshard.streams import Fence, Rule, StreamName, Work
 from streamshard.transport import Transport
 from streamshard.unit import StreamedUnit
@@ -31,6 +36,7 @@ class Replicas:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.averages_grads = True
+        self._warmup_steps: int | None = None
         self._last: tuple[StreamedUnit, Work | None] | None = None  # reduced, not averaged yet
         self._under_way: dict[int, Work | None] = {}  # by unit
         self._reduced = Fence(transport.streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, "main grads to average")
@@ -64,6 +70,40 @@ class Replicas:
             with self.transport.guard("the average over replicas of", unit.name):
                 self._averaged.record(self._under_way.pop(unit.index))
                 self._averaged.wait()  # rule 5
+
+    def average(self, parts: Iterable[list[torch.Tensor]]) -> None:
+        """Replace tensors by their means over replicas, on the compute stream: one collective for each part.
+
+        Args:
+            parts: tensors of one dtype, any shape; the same ones on all replicas.
+        """
+        under_way = []
+        for tensors in parts:
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.empty(0)
+            if flat.numel():
+                self._reduced.record()
+                self._reduced.wait()  # rule 4
+                with self.transport.guard("an average over replicas"):
+                    under_way.append((tensors, flat, self.transport.start_average(flat)))
+        with torch.no_grad(), self.transport.guard("an average over replicas"):
+            for tensors, flat, work in under_way:
+                self._averaged.record(work)
+                self._averaged.wait()  # rule 5
+                for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+    def agree_on_warmup(self, warmup_steps: int) -> None:
+        """Local SGD begins after so many steps.
+
+        Raises:
+            ConfigError: another optimizer of the same model has another number.
+        """
+        if self._warmup_steps not in (None, warmup_steps):
+            raise ConfigError(
+                f"warmup_steps={warmup_steps}: another optimizer of this model has {self._warmup_steps}, and gradients "
+                "of one backward are averaged over replicas or not"
+            )
+        self._warmup_steps = warmup_steps
 
     def take_works(self) -> list[Work]:
         """The backward is over: averages under way."""

@@ -60,7 +60,7 @@ class DistributedOptimizer(WrappedOptimizer):
                     raise
                 error = raised
             has_failed = torch.full((), error is not None, dtype=torch.int32, device=device)
-            transport.all_reduce(has_failed, maximum=True)
+            transport.all_reduce(has_failed, maximum=True, everyone=True)
             if has_failed.item():
                 raise self._error_of_all(error) from error
             return result

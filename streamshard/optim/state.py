@@ -6,7 +6,7 @@ Plain torch, ZeroRedundancyOptimizer (after ``consolidate_state_dict``) and this
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from streamshard.engine import Engine
 from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.shard import ParamShard
-from streamshard.unit import StreamedUnit
 
-__all__ = ["gather_state", "scatter_state"]
+__all__ = ["gather_state", "moment_of", "names_of_moments", "scatter_state"]
 
 _NUMBERS = ("step", "eta", "mu", "mu_product")  # of a parameter that is one number itself, those that are no moments
 
@@ -31,11 +30,11 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     packed = optimizer.state_dict()
     state = {number: {name: _copied(v) for name, v in values.items()} for number, values in packed["state"].items()}
     for unit in engine.units:
-        names = _moments_of(unit, optimizer)
+        names = names_of_moments(unit.shard.params, optimizer)
         if len({tuple(other) for other in engine.transport.gather_objects(names)}) > 1:
             raise RankMismatchError(f"the optimizer's state of {unit.name!r} differs between ranks: here it is {names}")
         for name in names:
-            moments = [_moment(optimizer, shard, name) for shard in unit.shard.params]
+            moments = [moment_of(shard, optimizer, name) for shard in unit.shard.params]
             shards = unit.shard.params
             # Parameters without such state take part with whatever else is of their size.
             pieces = [s.main if m is None else m.reshape(-1) for s, m in zip(shards, moments, strict=True)]
@@ -44,7 +43,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
                 if wanted and moment is not None:
                     whole = full.narrow(0, shard.layout.offset, shard.layout.numel).view(shard.layout.shape)
                     state[numbers[shard.param]][name] = whole.to("cpu", moment.dtype, copy=True)
-    return {"state": state, "param_groups": packed["param_groups"]} if wanted else {}
+    return {**packed, "state": state} if wanted else {}
 
 
 def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
@@ -59,7 +58,9 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
         for number, values in given["state"].items()
         if number < len(params)
     }
-    outline, groups = transport.gather_objects((outline, given["param_groups"]))[0]
+    others = {key: value for key, value in given.items() if key != "state"}  # param groups; counters of wrappers
+    outline, others = transport.gather_objects((outline, others))[0]
+    groups = others["param_groups"]
     _check(outline, groups, params, shards)
     state: dict[int, dict[str, Any]] = {}
     for number, values in outline.items():
@@ -76,7 +77,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
             if shard is not None and value.shape == shard.layout.shape:
                 full = full.view(-1)[shard.local.start : shard.local.stop].view(shard.piece.shape).clone()
             state[number][name] = full
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.load_state_dict({**others, "state": state})
 
 
 def _copied(value: Any) -> Any:
@@ -104,17 +105,18 @@ def _params_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _moments_of(unit: StreamedUnit, optimizer: Optimizer) -> list[str]:
+def names_of_moments(shards: Sequence[ParamShard], optimizer: Optimizer) -> list[str]:
     """Names of state that has an element for each of the parameter's, in order of appearance."""
     names: dict[str, None] = {}
-    for shard in unit.shard.params:
+    for shard in shards:
         for name in optimizer.state.get(shard.param, {}):
-            if _moment(optimizer, shard, name) is not None:
+            if moment_of(shard, optimizer, name) is not None:
                 names[name] = None
     return list(names)
 
 
-def _moment(optimizer: Optimizer, shard: ParamShard, name: str) -> torch.Tensor | None:
+def moment_of(shard: ParamShard, optimizer: Optimizer, name: str) -> torch.Tensor | None:
+    """State `name` of a parameter, in its sharded shape; None if it has none that has an element for each of its."""
     value = optimizer.state.get(shard.param, {}).get(name)
     return value if isinstance(value, torch.Tensor) and value.shape == shard.piece.shape else None
 

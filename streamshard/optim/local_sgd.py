@@ -1,0 +1,116 @@
+"""Local SGD over replicas: each trains on its own for a while, then their weights are averaged.
+
+What torch.distributed.optim.PostLocalSGDOptimizer does with PeriodicModelAverager and the post-local SGD hook of DDP
+(Lin et al., "Don't Use Large Mini-Batches, Use Local SGD"), of shards: an average moves 1/N of the weights.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from streamshard.errors import ConfigError
+from streamshard.optim.state import moment_of, names_of_moments
+from streamshard.optim.wrapper import WrappedOptimizer
+
+__all__ = ["LocalSGD"]
+
+_COUNTER = "step"  # in state dicts, as PostLocalSGDOptimizer has it
+
+
+class LocalSGD(WrappedOptimizer):
+    """An optimizer that lets the replicas of a 2-D mesh drift apart, and averages their weights every `period` steps.
+
+    In the first `warmup_steps` steps gradients are averaged over replicas, as ever. From then on they are not: they are
+    reduced within each shard group alone, and after a step's update weights are averaged if the number of steps since
+    the warm-up is a multiple of `period`, the first of them included.
+
+    Every rank must step equally often. Its counter is part of the state dict, under the name PostLocalSGDOptimizer
+    uses. Between averages replicas differ: exports and `full_state_dict` hold the first replica's weights.
+
+    Args:
+        optimizer: of the model's parameters or some of them.
+        model: made by `StreamShard` on a 2-D mesh, replicate x shard.
+        period: steps from one average to the next, at least 1.
+        warmup_steps: steps before replicas train on their own.
+        average_moments: average what the optimizer keeps for each element too (momentum, Adam's moments), whenever
+            weights are.
+
+    Attributes:
+        step_count: how many steps were made.
+
+    Raises:
+        ConfigError: a number that cannot work, a mesh without replicas, or another `warmup_steps` than that of another
+            optimizer of the same model.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        period: int,
+        warmup_steps: int = 0,
+        average_moments: bool = False,
+    ) -> None:
+        super().__init__(optimizer, model)
+        for name, value, least in (("period", period, 1), ("warmup_steps", warmup_steps, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name}={value!r}: wanted an integer of at least {least}")
+        if self.engine.replicas is None:
+            raise ConfigError(
+                "LocalSGD averages over replicas, this model has one: shard it with a 2-D mesh, replicate x shard, "
+                "such as mesh=init_device_mesh(device_type, (replicas, ranks in each))"
+            )
+        self.replicas = self.engine.replicas
+        self.replicas.agree_on_warmup(warmup_steps)
+        self.period = period
+        self.warmup_steps = warmup_steps
+        self.average_moments = average_moments
+        self._count(0)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """The inner optimizer's step, then the average if it is due: a collective for each unit."""
+        result = super().step(*args, **kwargs)
+        since = self.step_count - self.warmup_steps
+        if since >= 0 and since % self.period == 0:
+            self.replicas.average(self._pieces())
+        self._count(self.step_count + 1)
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, and the counter."""
+        return {**super().state_dict(), _COUNTER: self.step_count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """State of this class, or of PostLocalSGDOptimizer. Without a counter the warm-up begins anew, with a warning.
+
+        Args:
+            state_dict: this rank's; a whole one is loaded by `streamshard.load_optimizer_state_dict`.
+        """
+        inner = dict(state_dict)
+        count = inner.pop(_COUNTER, None)
+        super().load_state_dict(inner)
+        if count is None:
+            warnings.warn("the state dict has no step counter of local SGD: the warm-up begins anew", stacklevel=2)
+        self._count(count or 0)
+
+    def _count(self, count: int) -> None:
+        self.step_count = count
+        self.replicas.averages_grads = count < self.warmup_steps
+
+    def _pieces(self) -> Iterator[list[torch.Tensor]]:
+        """What is averaged, a unit's at a time: parameters that have a gradient, as PeriodicModelAverager has it."""
+        ours = {param for group in self.param_groups for param in group["params"] if param.grad is not None}
+        for unit in self.engine.units:
+            shards = [shard for shard in unit.shard.params if shard.param in ours]
+            yield [shard.main for shard in shards]
+            if self.average_moments:
+                for name in names_of_moments(shards, self.optimizer):
+                    moments = [moment_of(shard, self.optimizer, name) for shard in shards]
+                    yield [moment for moment in moments if moment is not None]

@@ -1,0 +1,222 @@
+"""Local SGD on the replicate axis: step for step what PostLocalSGDOptimizer and PeriodicModelAverager give."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from streamshard import (
+    ConfigError,
+    LocalSGD,
+    StreamShard,
+    full_optimizer_state_dict,
+    load_optimizer_state_dict,
+)
+from tests.models import Stack, TinyLM, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    Step,
+    Tolerance,
+    adamw,
+    assert_same,
+    full_weights,
+    lm_step,
+    sgd,
+    stack_step,
+)
+
+NEAR = Tolerance(1e-4, 1e-5)
+SEED = 5
+STEPS = 11
+
+
+def _model(build: Callable[[], nn.Module] = Stack, **settings: Any) -> Any:
+    torch.manual_seed(SEED)
+    return StreamShard(build(), precision=FP32, **settings)
+
+
+def _mesh(replicate: int, shard: int) -> Any:
+    return init_device_mesh("cpu", (replicate, shard))
+
+
+def _theirs(
+    build: Callable[[], nn.Module], optimizer: Callable[[nn.Module], Optimizer], shard: int, **settings: int
+) -> tuple[Any, Any]:
+    """DDP over all ranks, whose hook stops averaging gradients outside of groups of `shard` ranks."""
+    from torch.distributed.optim import PostLocalSGDOptimizer  # its import warns: allowed on ranks only
+
+    torch.manual_seed(SEED)
+    model = DistributedDataParallel(build())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(list(range(first, first + shard))) for first in range(0, size, shard)]
+    state = PostLocalSGDState(None, groups[rank // shard], start_localSGD_iter=settings["warmup_steps"])
+    model.register_comm_hook(state, post_localSGD_hook)
+    return model, PostLocalSGDOptimizer(optimizer(model.module), PeriodicModelAverager(**settings))
+
+
+def _train(model: nn.Module, optimizer: Optimizer, step: Step, context: RankContext, first: int, steps: int) -> None:
+    for number in range(first, first + steps):
+        step(model, Call(number, context.rank, context.world_size, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("warmup_steps", "period"), [(4, 3), (0, 2), (0, 4), (20, 2)])
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_training_equals_post_local_sgd(
+    context: RankContext, kind: str, warmup_steps: int, period: int, shape: tuple[int, int]
+) -> None:
+    """Every rank's own weights after every step; replicas drift apart in between, as theirs do."""
+    make = {"sgd": sgd, "adamw": adamw}[kind]
+    wanted, theirs = _theirs(Stack, make, shape[1], warmup_steps=warmup_steps, period=period)
+    found = _model(mesh=_mesh(*shape))
+    ours = LocalSGD(make(found), found, warmup_steps=warmup_steps, period=period)
+    drifted = False
+    for number in range(STEPS):
+        _train(wanted, theirs, stack_step, context, number, 1)
+        _train(found, ours, stack_step, context, number, 1)
+        weights = full_weights(found)
+        assert_same(weights, dict(wanted.module.state_dict()), f"weights after step {number}", NEAR)
+        drifted = drifted or _differ_between_ranks(weights)
+        assert ours.step_count == theirs.averager.step
+    assert drifted == (warmup_steps < STEPS), "the reference never does what is to be tested"
+
+
+def _differ_between_ranks(weights: dict[str, Tensor]) -> bool:
+    flat = torch.cat([weight.reshape(-1) for weight in weights.values()])
+    everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, flat)
+    return any(not torch.equal(other, flat) for other in everyone)
+
+
+@on_ranks(4)
+def test_a_language_model_in_bf16_with_all_slots_does_too(context: RankContext) -> None:
+    """Main weights are averaged, and what is cast from them is the same on all replicas afterwards."""
+    torch.manual_seed(SEED)
+    model = StreamShard(TinyLM(), mesh=_mesh(2, 2), weight_slots="all", grad_slots="all")
+    optimizer = LocalSGD(adamw(model), model, warmup_steps=1, period=4)
+    _train(model, optimizer, lm_step, context, 0, 5)
+    assert _differ_between_ranks(full_weights(model))
+    _train(model, optimizer, lm_step, context, 5, 1)
+    assert not _differ_between_ranks(full_weights(model))
+
+
+@on_ranks(4)
+def test_moments_are_averaged_when_asked_for(context: RankContext) -> None:
+    """With weights and moments averaged in every step all replicas have the same state; else only the same weights."""
+    states = []
+    for average_moments in (True, False):
+        model = _model(mesh=_mesh(2, 2))
+        optimizer = LocalSGD(adamw(model), model, period=1, average_moments=average_moments)
+        _train(model, optimizer, stack_step, context, 0, 3)
+        assert not _differ_between_ranks(full_weights(model))
+        moments = [v for values in optimizer.state.values() for v in values.values() if v.ndim]
+        mine = torch.cat([moment.reshape(-1) for moment in moments])
+        other = [None] * 4
+        dist.all_gather_object(other, mine)
+        states.append(torch.equal(other[context.rank % 2], other[context.rank % 2 + 2]))  # type: ignore[arg-type]
+    assert states == [True, False]
+
+
+@on_ranks(4)
+def test_averaged_moments_are_means(context: RankContext) -> None:
+    """Momentum after one local step with average: the mean of what each replica's would be."""
+    model, local = _model(mesh=_mesh(4, 1)), _model(mesh=_mesh(4, 1))
+    averaged = LocalSGD(sgd(model), model, period=1, average_moments=True)
+    alone = LocalSGD(sgd(local), local, period=1)
+    _train(model, averaged, stack_step, context, 0, 1)
+    _train(local, alone, stack_step, context, 0, 1)
+    for mine, other in zip(alone.state.values(), averaged.state.values(), strict=True):
+        mean = mine["momentum_buffer"].clone()
+        dist.all_reduce(mean)
+        assert_same({"momentum": other["momentum_buffer"]}, {"momentum": mean / 4}, "state")
+
+
+@on_ranks(4)
+def test_the_counter_survives_a_checkpoint(context: RankContext) -> None:
+    """Its own state dict, the whole state, and that of PostLocalSGDOptimizer: training goes on as if never stopped."""
+    settings: dict[str, Any] = {"warmup_steps": 3, "period": 4}
+    _, theirs = _theirs(Stack, adamw, 2, **settings)
+    for way in ("pieces", "whole", "theirs"):
+        model = _model(mesh=_mesh(2, 2))
+        optimizer = LocalSGD(adamw(model), model, **settings)
+        _train(model, optimizer, stack_step, context, 0, 4)  # all replicas are equal after step number 3
+        again = _model(mesh=_mesh(2, 2))
+        again.load_state_dict(full_weights(model))
+        other = LocalSGD(adamw(again), again, **settings)
+        if way == "pieces":
+            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        else:
+            whole = full_optimizer_state_dict(model, optimizer, rank0_only=False)
+            if way == "theirs":
+                theirs.load_state_dict(whole)
+                whole = theirs.state_dict()
+            load_optimizer_state_dict(again, other, whole)
+            # The moments of the first replica are everybody's now.
+            load_optimizer_state_dict(model, optimizer, whole)
+        assert other.step_count == 4
+        _train(model, optimizer, stack_step, context, 4, 5)
+        _train(again, other, stack_step, context, 4, 5)
+        assert_same(full_weights(again), full_weights(model), way, EXACT)
+
+
+@on_ranks(4)
+def test_a_state_without_counter_warns(context: RankContext) -> None:
+    """As PostLocalSGDOptimizer does; gradients are averaged again."""
+    model = _model(mesh=_mesh(2, 2))
+    inner = adamw(model)
+    optimizer = LocalSGD(inner, model, warmup_steps=2, period=4)
+    _train(model, optimizer, stack_step, context, 0, 3)
+    with pytest.warns(UserWarning, match="no step counter"):
+        optimizer.load_state_dict(copy.deepcopy(inner.state_dict()))
+    assert optimizer.step_count == 0 and optimizer.replicas.averages_grads
+
+
+@on_ranks(4)
+def test_settings_that_cannot_work_are_refused(context: RankContext) -> None:
+    """No replicas, a period of zero, two warm-ups."""
+    model = _model()
+    with pytest.raises(ConfigError, match="this model has one: shard it with a 2-D mesh"):
+        LocalSGD(sgd(model), model, period=2)
+    model = _model(mesh=_mesh(2, 2))
+    with pytest.raises(ConfigError, match="period=0: wanted an integer of at least 1"):
+        LocalSGD(sgd(model), model, period=0)
+    with pytest.raises(ConfigError, match="warmup_steps=-1: wanted"):
+        LocalSGD(sgd(model), model, period=1, warmup_steps=-1)
+    LocalSGD(sgd(model), model, period=1, warmup_steps=2)
+    with pytest.raises(ConfigError, match="warmup_steps=3: another optimizer of this model has 2"):
+        LocalSGD(sgd(model), model, period=1, warmup_steps=3)
+
+
+@on_ranks(4)
+def test_a_step_that_overflows_in_one_replica_is_skipped_by_all(context: RankContext) -> None:
+    """Or replicas would count differently, and wait for averages that others do not take part in."""
+    model = _model(mesh=_mesh(2, 2))
+    optimizer = LocalSGD(sgd(model), model, period=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for number in range(6):
+        loss = model(vector_batch(number, context.rank)).square().mean()
+        bad = number == 2 and context.rank == 3
+        scaler.scale(loss * (torch.inf if bad else 1.0)).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert optimizer.step_count == (number + 1 if number < 2 else number)
+    assert all(weight.isfinite().all() for weight in full_weights(model).values())
+    assert scaler.get_scale() == 2.0
