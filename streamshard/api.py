@@ -24,6 +24,7 @@ from streamshard.errors import ShardingError
 from streamshard.hooks import HANDLE, Uncopyable, call_shell, handle_of
 from streamshard.inspect.memory import MemoryReport, report_memory
 from streamshard.layout import LocalRange
+from streamshard.optim.join import UnevenInputs, optimizers_from
 from streamshard.optim.state import gather_state, scatter_state
 from streamshard.pieces import HeldGrad, reduce_norms
 from streamshard.planner import MemoryBudget
@@ -130,6 +131,8 @@ class StreamShard(Uncopyable):
             The norm before scaling: [] fp32, equal on all ranks.
         """
         engine = engine_of(self)
+        if engine.uneven is not None:
+            engine.uneven.before_clipping(max_norm, norm_type)
         found = [grad for grad in (param.grad for param in self.parameters()) if grad is not None]
         for grad in found:
             if isinstance(grad, HeldGrad):
@@ -146,6 +149,31 @@ class StreamShard(Uncopyable):
         if filled:
             torch._foreach_mul_(filled, scale)
         return total
+
+    # -- uneven inputs ----------------------------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> UnevenInputs:
+        """For ``torch.distributed.algorithms.Join([model])``: a rank that runs out of inputs shadows the others' steps.
+
+        Keyword arguments given to ``Join`` arrive here.
+
+        Args:
+            optimizers: of the model, if a rank may run out before its first step.
+            divide_by_initial_world_size: as for DistributedDataParallel: gradients are means over all ranks (True, the
+                default), or over those that have inputs.
+        """
+        divide = kwargs.get("divide_by_initial_world_size", True)
+        return UnevenInputs(self, engine_of(self), optimizers_from(kwargs), divide)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where ``Join`` counts ranks."""
+        return engine_of(self).streams.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """All ranks that train this model."""
+        return engine_of(self).transport.everyone
 
     # -- full tensors -----------------------------------------------------------------------------------------------
 

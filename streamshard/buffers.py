@@ -22,12 +22,16 @@ class BufferSync:
 
     Args:
         root: the model.
-        transport: rank 0 of its group is whose buffers count.
+        transport: of all ranks that have them.
+
+    Attributes:
+        source: place of the rank whose buffers count.
     """
 
     def __init__(self, root: nn.Module, transport: Transport) -> None:
         self._root = root
         self._transport = transport
+        self.source = 0
         self._changing: list[str] = []
         self._states: dict[str, tuple[int, int]] = {}
         self._may_warn = False
@@ -88,6 +92,6 @@ class BufferSync:
         for group in by_dtype.values():
             flat = torch.cat([buffer.detach().reshape(-1) for buffer in group])
             is_bool = flat.dtype is torch.bool
-            self._transport.broadcast(flat.view(torch.uint8) if is_bool else flat)
+            self._transport.broadcast(flat.view(torch.uint8) if is_bool else flat, self.source)
             for buffer, part in zip(group, torch.split(flat, [b.numel() for b in group]), strict=True):
                 buffer.data.copy_(part.view(buffer.shape))

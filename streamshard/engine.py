@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch.autograd import Variable
@@ -44,6 +45,16 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+class UnevenSteps(Protocol):
+    """What is told of a step so that ranks that have run out of inputs can follow: see `streamshard.optim.join`."""
+
+    def before_pass(self) -> None:
+        """An outermost forward begins."""
+
+    def before_clipping(self, max_norm: float, norm_type: float) -> None:
+        """``model.clip_grad_norm_`` was called."""
+
+
 class Engine:
     """Streams units through slots.
 
@@ -57,6 +68,8 @@ class Engine:
     Attributes:
         why_slots: how many slots there are, and why, for reports.
         check_structure: raises if the model is not what was sharded; called before each pass that casts.
+        uneven: set while ranks may run out of inputs.
+        grad_scale: gradients are multiplied by it before they are reduced.
         is_synced: False inside ``no_sync()``: weights cannot have changed since the last pass, so what slots hold is
             reused.
         step_lock: held by the thread that is in an optimizer's step, see `streamshard.DistributedOptimizer`.
@@ -83,6 +96,8 @@ class Engine:
         self.check_structure: Callable[[], None] = lambda: None
         self.is_synced = True
         self.step_lock = threading.RLock()
+        self.uneven: UnevenSteps | None = None
+        self.grad_scale = 1.0
         self.depth = 0  # of forwards of modules that the engine watches
         self.order: tuple[int, ...] = tuple(range(len(units)))
         self._has_learnt = False
@@ -126,6 +141,16 @@ class Engine:
         if is_synced:
             self._weights_are_current = False
 
+    @property
+    def casts_next(self) -> bool:
+        """Whether the next pass takes over weights anew: they may have changed since the last one."""
+        return not self._weights_are_current
+
+    def follow(self, *, is_synced: bool, casts: bool) -> None:
+        """Let the next pass be as it is on other ranks. Arguments: see `is_synced` and `casts_next`."""
+        self.is_synced = is_synced
+        self._weights_are_current = not casts
+
     # -- forward --------------------------------------------------------------------------------------------------
 
     def enter(self, units: frozenset[int]) -> None:
@@ -148,6 +173,8 @@ class Engine:
 
     def _begin_pass(self, units: frozenset[int]) -> None:
         self.settle()
+        if self.uneven is not None:
+            self.uneven.before_pass()
         if not self._weights_are_current:
             self._cast()
         visits = [index for index in self.order if index in units or index == EDGE]
@@ -349,7 +376,7 @@ class Engine:
             self._open_grads(unit)
         elif slot is None and self.replicas is not None:
             self.replicas.settle(unit)
-        unit.write_grad(place, grad)
+        unit.write_grad(place, grad if self.grad_scale == 1.0 else grad * self.grad_scale)
         self.transport.progress()
 
     def _open_grads(self, unit: StreamedUnit) -> None:

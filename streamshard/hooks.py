@@ -22,7 +22,17 @@ from streamshard.errors import ShardingError
 from streamshard.passes import Pass, Run
 from streamshard.unit import StreamedUnit
 
-__all__ = ["HANDLE", "Handle", "Uncopyable", "call_shell", "call_unit", "handle_of", "watch", "watched_class"]
+__all__ = [
+    "HANDLE",
+    "Handle",
+    "Uncopyable",
+    "backward_of",
+    "call_shell",
+    "call_unit",
+    "handle_of",
+    "watch",
+    "watched_class",
+]
 
 _T = TypeVar("_T")
 
@@ -195,6 +205,14 @@ class _BeginBackward:
 
     def __call__(self, grads: Any) -> None:
         self.engine.begin_backward(self.pass_)
+
+
+def backward_of(engine: Engine, pass_: Pass) -> None:
+    """A backward through `pass_` in which no parameter gets a gradient: its collectives, with zeros."""
+    loss = torch.zeros((), requires_grad=True) * 1.0
+    assert loss.grad_fn is not None
+    loss.grad_fn.register_prehook(_BeginBackward(engine, pass_))
+    loss.backward()
 
 
 class _SavedWeights:

@@ -72,6 +72,7 @@ class ShardedGrad(torch.Tensor):
             # The check saw this rank's pieces only; an overflow anywhere must skip the step everywhere.
             for grad in args[0]:
                 if isinstance(grad, cls):
+                    _refuse_uneven(grad.transport, "a loss scaler")
                     grad.transport.all_reduce(args[1], maximum=True, everyone=True)
                     break
         return result
@@ -166,6 +167,7 @@ class PartialNorm(torch.Tensor):
                     return cls.wrap(func(*args, **kwargs), parts[0].order, parts[0].transport)
         if func in _VECTOR_NORMS and isinstance(args[0], cls) and _order_of(args, kwargs) == args[0].order:
             with torch._C.DisableTorchFunctionSubclass():
+                _refuse_uneven(args[0].transport, "the norm of gradients")
                 local = torch.linalg.vector_norm(args[0], args[0].order)
                 return reduce_norms(local, args[0].order, args[0].transport)
         with torch._C.DisableTorchFunctionSubclass():
@@ -210,6 +212,14 @@ def reduce_norms(local: torch.Tensor, order: float, transport: Transport) -> tor
     total = local.clone() if order == 0 else local.pow(order)
     transport.all_reduce(total)
     return total if order == 0 else total.pow(1.0 / order)
+
+
+def _refuse_uneven(transport: Transport, what: str) -> None:
+    if transport.is_uneven:
+        raise ShardingError(
+            f"{what} is taken over all ranks, and one that has run out of inputs (Join) cannot know that it is asked "
+            "for: use model.clip_grad_norm_, which it repeats; train in bf16 rather than with a loss scaler"
+        )
 
 
 def _local_norm(piece: torch.Tensor, order: float) -> torch.Tensor:
@@ -274,6 +284,7 @@ def _order_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
 
 def _reduced_one(value: Any) -> Any:
     if isinstance(value, PartialNorm):
+        _refuse_uneven(value.transport, "the norm of a gradient")
         plain = value.as_subclass(torch.Tensor)
         return reduce_norms(plain, value.order, value.transport)
     if isinstance(value, list | tuple):

@@ -74,8 +74,10 @@ class Transport(abc.ABC):
         rank: this rank within the shard group.
         world_size: N.
         replica: see above; weights are written to files by replica 0.
+        place: of this rank among everyone.
         is_first: whether this is the rank whose weights count at the start and that writes what is written once.
         total_size: number of ranks in `everyone`.
+        is_uneven: whether ranks may run out of inputs, see `streamshard.optim.join`.
         has_failed: whether a collective has failed.
     """
 
@@ -83,6 +85,7 @@ class Transport(abc.ABC):
         self, group: dist.ProcessGroup, streams: Streams, everyone: dist.ProcessGroup | None = None, replica: int = 0
     ) -> None:
         self.has_failed = False
+        self.is_uneven = False
         # Weak: destroy_process_group() has to end gloo's threads, which must not outlive Python (they take its lock).
         self._group_of = weakref.ref(group)
         self._everyone_of = weakref.ref(everyone or group)
@@ -90,7 +93,8 @@ class Transport(abc.ABC):
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self.replica = replica
-        self.is_first = dist.get_rank(self.everyone) == 0
+        self.place: int = dist.get_rank(self.everyone)
+        self.is_first = self.place == 0
         self.total_size: int = dist.get_world_size(self.everyone)
 
     @property
@@ -165,11 +169,11 @@ class Transport(abc.ABC):
             arrived.record(self.start_gather(shard, full, tag))
             arrived.wait()
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor` on every rank by the first one's. Blocks."""
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Overwrite `tensor` on every rank by that of the rank at place `source`. Blocks."""
         if self.total_size > 1:
-            with self.guard("a broadcast from the first rank"):
-                dist.broadcast(tensor, src=dist.get_global_rank(self.everyone, 0), group=self.everyone)
+            with self.guard("a broadcast"):
+                dist.broadcast(tensor, src=dist.get_global_rank(self.everyone, source), group=self.everyone)
 
     def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False, everyone: bool = False) -> None:
         """Replace `tensor` by the sum (or maximum) over ranks, on the compute stream.

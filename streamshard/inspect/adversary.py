@@ -149,10 +149,10 @@ class AdversarialTransport(Transport):
         while self._pending and (until is None or not until.is_done):
             self._pending.popleft().complete(self.streams)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """See `Transport.broadcast`. Talking to other ranks, who may wait for our part of something, completes it."""
         self.complete()
-        self.inner.broadcast(tensor)
+        self.inner.broadcast(tensor, source)
 
     def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False, everyone: bool = False) -> None:
         """See `Transport.all_reduce`."""

@@ -7,6 +7,7 @@ optimizer's ``load_state_dict`` puts new objects in their place.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NoReturn
 
 from torch import nn
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from streamshard.build import engine_of
 from streamshard.errors import ConfigError, ShardingError
 
-__all__ = ["WrappedOptimizer"]
+__all__ = ["WrappedOptimizer", "outermost"]
 
 _INNER_NAMES = ("param_groups", "state", "defaults")  # what other code assigns to an optimizer as well
 
@@ -49,6 +50,7 @@ class WrappedOptimizer(Optimizer):
             raise ConfigError(f"optimizer is a {type(optimizer).__name__}: wanted a torch.optim.Optimizer")
         self.optimizer = optimizer
         self.engine = engine_of(model)
+        _wrappers[optimizer] = weakref.ref(self)
 
     def __getattr__(self, name: str) -> Any:
         """Whatever the wrapper does not have: param groups, state, defaults, hooks, an optimizer's own methods."""
@@ -92,3 +94,12 @@ class WrappedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See the inner optimizer. A whole state is loaded by `streamshard.load_optimizer_state_dict`."""
         self.optimizer.load_state_dict(state_dict)
+
+
+_wrappers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[WrappedOptimizer]] = weakref.WeakKeyDictionary()
+
+
+def outermost(optimizer: Optimizer) -> Optimizer:
+    """What users step: the wrapper around the wrapper around `optimizer`, or itself."""
+    wrapper = _wrappers.get(optimizer, lambda: None)()
+    return optimizer if wrapper is None else outermost(wrapper)

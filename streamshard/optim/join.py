@@ -1,0 +1,234 @@
+"""Uneven inputs (torch.distributed.algorithms.Join): a rank that has run out shadows the others' steps with zeros.
+
+A rank owns a shard whatever inputs it has, so it must go on gathering, reducing, clipping and stepping until the last
+rank is done. What a pass is like (whether it trains, whether it is synchronised) the others say at its start, in one
+small sum; what happens after backward is taken from the rank's own last step: clipping, and the optimizers that
+stepped. Their settings, of which a schedule may have moved the learning rate, come with the announcement of a pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join, JoinHook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from streamshard.engine import Engine
+from streamshard.errors import ConfigError, ShardingError
+from streamshard.hooks import backward_of
+from streamshard.optim.wrapper import outermost
+
+__all__ = ["UnevenInputs", "optimizers_from"]
+
+# What ranks add up at the start of a pass, behind a one for each rank that has inputs.
+_FLAGS = ("has_grad", "is_synced", "casts")
+
+
+class _PassKind(NamedTuple):
+    """What ranks with inputs are about to do.
+
+    Attributes:
+        active: ranks that have inputs, ascending.
+        has_grad: whether it is a training pass.
+        is_synced: False inside ``no_sync()``.
+        casts: whether weights may have changed since the last pass.
+    """
+
+    active: tuple[int, ...]
+    has_grad: bool
+    is_synced: bool
+    casts: bool
+
+
+class UnevenInputs(JoinHook):
+    """The join hook of a sharded model; also records what a step consists of. One per ``with Join(...)``.
+
+    Args:
+        model: the root, made by `StreamShard`.
+        engine: its engine.
+        optimizers: of a rank that may run out before it has made a step.
+        divide_by_initial_world_size: gradients are means over all ranks, with zeros from those that ran out; else over
+            the ranks that have inputs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        optimizers: Sequence[Optimizer] = (),
+        divide_by_initial_world_size: bool = True,
+    ) -> None:
+        self._model = model
+        self._clip: Callable[..., torch.Tensor] = model.clip_grad_norm_  # type: ignore[assignment]  # a method
+        self._engine = engine
+        self._divides_by_all = divide_by_initial_world_size
+        self._params = set(model.parameters())
+        self._given: list[tuple[str, Any]] = [("step", optimizer) for optimizer in optimizers]
+        self._last: list[tuple[str, Any]] | None = None  # what followed the backward of the last step
+        self._now: list[tuple[str, Any]] | None = None  # what has followed the latest one; None: no step is under way
+        self._settings: list[_Settings] | None = None  # of this step's optimizers, told to those that have run out
+        self._is_shadow = False
+        engine.uneven = self
+        engine.transport.is_uneven = True
+        self._handle = register_optimizer_step_pre_hook(_weakly(self))
+
+    # -- on ranks that have inputs --------------------------------------------------------------------------------
+
+    def before_pass(self) -> None:
+        """A pass begins: one of this rank's own is announced to the others."""
+        if self._is_shadow:
+            return
+        engine, has_grad = self._engine, torch.is_grad_enabled()
+        if has_grad:
+            self._close_step()
+        Join.notify_join_context(self._model)  # type: ignore[arg-type]  # has all that a Joinable has
+        self._meet(has_grad, engine.is_synced, engine.casts_next)
+        if has_grad and engine.is_synced:
+            self._now = []
+
+    def _close_step(self) -> None:
+        if self._now is None:
+            return
+        before, self._last, self._now = self._last, self._now, None
+        if before is not None and _names(before) != _names(self._last):
+            raise ShardingError(
+                "uneven inputs (Join): a rank that has run out repeats its last step, so the same has to follow every "
+                f"backward; it was {_names(before)}, then {_names(self._last)}. Put no_sync() around micro-batches "
+                "without optimizer.step()"
+            )
+
+    def before_clipping(self, max_norm: float, norm_type: float) -> None:
+        """``model.clip_grad_norm_`` was called."""
+        if self._now is not None:
+            self._now.append(("clip_grad_norm_", (max_norm, norm_type)))
+
+    def on_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step.
+
+        Raises:
+            ShardingError: with other settings than ranks that have run out were told.
+        """
+        if self._params.isdisjoint(param for group in optimizer.param_groups for param in group["params"]):
+            return
+        if self._now is not None:
+            place = _names(self._now).count("step")
+            self._now.append(("step", optimizer))
+            told = self._settings or []
+            if place < len(told) and told[place] != _settings_of(optimizer):
+                raise ShardingError(
+                    "uneven inputs (Join): the optimizer's settings, such as its learning rate, were changed between "
+                    "the forward and step(), and a rank that has run out was told the old ones: change them before "
+                    "the forward"
+                )
+
+    # -- on ranks that have none left -----------------------------------------------------------------------------
+
+    def main_hook(self) -> None:
+        """One iteration of the others."""
+        engine, model = self._engine, self._model
+        self._close_step()
+        self._is_shadow = True
+        try:
+            kind = self._meet(False, False, False)
+            engine.follow(is_synced=kind.is_synced, casts=kind.casts)
+            with torch.set_grad_enabled(kind.has_grad):
+                engine.enter(frozenset(range(len(engine.units))))
+                pass_ = engine.exit(None)
+            if pass_ is None:
+                return
+            backward_of(engine, pass_)
+            if kind.is_synced:
+                self._repeat_step()
+                model.zero_grad()
+        finally:
+            self._is_shadow = False
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All ranks have run out: everything is as before the context."""
+        self._handle.remove()
+        engine = self._engine
+        engine.uneven = None
+        engine.transport.is_uneven = False
+        engine.follow(is_synced=True, casts=True)
+        engine.grad_scale = 1.0
+        engine.buffers.source = 0
+        del self._model.__dict__["_join_config"]
+
+    def _repeat_step(self) -> None:
+        steps = self._last or self._given
+        if not steps:
+            raise ShardingError(
+                f"uneven inputs (Join): rank {self._engine.transport.place} has run out before its first optimizer "
+                "step, so it does not know the optimizer of its shard: Join([model], optimizers=[optimizer])"
+            )
+        settings = iter(self._settings or ())
+        for name, what in steps:
+            if name == "step":
+                for group, theirs in zip(what.param_groups, next(settings, ()), strict=False):
+                    group.update(theirs)
+                outermost(what).step()
+            else:
+                self._clip(*what)
+
+    # -- both -----------------------------------------------------------------------------------------------------
+
+    def _meet(self, has_grad: bool, is_synced: bool, casts: bool) -> _PassKind:
+        engine, transport = self._engine, self._engine.transport
+        flags = torch.zeros(transport.total_size + len(_FLAGS), device=engine.streams.device)
+        if not self._is_shadow:
+            flags[transport.place] = 1.0
+            flags[transport.total_size :] = torch.tensor([has_grad, is_synced, casts], dtype=flags.dtype)
+        transport.all_reduce(flags, everyone=True)
+        said = flags.tolist()
+        active = tuple(rank for rank in range(transport.total_size) if said[rank])
+        grad, synced, cast = (flag > 0.0 for flag in said[transport.total_size :])
+        kind = _PassKind(active, grad, synced, cast)
+        self._settings = None
+        if kind.has_grad and kind.is_synced and len(active) < transport.total_size:
+            mine = [_settings_of(what) for name, what in self._last or self._given if name == "step"]
+            self._settings = transport.gather_objects(mine)[active[0]]
+        engine.grad_scale = 1.0 if self._divides_by_all else transport.total_size / len(active)
+        # Of batch norm's statistics those of a rank that has inputs count, the same one as under DDP.
+        engine.buffers.source = active[-1]
+        return kind
+
+
+_Settings = list[dict[str, Any]]  # by param group
+
+
+def _settings_of(optimizer: Optimizer) -> _Settings:
+    return copy.deepcopy([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
+
+
+def _names(step: Iterable[tuple[str, Any]]) -> list[str]:
+    return [name for name, _ in step]
+
+
+def _weakly(uneven: UnevenInputs) -> Any:
+    """A global hook that does not keep the model alive when the context was left by an exception."""
+    ref = weakref.ref(uneven)
+
+    def on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (alive := ref()) is not None:
+            alive.on_step(optimizer)
+
+    return on_step
+
+
+def optimizers_from(arguments: dict[str, Any]) -> list[Optimizer]:
+    """`optimizers` of the keyword arguments that Join hands to all hooks.
+
+    Raises:
+        ConfigError: it does not hold optimizers.
+    """
+    optimizers = list(arguments.get("optimizers", ()))
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(f"optimizers holds a {type(optimizer).__name__}: wanted a torch.optim.Optimizer")
+    return optimizers
