@@ -18,11 +18,13 @@ from streamshard.errors import (
     StreamShardError,
     UnitError,
 )
+from streamshard.optim.scaler import GradScaler
 
 __all__ = [
     "CommunicationError",
     "ConfigError",
     "ExportError",
+    "GradScaler",
     "Precision",
     "RankMismatchError",
     "ShardingError",
