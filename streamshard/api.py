@@ -65,6 +65,9 @@ class StreamShard(Uncopyable):
         pad_units_to: make each unit's size a multiple of this many elements, and of N. ``2**16`` gives NCCL messages
             that all its rings like, for up to that many elements more per unit.
         broadcast_weights: start from rank 0's weights; else every rank shards its own, which must be equal.
+        check_grads: a backward that leaves nan or inf in a gradient on any rank raises `GradientError` on all of them.
+            One collective and one wait of the host per backward. Not for fp16 with a loss scaler, which overflows now
+            and then on purpose.
 
     Raises:
         ShardingError, UnitError, ConfigError, RankMismatchError: before anything is allocated or changed.
@@ -89,6 +92,7 @@ class StreamShard(Uncopyable):
         memory_budget: MemoryBudget | None = None,
         pad_units_to: int = 1,
         broadcast_weights: bool = True,
+        check_grads: bool = False,
     ) -> None:
         # Python calls this on what __new__ returned, which was complete before it was sharded.
         pass

@@ -54,6 +54,7 @@ class Engine:
     Attributes:
         why_slots: how many slots there are, and why, for reports.
         check_structure: raises if the model is not what was sharded; called before each pass that casts.
+        check_grads: raises if a gradient is not finite; called after each backward that reduced. None: nobody asked.
         is_synced: False inside ``no_sync()``: weights cannot have changed since the last pass, so what slots hold is
             reused.
     """
@@ -75,6 +76,7 @@ class Engine:
         self.buffers = buffers
         self.why_slots = ""
         self.check_structure: Callable[[], None] = lambda: None
+        self.check_grads: Callable[[], None] | None = None
         self.is_synced = True
         self.depth = 0  # of forwards of modules that the engine watches
         self.order: tuple[int, ...] = tuple(range(len(units)))
@@ -405,9 +407,13 @@ class Engine:
             self._reducing = []
             self._reductions_done.wait()  # rule 5: no optimizer step reads main grads that are still being reduced
         used = self._used_params.finish()
-        for unit in reduced:
-            unit.finish_reduce(used[unit.index])
+        given = [param for unit in reduced for param in unit.finish_reduce(used[unit.index])]
         self._leave_backward()
+        if self.check_grads is not None:
+            self.check_grads()
+        for param in given:  # last: a hook may step and clear the gradient
+            for hook in (param._post_accumulate_grad_hooks or {}).values():
+                hook(param)
 
     def _leave_backward(self) -> None:
         self._backward = None

@@ -7,6 +7,7 @@
     +-- RankMismatchError   ranks disagree about the model or the settings
     +-- CommunicationError  a collective failed or timed out: a rank has died, or ranks ran different things
     +-- ExportError         files that cannot be written or read
+    +-- GradientError       gradients that hold nan or inf, with check_grads
     +-- StateError          an invariant of the engine is broken; carries the unit and its state
     +-- RaceError           two streams touch the same bytes and nothing orders them
 
@@ -19,6 +20,7 @@ __all__ = [
     "CommunicationError",
     "ConfigError",
     "ExportError",
+    "GradientError",
     "RaceError",
     "RankMismatchError",
     "ShardingError",
@@ -54,6 +56,10 @@ class CommunicationError(StreamShardError):
 
 class ExportError(StreamShardError):
     """Files that cannot be written or read."""
+
+
+class GradientError(StreamShardError):
+    """Gradients that hold nan or inf, found by `StreamShard(..., check_grads=True)` on all ranks at once."""
 
 
 class StateError(StreamShardError):
