@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.load import load_shards
 from streamshard.config import Precision
 from streamshard.discovery import UnitsArgument
-from streamshard.errors import ShardingError
+from streamshard.errors import ConfigError, ShardingError
 from streamshard.hooks import HANDLE, Uncopyable, call_shell, handle_of
 from streamshard.inspect.memory import MemoryReport, report_memory
 from streamshard.layout import LocalRange
@@ -122,16 +123,27 @@ class StreamShard(Uncopyable):
         """Enter (False) or leave (True) what `no_sync` does."""
         engine_of(self).set_synced(requires_gradient_sync)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, skip_above: float | None = None
+    ) -> torch.Tensor:
         """Scale gradients so that their norm over all ranks is at most `max_norm`. One collective.
 
         Args:
-            max_norm: the largest norm allowed.
+            max_norm: the largest norm allowed; ``inf`` scales nothing.
             norm_type: order of the norm, ``inf`` for the maximum.
+            skip_above: drop all gradients (``grad = None``) if the norm is above this or not finite, so that the
+                optimizer's step changes nothing. The host then waits for the norm.
 
         Returns:
             The norm before scaling: [] fp32, equal on all ranks.
+
+        Raises:
+            ConfigError: `max_norm` is negative or nan, `skip_above` not positive.
         """
+        if not max_norm >= 0.0:
+            raise ConfigError(f"max_norm={max_norm!r}: wanted a number of at least 0")
+        if skip_above is not None and not skip_above > 0.0:
+            raise ConfigError(f"skip_above={skip_above!r}: wanted a positive number, or None")
         engine = engine_of(self)
         found = [grad for grad in (param.grad for param in self.parameters()) if grad is not None]
         for grad in found:
@@ -145,6 +157,10 @@ class StreamShard(Uncopyable):
         else:
             local = torch.zeros((), device=engine.streams.device)
         total = reduce_norms(local, order, engine.transport)
+        if skip_above is not None and not (math.isfinite(norm := total.item()) and norm <= skip_above):
+            for param in self.parameters():
+                param.grad = None
+            return total
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         if filled:
             torch._foreach_mul_(filled, scale)

@@ -1,4 +1,4 @@
-"""Bad gradients: `check_grads` names them on all ranks."""
+"""Bad gradients: `check_grads` names them on all ranks, `clip_grad_norm_(skip_above=...)` drops them on all ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamshard import ConfigError, GradientError, Precision, RankMismatchError, StreamShard
+from streamshard import ConfigError, GradientError, GradScaler, Precision, RankMismatchError, StreamShard
 from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
     FP32,
     Call,
+    Tolerance,
     adamw,
     assert_same,
     assert_trains_like_plain,
     full_grads,
+    full_weights,
     lm_step,
     stack_step,
 )
@@ -294,3 +296,116 @@ def test_ranks_that_do_not_all_check_are_refused(context: RankContext) -> None:
     """One would wait for the others' collective."""
     with pytest.raises(RankMismatchError):
         StreamShard(Stack(), check_grads=context.rank == 0)
+
+
+# -- clip and skip ------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("max_norm", [0.5, INF])
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+def test_steps_above_the_threshold_are_skipped_as_plain_pytorch_would(
+    context: RankContext, slots: str, max_norm: float, norm_type: float
+) -> None:
+    """Twelve steps, some with gradients that are too large, inf or nan on one rank; nobody calls `zero_grad`."""
+    skip_above = 50.0
+    torch.manual_seed(7)
+    plain = Stack()
+    torch.manual_seed(7)
+    model: Any = StreamShard(Stack(), precision=FP32, **SLOTS[slots])
+    optimizer, plain_optimizer = adamw(model), adamw(plain)
+    size, skipped = context.world_size, []
+    for number, factor in enumerate([1.0, 1.0, 1e4, 1.0, INF, NAN, 1.0, -INF, 1e6, 1.0, 1.0, NAN]):
+        factors = [factor if rank == number % size else 1.0 for rank in range(size)]
+        for rank in range(size):
+            stack_step(plain, Call(number, rank, size, factors[rank] / size))
+        stack_step(model, Call(number, context.rank, size, factors[context.rank]))
+        wanted = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None], norm_type)
+        found = model.clip_grad_norm_(max_norm, norm_type, skip_above=skip_above)
+        assert math.isfinite(wanted) == math.isfinite(found)
+        if math.isfinite(wanted):
+            assert_same({"norm": found}, {"norm": wanted}, f"norm of step {number}")
+        if math.isfinite(wanted) and wanted <= skip_above:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+        else:
+            skipped.append(number)
+            plain_optimizer.zero_grad()
+            assert all(p.grad is None for p in model.parameters())
+        plain_optimizer.step()
+        optimizer.step()
+        if number not in skipped:
+            plain_optimizer.zero_grad()
+            optimizer.zero_grad()
+    assert skipped == [2, 4, 5, 7, 8, 11]
+    assert_same(full_weights(model), full_weights(plain), "weights", Tolerance(1e-4, 1e-6))
+
+
+@on_ranks(2)
+def test_an_infinite_threshold_skips_only_what_is_not_finite(context: RankContext) -> None:
+    """Also where the norm is inf, which is not above it."""
+    model = _model(check_grads=False)
+    optimizer = adamw(model)
+    stack_step(model, Call(0, context.rank, 2, 1e9))
+    assert math.isfinite(model.clip_grad_norm_(1.0, skip_above=INF))
+    assert all(p.grad is not None for p in model.parameters())
+    optimizer.zero_grad()
+    model.spoil("layers.0", 0, INF)
+    _step(model, context)
+    assert model.clip_grad_norm_(1.0, skip_above=INF) == INF
+    assert all(p.grad is None for p in model.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skipped_step_is_nothing_to_the_loss_scaler(context: RankContext, fused: bool) -> None:
+    """Too large but finite: the scale goes on as after any step. Not finite: it backs off."""
+    model = _model(precision=Precision(param_dtype=torch.float16), check_grads=False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    for weight, scale in ((1e3, 16.0), (INF, 8.0)):
+        before = full_weights(model)
+        loss = model(vector_batch(0, context.rank)).float().square().mean() * weight
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(optimizer)
+        model.clip_grad_norm_(1.0, skip_above=10.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale
+        assert_same(full_weights(model), before, "weights after a skipped step", EXACT)
+        assert not optimizer.state
+
+
+@on_ranks(2)
+def test_only_a_threshold_makes_the_host_wait(context: RankContext) -> None:
+    """Reading one number of the device, once."""
+    for settings, reads in (({}, 0), ({"skip_above": 10.0}, 1)):
+        model = _model(check_grads=False)
+        _step(model, context)
+        with _Ops() as ops:
+            model.clip_grad_norm_(1.0, **settings)
+        assert ops.counts["_local_scalar_dense"] == reads
+        assert ops.counts["allreduce_"] == 1
+
+
+@on_ranks(1)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_norm": -1.0}, "max_norm=-1.0"),
+        ({"max_norm": NAN}, "max_norm=nan"),
+        ({"max_norm": 1.0, "skip_above": 0.0}, "skip_above=0.0"),
+        ({"max_norm": 1.0, "skip_above": -2.0}, "skip_above=-2.0"),
+        ({"max_norm": 1.0, "skip_above": NAN}, "skip_above=nan"),
+    ],
+)
+def test_a_threshold_that_cannot_work_is_refused(
+    context: RankContext, arguments: dict[str, float], message: str
+) -> None:
+    """By name, with gradients left alone."""
+    model = _model()
+    _step(model, context)
+    before = full_grads(model)
+    with pytest.raises(ConfigError, match=message):
+        model.clip_grad_norm_(**arguments)
+    assert_same(full_grads(model), before, "gradients", EXACT)
