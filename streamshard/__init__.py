@@ -12,6 +12,7 @@ from streamshard.errors import (
     CommunicationError,
     ConfigError,
     ExportError,
+    GradientError,
     OptimizerError,
     RankMismatchError,
     ShardingError,
@@ -21,12 +22,15 @@ from streamshard.errors import (
 )
 from streamshard.optim.distributed import DistributedOptimizer
 from streamshard.optim.local_sgd import LocalSGD
+from streamshard.optim.scaler import GradScaler
 
 __all__ = [
     "CommunicationError",
     "ConfigError",
     "DistributedOptimizer",
     "ExportError",
+    "GradScaler",
+    "GradientError",
     "LocalSGD",
     "OptimizerError",
     "Precision",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.load import load_shards
 from streamshard.config import Precision
 from streamshard.discovery import UnitsArgument
-from streamshard.errors import ShardingError
+from streamshard.errors import ConfigError, ShardingError
 from streamshard.hooks import HANDLE, Uncopyable, call_shell, handle_of
 from streamshard.inspect.memory import MemoryReport, report_memory
 from streamshard.layout import LocalRange
@@ -67,6 +68,9 @@ class StreamShard(Uncopyable):
         pad_units_to: make each unit's size a multiple of this many elements, and of N. ``2**16`` gives NCCL messages
             that all its rings like, for up to that many elements more per unit.
         broadcast_weights: start from rank 0's weights; else every rank shards its own, which must be equal.
+        check_grads: a backward that leaves nan or inf in a gradient on any rank raises `GradientError` on all of them.
+            One collective and one wait of the host per backward. Not for fp16 with a loss scaler, which overflows now
+            and then on purpose.
 
     Raises:
         ShardingError, UnitError, ConfigError, RankMismatchError: before anything is allocated or changed.
@@ -91,6 +95,7 @@ class StreamShard(Uncopyable):
         memory_budget: MemoryBudget | None = None,
         pad_units_to: int = 1,
         broadcast_weights: bool = True,
+        check_grads: bool = False,
     ) -> None:
         # Python calls this on what __new__ returned, which was complete before it was sharded.
         pass
@@ -120,19 +125,30 @@ class StreamShard(Uncopyable):
         """Enter (False) or leave (True) what `no_sync` does."""
         engine_of(self).set_synced(requires_gradient_sync)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, skip_above: float | None = None
+    ) -> torch.Tensor:
         """Scale gradients so that their norm over all ranks is at most `max_norm`. One collective.
 
         Args:
-            max_norm: the largest norm allowed.
+            max_norm: the largest norm allowed; ``inf`` scales nothing.
             norm_type: order of the norm, ``inf`` for the maximum.
+            skip_above: drop all gradients (``grad = None``) if the norm is above this or not finite, so that the
+                optimizer's step changes nothing. The host then waits for the norm.
 
         Returns:
             The norm before scaling: [] fp32, equal on all ranks.
+
+        Raises:
+            ConfigError: `max_norm` is negative or nan, `skip_above` not positive.
         """
+        if not max_norm >= 0.0:
+            raise ConfigError(f"max_norm={max_norm!r}: wanted a number of at least 0")
+        if skip_above is not None and not skip_above > 0.0:
+            raise ConfigError(f"skip_above={skip_above!r}: wanted a positive number, or None")
         engine = engine_of(self)
         if engine.uneven is not None:
-            engine.uneven.before_clipping(max_norm, norm_type)
+            engine.uneven.before_clipping(max_norm, norm_type, skip_above)
         found = [grad for grad in (param.grad for param in self.parameters()) if grad is not None]
         for grad in found:
             if isinstance(grad, HeldGrad):
@@ -145,6 +161,10 @@ class StreamShard(Uncopyable):
         else:
             local = torch.zeros((), device=engine.streams.device)
         total = reduce_norms(local, order, engine.transport)
+        if skip_above is not None and not (math.isfinite(norm := total.item()) and norm <= skip_above):
+            for param in self.parameters():
+                param.grad = None
+            return total
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         if filled:
             torch._foreach_mul_(filled, scale)

@@ -26,6 +26,7 @@ from streamshard.discovery import (
 )
 from streamshard.engine import EDGE, Engine
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
+from streamshard.grad_check import GradCheck
 from streamshard.groups import groups_of, refuse_together, resolve_group
 from streamshard.hooks import Handle, handle_of, watch
 from streamshard.layout import ParamSize, UnitLayout, plan_unit
@@ -68,6 +69,7 @@ def shard_model(
     memory_budget: MemoryBudget | None = None,
     pad_units_to: int = 1,
     broadcast_weights: bool = True,
+    check_grads: bool = False,
 ) -> nn.Module:
     """Shard `module` in place and let its class derive from `base`. Arguments and errors: see `StreamShard`."""
     precision = Precision() if precision is None else precision
@@ -77,6 +79,8 @@ def shard_model(
         device = check_params(module)
         if not isinstance(pad_units_to, int) or isinstance(pad_units_to, bool) or pad_units_to < 1:
             raise ConfigError(f"pad_units_to={pad_units_to!r}: wanted a positive number of elements")
+        if not isinstance(check_grads, bool):
+            raise ConfigError(f"check_grads={check_grads!r}: wanted True or False")
         budget = None if memory_budget is None else read_budget(memory_budget, device)
         found = find_units(module, units)
         groups = group_params(module, found)
@@ -92,7 +96,8 @@ def shard_model(
     streams = Streams(device)
     transport = make_transport(ranks.shard, streams, ranks.everyone, ranks.replica)
     replicas = None if ranks.replicate is None else Replicas(make_transport(ranks.replicate, streams, ranks.everyone))
-    _check_ranks_agree(transport, groups, (precision, weight_slots, grad_slots, memory_budget, pad_units_to))
+    settings = (precision, weight_slots, grad_slots, memory_budget, pad_units_to, check_grads)
+    _check_ranks_agree(transport, groups, settings)
 
     layouts = _plan_layouts(found, groups, transport.world_size, precision, pad_units_to)
     transport = share_memory(transport, _most_bytes(layouts), len(groups))
@@ -115,6 +120,9 @@ def shard_model(
     _place_buffers(module, device, precision.buffer_dtype)
     if broadcast_weights:
         buffers.send_all()
+    if check_grads:
+        shards = {shard.param: shard for shard in engine.param_shards}
+        engine.check_grads = GradCheck([shards[param] for param in module.parameters()], transport).check
     _attach(base, module, found, engine)
     return module
 

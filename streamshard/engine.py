@@ -51,7 +51,7 @@ class UnevenSteps(Protocol):
     def before_pass(self) -> None:
         """An outermost forward begins."""
 
-    def before_clipping(self, max_norm: float, norm_type: float) -> None:
+    def before_clipping(self, max_norm: float, norm_type: float, skip_above: float | None) -> None:
         """``model.clip_grad_norm_`` was called."""
 
 
@@ -70,6 +70,7 @@ class Engine:
         check_structure: raises if the model is not what was sharded; called before each pass that casts.
         uneven: set while ranks may run out of inputs.
         grad_scale: gradients are multiplied by it before they are reduced.
+        check_grads: raises if a gradient is not finite; called after each backward that reduced. None: nobody asked.
         is_synced: False inside ``no_sync()``: weights cannot have changed since the last pass, so what slots hold is
             reused.
         step_lock: held by the thread that is in an optimizer's step, see `streamshard.DistributedOptimizer`.
@@ -94,6 +95,7 @@ class Engine:
         self.replicas = replicas
         self.why_slots = ""
         self.check_structure: Callable[[], None] = lambda: None
+        self.check_grads: Callable[[], None] | None = None
         self.is_synced = True
         self.step_lock = threading.RLock()
         self.uneven: UnevenSteps | None = None
@@ -445,9 +447,13 @@ class Engine:
         with self.transport.guard("the last reductions of a backward"):
             self._finish_reductions()
         used = self._used_params.finish()
-        for unit in reduced:
-            unit.finish_reduce(used[unit.index])
+        given = [param for unit in reduced for param in unit.finish_reduce(used[unit.index])]
         self._leave_backward()
+        if self.check_grads is not None:
+            self.check_grads()
+        for param in given:  # last: a hook may step and clear the gradient
+            for hook in (param._post_accumulate_grad_hooks or {}).values():
+                hook(param)
 
     def _finish_reductions(self) -> None:
         works, self._reducing = self._reducing, []

@@ -8,6 +8,7 @@
     +-- OptimizerError      an optimizer's step raised on some rank
     +-- CommunicationError  a collective failed or timed out: a rank has died, or ranks ran different things
     +-- ExportError         files that cannot be written or read
+    +-- GradientError       gradients that hold nan or inf, with check_grads
     +-- StateError          an invariant of the engine is broken; carries the unit and its state
     +-- RaceError           two streams touch the same bytes and nothing orders them
 
@@ -20,6 +21,7 @@ __all__ = [
     "CommunicationError",
     "ConfigError",
     "ExportError",
+    "GradientError",
     "OptimizerError",
     "RaceError",
     "RankMismatchError",
@@ -60,6 +62,10 @@ class CommunicationError(StreamShardError):
 
 class ExportError(StreamShardError):
     """Files that cannot be written or read."""
+
+
+class GradientError(StreamShardError):
+    """Gradients that hold nan or inf, found by `StreamShard(..., check_grads=True)` on all ranks at once."""
 
 
 class StateError(StreamShardError):

@@ -50,6 +50,8 @@ class ShardedGrad(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Norms become `PartialNorm`, overflow checks global; everything else is an ordinary operation."""
+        if HeldGrad in types:
+            return NotImplemented  # whatever it is, such gradients answer it: a list of both is no list of ours
         kwargs = kwargs or {}
         if func in _VECTOR_NORMS and isinstance(args[0], cls):
             order = _order_of(args, kwargs)

@@ -167,16 +167,17 @@ class UnitShard:
         self.held[place] = False
         self.grad_pieces[place].zero_()
 
-    def give_grads(self, used: Sequence[bool]) -> None:
-        """Make main grads the ``.grad`` of the parameters that held one or, by `used`, have got one."""
+    def give_grads(self, used: Sequence[bool]) -> list[nn.Parameter]:
+        """Make main grads the ``.grad`` of the parameters that held one or, by `used`, have got one; returns these."""
+        given = []
         for shard, piece, held, is_used in zip(self.params, self.grad_pieces, self.held, used, strict=True):
             if held or is_used:
                 if shard.param.grad is not None:
                     piece.add_(shard.param.grad)
                 shard.param.grad = piece
-                for hook in (shard.param._post_accumulate_grad_hooks or {}).values():
-                    hook(shard.param)
+                given.append(shard.param)
         self.held = [False] * len(self.params)
+        return given
 
 
 def _check_moved(shard: ParamShard) -> None:

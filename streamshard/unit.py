@@ -259,11 +259,12 @@ class StreamedUnit:
                 self.shard.forget(place)
             param.grad = None
 
-    def finish_reduce(self, used: Sequence[bool]) -> None:
-        """Main grads become the sharded parameters' ``.grad``, for those that some rank used."""
-        self.shard.give_grads([view.requires_grad and is_used for view, is_used in zip(self.views, used, strict=True)])
+    def finish_reduce(self, used: Sequence[bool]) -> list[nn.Parameter]:
+        """Main grads become the sharded parameters' ``.grad``, for those that some rank used, which are returned."""
+        trained = [view.requires_grad and is_used for view, is_used in zip(self.views, used, strict=True)]
         self.reductions = 0
         self.used = [False] * len(self.views)
+        return self.shard.give_grads(trained)
 
     # -- outside of steps -----------------------------------------------------------------------------------------
 

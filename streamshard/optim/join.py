@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -103,10 +104,10 @@ class UnevenInputs(JoinHook):
                 "without optimizer.step()"
             )
 
-    def before_clipping(self, max_norm: float, norm_type: float) -> None:
+    def before_clipping(self, max_norm: float, norm_type: float, skip_above: float | None) -> None:
         """``model.clip_grad_norm_`` was called."""
         if self._now is not None:
-            self._now.append(("clip_grad_norm_", (max_norm, norm_type)))
+            self._now.append(("clip_grad_norm_", partial(self._clip, max_norm, norm_type, skip_above=skip_above)))
 
     def on_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step.
@@ -174,7 +175,7 @@ class UnevenInputs(JoinHook):
                     group.update(theirs)
                 outermost(what).step()
             else:
-                self._clip(*what)
+                what()
 
     # -- both -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,411 @@
+"""Bad gradients: `check_grads` names them on all ranks, `clip_grad_norm_(skip_above=...)` drops them on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streamshard import ConfigError, GradientError, GradScaler, Precision, RankMismatchError, StreamShard
+from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    Tolerance,
+    adamw,
+    assert_same,
+    assert_trains_like_plain,
+    full_grads,
+    full_weights,
+    lm_step,
+    stack_step,
+)
+
+SLOTS: dict[str, dict[str, Any]] = {
+    "ZeRO-3": {},
+    "ZeRO-2": {"weight_slots": "all"},
+    "ZeRO-1": {"weight_slots": "all", "grad_slots": "all"},
+}
+NAN, INF = math.nan, math.inf
+
+
+class _Spoil(torch.autograd.Function):
+    """The identity; one element of its gradient becomes `value`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, element: int, value: float) -> Tensor:
+        ctx.element, ctx.value = element, value
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        grad = grads[0].clone()
+        grad[ctx.element] = ctx.value
+        return grad, None, None
+
+
+class SpoiltLayer(Layer):
+    """A layer of whose bias one gradient element is spoilt on request."""
+
+    spoilt: tuple[int, float] | None = None  # element, value
+
+    def forward(self, x: Tensor) -> Tensor:
+        """tanh(W x + b), added to x where shapes allow."""
+        bias = self.linear.bias
+        if self.spoilt is not None:
+            bias = _Spoil.apply(bias, *self.spoilt)  # type: ignore[no-untyped-call]
+        y = torch.tanh(F.linear(x, self.linear.weight, bias))
+        return x + y if x.shape == y.shape else y
+
+
+class SpoiltStack(Stack):
+    """Layers and head can be spoilt; layer "head" is in the edge unit, which the engine reduces last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SpoiltLayer() for _ in range(4))
+        self.head = SpoiltLayer(DIM, 1)  # type: ignore[assignment]
+
+    def spoil(self, name: str, element: int, value: float) -> None:
+        """Spoil one element of the gradient of the bias of layer `name` in each backward until `heal`."""
+        self.get_submodule(name).spoilt = (element, value)  # type: ignore[assignment]
+
+    def heal(self) -> None:
+        """Nothing is spoilt any more."""
+        for module in self.modules():
+            if isinstance(module, SpoiltLayer):
+                module.spoilt = None
+
+
+def _model(**settings: Any) -> Any:
+    torch.manual_seed(7)
+    return StreamShard(SpoiltStack(), **{"precision": FP32, "check_grads": True, **settings})
+
+
+def _step(model: nn.Module, context: RankContext, number: int = 0) -> Tensor:
+    return stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+
+
+def _error(model: nn.Module, context: RankContext, number: int = 0) -> str:
+    """What the backward of one step raises; the same on all ranks."""
+    with pytest.raises(GradientError) as caught:
+        _step(model, context, number)
+    everywhere: list[str] = [""] * context.world_size
+    dist.all_gather_object(everywhere, str(caught.value))
+    assert len(set(everywhere)) == 1
+    return everywhere[0]
+
+
+# -- check_grads --------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("element", [0, -1])
+@pytest.mark.parametrize(("value", "word"), [(NAN, "nan"), (INF, "inf"), (-INF, "inf")])
+def test_one_bad_element_on_one_rank_raises_on_all(
+    context: RankContext, slots: str, element: int, value: float, word: str
+) -> None:
+    """Wherever it is; the message names the parameter and says what it holds."""
+    model = _model(**SLOTS[slots])
+    if context.rank == context.world_size - 1:
+        model.spoil("layers.2", element, value)
+    message = _error(model, context)
+    assert message.startswith(f"the gradient of 'layers.2.linear.bias' holds {word} ")
+    assert "first of 1 such gradients, of 10 in all" in message
+
+
+@on_ranks(1, 2, 3)
+def test_the_first_bad_parameter_is_the_first_of_named_parameters(context: RankContext) -> None:
+    """Not the first in the engine's order, in which the head belongs to the edge unit, nor that of one rank."""
+    model = _model()
+    if context.rank == 0:
+        model.spoil("head", 0, NAN)
+    if context.rank == context.world_size - 1:
+        model.spoil("layers.1", -1, INF)
+        model.spoil("layers.3", 0, NAN)
+    message = _error(model, context)
+    assert message.startswith("the gradient of 'layers.1.linear.bias' holds inf ")
+    assert "first of 3 such gradients" in message
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("slots", SLOTS)
+def test_opposite_infinities_are_found_as_nan(context: RankContext, slots: str) -> None:
+    """Their mean is not a number."""
+    model = _model(**SLOTS[slots])
+    model.spoil("layers.0", 3, INF if context.rank else -INF)
+    assert "holds nan" in _error(model, context)
+
+
+@on_ranks(2)
+def test_a_parameter_that_holds_both_is_said_to_hold_nan(context: RankContext) -> None:
+    """In two ranks' pieces of it."""
+    model = _model()
+    model.spoil("layers.0", 0 if context.rank else -1, NAN if context.rank else INF)
+    assert "holds nan" in _error(model, context)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("slots", SLOTS)
+def test_training_goes_on_after_an_error(context: RankContext, slots: str) -> None:
+    """The gradients are there, as without the check; after `zero_grad` steps are those that plain PyTorch makes."""
+    model, unchecked = _model(**SLOTS[slots]), _model(**SLOTS[slots], check_grads=False)
+    for its in (model, unchecked):
+        its.spoil("layers.2", 0, INF)
+    _error(model, context)
+    _step(unchecked, context)
+    found, wanted = full_grads(model), full_grads(unchecked)
+    assert not found["layers.2.linear.bias"].isfinite().all()  # type: ignore[union-attr]
+    for grads in (found, wanted):
+        grads["layers.2.linear.bias"][0] = 0.0  # type: ignore[index]
+    assert_same(found, wanted, "gradients after the error", EXACT)
+
+    def heal_and_spoil(its: nn.Module, number: int) -> None:
+        assert isinstance(its, SpoiltStack)
+        its.heal()
+        if number == 2 and isinstance(its, StreamShard):
+            its.spoil("layers.1", 0, NAN)
+            _error(its, context)
+            its.heal()
+            its.zero_grad()
+
+    settings = {**SLOTS[slots], "check_grads": True}
+    assert_trains_like_plain(context, SpoiltStack, stack_step, optimizer=adamw, prepare=heal_and_spoil, **settings)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("slots", SLOTS)
+def test_accumulated_gradients_are_checked_when_they_are_reduced(context: RankContext, slots: str) -> None:
+    """Inside `no_sync` at once, or, where they wait in slots, by the backward that reduces them."""
+    model = _model(**SLOTS[slots])
+    with model.no_sync():
+        _step(model, context)
+        model.spoil("layers.3", 1, NAN)
+        if slots == "ZeRO-1":
+            _step(model, context, 1)
+        else:
+            assert "layers.3" in _error(model, context, 1)
+    model.heal()
+    assert "layers.3" in _error(model, context, 2), "what was accumulated is still there"
+    model.zero_grad()
+    _step(model, context, 3)
+
+
+@on_ranks(2, 3)
+def test_parameters_without_gradients_are_passed_over(context: RankContext) -> None:
+    """Frozen ones, unused ones, and those whose pieces here are empty."""
+    model = _model()
+    model.layers[1].requires_grad_(False)
+    order = [model.layers[0], model.layers[1], model.layers[3]]
+    model.order = lambda: order
+    _step(model, context)
+    if context.rank == 1:
+        model.spoil("layers.3", 0, INF)
+        model.spoil("layers.2", 0, NAN)
+    assert _error(model, context).startswith("the gradient of 'layers.3.linear.bias' holds inf ")
+    assert model.layers[2].linear.bias.grad is None
+
+
+@on_ranks(2)
+def test_a_tied_parameter_goes_by_its_first_name(context: RankContext) -> None:
+    """A loss that is nan spoils everything; what comes first is the embedding."""
+    torch.manual_seed(7)
+    model = StreamShard(TinyLM(TinyConfig(tied=True)), precision=FP32, check_grads=True)
+    weight = NAN if context.rank else 1.0
+    with pytest.raises(GradientError, match=f"'positions' holds nan .* of {len(list(model.parameters()))} in all"):
+        lm_step(model, Call(0, context.rank, 2, weight))
+    assert [name for name, _ in model.named_parameters()][:2] == ["positions", "embedding.weight"]
+
+
+@on_ranks(1, 2)
+def test_an_overflow_of_fp16_is_found(context: RankContext) -> None:
+    """Gradients are widened to fp32 on their way, inf stays inf (or becomes nan on the way back)."""
+    torch.manual_seed(7)
+    model = StreamShard(Stack(), precision=Precision(param_dtype=torch.float16), check_grads=True)
+    with pytest.raises(GradientError, match=r"'layers\.0\.linear\.weight' holds (inf|nan)"):
+        (model(vector_batch(0, context.rank)).float().sum() * 2.0**20).backward()
+
+
+@on_ranks(2)
+def test_no_hook_sees_gradients_that_are_refused(context: RankContext) -> None:
+    """An optimizer that steps inside backward must not step, here with gradients that were found to be bad."""
+    model = _model()
+    called = []
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda p, name=name: called.append(name))
+    _step(model, context)
+    assert sorted(called) == sorted(name for name, _ in model.named_parameters())
+    called.clear()
+    model.spoil("layers.2", 0, NAN)
+    _error(model, context)
+    assert called == []
+
+
+class _Ops(TorchDispatchMode):
+    """Counts operations by name, collectives among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.__name__.split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("slots", SLOTS)
+def test_the_check_is_one_collective_and_costs_nothing_when_off(context: RankContext, slots: str) -> None:
+    """On top of what a backward without it does: a few small operations and the collective."""
+    counts = []
+    for check_grads in (False, True):
+        model = _model(**SLOTS[slots], check_grads=check_grads)
+        _step(model, context)  # the first step learns the order
+        model.zero_grad()
+        with _Ops() as ops:
+            _step(model, context, 1)
+        counts.append(ops.counts)
+    off, on = counts
+    collective = {"allreduce_": 1} if context.world_size > 1 else {}
+    small = {name: (on - off)[name] for name in ("_foreach_norm", "stack", "isnan", "isinf")}
+    assert small == dict.fromkeys(small, 1)
+    assert {name: n for name, n in (on - off).items() if name.startswith("all") or "reduce" in name} == collective
+    assert off - on == Counter()
+    assert not {"_foreach_norm", "isnan", "isinf", "_local_scalar_dense", "allreduce_"} & set(off)
+
+
+@on_ranks(1, 2)
+def test_check_grads_is_a_bool(context: RankContext) -> None:
+    """Not a number of steps or so."""
+    with pytest.raises(ConfigError, match=r"check_grads=1: wanted True or False"):
+        StreamShard(Stack(), check_grads=1)  # type: ignore[arg-type]  # on purpose
+
+
+@on_ranks(2)
+def test_ranks_that_do_not_all_check_are_refused(context: RankContext) -> None:
+    """One would wait for the others' collective."""
+    with pytest.raises(RankMismatchError):
+        StreamShard(Stack(), check_grads=context.rank == 0)
+
+
+# -- clip and skip ------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("max_norm", [0.5, INF])
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+def test_steps_above_the_threshold_are_skipped_as_plain_pytorch_would(
+    context: RankContext, slots: str, max_norm: float, norm_type: float
+) -> None:
+    """Twelve steps, some with gradients that are too large, inf or nan on one rank; nobody calls `zero_grad`."""
+    skip_above = 50.0
+    torch.manual_seed(7)
+    plain = Stack()
+    torch.manual_seed(7)
+    model: Any = StreamShard(Stack(), precision=FP32, **SLOTS[slots])
+    optimizer, plain_optimizer = adamw(model), adamw(plain)
+    size, skipped = context.world_size, []
+    for number, factor in enumerate([1.0, 1.0, 1e4, 1.0, INF, NAN, 1.0, -INF, 1e6, 1.0, 1.0, NAN]):
+        factors = [factor if rank == number % size else 1.0 for rank in range(size)]
+        for rank in range(size):
+            stack_step(plain, Call(number, rank, size, factors[rank] / size))
+        stack_step(model, Call(number, context.rank, size, factors[context.rank]))
+        wanted = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None], norm_type)
+        found = model.clip_grad_norm_(max_norm, norm_type, skip_above=skip_above)
+        assert math.isfinite(wanted) == math.isfinite(found)
+        if math.isfinite(wanted):
+            assert_same({"norm": found}, {"norm": wanted}, f"norm of step {number}")
+        if math.isfinite(wanted) and wanted <= skip_above:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+        else:
+            skipped.append(number)
+            plain_optimizer.zero_grad()
+            assert all(p.grad is None for p in model.parameters())
+        plain_optimizer.step()
+        optimizer.step()
+        if number not in skipped:
+            plain_optimizer.zero_grad()
+            optimizer.zero_grad()
+    assert skipped == [2, 4, 5, 7, 8, 11]
+    assert_same(full_weights(model), full_weights(plain), "weights", Tolerance(1e-4, 1e-6))
+
+
+@on_ranks(2)
+def test_an_infinite_threshold_skips_only_what_is_not_finite(context: RankContext) -> None:
+    """Also where the norm is inf, which is not above it."""
+    model = _model(check_grads=False)
+    optimizer = adamw(model)
+    stack_step(model, Call(0, context.rank, 2, 1e9))
+    assert math.isfinite(model.clip_grad_norm_(1.0, skip_above=INF))
+    assert all(p.grad is not None for p in model.parameters())
+    optimizer.zero_grad()
+    model.spoil("layers.0", 0, INF)
+    _step(model, context)
+    assert model.clip_grad_norm_(1.0, skip_above=INF) == INF
+    assert all(p.grad is None for p in model.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skipped_step_is_nothing_to_the_loss_scaler(context: RankContext, fused: bool) -> None:
+    """Too large but finite: the scale goes on as after any step. Not finite: it backs off."""
+    model = _model(precision=Precision(param_dtype=torch.float16), check_grads=False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    for weight, scale in ((1e3, 16.0), (INF, 8.0)):
+        before = full_weights(model)
+        loss = model(vector_batch(0, context.rank)).float().square().mean() * weight
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(optimizer)
+        model.clip_grad_norm_(1.0, skip_above=10.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale
+        assert_same(full_weights(model), before, "weights after a skipped step", EXACT)
+        assert not optimizer.state
+
+
+@on_ranks(2)
+def test_only_a_threshold_makes_the_host_wait(context: RankContext) -> None:
+    """Reading one number of the device, once."""
+    for settings, reads in (({}, 0), ({"skip_above": 10.0}, 1)):
+        model = _model(check_grads=False)
+        _step(model, context)
+        with _Ops() as ops:
+            model.clip_grad_norm_(1.0, **settings)
+        assert ops.counts["_local_scalar_dense"] == reads
+        assert ops.counts["allreduce_"] == 1
+
+
+@on_ranks(1)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_norm": -1.0}, "max_norm=-1.0"),
+        ({"max_norm": NAN}, "max_norm=nan"),
+        ({"max_norm": 1.0, "skip_above": 0.0}, "skip_above=0.0"),
+        ({"max_norm": 1.0, "skip_above": -2.0}, "skip_above=-2.0"),
+        ({"max_norm": 1.0, "skip_above": NAN}, "skip_above=nan"),
+    ],
+)
+def test_a_threshold_that_cannot_work_is_refused(
+    context: RankContext, arguments: dict[str, float], message: str
+) -> None:
+    """By name, with gradients left alone."""
+    model = _model()
+    _step(model, context)
+    before = full_grads(model)
+    with pytest.raises(ConfigError, match=message):
+        model.clip_grad_norm_(**arguments)
+    assert_same(full_grads(model), before, "gradients", EXACT)
