@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from streamshard.buffers import BufferSync
 from streamshard.config import Precision
@@ -30,7 +30,7 @@ from streamshard.grad_check import GradCheck
 from streamshard.groups import groups_of, refuse_together, resolve_group
 from streamshard.hooks import Handle, handle_of, watch
 from streamshard.layout import ParamSize, UnitLayout, plan_unit
-from streamshard.pieces import StatePiece, watch_optimizer
+from streamshard.pieces import StatePiece, unwatch_optimizer, watch_optimizer
 from streamshard.planner import MemoryBudget, Needs, choose_slots, holds_main_grads, read_budget
 from streamshard.replicas import Replicas
 from streamshard.shard import UnitShard
@@ -43,6 +43,7 @@ from streamshard.unit import StreamedUnit
 __all__ = ["engine_of", "shard_model"]
 
 register_optimizer_step_pre_hook(watch_optimizer)
+register_optimizer_step_post_hook(unwatch_optimizer)
 
 
 def engine_of(model: nn.Module) -> Engine:

@@ -9,28 +9,30 @@ somebody takes the norm of the norms or looks at the value. Other operations see
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from streamshard.errors import ShardingError
 from streamshard.transport import Transport
 
-__all__ = ["HeldGrad", "PartialNorm", "ShardedGrad", "StatePiece", "reduce_norms", "watch_optimizer"]
+__all__ = [
+    "HeldGrad",
+    "PartialNorm",
+    "ShardedGrad",
+    "StatePiece",
+    "reduce_norms",
+    "remember_piece",
+    "unwatch_optimizer",
+    "watch_optimizer",
+]
 
 _VECTOR_NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm)
-# What keeps a piece a piece: people write p.grad.detach().data.float().norm().
-_KEEPERS = (
-    torch.Tensor.data.__get__,  # type: ignore[attr-defined]  # a getset_descriptor; the stubs call it a Tensor
-    torch.Tensor.detach,
-    torch.Tensor.float,
-    torch.Tensor.double,
-    torch.Tensor.to,
-    torch.Tensor.clone,
-)
 
 
 class ShardedGrad(torch.Tensor):
@@ -53,6 +55,8 @@ class ShardedGrad(torch.Tensor):
         if HeldGrad in types:
             return NotImplemented  # whatever it is, such gradients answer it: a list of both is no list of ours
         kwargs = kwargs or {}
+        if _first_step and (func in _VECTOR_NORMS or func is torch._foreach_norm):
+            _refuse_optimizer(_first_step.pop())
         if func in _VECTOR_NORMS and isinstance(args[0], cls):
             order = _order_of(args, kwargs)
             with torch._C.DisableTorchFunctionSubclass():
@@ -63,8 +67,6 @@ class ShardedGrad(torch.Tensor):
                 result: Any = [_local_norm(grad, order) for grad in args[0]]
             else:
                 result = func(*args, **kwargs)
-        if func in _KEEPERS and isinstance(args[0], cls) and isinstance(result, torch.Tensor):
-            return cls.wrap(result, args[0].transport)
         if func is torch._foreach_norm:
             return [
                 PartialNorm.wrap(norm, order, grad.transport) if isinstance(grad, cls) else norm
@@ -77,6 +79,20 @@ class ShardedGrad(torch.Tensor):
                     _refuse_uneven(grad.transport, "a loss scaler")
                     grad.transport.all_reduce(args[1], maximum=True, everyone=True)
                     break
+        is_new = isinstance(result, torch.Tensor) and not isinstance(result, cls) and result is not args[0]
+        if is_new and result.is_floating_point():
+            return cls._derived(func, result, next((grad for grad in args if isinstance(grad, cls)), None))
+        return result
+
+    @classmethod
+    def _derived(cls, func: Callable[..., Any], result: torch.Tensor, grad: ShardedGrad | None) -> torch.Tensor:
+        """What came of `grad`. An element for each of its is a piece: people write ``p.grad.float().norm()``."""
+        if grad is None or func in (torch.cat, torch.stack):
+            return result
+        if result.numel() == grad.numel() and result.ndim:
+            return cls.wrap(result, grad.transport)
+        if _first_step and grad.numel() > 1:
+            _refuse_optimizer(_first_step.pop())
         return result
 
 
@@ -233,31 +249,46 @@ def _local_norm(piece: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def watch_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Global hook before optimizer steps: an optimizer of pieces is looked at once.
+    """Global hook before optimizer steps: the first step of an optimizer of pieces is looked at.
 
     From then on its ``state_dict()`` holds `StatePiece`: saved on one rank it would look like the whole.
 
     Raises:
-        ShardingError: the update of one element depends on the whole matrix or on all elements.
+        ShardingError: the update of one element is known to depend on others.
     """
-    if optimizer in _watched:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if optimizer in _watched or not any(param in _pieces for param in params):
         return
     name = type(optimizer).__name__
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if isinstance(param.grad, ShardedGrad) and param.grad.transport.world_size > 1:
-                if name in _WHOLE_MATRIX_OPTIMIZERS:
-                    raise ShardingError(
-                        f"{name} looks at whole matrices, each rank holds pieces of them: use an element-wise "
-                        "optimizer (AdamW, SGD, ..) with StreamShard"
-                    )
-                _watched.add(optimizer)
-                optimizer.register_state_dict_post_hook(_mark_state)
-                optimizer.register_load_state_dict_pre_hook(_unmark_state)
-                return
+    if name in _WHOLE_MATRIX_OPTIMIZERS:
+        _refuse_optimizer(name)
+    _first_step.append(name)
+    _watched.add(optimizer)
+    optimizer.register_state_dict_post_hook(_mark_state)
+    optimizer.register_load_state_dict_pre_hook(_unmark_state)
 
 
+def unwatch_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Global hook after optimizer steps: nothing unusual was seen in the first one."""
+    _first_step.clear()
+
+
+def remember_piece(param: nn.Parameter, transport: Transport) -> None:
+    """`param` is one of several pieces from now on."""
+    if transport.world_size > 1:
+        _pieces[param] = None
+
+
+def _refuse_optimizer(name: str) -> NoReturn:
+    raise ShardingError(
+        f"{name} looks at whole parameters, each rank holds pieces of them: use an element-wise optimizer (AdamW, SGD, "
+        "..) with StreamShard"
+    )
+
+
+_pieces: MutableMapping[nn.Parameter, None] = WeakIdKeyDictionary()
 _watched: WeakSet[Optimizer] = WeakSet()
+_first_step: list[str] = []  # the optimizer that steps for the first time, by name
 
 
 def _mark_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

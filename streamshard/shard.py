@@ -14,7 +14,7 @@ from torch import nn
 
 from streamshard.errors import ShardingError
 from streamshard.layout import LocalRange, ParamLayout, UnitLayout
-from streamshard.pieces import ShardedGrad
+from streamshard.pieces import ShardedGrad, remember_piece
 from streamshard.slots import Category, Ledger
 from streamshard.transport import Transport
 
@@ -110,6 +110,7 @@ class UnitShard:
         param.grad = None
         param.data = piece
         self.params.append(shard)
+        remember_piece(param, self._transport)
         return shard
 
     def place_grad(self, memory: torch.Tensor | None) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -103,6 +104,107 @@ def test_groups_can_be_added_later(context: RankContext, name: str) -> None:
     assert_trains_like_plain(
         context, Stack, stack_step, steps=5, checked=(1, 4), optimizer=first, prepare=unfreeze, tolerance=NEAR
     )
+
+
+# -- what needs whole parameters ----------------------------------------------------------------------------------
+
+
+class _Orthogonal(Optimizer):
+    """Of a kind nobody has heard of: the update of a matrix depends on products of its rows."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                update = param.grad.bfloat16().view(param.grad.shape[0], -1).T
+                param.sub_((update @ update.T @ update).T.reshape(param.shape))
+
+
+class _Factored(_Orthogonal):
+    """Means over rows."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad / param.grad.square().mean(-1, keepdim=True).sqrt())
+
+
+class _Trusting(_Orthogonal):
+    """Norms of single parameters, as LARS and LAMB have them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad * (param.norm() / param.grad.norm()))
+
+
+def _lbfgs(model: nn.Module) -> Optimizer:
+    return torch.optim.LBFGS(model.parameters())
+
+
+def _muon(model: nn.Module) -> Optimizer:
+    return torch.optim.Muon([param for param in model.parameters() if param.ndim == 2])
+
+
+WHOLE: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "LBFGS": _lbfgs,
+    "Muon": _muon,
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
+    "_Orthogonal": lambda model: _Orthogonal(model.parameters()),
+    "_Factored": lambda model: _Factored(model.parameters()),
+    "_Trusting": lambda model: _Trusting(model.parameters()),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("has_closure", [False, True])
+@pytest.mark.parametrize("name", list(WHOLE))
+def test_an_optimizer_that_needs_whole_parameters_raises_at_its_first_step(
+    context: RankContext, name: str, has_closure: bool
+) -> None:
+    """By name, whether known or found out; an elementwise one goes on afterwards."""
+    model = _model(context)
+    optimizer = WHOLE[name](model)
+    if not has_closure or name.startswith("_"):
+        stack_step(model, Call(0, 0, 1, 1.0))
+        with pytest.raises(ShardingError, match=f"{name} looks at whole parameters"):
+            optimizer.step(lambda: 0.0)
+    else:  # gradients are made inside the step
+        with pytest.raises(ShardingError, match=f"{name} looks at whole parameters"):
+            optimizer.step(lambda: float(stack_step(model, Call(0, 0, 1, 1.0))))
+    model.zero_grad()
+    _train(model, _two_groups("AdamW")(model), context, 0, steps=1)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("name", list(WHOLE))
+def test_one_rank_has_whole_parameters(context: RankContext, name: str) -> None:
+    """So every optimizer works there."""
+    model = _model(context)
+    optimizer = WHOLE[name](model)
+    stack_step(model, Call(0, 0, 1, 1.0))
+    optimizer.step(lambda: 0.0)
+    assert all(weight.isfinite().all() for weight in full_weights(model).values())
+
+
+@on_ranks(2)
+def test_what_is_derived_from_a_gradient_has_a_global_norm(context: RankContext) -> None:
+    """Users scale gradients out of place and clip afterwards."""
+    model = _model(context)
+    stack_step(model, Call(0, 0, 1, 1.0))
+    wanted = float(model.clip_grad_norm_(1e9))
+    for param in model.parameters():
+        param.grad = param.grad * 2.0
+    assert float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)) == pytest.approx(2 * wanted)
+    largest = [float(param.grad.abs().flatten().norm(float("inf"))) for param in model.parameters()]
+    heard: list[Any] = [None] * context.world_size
+    dist.all_gather_object(heard, largest)
+    assert heard[0] == heard[1]
 
 
 # -- the whole state ----------------------------------------------------------------------------------------------
