@@ -23,6 +23,7 @@ from streamshard.config import Precision
 from streamshard.discovery import UnitsArgument
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.hooks import HANDLE, Uncopyable, call_shell, handle_of
+from streamshard.inspect.hashes import compare_weights
 from streamshard.inspect.memory import MemoryReport, report_memory
 from streamshard.layout import LocalRange
 from streamshard.optim.join import UnevenInputs, optimizers_from
@@ -270,6 +271,16 @@ class StreamShard(Uncopyable):
         """
         by_param = {shard.param: shard.local for shard in engine_of(self).param_shards}
         return {name: by_param[param] for name, param in self.named_parameters()}
+
+    def check_weights(self) -> None:
+        """Raise on all ranks unless all, replicas too, see the same weights and buffers, to the bit. Collective.
+
+        For when something is suspected, or every thousand steps: it gathers all weights and hashes them on the CPU.
+
+        Raises:
+            RankMismatchError: names the first parameter or buffer that differs, and the ranks.
+        """
+        compare_weights(self, engine_of(self))
 
     def memory_report(self) -> MemoryReport:
         """Bytes the engine holds on this rank by category, beside the formula. Printable."""

@@ -1,0 +1,64 @@
+"""check_weights finds ranks that see other weights than the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from streamshard import RankMismatchError, StreamShard
+from streamshard.inspect import engine_inside
+from tests.models import NormStack, Stack, TinyLM
+from tests.ranks import RankContext, on_ranks
+from tests.reference import FP32, Call, lm_step, sgd, stack_step
+
+
+@on_ranks(1, 2, 3)
+def test_trained_models_pass(context: RankContext) -> None:
+    """Tied weights, batch norm, bf16."""
+    for model, step in ((StreamShard(TinyLM()), lm_step), (StreamShard(NormStack(), precision=FP32), stack_step)):
+        optimizer = sgd(model)
+        step(model, Call(0, context.rank, context.world_size, 1.0))
+        optimizer.step()
+        model.check_weights()
+
+
+@on_ranks(4)
+def test_a_replica_that_differs_is_named(context: RankContext) -> None:
+    """One bit of one weight on one rank: both ranks of its replica gather it."""
+    model: Any = StreamShard(Stack(), mesh=init_device_mesh("cpu", (2, 2)))
+    model.check_weights()
+    name = "layers.1.linear.weight"
+    if context.rank == 2:
+        weight = dict(model.named_parameters())[name].data.view(torch.int32)
+        weight.view(-1)[0] ^= 1
+    with pytest.raises(RankMismatchError, match=rf"'{name}' is not the same.*\[2, 3\] have others"):
+        model.check_weights()
+
+
+@on_ranks(2, 3)
+def test_a_buffer_that_differs_is_named(context: RankContext) -> None:
+    """Of any dtype."""
+    model: Any = StreamShard(NormStack())
+    model.norms[1].num_batches_tracked += context.rank == 1
+    with pytest.raises(RankMismatchError, match=r"'norms.1.num_batches_tracked'.*\[1\] have"):
+        model.check_weights()
+
+
+@on_ranks(2)
+def test_what_one_rank_receives_wrongly_is_found(context: RankContext) -> None:
+    """Shards are right on their owners, but rank 1 does not get to see them as they are."""
+    model: Any = StreamShard(Stack())
+    unit = engine_inside(model).units[2]
+    gather = unit.gather_full
+
+    def gather_wrongly(pieces: Any) -> Any:
+        full = gather(pieces)
+        full[3] += context.rank
+        return full
+
+    unit.gather_full = gather_wrongly  # type: ignore[method-assign]
+    with pytest.raises(RankMismatchError, match="'layers.1.linear.weight'"):
+        model.check_weights()
