@@ -266,8 +266,8 @@ class StreamedUnit:
     def start_reduce(self) -> Work | None:
         """Grad slot to main grads. Parameters without a gradient contribute zeros, never another unit's leftovers."""
         self.reductions += 1
-        for place, view in enumerate(self.views):
-            if view.requires_grad and not self.written[place]:
+        for place, (view, is_held) in enumerate(zip(self.views, self.shard.held, strict=True)):
+            if (view.requires_grad or is_held) and not self.written[place]:  # a frozen one may have kept a gradient
                 self._grad_views[place].zero_()
         slot, out = self.grad_slot, self.shard.grad
         if slot is None or self._grads is None or out is None:
