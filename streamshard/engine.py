@@ -90,6 +90,7 @@ class Engine:
         self._backward: Sweep | None = None
         self._backward_passes: list[Pass] = []
         self._computing: StreamedUnit | None = None  # the unit whose backward is running
+        self._due: set[int] = set()  # units whose reduction this backward's program still has
         self._holds_grads = False  # this backward leaves its gradients in their slots
         self._reducing: list[Work] = []
         self._used_params = UsedParams(self.units, transport, ledger)
@@ -228,6 +229,7 @@ class Engine:
         for op in ops:
             unit = self.units[op.unit]
             if op.kind is OpKind.REDUCE:
+                self._due.discard(op.unit)
                 if not self._holds_grads:
                     self._reduce(unit)
             elif unit.weight_slot.content != unit.index:
@@ -274,6 +276,7 @@ class Engine:
     def _sweep_back(self, passes: list[Pass]) -> None:
         visits = [unit for p in reversed(passes) for unit in reversed(p.visits)]
         self._backward = Sweep(visits, self._slot_of, reduce=True)
+        self._due = set(visits)
         self._backward_passes = passes
         self._issue(self._backward.release_before(0))
 
@@ -332,8 +335,12 @@ class Engine:
 
     def _open_grads(self, unit: StreamedUnit) -> None:
         slot = unit.grad_slot
-        if slot is not None and slot.content is not None:  # gradients that come in several parts: move one part on
-            self._reduce(self.units[slot.content])
+        if slot is not None and slot.content is not None:  # gradients that come in several parts
+            earlier = self.units[slot.content]
+            if earlier.index in self._due:  # not on every rank, perhaps: the program has one place for its reduction
+                earlier.set_grads_aside()
+            else:
+                self._reduce(earlier)
         with self.transport.guard("the reduction before that of", unit.name):
             unit.open_grads()
 
@@ -427,6 +434,7 @@ class Engine:
                 if unit.grad_slot is not None:
                     unit.grad_slot.content = None
                 unit.used = [False] * len(unit.views)
+                unit.aside = {}
             self._reducing = []
             self._backward = None
             self._backward_passes = []

@@ -95,6 +95,7 @@ class StreamedUnit:
         written: which parameters have a gradient in the grad slot in this backward.
         members: its layers; the edge unit has one for all its modules.
         bound_members: how many of them hold the compute views (else the sharded parameters).
+        aside: by place, gradients that had to leave the grad slot before their reduction.
         reductions: how many of its reductions this backward has started.
         on_grad: called with each complete gradient of a compute view; set by `make_views`.
     """
@@ -118,6 +119,7 @@ class StreamedUnit:
         self.views: list[nn.Parameter] = []
         self.written: list[bool] = []
         self.used: list[bool] = []
+        self.aside: dict[int, torch.Tensor] = {}
         self.reductions = 0
         self._adds = False  # whether main grads hold something that the next reduction adds to
         self._held: list[HeldGrad | None] = []  # by parameter, what stands for gradients left in the slot
@@ -243,6 +245,18 @@ class StreamedUnit:
         self.written = [self._adds and self._main_grads_are_in_slot] * len(self.views)
         if self.written[0]:
             self._spread_main_grads()
+        for place, grad in self.aside.items():
+            self.write_grad(place, grad)
+        self.aside = {}
+
+    def set_grads_aside(self) -> None:
+        """Leave the grad slot, which another unit needs, until this unit opens it again. Compute stream.
+
+        Only where layers of one unit run on both sides of another's: what came first is kept in memory of its own.
+        """
+        assert self.grad_slot is not None
+        self.grad_slot.content = None
+        self.aside = {place: self._grad_views[place].clone() for place, done in enumerate(self.written) if done}
 
     def _spread_main_grads(self) -> None:
         """Main grads in the slot are to be added to: N times them here and zeros elsewhere have them as their mean."""

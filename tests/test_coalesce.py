@@ -229,6 +229,7 @@ ALIKE = {
     "twice, with other units between": _everywhere(ALL + ALL),
     "there and back": _everywhere(ALL + ALL[::-1]),
     "one layer of a unit there, the other back": _everywhere([0, 2, 4, 6, 7, 5, 3, 1]),
+    "twice, the second time in halves": _everywhere(ALL + [0, 2, 4, 6, 1, 3, 5, 7]),
     "another order each step": _everywhere(ALL, [5, 0, 4, 1], [7, 6, 1, 0, 2], [2, 4, 3, 6, 0]),
 }
 
@@ -258,6 +259,11 @@ DIFFERENT = {
     "nothing on rank 1": {(step, 1): [] for step in range(4)},
     "another order inside units on rank 1": {(step, 1): [1, 0, 3, 2, 4, 5, 7, 6] for step in range(4)},
     "repeats inside units on rank 1": {(step, 1): [0, 1, 0, 2, 2, 3, 4, 5, 4, 7, 6, 7] for step in range(4)},
+    "a layer dropped where units are interleaved": {
+        (s, r): [k for k in ALL[::2] + ALL[1::2] if (s, r, k) not in ((2, 1, 5), (3, 0, 2), (3, 1, 1))]
+        for s in range(4)
+        for r in range(3)
+    },
     "from the second step on": {(2, 0): [0, 1], (2, 1): [3, 6], (3, 0): [0, 7], (3, 1): [1]},
 }
 
@@ -267,6 +273,22 @@ DIFFERENT = {
 def test_ranks_may_run_different_layers_of_a_unit(context: RankContext, what: str) -> None:
     """Also in another order or more often, as long as units come in one order."""
     assert_trains_like_ddp(context, lambda: Planned(8), planned_step(DIFFERENT[what]), min_unit_size=PAIRS)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("size", [0, PAIRS])
+def test_a_layer_may_be_missing_in_one_of_two_forwards_on_one_rank(context: RankContext, size: int) -> None:
+    """Its gradient is complete too early there, and waits for the one place that its unit's reduction has."""
+
+    def step(model: Any, call: Call) -> Tensor:
+        inner = getattr(model, "module", model)
+        losses = []
+        for number in range(2):
+            inner.plan = [k for k in ALL if number or call.rank != 1 or k not in (5, 6)]
+            losses.append(model(vector_batch(call.step + 50 * number, call.rank)).square().mean())
+        return call.backward(losses[0] + losses[1])
+
+    assert_trains_like_ddp(context, lambda: Planned(8), step, min_unit_size=size)
 
 
 @on_ranks(2)
