@@ -434,7 +434,6 @@ class Engine:
                 if unit.grad_slot is not None:
                     unit.grad_slot.content = None
                 unit.used = [False] * len(unit.views)
-                unit.aside = {}
             self._reducing = []
             self._backward = None
             self._backward_passes = []

@@ -119,8 +119,9 @@ def test_sizes_that_mean_nothing_are_refused(context: RankContext, size: Any) ->
 @on_ranks(2)
 def test_ranks_must_want_the_same_size(context: RankContext) -> None:
     """Else their collectives would differ."""
-    with pytest.raises(RankMismatchError, match="ranks hold different models"):
-        StreamShard(Stack(), precision=FP32, min_unit_size=context.rank * LAYER_BYTES * 2)
+    for sizes in ((0, PAIRS), (0, 1)):  # with other units, and with the same for now
+        with pytest.raises(RankMismatchError, match="ranks hold different models"):
+            StreamShard(Stack(), precision=FP32, min_unit_size=sizes[context.rank])
 
 
 @on_ranks(2)
