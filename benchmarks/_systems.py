@@ -144,11 +144,11 @@ def _fsdp2_keep(model: nn.Module, blocks: list[nn.Module], options: dict[str, An
     return _fsdp2(model, blocks, options, keep=True)
 
 
-def _streamshard(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any], **slots: int | str) -> System:
+def _streamshard(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any], **settings: int | str) -> System:
     from streamshard import Precision, StreamShard
 
     precision = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    return _with_optimizer(StreamShard(model, units=blocks, precision=precision, **slots), options)
+    return _with_optimizer(StreamShard(model, units=blocks, precision=precision, **settings), options)
 
 
 def _zero2(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
@@ -159,6 +159,10 @@ def _zero1(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -
     return _streamshard(model, blocks, options, weight_slots="all", grad_slots="all")
 
 
+def _coalesced(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    return _streamshard(model, blocks, options, min_unit_size="512KiB")
+
+
 SYSTEMS: dict[str, Callable[[nn.Module, list[nn.Module], dict[str, Any]], System]] = {
     "local": _local,
     "ddp": _ddp,
@@ -167,6 +171,7 @@ SYSTEMS: dict[str, Callable[[nn.Module, list[nn.Module], dict[str, Any]], System
     "fsdp2": _fsdp2,
     "fsdp2-keep": _fsdp2_keep,  # reshard_after_forward=False
     "streamshard": _streamshard,  # two slots of each kind: ZeRO-3
+    "coalesced": _coalesced,  # StreamShard with units of at least 512 KiB
     "zero2": _zero2,  # StreamShard with all weight slots
     "zero1": _zero1,  # StreamShard with all slots of both kinds
 }

@@ -66,6 +66,8 @@ class StreamShard(Uncopyable):
         memory_budget: instead of both numbers, what a rank may hold, Adam's moments included and activations not:
             bytes, ``"70GiB"``, or a share of the free device memory such as ``0.8``. The most slots that fit are
             taken; ``memory_report()`` says which and why.
+        min_unit_size: put consecutive units together until each has at least so many bytes in `param_dtype`, e.g.
+            ``"1MiB"``, so that tiny layers do not pay a collective each. 0 leaves units as they are.
         pad_units_to: make each unit's size a multiple of this many elements, and of N. ``2**16`` gives NCCL messages
             that all its rings like, for up to that many elements more per unit.
         broadcast_weights: start from rank 0's weights; else every rank shards its own, which must be equal.
@@ -94,6 +96,7 @@ class StreamShard(Uncopyable):
         weight_slots: SlotCount = 2,
         grad_slots: SlotCount = 2,
         memory_budget: MemoryBudget | None = None,
+        min_unit_size: int | str = 0,
         pad_units_to: int = 1,
         broadcast_weights: bool = True,
         check_grads: bool = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from streamshard.buffers import BufferSync
-from streamshard.config import Precision
+from streamshard.config import Precision, parse_bytes
 from streamshard.discovery import (
     FoundParam,
     FoundUnit,
     Structure,
     UnitsArgument,
     check_params,
+    coalesce,
     find_units,
     group_params,
     owners_of,
@@ -38,7 +40,7 @@ from streamshard.shared_memory import share_memory
 from streamshard.slots import Category, GradSlot, Ledger, Scratch, SlotCount, SlotPlan, WeightSlot, plan_slots
 from streamshard.streams import Streams
 from streamshard.transport import Transport, make_transport
-from streamshard.unit import StreamedUnit
+from streamshard.unit import Member, StreamedUnit
 
 __all__ = ["engine_of", "shard_model"]
 
@@ -68,6 +70,7 @@ def shard_model(
     weight_slots: SlotCount = 2,
     grad_slots: SlotCount = 2,
     memory_budget: MemoryBudget | None = None,
+    min_unit_size: int | str = 0,
     pad_units_to: int = 1,
     broadcast_weights: bool = True,
     check_grads: bool = False,
@@ -83,8 +86,12 @@ def shard_model(
         if not isinstance(check_grads, bool):
             raise ConfigError(f"check_grads={check_grads!r}: wanted True or False")
         budget = None if memory_budget is None else read_budget(memory_budget, device)
+        min_unit_bytes = parse_bytes("min_unit_size", min_unit_size, at_least=0)
         found = find_units(module, units)
         groups = group_params(module, found)
+        if min_unit_bytes:
+            found = coalesce(found, [_param_bytes(params, precision) for params in groups[1:]], min_unit_bytes)
+            groups = group_params(module, found)
     except StreamShardError as error:
         if ranks is not None or dist.is_initialized():
             refuse_together(ranks.everyone if ranks is not None else None, error)
@@ -97,14 +104,14 @@ def shard_model(
     streams = Streams(device)
     transport = make_transport(ranks.shard, streams, ranks.everyone, ranks.replica)
     replicas = None if ranks.replicate is None else Replicas(make_transport(ranks.replicate, streams, ranks.everyone))
-    settings = (precision, weight_slots, grad_slots, memory_budget, pad_units_to, check_grads)
+    settings = (precision, weight_slots, grad_slots, memory_budget, min_unit_bytes, pad_units_to, check_grads)
     _check_ranks_agree(transport, groups, settings)
 
     layouts = _plan_layouts(found, groups, transport.world_size, precision, pad_units_to)
     transport = share_memory(transport, _most_bytes(layouts), len(groups))
     ledger = Ledger(device, transport.allocate_visible)
-    kinds = [type(unit.module) for unit in found]
-    shared = [False, *(kinds.count(kind) > 1 for kind in kinds)]  # see [Note: slots]
+    kinds = Counter(type(layer) for unit in found for layer in unit.modules)
+    shared = [False, *(all(kinds[type(layer)] > 1 for layer in unit.modules) for unit in found)]  # see [Note: slots]
     trains = [any(found_param.param.requires_grad for found_param in params) for params in groups]
     copies = 1 if replicas is None else replicas.transport.world_size
     needs = Needs(layouts, shared, trains, precision, _scratch_numel(transport, precision), copies)
@@ -176,6 +183,10 @@ def _check_ranks_agree(transport: Transport, groups: Sequence[Sequence[FoundPara
 
 
 # -- plan and allocate --------------------------------------------------------------------------------------------
+
+
+def _param_bytes(params: Sequence[FoundParam], precision: Precision) -> int:
+    return sum(found.param.numel() for found in params) * precision.param_dtype.itemsize
 
 
 def _plan_layouts(
@@ -286,35 +297,43 @@ def _attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Eng
     views = {
         shard.param: view for unit in engine.units for shard, view in zip(unit.shard.params, unit.views, strict=True)
     }
-    unit_of = {module: engine.units[place] for module, place in owners_of(list(found)).items()}
-    top = {unit.module: engine.units[place] for place, unit in enumerate(found, 1)}
+    owner = owners_of(found)
+    members: dict[nn.Module, Member] = {}
+    for place, unit in enumerate(found, 1):
+        for layer in unit.modules:
+            members[layer] = engine.units[place].add_member()
+            for module in layer.modules():
+                if owner[module] == place:
+                    _bind_views(members[layer], module, views)
+    edge = engine.edge.add_member()
     for module in root.modules():
-        _bind_views(unit_of.get(module, engine.edge), module, views)
+        if owner.get(module, EDGE) == EDGE:
+            _bind_views(edge, module, views)
         module.register_load_state_dict_pre_hook(_LoadWhole(engine))
     if not engine.is_alone:
         root.register_state_dict_post_hook(_mark_pieces)
     cast_dtype = engine.precision.param_dtype if engine.precision.cast_inputs else None
     for module in list(root.modules()):
-        unit = top.get(module)
+        member = members.get(module)
         if module is root:
             units = frozenset(range(len(engine.units)))
             watch(root, Handle(engine, None, units, cast_dtype, engine.precision.output_dtype), base)
-        elif unit is not None:
-            watch(module, Handle(engine, unit, frozenset((EDGE, unit.index)), cast_dtype, None))
-        elif module not in unit_of and (module._parameters or any(child in unit_of for child in module.modules())):
-            inside = frozenset(top[child].index for child in module.modules() if child in top)
+        elif member is not None:
+            watch(module, Handle(engine, member, frozenset((EDGE, member.unit.index)), cast_dtype, None))
+        elif module not in owner and (module._parameters or any(child in owner for child in module.modules())):
+            inside = frozenset(members[child].unit.index for child in module.modules() if child in members)
             watch(module, Handle(engine, None, inside | {EDGE}, cast_dtype, None))
 
 
-def _bind_views(unit: StreamedUnit, module: nn.Module, views: Mapping[nn.Parameter, nn.Parameter]) -> None:
+def _bind_views(member: Member, module: nn.Module, views: Mapping[nn.Parameter, nn.Parameter]) -> None:
     sharded = module._parameters
     if not any(param is not None for param in sharded.values()):
         return
     computing = {name: None if param is None else views[param] for name, param in sharded.items()}
-    unit.add_binding(module.__dict__, "_parameters", sharded, computing)
+    member.add_binding(module.__dict__, "_parameters", sharded, computing)
     if isinstance(module, nn.RNNBase):  # keeps its weights a second time, for cuDNN
         names = module._flat_weights_names
-        unit.add_binding(module.__dict__, "_flat_weights", module._flat_weights, [computing[name] for name in names])
+        member.add_binding(module.__dict__, "_flat_weights", module._flat_weights, [computing[name] for name in names])
 
 
 def _mark_pieces(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:

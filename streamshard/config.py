@@ -72,17 +72,18 @@ def _want(name: str, value: object, allowed: tuple[object, ...]) -> None:
 _BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def parse_bytes(name: str, size: object) -> int:
+def parse_bytes(name: str, size: object, *, at_least: int = 1) -> int:
     """A number of bytes from a number, or text such as ``"5GB"`` or ``"70GiB"``.
 
     Args:
         name: of the argument, for messages.
         size: what was given for it.
+        at_least: the smallest number allowed, 1 or 0.
 
     Raises:
-        ConfigError: it is neither, or not positive.
+        ConfigError: it is neither, or too small.
     """
-    wanted = 'wanted a positive number of bytes, or text such as "5GB" or "70GiB"'
+    wanted = f'wanted {"a positive number of" if at_least else "0 or more"} bytes, or text such as "5GB" or "70GiB"'
     count: float | None = None
     if isinstance(size, int) and not isinstance(size, bool):
         count = size
@@ -90,6 +91,6 @@ def parse_bytes(name: str, size: object) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B)\s*", size.upper())
         if match:
             count = float(match[1]) * _BYTES[match[2]]
-    if count is None or int(count) < 1:
+    if count is None or int(count) < at_least:
         raise ConfigError(f"{name}={size!r}: {wanted}")
     return int(count)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "Structure",
     "UnitsArgument",
     "check_params",
+    "coalesce",
     "find_units",
     "group_params",
     "owners_of",
@@ -31,10 +33,10 @@ UnitsArgument = (
 
 
 class FoundUnit(NamedTuple):
-    """A module that becomes a unit."""
+    """What becomes a unit: one layer, or several that `coalesce` has put together."""
 
     name: str
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
 
 
 class FoundParam(NamedTuple):
@@ -54,7 +56,7 @@ def find_units(root: nn.Module, units: UnitsArgument) -> list[FoundUnit]:
     found = _detect(root) if units is None else _select(root, units, names)
     _check_units(root, found)
     order = {module: place for place, module in enumerate(names)}
-    return [FoundUnit(names[module], module) for module in sorted(found, key=order.__getitem__)]
+    return [FoundUnit(names[module], (module,)) for module in sorted(found, key=order.__getitem__)]
 
 
 def _detect(root: nn.Module) -> list[nn.Module]:
@@ -163,16 +165,43 @@ def _check_units(root: nn.Module, found: list[nn.Module]) -> None:
                 raise UnitError(f"unit {names[unit]!r} overlaps unit {names[module]!r}, which lies inside it")
 
 
-def owners_of(units: list[FoundUnit]) -> dict[nn.Module, int]:
+def coalesce(units: Sequence[FoundUnit], sizes: Sequence[int], at_least: int) -> list[FoundUnit]:
+    """Put consecutive units together until each has `at_least` bytes; what is left over joins the last of them.
+
+    Args:
+        units: in registration order.
+        sizes: bytes of each.
+        at_least: wanted of each unit that is returned.
+    """
+    groups: list[list[FoundUnit]] = [[]]
+    missing = at_least
+    for unit, size in zip(units, sizes, strict=True):
+        if missing <= 0:
+            groups.append([])
+            missing = at_least
+        groups[-1].append(unit)
+        missing -= size
+    if missing > 0 and len(groups) > 1:
+        rest = groups.pop()
+        groups[-1].extend(rest)
+    return [_together(group) for group in groups if group]
+
+
+def _together(units: Sequence[FoundUnit]) -> FoundUnit:
+    name = units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name}"
+    return FoundUnit(name, tuple(module for unit in units for module in unit.modules))
+
+
+def owners_of(units: Sequence[FoundUnit]) -> dict[nn.Module, int]:
     """Which unit each module belongs to, by place from 1; 0 for a module that several units share."""
     owner: dict[nn.Module, int] = {}
     for place, unit in enumerate(units, 1):
-        for module in unit.module.modules():
-            owner[module] = place if module not in owner else 0
+        for module in itertools.chain.from_iterable(top.modules() for top in unit.modules):
+            owner[module] = place if owner.get(module, place) == place else 0
     return owner
 
 
-def group_params(root: nn.Module, units: list[FoundUnit]) -> list[list[FoundParam]]:
+def group_params(root: nn.Module, units: Sequence[FoundUnit]) -> list[list[FoundParam]]:
     """The parameters of the edge unit (first) and of each unit, in registration order.
 
     A parameter that more than one unit holds, or a unit and the rest of the model, is tied across them: it lies in the

@@ -32,7 +32,7 @@ from streamshard.shard import ParamShard
 from streamshard.slots import Ledger, SlotPlan
 from streamshard.streams import AllWork, Fence, Rule, StreamName, Streams, Work
 from streamshard.transport import Transport
-from streamshard.unit import StreamedUnit
+from streamshard.unit import Member, StreamedUnit
 from streamshard.used import UsedParams
 
 __all__ = ["Engine", "in_backward"]
@@ -109,12 +109,12 @@ class Engine:
         self._slot_of = plan.weights
         self._weights_are_current = False
         self._forward: Sweep | None = None
-        self._visit = 0
         self._pass: Pass | None = None
         self._pending: list[weakref.ref[Pass]] = []
         self._backward: Sweep | None = None
         self._backward_passes: list[Pass] = []
         self._computing: StreamedUnit | None = None  # the unit whose backward is running
+        self._due: set[int] = set()  # units whose reduction this backward's program still has
         self._holds_grads = False  # this backward leaves its gradients in their slots
         self._reducing: list[Work] = []
         self._used_params = UsedParams(self.units, transport, ledger, None if replicas is None else replicas.transport)
@@ -204,39 +204,27 @@ class Engine:
             self._gathers_done.record(self.transport.retract_shards())
             self._gathers_done.wait()  # rule 5: no cast writes what a gather still reads
 
-    def pre_forward(self, unit: StreamedUnit) -> Run:
-        """`unit` is about to compute: its weights are in place and bound afterwards."""
+    def pre_forward(self, member: Member) -> Run:
+        """`member` is about to compute: its weights are in place and bound afterwards."""
+        unit = member.unit
         if self._backward is not None and in_backward():
             self._recompute(unit)
             return Run(unit, self._backward_passes[-1])
         self._ask(unit)
-        unit.bind()
+        member.bind()
         assert self._pass is not None
         return Run(unit, self._pass)
 
-    def post_forward(self, unit: StreamedUnit) -> None:
-        """`unit` has computed: its slot goes to the next unit, whose gather starts now."""
+    def post_forward(self, member: Member) -> None:
+        """`member` has computed. Its slot goes to another unit once one is asked for."""
         if self._backward is not None and in_backward():
             return  # recomputed: it stays until its reduction
-        if unit is self.edge:
-            return
-        unit.release()
-        sweep = self._forward
-        if sweep is not None and self._visit >= 0:
-            self._issue(sweep.release_before(self._visit + 1))
+        member.unit.release(member)
 
     def _ask(self, unit: StreamedUnit) -> None:
         """Issue what the program has up to `unit`, and let compute wait for its weights (rule 1)."""
-        sweep = self._forward
-        assert sweep is not None
-        sweep.used.append(unit.index)
-        visit = sweep.find(unit.index)
-        if visit is None:
-            self._visit = -1
-            sweep.depart(unit.index)
-        else:
-            self._visit = visit
-            self._issue(sweep.release_before(visit))
+        assert self._forward is not None
+        self._issue(self._forward.ask(unit.index))
         self._acquire(unit)
 
     def _end_pass(self, error: BaseException | None) -> Pass | None:
@@ -277,6 +265,7 @@ class Engine:
         for op in ops:
             unit = self.units[op.unit]
             if op.kind is OpKind.REDUCE:
+                self._due.discard(op.unit)
                 if not self._holds_grads:
                     self._reduce(unit)
             elif unit.weight_slot.content != unit.index:
@@ -323,6 +312,7 @@ class Engine:
     def _sweep_back(self, passes: list[Pass]) -> None:
         visits = [unit for p in reversed(passes) for unit in reversed(p.visits)]
         self._backward = Sweep(visits, self._slot_of, reduce=True)
+        self._due = set(visits)
         self._backward_passes = passes
         self._issue(self._backward.release_before(0))
 
@@ -383,8 +373,12 @@ class Engine:
 
     def _open_grads(self, unit: StreamedUnit) -> None:
         slot = unit.grad_slot
-        if slot is not None and slot.content is not None:  # gradients that come in several parts: move one part on
-            self._reduce(self.units[slot.content])
+        if slot is not None and slot.content is not None:  # gradients that come in several parts
+            earlier = self.units[slot.content]
+            if earlier.index in self._due:  # not on every rank, perhaps: the program has one place for its reduction
+                earlier.set_grads_aside()
+            else:
+                self._reduce(earlier)
         if self.replicas is not None:
             self.replicas.settle(unit)
         with self.transport.guard("the reduction before that of", unit.name):

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from streamshard.engine import Engine
 from streamshard.errors import ShardingError
 from streamshard.passes import Pass, Run
-from streamshard.unit import StreamedUnit
+from streamshard.unit import Member
 
 __all__ = [
     "HANDLE",
@@ -55,14 +55,14 @@ class Handle(NamedTuple):
 
     Attributes:
         engine: reports go here.
-        unit: the unit this module is; None for a *shell*, a module that holds edge parameters or units.
+        member: what this module is of a unit; None for a *shell*, a module that holds edge parameters or units.
         units: indices of the units inside, the module's own included.
         cast_dtype: floating-point inputs are cast to it; None leaves them.
         output_dtype: floating-point outputs of the root are cast to it; None leaves them.
     """
 
     engine: Engine
-    unit: StreamedUnit | None
+    member: Member | None
     units: frozenset[int]
     cast_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
@@ -117,7 +117,7 @@ class _Watched(Uncopyable):
     @skip
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handle: Handle = self.__dict__[HANDLE]
-        call = call_shell if handle.unit is None else call_unit
+        call = call_shell if handle.member is None else call_unit
         return call(handle, super().__call__, args, kwargs)
 
 
@@ -153,26 +153,26 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
 
 @skip
 def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A unit: weights in place before, slot released after, need announced by what it leaves in the graph."""
-    engine, unit = handle.engine, handle.unit
-    assert unit is not None
+    """A layer of a unit: weights in place before, released after, need announced by what it leaves in the graph."""
+    engine, member = handle.engine, handle.member
+    assert member is not None
     if not engine.depth:  # called by itself, outside the root's forward
         return call_shell(
             handle._replace(output_dtype=None), lambda *a, **k: call_unit(handle, call, a, k), args, kwargs
         )
     if handle.cast_dtype is not None:
         args, kwargs = _untraced(_cast, (args, kwargs), handle.cast_dtype)
-    run = _untraced(engine.pre_forward, unit)
+    run = _untraced(engine.pre_forward, member)
     has_graph = torch.is_grad_enabled()
     try:
-        if has_graph and unit.weight_slot.is_shared:
+        if has_graph and member.unit.weight_slot.is_shared:
             hooks = _SavedWeights(engine, run)
             with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
                 output = call(*args, **kwargs)
         else:
             output = call(*args, **kwargs)
     finally:
-        _untraced(engine.post_forward, unit)
+        _untraced(engine.post_forward, member)
     if has_graph:
         _untraced(_watch_outputs, output, args, _Need(engine, run))
     return output

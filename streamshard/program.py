@@ -1,7 +1,7 @@
 """The order of collectives: the same on every rank, whatever each rank's own forward does.
 
-Pure Python. A *visit* is one use of a unit in a pass, a *sweep* one pass over a list of visits. From the visits and
-each unit's slot follows, by `plan_steps`, the only order in which this sweep's operations are ever issued. Being
+Pure Python. A *visit* is one stay in a unit during a pass, a *sweep* one pass over a list of visits. From the visits
+and each unit's slot follows, by `plan_steps`, the only order in which this sweep's operations are ever issued. Being
 asked for a visit issues everything before it, the end of the sweep issues what is left. Ranks that skip units
 therefore still take part in every collective, in the same order as those that do not. See [Note: one program].
 
@@ -11,6 +11,9 @@ slots that those visits have freed (rule 2) and reductions of the units that the
 Prefetch is nothing but issuing step k as soon as visit k - 1 is released, so it does not depend on how far the host
 runs ahead. Whether a gather is needed at all is decided when it is issued, from what the slot holds: that is a function
 of the operations issued before, hence equal on all ranks.
+
+A visit is over when another unit is asked for, or the pass ends. So it does not matter to the program which of a
+unit's layers run, in which order, or how often.
 """
 
 from __future__ import annotations
@@ -76,10 +79,28 @@ class Sweep:
     def __init__(self, visits: Sequence[int], slot_of: Sequence[int], *, reduce: bool) -> None:
         self.visits = tuple(visits)
         self.log: list[int] = []  # visits passed so far, those outside the program included
-        self.used: list[int] = []  # what really ran on this rank, in order
+        self.used: list[int] = []  # the units that really ran on this rank, in order
         self._steps = plan_steps(self.visits, slot_of, reduce=reduce)
         self._issued_steps = 0
+        self._is_outside = True  # whether what was asked for last is no visit of the program
         self.released = 0  # all visits before this one are released
+
+    def ask(self, unit: int) -> list[Op]:
+        """`unit` is used now, so a visit of another unit is over: what has become possible, `unit`'s gather included.
+
+        If the program has no visit of `unit` left, this is a departure, after the visits released so far.
+        """
+        if self.used and self.used[-1] == unit:
+            return []  # still there
+        self.used.append(unit)
+        visit = self.find(unit)
+        if visit is not None:
+            self._is_outside = False
+            return self.release_before(visit)
+        ops = [] if self._is_outside else self.release_before(self.released + 1)
+        self._is_outside = True
+        self.log.append(unit)
+        return ops
 
     def find(self, unit: int, start: int = 0) -> int | None:
         """The next visit of `unit` that is not released, at or after visit `start`; None if there is none."""
@@ -98,10 +119,6 @@ class Sweep:
             ops.extend(self._steps[self._issued_steps])
             self._issued_steps += 1
         return ops
-
-    def depart(self, unit: int) -> None:
-        """`unit` is used outside the program, after the visits released so far."""
-        self.log.append(unit)
 
     def finish(self) -> list[Op]:
         """The pass is over: what is left to be issued."""

@@ -22,7 +22,7 @@ from streamshard.slots import GradSlot, WeightSlot
 from streamshard.streams import Work
 from streamshard.transport import Reduction, Transport
 
-__all__ = ["StreamedUnit"]
+__all__ = ["Member", "StreamedUnit"]
 
 
 class _Binding:
@@ -40,8 +40,46 @@ class _Binding:
         self.computing = computing
 
 
+class Member:
+    """One layer of a unit, with all modules inside it: what is bound while that layer's forward runs.
+
+    Args:
+        unit: whose weights it computes with.
+    """
+
+    __slots__ = ("_bindings", "is_bound", "unit")
+
+    def __init__(self, unit: StreamedUnit) -> None:
+        self.unit = unit
+        self.is_bound = False
+        self._bindings: list[_Binding] = []
+
+    def add_binding(self, owner: dict[str, Any], key: str, sharded: object, computing: object) -> None:
+        """While it is bound, ``owner[key]`` is `computing`, else `sharded`."""
+        self._bindings.append(_Binding(owner, key, sharded, computing))
+
+    def bind(self) -> None:
+        """Let its modules compute with the slot: compute views take the place of the sharded parameters."""
+        if not self.is_bound:
+            self.is_bound = True
+            self.unit.bound_members += 1
+            for binding in self._bindings:
+                binding.owner[binding.key] = binding.computing
+
+    def unbind(self) -> None:
+        """Its modules hold the sharded parameters again."""
+        if self.is_bound:
+            self.is_bound = False
+            self.unit.bound_members -= 1
+            for binding in self._bindings:
+                binding.owner[binding.key] = binding.sharded
+
+
 class StreamedUnit:
-    """What is gathered and reduced together: one repeated layer, or everything outside the layers (the edge unit).
+    """What is gathered and reduced together: a repeated layer, several small ones, or what is outside (the edge unit).
+
+    A layer's forward binds that member alone. From its need in backward until its reduction a unit is bound as a whole,
+    because recomputation calls the modules inside directly.
 
     Args:
         index: position in the engine's list of units; index 0 is the edge unit.
@@ -55,7 +93,9 @@ class StreamedUnit:
     Attributes:
         views: its compute views, one nn.Parameter per parameter, made once.
         written: which parameters have a gradient in the grad slot in this backward.
-        is_bound: whether its modules hold the compute views (else the sharded parameters).
+        members: its layers; the edge unit has one for all its modules.
+        bound_members: how many of them hold the compute views (else the sharded parameters).
+        aside: by place, gradients that had to leave the grad slot before their reduction.
         reductions: how many of its reductions this backward has started.
         on_grad: called with each complete gradient of a compute view; set by `make_views`.
     """
@@ -79,13 +119,14 @@ class StreamedUnit:
         self.views: list[nn.Parameter] = []
         self.written: list[bool] = []
         self.used: list[bool] = []
+        self.aside: dict[int, torch.Tensor] = {}
         self.reductions = 0
         self._adds = False  # whether main grads hold something that the next reduction adds to
         self._held: list[HeldGrad | None] = []  # by parameter, what stands for gradients left in the slot
-        self.is_bound = False
+        self.members: list[Member] = []
+        self.bound_members = 0
         self.is_trainable = False
         self._transport = transport
-        self._bindings: list[_Binding] = []
         self._grad_views: list[torch.Tensor] = []
         self._weights = weight_slot.buffer.narrow(0, 0, shard.layout.padded_numel)
         self._grads: torch.Tensor | None = None  # its part of the grad slot
@@ -124,9 +165,15 @@ class StreamedUnit:
         for param in self.shard.params:
             self._grad_views.append(flat.narrow(0, param.layout.offset, param.layout.numel).view(param.layout.shape))
 
-    def add_binding(self, owner: dict[str, Any], key: str, sharded: object, computing: object) -> None:
-        """While the unit is bound, ``owner[key]`` is `computing`, else `sharded`."""
-        self._bindings.append(_Binding(owner, key, sharded, computing))
+    def add_member(self) -> Member:
+        """Another layer of it, to which bindings are still to be added."""
+        self.members.append(Member(self))
+        return self.members[-1]
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether any of its members is."""
+        return self.bound_members > 0
 
     # -- the journey ----------------------------------------------------------------------------------------------
 
@@ -171,18 +218,14 @@ class StreamedUnit:
         self.weight_slot.arrived.wait()  # rule 1
 
     def bind(self) -> None:
-        """Let the modules compute with the slot: compute views take the place of the sharded parameters."""
-        if not self.is_bound:
-            self.is_bound = True
-            for binding in self._bindings:
-                binding.owner[binding.key] = binding.computing
+        """Bind all members."""
+        for member in self.members:
+            member.bind()
 
-    def release(self) -> None:
-        """The weights were used for the last time for now: modules hold the sharded parameters again."""
-        if self.is_bound:
-            self.is_bound = False
-            for binding in self._bindings:
-                binding.owner[binding.key] = binding.sharded
+    def release(self, member: Member | None = None) -> None:
+        """The weights of `member`, or of all, were used for the last time for now."""
+        for layer in self.members if member is None else (member,):
+            layer.unbind()
         self.weight_slot.released.record()
 
     def open_grads(self) -> None:
@@ -202,6 +245,18 @@ class StreamedUnit:
         self.written = [self._adds and self._main_grads_are_in_slot] * len(self.views)
         if self.written[0]:
             self._spread_main_grads()
+        for place, grad in self.aside.items():
+            self.write_grad(place, grad)
+        self.aside = {}
+
+    def set_grads_aside(self) -> None:
+        """Leave the grad slot, which another unit needs, until this unit opens it again. Compute stream.
+
+        Only where layers of one unit run on both sides of another's: what came first is kept in memory of its own.
+        """
+        assert self.grad_slot is not None
+        self.grad_slot.content = None
+        self.aside = {place: self._grad_views[place].clone() for place, done in enumerate(self.written) if done}
 
     def _spread_main_grads(self) -> None:
         """Main grads in the slot are to be added to: N times them here and zeros elsewhere have them as their mean."""
@@ -225,8 +280,8 @@ class StreamedUnit:
     def start_reduce(self) -> Work | None:
         """Grad slot to main grads. Parameters without a gradient contribute zeros, never another unit's leftovers."""
         self.reductions += 1
-        for place, view in enumerate(self.views):
-            if view.requires_grad and not self.written[place]:
+        for place, (view, is_held) in enumerate(zip(self.views, self.shard.held, strict=True)):
+            if (view.requires_grad or is_held) and not self.written[place]:  # a frozen one may have kept a gradient
                 self._grad_views[place].zero_()
         slot, out = self.grad_slot, self.shard.grad
         if slot is None or self._grads is None or out is None:

@@ -29,7 +29,7 @@ from streamshard.engine import Engine, in_backward
 from streamshard.inspect import engine_inside
 from streamshard.inspect.timeline import Kind, Mark, Span, Trace
 from streamshard.streams import Fence, Observer, StreamName, Streams, Work
-from streamshard.unit import StreamedUnit
+from streamshard.unit import Member, StreamedUnit
 
 __all__ = ["trace_step"]
 
@@ -220,25 +220,25 @@ class _Recorder(Observer):
         original(units)
         self._open(Kind.FORWARD, self._engine.edge)
 
-    def _pre_forward(self, original: Any, unit: StreamedUnit) -> Any:
+    def _pre_forward(self, original: Any, member: Member) -> Any:
         if in_backward():
-            result = original(unit)
+            result = original(member)
             self._recomputing.append(self._clock.now(StreamName.COMPUTE))
             return result
         self._close()
-        result = original(unit)
-        self._open(Kind.FORWARD, unit)
+        result = original(member)
+        self._open(Kind.FORWARD, member.unit)
         return result
 
-    def _post_forward(self, original: Any, unit: StreamedUnit) -> None:
+    def _post_forward(self, original: Any, member: Member) -> None:
         if in_backward():
-            name = f"recompute {unit.name}"
+            name = f"recompute {member.unit.name}"
             stop = self._clock.now(StreamName.COMPUTE)
-            self._add(StreamName.COMPUTE, Kind.FORWARD, unit, name, self._recomputing.pop(), stop)
-            original(unit)
+            self._add(StreamName.COMPUTE, Kind.FORWARD, member.unit, name, self._recomputing.pop(), stop)
+            original(member)
             return
         self._close()
-        original(unit)
+        original(member)
         self._open(Kind.FORWARD, self._engine.edge)
 
     def _end_pass(self, original: Any, error: BaseException | None) -> Any:
