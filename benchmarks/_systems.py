@@ -144,6 +144,11 @@ def _fsdp2_keep(model: nn.Module, blocks: list[nn.Module], options: dict[str, An
     return _fsdp2(model, blocks, options, keep=True)
 
 
+def _fsdp2_zero2(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    """Whole weights, sharded gradients: every micro-batch is reduced, as in StreamShard's ZeRO-2."""
+    return _fsdp2(model, blocks, options, keep=True)._replace(no_sync=contextlib.nullcontext)
+
+
 def _streamshard(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any], **settings: int | str) -> System:
     from streamshard import Precision, StreamShard
 
@@ -170,6 +175,7 @@ SYSTEMS: dict[str, Callable[[nn.Module, list[nn.Module], dict[str, Any]], System
     "fsdp1": _fsdp1,
     "fsdp2": _fsdp2,
     "fsdp2-keep": _fsdp2_keep,  # reshard_after_forward=False
+    "fsdp2-zero2": _fsdp2_zero2,  # and every micro-batch reduced: no whole gradients are held
     "streamshard": _streamshard,  # two slots of each kind: ZeRO-3
     "coalesced": _coalesced,  # StreamShard with units of at least 512 KiB
     "zero2": _zero2,  # StreamShard with all weight slots

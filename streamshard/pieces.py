@@ -8,6 +8,7 @@ somebody takes the norm of the norms or looks at the value. Other operations see
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NoReturn
@@ -56,7 +57,7 @@ class ShardedGrad(torch.Tensor):
             return NotImplemented  # whatever it is, such gradients answer it: a list of both is no list of ours
         kwargs = kwargs or {}
         if _first_step and (func in _VECTOR_NORMS or func is torch._foreach_norm):
-            _refuse_optimizer(_first_step.pop())
+            _refuse_stepping()
         if func in _VECTOR_NORMS and isinstance(args[0], cls):
             order = _order_of(args, kwargs)
             with torch._C.DisableTorchFunctionSubclass():
@@ -92,7 +93,7 @@ class ShardedGrad(torch.Tensor):
         if result.numel() == grad.numel() and result.ndim:
             return cls.wrap(result, grad.transport)
         if _first_step and grad.numel() > 1:
-            _refuse_optimizer(_first_step.pop())
+            _refuse_stepping()
         return result
 
 
@@ -262,7 +263,7 @@ def watch_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     name = type(optimizer).__name__
     if name in _WHOLE_MATRIX_OPTIMIZERS:
         _refuse_optimizer(name)
-    _first_step.append(name)
+    _first_step.append(optimizer)
     _watched.add(optimizer)
     optimizer.register_state_dict_post_hook(_mark_state)
     optimizer.register_load_state_dict_pre_hook(_unmark_state)
@@ -279,6 +280,15 @@ def remember_piece(param: nn.Parameter, transport: Transport) -> None:
         _pieces[param] = None
 
 
+def _refuse_stepping() -> None:
+    """Raise if this is called from inside the first step of an optimizer; no hook tells of a step that has failed."""
+    optimizer, frame = _first_step.pop(), inspect.currentframe()
+    while frame is not None:
+        if frame.f_locals.get("self") is optimizer:
+            _refuse_optimizer(type(optimizer).__name__)
+        frame = frame.f_back
+
+
 def _refuse_optimizer(name: str) -> NoReturn:
     raise ShardingError(
         f"{name} looks at whole parameters, each rank holds pieces of them: use an element-wise optimizer (AdamW, SGD, "
@@ -288,7 +298,7 @@ def _refuse_optimizer(name: str) -> NoReturn:
 
 _pieces: MutableMapping[nn.Parameter, None] = WeakIdKeyDictionary()
 _watched: WeakSet[Optimizer] = WeakSet()
-_first_step: list[str] = []  # the optimizer that steps for the first time, by name
+_first_step: list[Optimizer] = []  # the optimizer that steps for the first time
 
 
 def _mark_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

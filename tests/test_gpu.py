@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import Precision, StreamShard
+from streamshard import GradScaler, LocalSGD, Precision, RankMismatchError, StreamShard
 from tests.models import Block, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, Tolerance, adamw, assert_same, assert_trains_like_plain, full_weights
@@ -174,3 +176,75 @@ def test_one_rank_alone_runs_no_collective_on_a_gpu(context: RankContext) -> Non
     kernels = _kernels(profile)
     assert kernels
     assert not any(is_nccl for is_nccl, _, _ in kernels)
+
+
+@on_ranks(4, backend="nccl")
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+def test_replicas_train_like_plain_pytorch_on_a_gpu(context: RankContext, shape: tuple[int, int]) -> None:
+    """Averages over the replicate axis, where one rank holds the whole model too; layers together in one unit."""
+    mesh = init_device_mesh("cuda", shape)
+    for settings in ({}, {"min_unit_size": 4096}):
+        assert_trains_like_plain(context, TinyLM, lm_step, optimizer=adamw, tolerance=NEAR, mesh=mesh, **settings)
+
+
+@on_ranks(4, backend="nccl")
+def test_local_sgd_averages_weights_on_a_gpu(context: RankContext) -> None:
+    """Replicas differ after a local step and are equal after an average."""
+    model: Any = StreamShard(Stack().to(context.device), precision=FP32, mesh=init_device_mesh("cuda", (2, 2)))
+    optimizer = LocalSGD(adamw(model), model, period=3, average_moments=True)
+    are_equal = []
+    for number in range(4):
+        stack_step(model, Call(number, context.rank, 4, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        try:
+            model.check_weights()
+            are_equal.append(True)
+        except RankMismatchError:
+            are_equal.append(False)
+    assert are_equal == [True, False, False, True]
+
+
+@on_ranks(2, backend="nccl")
+def test_a_rank_that_runs_out_of_inputs_follows_on_a_gpu(context: RankContext) -> None:
+    """With Join, against plain PyTorch that sees zeros instead."""
+    lengths = (4, 2)
+    torch.manual_seed(7)
+    wanted = Stack().to(context.device)
+    torch.manual_seed(7)
+    found: Any = StreamShard(Stack().to(context.device), precision=FP32)
+    plain, ours = adamw(wanted), adamw(found)
+    for number in range(max(lengths)):
+        for rank in range(2):
+            if number < lengths[rank]:
+                stack_step(wanted, Call(number, rank, 2, 0.5))
+        nn.utils.clip_grad_norm_(wanted.parameters(), 0.1)
+        plain.step()
+        plain.zero_grad()
+    with Join([found]):
+        for number in range(lengths[context.rank]):
+            stack_step(found, Call(number, context.rank, 2, 1.0))
+            found.clip_grad_norm_(0.1)
+            ours.step()
+            ours.zero_grad()
+    assert_same(full_weights(found), dict(wanted.state_dict()), "weights", NEAR)
+
+
+@on_ranks(1, 2, backend="nccl")
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_on_one_rank_skips_the_step_on_a_gpu(context: RankContext, fused: bool) -> None:
+    """fp16 with the loss scaler: the scale is halved after the second overflow, the weights stay."""
+    model: Any = StreamShard(Stack().to(context.device), precision=Precision(param_dtype=torch.float16))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = GradScaler(init_scale=1024.0, hysteresis=2)
+    for overflows in (False, True, True, False):
+        before = full_weights(model)
+        factor = torch.inf if overflows and context.rank == context.world_size - 1 else 1.0
+        loss = model(vector_batch(0, context.rank).cuda()).float().square().mean()
+        scaler.scale(loss * factor).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        is_same = all(torch.equal(before[name], weight) for name, weight in full_weights(model).items())
+        assert is_same == overflows
+    assert scaler.get_scale() == 512.0

@@ -27,21 +27,20 @@ from streamshard.optim.wrapper import outermost
 
 __all__ = ["UnevenInputs", "optimizers_from"]
 
-# What ranks add up at the start of a pass, behind a one for each rank that has inputs.
-_FLAGS = ("has_grad", "is_synced", "casts")
+# What ranks add up at the start of a pass: a one for each that has inputs, a one for each that has none and does not
+# know its optimizer, and flags.
+_FLAGS = 3  # has_grad, is_synced, casts
 
 
 class _PassKind(NamedTuple):
-    """What ranks with inputs are about to do.
+    """The pass that ranks with inputs are about to make.
 
     Attributes:
-        active: ranks that have inputs, ascending.
         has_grad: whether it is a training pass.
         is_synced: False inside ``no_sync()``.
         casts: whether weights may have changed since the last pass.
     """
 
-    active: tuple[int, ...]
     has_grad: bool
     is_synced: bool
     casts: bool
@@ -162,14 +161,8 @@ class UnevenInputs(JoinHook):
         del self._model.__dict__["_join_config"]
 
     def _repeat_step(self) -> None:
-        steps = self._last or self._given
-        if not steps:
-            raise ShardingError(
-                f"uneven inputs (Join): rank {self._engine.transport.place} has run out before its first optimizer "
-                "step, so it does not know the optimizer of its shard: Join([model], optimizers=[optimizer])"
-            )
         settings = iter(self._settings or ())
-        for name, what in steps:
+        for name, what in self._last or self._given:
             if name == "step":
                 for group, theirs in zip(what.param_groups, next(settings, ()), strict=False):
                     group.update(theirs)
@@ -181,20 +174,27 @@ class UnevenInputs(JoinHook):
 
     def _meet(self, has_grad: bool, is_synced: bool, casts: bool) -> _PassKind:
         engine, transport = self._engine, self._engine.transport
-        flags = torch.zeros(transport.total_size + len(_FLAGS), device=engine.streams.device)
-        if not self._is_shadow:
+        ranks = range(transport.total_size)
+        flags = torch.zeros(2 * len(ranks) + _FLAGS, device=engine.streams.device)
+        if self._is_shadow:
+            flags[len(ranks) + transport.place] = float(not (self._last or self._given))
+        else:
             flags[transport.place] = 1.0
-            flags[transport.total_size :] = torch.tensor([has_grad, is_synced, casts], dtype=flags.dtype)
+            flags[-_FLAGS:] = torch.tensor([has_grad, is_synced, casts], dtype=flags.dtype)
         transport.all_reduce(flags, everyone=True)
         said = flags.tolist()
-        active = tuple(rank for rank in range(transport.total_size) if said[rank])
-        grad, synced, cast = (flag > 0.0 for flag in said[transport.total_size :])
-        kind = _PassKind(active, grad, synced, cast)
+        active, lost = [r for r in ranks if said[r]], [r for r in ranks if said[len(ranks) + r]]
+        kind = _PassKind(*(flag > 0.0 for flag in said[-_FLAGS:]))
         self._settings = None
-        if kind.has_grad and kind.is_synced and len(active) < transport.total_size:
+        if lost and kind.has_grad:
+            raise ShardingError(
+                f"uneven inputs (Join): rank {lost[0]} has run out before its first optimizer step, so it does not "
+                "know the optimizer of its shard: Join([model], optimizers=[optimizer])"
+            )
+        if kind.has_grad and kind.is_synced and len(active) < len(ranks):
             mine = [_settings_of(what) for name, what in self._last or self._given if name == "step"]
             self._settings = transport.gather_objects(mine)[active[0]]
-        engine.grad_scale = 1.0 if self._divides_by_all else transport.total_size / len(active)
+        engine.grad_scale = 1.0 if self._divides_by_all else len(ranks) / len(active)
         # Of batch norm's statistics those of a rank that has inputs count, the same one as under DDP.
         engine.buffers.source = active[-1]
         return kind
