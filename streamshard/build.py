@@ -34,6 +34,7 @@ from streamshard.hooks import Handle, handle_of, watch
 from streamshard.layout import ParamSize, UnitLayout, plan_unit
 from streamshard.pieces import StatePiece, unwatch_optimizer, watch_optimizer
 from streamshard.planner import MemoryBudget, Needs, choose_slots, holds_main_grads, read_budget
+from streamshard.reductions import Reductions
 from streamshard.replicas import Replicas
 from streamshard.shard import UnitShard
 from streamshard.shared_memory import share_memory
@@ -118,7 +119,8 @@ def shard_model(
     plan, reason = _choose_slots(needs, weight_slots, grad_slots, budget, transport)
     streamed = _allocate(needs, plan, transport, ledger)
     buffers = BufferSync(module, transport)
-    engine = Engine(streamed, plan, transport, streams, ledger, buffers, needs, replicas)
+    reductions = Reductions(streamed, transport, ledger, replicas)
+    engine = Engine(streamed, plan, transport, streams, ledger, buffers, needs, reductions)
     engine.why_slots = reason
     for unit, params, is_trained in zip(streamed, groups, trains, strict=True):
         _take_weights(unit, params, transport, broadcast_weights)
@@ -130,7 +132,7 @@ def shard_model(
         buffers.send_all()
     if check_grads:
         shards = {shard.param: shard for shard in engine.param_shards}
-        engine.check_grads = GradCheck([shards[param] for param in module.parameters()], transport).check
+        engine.reductions.check = GradCheck([shards[param] for param in module.parameters()], transport).check
     _attach(base, module, found, engine)
     return module
 

@@ -27,13 +27,12 @@ from streamshard.errors import ShardingError
 from streamshard.passes import Pass, Run
 from streamshard.planner import Needs
 from streamshard.program import Op, OpKind, Sweep, merge_order
-from streamshard.replicas import Replicas
+from streamshard.reductions import Reductions
 from streamshard.shard import ParamShard
 from streamshard.slots import Ledger, SlotPlan
-from streamshard.streams import AllWork, Fence, Rule, StreamName, Streams, Work
+from streamshard.streams import Fence, Rule, StreamName, Streams
 from streamshard.transport import Transport
 from streamshard.unit import Member, StreamedUnit
-from streamshard.used import UsedParams
 
 __all__ = ["Engine", "in_backward"]
 
@@ -63,14 +62,12 @@ class Engine:
         plan: which unit uses which slot.
         transport, streams, ledger, buffers: see there. The engine owns the two step-boundary fences.
         needs: what memory depends on, the dtypes in force among it; for reports.
-        replicas: of a 2-D mesh.
+        reductions: where a backward's gradients go.
 
     Attributes:
         why_slots: how many slots there are, and why, for reports.
         check_structure: raises if the model is not what was sharded; called before each pass that casts.
         uneven: set while ranks may run out of inputs.
-        grad_scale: gradients are multiplied by it before they are reduced.
-        check_grads: raises if a gradient is not finite; called after each backward that reduced. None: nobody asked.
         is_synced: False inside ``no_sync()``: weights cannot have changed since the last pass, so what slots hold is
             reused.
         step_lock: held by the thread that is in an optimizer's step, see `streamshard.DistributedOptimizer`.
@@ -85,21 +82,19 @@ class Engine:
         ledger: Ledger,
         buffers: BufferSync,
         needs: Needs,
-        replicas: Replicas | None = None,
+        reductions: Reductions,
     ) -> None:
         self.units = list(units)
         self.transport = transport
         self.streams = streams
         self.ledger = ledger
         self.buffers = buffers
-        self.replicas = replicas
+        self.reductions = reductions
         self.why_slots = ""
         self.check_structure: Callable[[], None] = lambda: None
-        self.check_grads: Callable[[], None] | None = None
         self.is_synced = True
         self.step_lock = threading.RLock()
         self.uneven: UnevenSteps | None = None
-        self.grad_scale = 1.0
         self.depth = 0  # of forwards of modules that the engine watches
         self.order: tuple[int, ...] = tuple(range(len(units)))
         self._has_learnt = False
@@ -114,13 +109,9 @@ class Engine:
         self._backward: Sweep | None = None
         self._backward_passes: list[Pass] = []
         self._computing: StreamedUnit | None = None  # the unit whose backward is running
-        self._due: set[int] = set()  # units whose reduction this backward's program still has
         self._holds_grads = False  # this backward leaves its gradients in their slots
-        self._reducing: list[Work] = []
-        self._used_params = UsedParams(self.units, transport, ledger, None if replicas is None else replicas.transport)
         self._cast_done = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMPUTE, "compute shards")
         self._gathers_done = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMM, "gathered shards")
-        self._reductions_done = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMM, "main grads")
 
     @property
     def edge(self) -> StreamedUnit:
@@ -265,9 +256,9 @@ class Engine:
         for op in ops:
             unit = self.units[op.unit]
             if op.kind is OpKind.REDUCE:
-                self._due.discard(op.unit)
+                self.reductions.due.discard(op.unit)
                 if not self._holds_grads:
-                    self._reduce(unit)
+                    self.reductions.start(unit)
             elif unit.weight_slot.content != unit.index:
                 self._gather(unit)
 
@@ -312,7 +303,7 @@ class Engine:
     def _sweep_back(self, passes: list[Pass]) -> None:
         visits = [unit for p in reversed(passes) for unit in reversed(p.visits)]
         self._backward = Sweep(visits, self._slot_of, reduce=True)
-        self._due = set(visits)
+        self.reductions.due = set(visits)
         self._backward_passes = passes
         self._issue(self._backward.release_before(0))
 
@@ -363,26 +354,7 @@ class Engine:
             self.begin_backward(self._last_pass())
         if unit is not self.edge and self._computing is not unit:
             self._advance(unit)
-        slot = unit.grad_slot
-        if slot is None and not any(unit.used) or slot is not None and slot.content != unit.index:
-            self._open_grads(unit)
-        elif slot is None and self.replicas is not None:
-            self.replicas.settle(unit)
-        unit.write_grad(place, grad if self.grad_scale == 1.0 else grad * self.grad_scale)
-        self.transport.progress()
-
-    def _open_grads(self, unit: StreamedUnit) -> None:
-        slot = unit.grad_slot
-        if slot is not None and slot.content is not None:  # gradients that come in several parts
-            earlier = self.units[slot.content]
-            if earlier.index in self._due:  # not on every rank, perhaps: the program has one place for its reduction
-                earlier.set_grads_aside()
-            else:
-                self._reduce(earlier)
-        if self.replicas is not None:
-            self.replicas.settle(unit)
-        with self.transport.guard("the reduction before that of", unit.name):
-            unit.open_grads()
+        self.reductions.take(unit, place, grad)
 
     def _last_pass(self) -> Pass:
         """The latest pass that is still alive: for a graph in which no unit's weights are needed."""
@@ -390,24 +362,6 @@ class Engine:
             if (pass_ := ref()) is not None:
                 return pass_
         return Pass()
-
-    def _reduce(self, unit: StreamedUnit) -> None:
-        if not unit.is_trainable:
-            return
-        slot = unit.grad_slot
-        if slot is None:
-            if not any(unit.used):
-                if self.replicas is None:
-                    return
-                self._open_grads(unit)
-        elif slot.content != unit.index:
-            self._open_grads(unit)
-        with self.transport.guard("the reduction of", unit.name):
-            work = unit.start_reduce()
-        if work is not None:
-            self._reducing.append(work)
-        if self.replicas is not None:
-            self.replicas.add(unit, work)
 
     def _close_all(self) -> None:
         """The sweep is over: issue what is left, let go of every unit."""
@@ -418,11 +372,8 @@ class Engine:
                 unit.release()
         self._computing = None
         self._issue(sweep.finish())
-        if self._holds_grads:
-            return
-        for unit in self.units:  # gradients that came after their unit's turn
-            if unit.grad_slot is not None and unit.grad_slot.content == unit.index:
-                self._reduce(unit)
+        if not self._holds_grads:
+            self.reductions.start_late_ones()
 
     def finish_backward(self) -> None:
         """The end of backward: last reductions, then gradients for the optimizer (rule 5)."""
@@ -436,25 +387,13 @@ class Engine:
                 unit.hold_grads()
             self._leave_backward()
             return
-        reduced = [unit for unit in self.units if unit.reductions]
-        self._used_params.start()
-        with self.transport.guard("the last reductions of a backward"):
-            self._finish_reductions()
-        used = self._used_params.finish()
-        given = [param for unit in reduced for param in unit.finish_reduce(used[unit.index])]
+        given = self.reductions.finish()
         self._leave_backward()
-        if self.check_grads is not None:
-            self.check_grads()
+        if self.reductions.check is not None:
+            self.reductions.check()
         for param in given:  # last: a hook may step and clear the gradient
             for hook in (param._post_accumulate_grad_hooks or {}).values():
                 hook(param)
-
-    def _finish_reductions(self) -> None:
-        works, self._reducing = self._reducing, []
-        if self.replicas is not None:
-            works += self.replicas.take_works()
-        self._reductions_done.record(AllWork(works))
-        self._reductions_done.wait()  # rule 5: no optimizer step reads main grads that are still being reduced
 
     def _leave_backward(self) -> None:
         self._backward = None
@@ -472,8 +411,7 @@ class Engine:
         try:
             if not self.transport.has_failed:
                 self._close_all()
-                with self.transport.guard("the last reductions of a backward"):
-                    self._finish_reductions()
+                self.reductions.complete()
         finally:
             for unit in self.units:
                 if unit.is_bound:
@@ -486,7 +424,6 @@ class Engine:
                 if unit.grad_slot is not None:
                     unit.grad_slot.content = None
                 unit.used = [False] * len(unit.views)
-            self._reducing = []
             self._backward = None
             self._backward_passes = []
             self._pending = []

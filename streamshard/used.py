@@ -34,7 +34,7 @@ class UsedParams:
     ) -> None:
         self._units = units
         self._transport = transport
-        self._stages = [stage for stage in (transport, replicas) if stage is not None and stage.world_size > 1]
+        self._replicas = replicas
         count = sum(len(unit.shard.layout.params) for unit in units) if self._stages else 0
         self._flags = [ledger.allocate(Category.FLAGS, count, torch.uint8)]
         for stage in self._stages:
@@ -43,6 +43,11 @@ class UsedParams:
         self._sent: list[bool] = []
         self._written = Fence(transport.streams, Rule.STEP_BOUNDARY, StreamName.COMPUTE, "flags")
         self._arrived = Fence(transport.streams, Rule.STEP_BOUNDARY, StreamName.COMM, "everybody's flags")
+
+    @property
+    def _stages(self) -> list[Transport]:
+        """The exchanges, one after the other."""
+        return [stage for stage in (self._transport, self._replicas) if stage is not None and stage.world_size > 1]
 
     def start(self) -> None:
         """Send this rank's flags. Compute stream; the exchange runs on the comm stream."""

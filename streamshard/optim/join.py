@@ -156,7 +156,7 @@ class UnevenInputs(JoinHook):
         engine.uneven = None
         engine.transport.is_uneven = False
         engine.follow(is_synced=True, casts=True)
-        engine.grad_scale = 1.0
+        engine.reductions.grad_scale = 1.0
         engine.buffers.source = 0
         del self._model.__dict__["_join_config"]
 
@@ -194,7 +194,7 @@ class UnevenInputs(JoinHook):
         if kind.has_grad and kind.is_synced and len(active) < len(ranks):
             mine = [_settings_of(what) for name, what in self._last or self._given if name == "step"]
             self._settings = transport.gather_objects(mine)[active[0]]
-        engine.grad_scale = 1.0 if self._divides_by_all else len(ranks) / len(active)
+        engine.reductions.grad_scale = 1.0 if self._divides_by_all else len(ranks) / len(active)
         # Of batch norm's statistics those of a rank that has inputs count, the same one as under DDP.
         engine.buffers.source = active[-1]
         return kind

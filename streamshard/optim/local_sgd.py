@@ -62,12 +62,13 @@ class LocalSGD(WrappedOptimizer):
         for name, value, least in (("period", period, 1), ("warmup_steps", warmup_steps, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}={value!r}: wanted an integer of at least {least}")
-        if self.engine.replicas is None:
+        replicas = self.engine.reductions.replicas
+        if replicas is None:
             raise ConfigError(
                 "LocalSGD averages over replicas, this model has one: shard it with a 2-D mesh, replicate x shard, "
                 "such as mesh=init_device_mesh(device_type, (replicas, ranks in each))"
             )
-        self.replicas = self.engine.replicas
+        self.replicas = replicas
         self.replicas.agree_on_warmup(warmup_steps)
         self.period = period
         self.warmup_steps = warmup_steps
