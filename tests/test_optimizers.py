@@ -106,6 +106,25 @@ def test_groups_can_be_added_later(context: RankContext, name: str) -> None:
     )
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", ["SGD, nesterov", "AdamW", "Rprop"])
+def test_closures_are_called_inside_the_step(context: RankContext, name: str) -> None:
+    """Forward and backward in it, as without sharding; its loss is returned."""
+    sharded, plain = _model(context), _plain(name)[0]
+    ends = []
+    for model in (sharded, plain):
+        optimizer = _two_groups(name)(model)
+        for number in range(3):
+
+            def closure(model: nn.Module = model, number: int = number, optimizer: Optimizer = optimizer) -> float:
+                optimizer.zero_grad()
+                return float(stack_step(model, Call(number, 0, 1, 1.0)))
+
+            ends.append(optimizer.step(closure))
+    assert ends[:3] == pytest.approx(ends[3:])
+    assert_same(full_weights(sharded), dict(plain.state_dict()), "weights", NEAR)
+
+
 # -- what needs whole parameters ----------------------------------------------------------------------------------
 
 
