@@ -149,6 +149,15 @@ def test_some_ranks_alone_can_make_a_mesh(context: RankContext) -> None:
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_two_axes_of_a_larger_mesh_can_be_given(context: RankContext, shape: tuple[int, int]) -> None:
+    """Two models beside each other, as under tensor parallelism; each has a group of all its ranks made for it."""
+    mesh = init_device_mesh("cpu", (*shape, 2), mesh_dim_names=("replicate", "shard", "other"))
+    place = RankContext(context.rank // 2, 2, context.device)
+    assert_trains_like_plain(place, Stack, stack_step, mesh=mesh["replicate", "shard"])
+
+
+@on_ranks(4)
 def test_memory_is_that_of_the_shard_group(context: RankContext) -> None:
     """Four ranks in two replicas hold what two ranks do, and a few flags; all of it as computed."""
     model = sharded("plain", BF16, mesh=_mesh(2, 2))
