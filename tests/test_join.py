@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -166,6 +167,26 @@ def test_buffers_are_those_of_a_rank_with_inputs(context: RankContext) -> None:
     _assert_equal(context, found, wanted)
 
 
+@on_ranks(2, 3)
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_gradients_may_be_cleared_at_the_start_of_a_step(context: RankContext, accumulates: bool) -> None:
+    """Those of a rank's own last step do not get into the first that it shadows."""
+    lengths = LENGTHS["all differ"]
+    wanted, found = _ddp(Stack), _sharded(Stack)
+    for model in (wanted, found):
+        optimizer = sgd(getattr(model, "module", model))
+        with Join([model]):  # type: ignore[list-item]
+            for number in range(2 * lengths[context.rank]):
+                is_first = number % 2 == 0 or not accumulates
+                if is_first:
+                    optimizer.zero_grad()
+                with model.no_sync() if is_first and accumulates else contextlib.nullcontext():
+                    stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+                if not is_first or not accumulates:
+                    optimizer.step()
+    _assert_equal(context, found, wanted)
+
+
 @on_ranks(2)
 def test_a_learning_rate_schedule_goes_on(context: RankContext) -> None:
     """The schedule of a rank that has run out stands still; its shard is updated at the others' rate."""
@@ -178,15 +199,16 @@ def test_a_learning_rate_schedule_goes_on(context: RankContext) -> None:
     _assert_equal(context, found, wanted)
 
 
-@on_ranks(2)
+@on_ranks(2, 3)
 def test_a_rank_without_any_input_takes_part(context: RankContext) -> None:
     """It has to be told its optimizer; without that it says so."""
-    length = (3, 0)[context.rank]
-    wanted, found = _ddp(Stack), _sharded(Stack)
-    optimizer = sgd(found)
-    _train(wanted, sgd(wanted.module), stack_step, context, length)
-    _train(found, optimizer, stack_step, context, length, optimizers=[optimizer])
-    _assert_equal(context, found, wanted)
+    for after in (_step_only, _clip_and_step, _skip_large):
+        length = (3, 0, 1)[context.rank]
+        wanted, found = _ddp(Stack), _sharded(Stack)
+        optimizer = sgd(found)
+        _train(wanted, sgd(wanted.module), stack_step, context, length, after)
+        _train(found, optimizer, stack_step, context, length, after, optimizers=[optimizer])
+        _assert_equal(context, found, wanted)
     with pytest.raises(ConfigError, match="optimizers holds a Stack"):
         Join([found], optimizers=[found])
 
@@ -272,10 +294,10 @@ def test_wrapped_optimizers_are_repeated_whole(context: RankContext) -> None:
     """What they do around the step involves all ranks: averages over replicas, the exchange of errors."""
     length = LENGTHS["all differ"][context.rank]
     model = _sharded(Stack, mesh=init_device_mesh("cpu", (2, 2)))
-    optimizer = DistributedOptimizer(LocalSGD(sgd(model), model, warmup_steps=1, period=1), model)
+    optimizer = LocalSGD(DistributedOptimizer(sgd(model), model), model, warmup_steps=1, period=1)
     wanted = _ddp(Stack)
     _train(model, optimizer, stack_step, context, length)
-    assert optimizer.optimizer.step_count == max(LENGTHS["all differ"])
+    assert optimizer.step_count == max(LENGTHS["all differ"])
     assert all(weight.isfinite().all() for weight in full_weights(model).values())
     _train(wanted, sgd(wanted.module), stack_step, context, length)
 

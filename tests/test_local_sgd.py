@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 
 from streamshard import (
     ConfigError,
+    DistributedOptimizer,
     LocalSGD,
+    OptimizerError,
     StreamShard,
     full_optimizer_state_dict,
     load_optimizer_state_dict,
@@ -186,6 +188,27 @@ def test_a_state_without_counter_warns(context: RankContext) -> None:
     with pytest.warns(UserWarning, match="no step counter"):
         optimizer.load_state_dict(copy.deepcopy(inner.state_dict()))
     assert optimizer.step_count == 0 and optimizer.replicas.averages_grads
+
+
+@on_ranks(4)
+def test_the_exchange_of_errors_goes_inside(context: RankContext) -> None:
+    """An error on one rank is everybody's before weights are averaged; the other way round is refused."""
+    model = _model(mesh=_mesh(2, 2))
+    with pytest.raises(ConfigError, match=r"Put it inside: LocalSGD\(DistributedOptimizer"):
+        DistributedOptimizer(LocalSGD(sgd(model), model, period=1), model)
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if context.rank == 1:
+                raise ValueError("out of luck")
+            return super().step(closure)
+
+    failing = Failing(model.parameters(), lr=0.1)
+    optimizer = LocalSGD(DistributedOptimizer(failing, model), model, period=1)
+    stack_step(model, Call(0, context.rank, 4, 1.0))
+    with pytest.raises(OptimizerError, match="on rank 1: ValueError: out of luck"):
+        optimizer.step()
+    assert optimizer.step_count == 0
 
 
 @on_ranks(4)

@@ -9,8 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from streamshard.errors import OptimizerError
+from streamshard.errors import ConfigError, OptimizerError
+from streamshard.optim.local_sgd import LocalSGD
 from streamshard.optim.wrapper import WrappedOptimizer
 
 __all__ = ["DistributedOptimizer"]
@@ -34,6 +37,14 @@ class DistributedOptimizer(WrappedOptimizer):
         optimizer: of the model's parameters or some of them, on every rank.
         model: made by `StreamShard`.
     """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        super().__init__(optimizer, model)
+        if isinstance(optimizer, LocalSGD):
+            raise ConfigError(
+                "DistributedOptimizer around LocalSGD: where a step fails on one rank the others would wait for its "
+                "part of an average. Put it inside: LocalSGD(DistributedOptimizer(optimizer, model), model, ...)"
+            )
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step on this rank and wait for the others: one collective, for which on CUDA the host waits.

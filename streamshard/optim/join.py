@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +26,10 @@ from streamshard.optim.wrapper import outermost
 
 __all__ = ["UnevenInputs", "optimizers_from"]
 
-# What ranks add up at the start of a pass: a one for each that has inputs, a one for each that has none and does not
-# know its optimizer, and flags.
+# What ranks add up at the start of a pass: for each a one if it has inputs, for each what it does not know, and flags.
 _FLAGS = 3  # has_grad, is_synced, casts
+_PUPIL = 0.5  # a rank that has run out before its first step: knows its optimizers, but not what else follows backward
+_LOST = 0.25  # one that does not know its optimizers either
 
 
 class _PassKind(NamedTuple):
@@ -72,6 +72,7 @@ class UnevenInputs(JoinHook):
         self._given: list[tuple[str, Any]] = [("step", optimizer) for optimizer in optimizers]
         self._last: list[tuple[str, Any]] | None = None  # what followed the backward of the last step
         self._now: list[tuple[str, Any]] | None = None  # what has followed the latest one; None: no step is under way
+        self._teaches = False  # this step is told to those that have run out, one thing after the other
         self._settings: list[_Settings] | None = None  # of this step's optimizers, told to those that have run out
         self._is_shadow = False
         engine.uneven = self
@@ -106,7 +107,9 @@ class UnevenInputs(JoinHook):
     def before_clipping(self, max_norm: float, norm_type: float, skip_above: float | None) -> None:
         """``model.clip_grad_norm_`` was called."""
         if self._now is not None:
-            self._now.append(("clip_grad_norm_", partial(self._clip, max_norm, norm_type, skip_above=skip_above)))
+            self._now.append(("clip_grad_norm_", (max_norm, norm_type, skip_above)))
+            if self._teaches:
+                self._tell(self._now[-1])
 
     def on_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step.
@@ -126,13 +129,17 @@ class UnevenInputs(JoinHook):
                     "the forward and step(), and a rank that has run out was told the old ones: change them before "
                     "the forward"
                 )
+            if self._teaches:
+                self._tell(("step", None))
 
     # -- on ranks that have none left -----------------------------------------------------------------------------
 
     def main_hook(self) -> None:
         """One iteration of the others."""
         engine, model = self._engine, self._model
-        self._close_step()
+        if self._now is not None:
+            self._close_step()
+            model.zero_grad()  # of this rank's own last step; it may be what the next one would have begun with
         self._is_shadow = True
         try:
             kind = self._meet(False, False, False)
@@ -144,7 +151,7 @@ class UnevenInputs(JoinHook):
                 return
             backward_of(engine, pass_)
             if kind.is_synced:
-                self._repeat_step()
+                self._follow_step()
                 model.zero_grad()
         finally:
             self._is_shadow = False
@@ -160,15 +167,26 @@ class UnevenInputs(JoinHook):
         engine.buffers.source = 0
         del self._model.__dict__["_join_config"]
 
-    def _repeat_step(self) -> None:
+    def _follow_step(self) -> None:
         settings = iter(self._settings or ())
-        for name, what in self._last or self._given:
+        for name, what in list(self._last or ()) if not self._teaches else self._hear():
             if name == "step":
                 for group, theirs in zip(what.param_groups, next(settings, ()), strict=False):
                     group.update(theirs)
                 outermost(what).step()
             else:
-                what()
+                max_norm, norm_type, skip_above = what
+                self._clip(max_norm, norm_type, skip_above=skip_above)
+
+    def _hear(self) -> Iterator[tuple[str, Any]]:
+        """What follows backward, as ranks with inputs tell it, until all optimizers have stepped."""
+        optimizers = [what for name, what in self._last or self._given if name == "step"]
+        heard: list[tuple[str, Any]] = []
+        while _names(heard).count("step") < len(optimizers):
+            name, what = self._tell(None)
+            heard.append((name, optimizers[_names(heard).count("step")] if name == "step" else what))
+            yield heard[-1]
+        self._last = heard
 
     # -- both -----------------------------------------------------------------------------------------------------
 
@@ -177,15 +195,16 @@ class UnevenInputs(JoinHook):
         ranks = range(transport.total_size)
         flags = torch.zeros(2 * len(ranks) + _FLAGS, device=engine.streams.device)
         if self._is_shadow:
-            flags[len(ranks) + transport.place] = float(not (self._last or self._given))
+            flags[len(ranks) + transport.place] = 0.0 if self._last else _PUPIL if self._given else _LOST
         else:
             flags[transport.place] = 1.0
             flags[-_FLAGS:] = torch.tensor([has_grad, is_synced, casts], dtype=flags.dtype)
         transport.all_reduce(flags, everyone=True)
         said = flags.tolist()
-        active, lost = [r for r in ranks if said[r]], [r for r in ranks if said[len(ranks) + r]]
+        active, lost = [r for r in ranks if said[r]], [r for r in ranks if said[len(ranks) + r] == _LOST]
         kind = _PassKind(*(flag > 0.0 for flag in said[-_FLAGS:]))
         self._settings = None
+        self._teaches = _PUPIL in said[len(ranks) :] and kind.has_grad and kind.is_synced
         if lost and kind.has_grad:
             raise ShardingError(
                 f"uneven inputs (Join): rank {lost[0]} has run out before its first optimizer step, so it does not "
@@ -198,6 +217,11 @@ class UnevenInputs(JoinHook):
         # Of batch norm's statistics those of a rank that has inputs count, the same one as under DDP.
         engine.buffers.source = active[-1]
         return kind
+
+    def _tell(self, what: tuple[str, Any] | None) -> tuple[str, Any]:
+        """`what` is next; what the first rank with inputs says."""
+        told: list[tuple[str, Any] | None] = self._engine.transport.gather_objects(what)
+        return next(each for each in told if each is not None)
 
 
 _Settings = list[dict[str, Any]]  # by param group
