@@ -26,8 +26,9 @@ from streamshard.hooks import HANDLE, Uncopyable, call_shell, handle_of
 from streamshard.inspect.hashes import compare_weights
 from streamshard.inspect.memory import MemoryReport, report_memory
 from streamshard.layout import LocalRange
-from streamshard.optim.join import UnevenInputs, optimizers_from
+from streamshard.optim.join import UnevenInputs, make_hook
 from streamshard.optim.state import gather_state, scatter_state
+from streamshard.optim.wrapper import check_optimizer
 from streamshard.pieces import HeldGrad, reduce_norms
 from streamshard.planner import MemoryBudget
 from streamshard.shard import ParamShard
@@ -146,13 +147,13 @@ class StreamShard(Uncopyable):
         Raises:
             ConfigError: `max_norm` is negative or nan, `skip_above` not positive.
         """
-        if not max_norm >= 0.0:
+        if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0.0:
             raise ConfigError(f"max_norm={max_norm!r}: wanted a number of at least 0")
-        if skip_above is not None and not skip_above > 0.0:
+        if skip_above is not None and not (isinstance(skip_above, int | float) and skip_above > 0.0):
             raise ConfigError(f"skip_above={skip_above!r}: wanted a positive number, or None")
         engine = engine_of(self)
-        if engine.uneven is not None:
-            engine.uneven.before_clipping(max_norm, norm_type, skip_above)
+        if engine.uneven is not None and (uneven := engine.uneven()) is not None:
+            uneven.before_clipping(max_norm, norm_type, skip_above)
         found = [grad for grad in (param.grad for param in self.parameters()) if grad is not None]
         for grad in found:
             if isinstance(grad, HeldGrad):
@@ -183,11 +184,15 @@ class StreamShard(Uncopyable):
 
         Args:
             optimizers: of the model, if a rank may run out before its first step.
+            repeat: called by a rank that has run out after each backward of the others: all that follows it in the
+                loop, for loops that do more than ``model.clip_grad_norm_`` and steps.
             divide_by_initial_world_size: as for DistributedDataParallel: gradients are means over all ranks (True, the
                 default), or over those that have inputs.
+
+        Raises:
+            ConfigError: of `optimizers` or `repeat`.
         """
-        divide = kwargs.get("divide_by_initial_world_size", True)
-        return UnevenInputs(self, engine_of(self), optimizers_from(kwargs), divide)
+        return make_hook(self, engine_of(self), kwargs)
 
     @property
     def join_device(self) -> torch.device:
@@ -390,9 +395,12 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only
         torch and ZeroRedundancyOptimizer load it.
 
     Raises:
+        ConfigError: it has no parameter of this model.
         RankMismatchError: the optimizer has other state on another rank.
     """
-    return gather_state(engine_of(model), optimizer, rank0_only)
+    engine = engine_of(model)
+    check_optimizer(optimizer, engine)
+    return gather_state(engine, optimizer, rank0_only)
 
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
@@ -405,9 +413,12 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
             ``consolidate_state_dict`` make it. Rank 0's counts; other ranks may give None.
 
     Raises:
+        ConfigError: the optimizer has no parameter of this model.
         ShardingError: on every rank, before anything is changed; names the first parameter that does not fit.
     """
-    scatter_state(engine_of(model), optimizer, state_dict)
+    engine = engine_of(model)
+    check_optimizer(optimizer, engine)
+    scatter_state(engine, optimizer, state_dict)
 
 
 def _whole(full: torch.Tensor, shard: ParamShard) -> torch.Tensor:

@@ -25,13 +25,13 @@ class BufferSync:
         transport: of all ranks that have them.
 
     Attributes:
-        source: place of the rank whose buffers count.
+        is_deferred: passes send nothing at their end; somebody else says when, and whose buffers count.
     """
 
     def __init__(self, root: nn.Module, transport: Transport) -> None:
         self._root = root
         self._transport = transport
-        self.source = 0
+        self.is_deferred = False
         self._changing: list[str] = []
         self._states: dict[str, tuple[int, int]] = {}
         self._may_warn = False
@@ -58,10 +58,15 @@ class BufferSync:
         }
         self._changing = sorted(names | persistent)
         self._may_warn = True
-        self.send()
+        self.after_pass()
 
-    def send(self) -> None:
-        """After a training pass: the changing buffers from rank 0."""
+    def after_pass(self) -> None:
+        """A training pass is over: the changing buffers from rank 0."""
+        if not self.is_deferred:
+            self.send(0)
+
+    def send(self, source: int) -> None:
+        """The changing buffers, from the rank at place `source`."""
         if not self._states or not (self._root.training or torch.is_grad_enabled()):
             return
         strangers = [name for name in self.changed() if name not in self._changing] if self._may_warn else []
@@ -74,14 +79,14 @@ class BufferSync:
             )
         if self._changing:
             buffers = dict(self._root.named_buffers())
-            self._send([buffers[name] for name in self._changing if name in buffers])
+            self._send([buffers[name] for name in self._changing if name in buffers], source)
             self._states = self._read_states()
 
     def _read_states(self) -> dict[str, tuple[int, int]]:
         # Inference tensors have no version counter; a new one is a new object.
         return {n: (id(b), 0 if b.is_inference() else b._version) for n, b in self._root.named_buffers()}
 
-    def _send(self, buffers: list[torch.Tensor]) -> None:
+    def _send(self, buffers: list[torch.Tensor], source: int = 0) -> None:
         """One broadcast per dtype. Written behind autograd's back: batch norm's backward has saved its statistics."""
         if self._transport.total_size == 1:
             return
@@ -92,6 +97,6 @@ class BufferSync:
         for group in by_dtype.values():
             flat = torch.cat([buffer.detach().reshape(-1) for buffer in group])
             is_bool = flat.dtype is torch.bool
-            self._transport.broadcast(flat.view(torch.uint8) if is_bool else flat, self.source)
+            self._transport.broadcast(flat.view(torch.uint8) if is_bool else flat, source)
             for buffer, part in zip(group, torch.split(flat, [b.numel() for b in group]), strict=True):
                 buffer.data.copy_(part.view(buffer.shape))

@@ -105,7 +105,15 @@ def shard_model(
     streams = Streams(device)
     transport = make_transport(ranks.shard, streams, ranks.everyone, ranks.replica)
     replicas = None if ranks.replicate is None else Replicas(make_transport(ranks.replicate, streams, ranks.everyone))
-    settings = (precision, weight_slots, grad_slots, memory_budget, min_unit_bytes, pad_units_to, check_grads)
+    settings = {
+        "precision": precision,
+        "weight_slots": weight_slots,
+        "grad_slots": grad_slots,
+        "memory_budget": memory_budget,
+        "min_unit_size": min_unit_bytes,
+        "pad_units_to": pad_units_to,
+        "check_grads": check_grads,
+    }
     _check_ranks_agree(transport, groups, settings)
 
     layouts = _plan_layouts(found, groups, transport.world_size, precision, pad_units_to)
@@ -165,9 +173,11 @@ def _check_arguments(
             )
 
 
-def _check_ranks_agree(transport: Transport, groups: Sequence[Sequence[FoundParam]], settings: object) -> None:
+def _check_ranks_agree(
+    transport: Transport, groups: Sequence[Sequence[FoundParam]], settings: Mapping[str, object]
+) -> None:
     """Compare what every rank is about to shard, by a hash that does not depend on the process."""
-    rows = [repr(settings)]
+    rows = [f"{name}={value!r}" for name, value in settings.items()]
     rows += [
         f"unit {place} {' = '.join(p.names)} {tuple(p.param.shape)} {p.param.dtype} "
         f"requires_grad={p.param.requires_grad}"
@@ -179,9 +189,10 @@ def _check_ranks_agree(transport: Transport, groups: Sequence[Sequence[FoundPara
         return
     everyone = transport.gather_objects(rows)
     for rank, theirs in enumerate(everyone):
-        for first, other in zip(everyone[0] + ["nothing"], theirs + ["nothing"], strict=False):
+        for first, other in zip(everyone[0] + ["no more"], theirs + ["no more"], strict=False):
             if first != other:
-                raise RankMismatchError(f"ranks hold different models: rank 0 has {first}, rank {rank} has {other}")
+                what = "settings" if first.split("=")[0] in settings else "models"
+                raise RankMismatchError(f"ranks have different {what}: rank 0 has {first}, rank {rank} has {other}")
 
 
 # -- plan and allocate --------------------------------------------------------------------------------------------

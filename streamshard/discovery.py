@@ -106,9 +106,11 @@ def _select(root: nn.Module, units: UnitsArgument, names: dict[nn.Module, str]) 
         units = [units]
     if callable(units) and not isinstance(units, nn.Module):
         return _selected_by(root, units)
+    if units is not None and not isinstance(units, Iterable):
+        raise UnitError(f"units={units!r}: wanted module classes, modules, names, a predicate or None")
     by_name = {name: module for module, name in names.items()}
     found: list[nn.Module] = []
-    for wanted in units or ():  # type: ignore[union-attr]  # callables were handled above
+    for wanted in units or ():
         if isinstance(wanted, type):
             matches = [m for m in names if m is not root and type(m) is wanted] or [
                 m for m in names if m is not root and isinstance(m, wanted)

@@ -34,7 +34,7 @@ from streamshard.streams import Fence, Rule, StreamName, Streams
 from streamshard.transport import Transport
 from streamshard.unit import Member, StreamedUnit
 
-__all__ = ["Engine", "in_backward"]
+__all__ = ["Engine", "UnevenSteps", "in_backward"]
 
 EDGE = 0  # index of the edge unit
 
@@ -94,7 +94,7 @@ class Engine:
         self.check_structure: Callable[[], None] = lambda: None
         self.is_synced = True
         self.step_lock = threading.RLock()
-        self.uneven: UnevenSteps | None = None
+        self.uneven: weakref.ref[UnevenSteps] | None = None
         self.depth = 0  # of forwards of modules that the engine watches
         self.order: tuple[int, ...] = tuple(range(len(units)))
         self._has_learnt = False
@@ -166,8 +166,8 @@ class Engine:
 
     def _begin_pass(self, units: frozenset[int]) -> None:
         self.settle()
-        if self.uneven is not None:
-            self.uneven.before_pass()
+        if self.uneven is not None and (uneven := self.uneven()) is not None:
+            uneven.before_pass()
         if not self._weights_are_current:
             self._cast()
         visits = [index for index in self.order if index in units or index == EDGE]
@@ -238,7 +238,7 @@ class Engine:
                 self._learn(sweep)
                 return pass_
         if self.is_synced:
-            self.buffers.send()
+            self.buffers.after_pass()
         return pass_ if torch.is_grad_enabled() else None
 
     def _learn(self, sweep: Sweep) -> None:

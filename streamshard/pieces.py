@@ -85,6 +85,16 @@ class ShardedGrad(torch.Tensor):
             return cls._derived(func, result, next((grad for grad in args if isinstance(grad, cls)), None))
         return result
 
+    def __deepcopy__(self, memo: object) -> ShardedGrad:
+        """Optimizers keep clones of gradients, and people copy their state."""
+        return ShardedGrad.wrap(self.as_subclass(torch.Tensor).clone(), self.transport)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """One rank's gradient is whole and saved as a tensor; a piece is not saved as if it were the whole."""
+        if self.transport.world_size == 1:
+            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+        return self.as_subclass(StatePiece).__reduce_ex__(protocol)
+
     @classmethod
     def _derived(cls, func: Callable[..., Any], result: torch.Tensor, grad: ShardedGrad | None) -> torch.Tensor:
         """What came of `grad`. An element for each of its is a piece: people write ``p.grad.float().norm()``."""

@@ -120,7 +120,7 @@ def test_sizes_that_mean_nothing_are_refused(context: RankContext, size: Any) ->
 def test_ranks_must_want_the_same_size(context: RankContext) -> None:
     """Else their collectives would differ."""
     for sizes in ((0, PAIRS), (0, 1)):  # with other units, and with the same for now
-        with pytest.raises(RankMismatchError, match="ranks hold different models"):
+        with pytest.raises(RankMismatchError, match="different settings: rank 0 has min_unit_size="):
             StreamShard(Stack(), precision=FP32, min_unit_size=sizes[context.rank])
 
 

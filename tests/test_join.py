@@ -158,9 +158,10 @@ def test_replicas_work(context: RankContext) -> None:
 
 
 @on_ranks(2, 3)
-def test_buffers_are_those_of_a_rank_with_inputs(context: RankContext) -> None:
+@pytest.mark.parametrize("lengths", list(LENGTHS))
+def test_buffers_are_those_of_a_rank_with_inputs(context: RankContext, lengths: str) -> None:
     """Batch norm's statistics, as under DDP."""
-    length = LENGTHS["the first"][context.rank]
+    length = LENGTHS[lengths][context.rank]
     wanted, found = _ddp(NormStack), _sharded(NormStack)
     _train(wanted, sgd(wanted.module), stack_step, context, length)
     _train(found, sgd(found), stack_step, context, length)
@@ -209,8 +210,20 @@ def test_a_rank_without_any_input_takes_part(context: RankContext) -> None:
         _train(wanted, sgd(wanted.module), stack_step, context, length, after)
         _train(found, optimizer, stack_step, context, length, after, optimizers=[optimizer])
         _assert_equal(context, found, wanted)
-    with pytest.raises(ConfigError, match="optimizers holds a Stack"):
+    with pytest.raises(ConfigError, match="optimizer is a Stack: wanted"):
         Join([found], optimizers=[found])
+
+
+@on_ranks(2)
+def test_optimizers_of_another_model_are_refused(context: RankContext) -> None:
+    """They would leave the shard behind."""
+    model, other = _sharded(Stack), _sharded(Stack)
+    for wrong in ([sgd(other)], sgd(other), [sgd(model), sgd(nn.Linear(2, 2))]):
+        with pytest.raises(ConfigError, match="SGD has no parameter of this model"):
+            Join([model], optimizers=wrong)
+    with pytest.raises(ConfigError, match="repeat=3: wanted a function"):
+        Join([model], repeat=3)
+    _train(model, sgd(model), stack_step, context, 2)
 
 
 @on_ranks(2)
@@ -322,6 +335,79 @@ def test_afterwards_everything_is_as_before(context: RankContext) -> None:
     assert_same(full_weights(found), dict(wanted.module.state_dict()), "weights", NEAR)
 
 
+class _Loop:
+    """What follows backward in a loop that does more than clip and step; called by ranks that have run out as well."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        inner = getattr(model, "module", model)
+        self.optimizers = [torch.optim.SGD(part.parameters(), 0.1, momentum=0.9) for part in (inner.layers, inner.head)]
+        self.average = [param.detach().clone() for param in inner.parameters()]
+        self.count = 0
+
+    def __call__(self) -> None:
+        params = list(self.model.parameters())
+        nn.utils.clip_grad_value_(params, 0.02)
+        for param in params:
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+        nn.utils.clip_grad_norm_(params, 0.1 / (1 + self.count))
+        self.optimizers[self.count % 2].step()
+        with torch.no_grad():
+            for average, param in zip(self.average, params, strict=True):
+                param.clamp_(-0.2, 0.2)
+                average.lerp_(param, 0.5)
+        self.model.zero_grad()
+        self.count += 1
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("lengths", ["all differ", "none at first"])
+def test_whatever_follows_backward_can_be_repeated(context: RankContext, lengths: str) -> None:
+    """Optimizers in turn, value clipping, torch's own norm, edits, averages: with ``repeat``."""
+    length = {**LENGTHS, "none at first": (0, 4, 2)}[lengths][context.rank]
+    wanted, found = _ddp(Stack), _sharded(Stack)
+    theirs, ours = _Loop(wanted), _Loop(found)
+    for model, loop in ((wanted, theirs), (found, ours)):
+        with Join([model], repeat=loop):  # type: ignore[list-item]
+            for number in range(length):
+                stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+                loop()
+    # DDP's join leaves momentum and averages of ranks that have run out behind, and copies weights at the end.
+    _assert_equal(context, found, wanted)
+    everyone: list[Any] = [None] * context.world_size
+    dist.all_gather_object(everyone, (ours.count, theirs.count))
+    assert {count for count, _ in everyone} == {max(count for _, count in everyone)}
+    pieces = [average.clone() for average in ours.average]
+    for param, average in zip(found.parameters(), pieces, strict=True):
+        param.data.copy_(average)
+    averages = full_weights(found)
+    last = [count for _, count in everyone].index(max(count for _, count in everyone))
+    reference = dict(zip(dict(wanted.module.named_parameters()), theirs.average, strict=True))
+    kept: list[Any] = [None] * context.world_size
+    dist.all_gather_object(kept, reference)
+    assert_same(averages, kept[last], "averages", NEAR)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("divides_by_all", [True, False])
+def test_an_exception_ends_the_context_too(context: RankContext, divides_by_all: bool) -> None:
+    """Join tells nobody; what only it forbids is allowed again, and means are over all ranks."""
+    wanted, found = _sharded(Stack), _sharded(Stack)
+    with contextlib.suppress(ZeroDivisionError), Join([found], divide_by_initial_world_size=divides_by_all):
+        found(torch.ones(2, 16))
+        raise ZeroDivisionError
+    assert engine_inside(found).uneven is None
+    for model in (wanted, found):
+        optimizer = sgd(model)
+        for number in range(2):
+            stack_step(model, Call(number, context.rank, 2, 1.0))
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(full_weights(found), full_weights(wanted), "weights", EXACT)
+
+
 @on_ranks(2)
 def test_an_early_end_can_be_thrown(context: RankContext) -> None:
     """``throw_on_early_termination``: every rank raises, the model can be used afterwards."""
@@ -351,19 +437,34 @@ def test_what_cannot_be_repeated_raises(context: RankContext) -> None:
             _train(model, optimizer, stack_step, context, 2, after)
         optimizer.zero_grad()
 
-    counts: Iterator[int] = iter(range(9))
+    counts: Iterator[int]
 
     def sometimes(model: nn.Module, optimizer: Optimizer) -> None:
         if next(counts) % 2:
             optimizer.step()
 
-    with pytest.raises(ShardingError, match=r"it was \[\], then \['step'\]. Put no_sync"):
-        _train(model, optimizer, stack_step, context, 6, sometimes)
+    def growing(model: nn.Module, optimizer: Optimizer) -> None:
+        model.clip_grad_norm_(1.0 + next(counts))  # type: ignore[operator]  # a method
+        optimizer.step()
+
+    def alternating(model: nn.Module, optimizer: Optimizer) -> None:
+        pair[next(counts) % 2].step()
+
+    pair = [torch.optim.SGD(part.parameters(), 0.1) for part in (model.layers, model.head)]
+    for after, said in (
+        (sometimes, r"it was nothing, then SGD.step\(\). Put no_sync"),
+        (growing, r"it was clip_grad_norm_\(.*SGD.step\(\), then clip_grad_norm_\(.*repeat="),
+        (alternating, r"it was SGD.step\(\), then SGD.step\(\)"),
+    ):
+        counts = iter(range(9))
+        with pytest.raises(ShardingError, match=said):
+            _train(model, optimizer, stack_step, context, 6, after)
+        optimizer.zero_grad()
 
 
 @on_ranks(2)
 def test_settings_changed_too_late_raise(context: RankContext) -> None:
-    """Once somebody has run out: the learning rate of the step has been told before."""
+    """The learning rate of a step is told before it. From the second step on, whether somebody has run out or not."""
     model = _sharded(Stack)
     optimizer = sgd(model)
 
@@ -377,5 +478,5 @@ def test_settings_changed_too_late_raise(context: RankContext) -> None:
             raised.append(error)
 
     _train(model, optimizer, stack_step, context, (4, 2)[context.rank], change)
-    assert len(raised) == (2, 0)[context.rank]
+    assert len(raised) == (3, 1)[context.rank]
     assert all("changed between the forward and step()" in str(error) for error in raised)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from streamshard import StreamShard, full_optimizer_state_dict, load_optimizer_state_dict
-from streamshard.errors import ShardingError
+from streamshard.errors import ConfigError, ShardingError
 from tests.models import Stack
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import (
@@ -371,6 +371,40 @@ def test_state_that_does_not_fit_is_refused_on_all_ranks(context: RankContext) -
     after = full_optimizer_state_dict(model, optimizer, rank0_only=False)
     for number, values in before["state"].items():
         assert_same(after["state"][number], values, f"state of {number}", EXACT)
+
+
+@on_ranks(2)
+def test_what_is_no_state_is_refused_on_all_ranks(context: RankContext) -> None:
+    """A checkpoint that has the state somewhere inside, an optimizer of another model."""
+    model = _model(context)
+    optimizer = _two_groups("AdamW")(model)
+    for wrong, said in (({"optimizer": {}, "epoch": 3}, r"a dict of \['epoch', 'optimizer'\]"), ([1], "a list")):
+        with pytest.raises(ShardingError, match=f"the optimizer state is {said}: wanted"):
+            load_optimizer_state_dict(model, optimizer, wrong if context.rank == 0 else None)  # type: ignore[arg-type]
+    other = _two_groups("AdamW")(_model(context))
+    with pytest.raises(ConfigError, match="AdamW has no parameter of this model"):
+        load_optimizer_state_dict(model, other, None)
+    with pytest.raises(ConfigError, match="AdamW has no parameter of this model"):
+        full_optimizer_state_dict(model, other)
+    _train(model, optimizer, context, 0, steps=1)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("name", STATEFUL)
+def test_one_rank_saves_its_optimizer_like_plain_torch(context: RankContext, name: str) -> None:
+    """State that began as a clone of a gradient too."""
+    model, (plain, theirs) = _model(context), _plain(name)
+    ours = _two_groups(name)(model)
+    _train(model, ours, context, 0)
+    _train(plain, theirs, context, 0)
+    found, wanted = _unpacked(_packed(ours.state_dict())), _unpacked(_packed(theirs.state_dict()))
+    copied = copy.deepcopy(ours.state_dict())
+    for number, values in wanted["state"].items():
+        for key, value in values.items():
+            if torch.is_tensor(value):
+                assert type(found["state"][number][key]) is Tensor
+                assert_same({key: found["state"][number][key]}, {key: value}, f"state of {number}", NEAR)
+                assert_same({key: copied["state"][number][key]}, {key: value}, f"state of {number}", NEAR)
 
 
 @on_ranks(2)

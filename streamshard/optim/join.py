@@ -18,13 +18,14 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from streamshard.engine import Engine
+from streamshard.engine import Engine, UnevenSteps
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.hooks import backward_of
-from streamshard.optim.wrapper import outermost
+from streamshard.optim.wrapper import check_optimizer, outermost
 
-__all__ = ["UnevenInputs", "optimizers_from"]
+__all__ = ["UnevenInputs", "make_hook"]
 
 # What ranks add up at the start of a pass: for each a one if it has inputs, for each what it does not know, and flags.
 _FLAGS = 3  # has_grad, is_synced, casts
@@ -53,6 +54,7 @@ class UnevenInputs(JoinHook):
         model: the root, made by `StreamShard`.
         engine: its engine.
         optimizers: of a rank that may run out before it has made a step.
+        repeat: what a rank that has run out does after each backward of the others, instead of what it did itself.
         divide_by_initial_world_size: gradients are means over all ranks, with zeros from those that ran out; else over
             the ranks that have inputs.
     """
@@ -62,6 +64,7 @@ class UnevenInputs(JoinHook):
         model: nn.Module,
         engine: Engine,
         optimizers: Sequence[Optimizer] = (),
+        repeat: Callable[[], object] | None = None,
         divide_by_initial_world_size: bool = True,
     ) -> None:
         self._model = model
@@ -69,15 +72,21 @@ class UnevenInputs(JoinHook):
         self._engine = engine
         self._divides_by_all = divide_by_initial_world_size
         self._params = set(model.parameters())
+        self._repeat = repeat
         self._given: list[tuple[str, Any]] = [("step", optimizer) for optimizer in optimizers]
         self._last: list[tuple[str, Any]] | None = None  # what followed the backward of the last step
         self._now: list[tuple[str, Any]] | None = None  # what has followed the latest one; None: no step is under way
         self._teaches = False  # this step is told to those that have run out, one thing after the other
-        self._settings: list[_Settings] | None = None  # of this step's optimizers, told to those that have run out
+        self._settings: list[_Settings] = []  # of this step's optimizers, told to those that have run out
+        self._active = [0]  # places of ranks with inputs, as of the last pass
         self._is_shadow = False
-        engine.uneven = self
-        engine.transport.is_uneven = True
-        self._handle = register_optimizer_step_pre_hook(_weakly(self))
+        ref: weakref.ref[UnevenSteps] = weakref.ref(self)
+        engine.uneven = ref
+        engine.transport.is_uneven = repeat is None
+        engine.buffers.is_deferred = True
+        handle = register_optimizer_step_pre_hook(_weakly(self))
+        # When Join lets go of its hooks, also because of an exception, of which it tells nobody.
+        self._end = weakref.finalize(self, _leave, engine, ref, weakref.ref(model), handle)
 
     # -- on ranks that have inputs --------------------------------------------------------------------------------
 
@@ -97,11 +106,11 @@ class UnevenInputs(JoinHook):
         if self._now is None:
             return
         before, self._last, self._now = self._last, self._now, None
-        if before is not None and _names(before) != _names(self._last):
+        if self._repeat is None and before is not None and before != self._last:
             raise ShardingError(
                 "uneven inputs (Join): a rank that has run out repeats its last step, so the same has to follow every "
-                f"backward; it was {_names(before)}, then {_names(self._last)}. Put no_sync() around micro-batches "
-                "without optimizer.step()"
+                f"backward; it was {_shown(before)}, then {_shown(self._last)}. Put no_sync() around micro-batches "
+                "without optimizer.step(), or say what is to be done: Join([model], repeat=function)"
             )
 
     def before_clipping(self, max_norm: float, norm_type: float, skip_above: float | None) -> None:
@@ -122,11 +131,11 @@ class UnevenInputs(JoinHook):
         if self._now is not None:
             place = _names(self._now).count("step")
             self._now.append(("step", optimizer))
-            told = self._settings or []
-            if place < len(told) and told[place] != _settings_of(optimizer):
+            told = self._settings
+            if self._repeat is None and place < len(told) and told[place] != _settings_of(optimizer):
                 raise ShardingError(
                     "uneven inputs (Join): the optimizer's settings, such as its learning rate, were changed between "
-                    "the forward and step(), and a rank that has run out was told the old ones: change them before "
+                    "the forward and step(), and a rank that has run out is told the old ones: change them before "
                     "the forward"
                 )
             if self._teaches:
@@ -158,21 +167,21 @@ class UnevenInputs(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have run out: everything is as before the context."""
-        self._handle.remove()
-        engine = self._engine
-        engine.uneven = None
-        engine.transport.is_uneven = False
-        engine.follow(is_synced=True, casts=True)
-        engine.reductions.grad_scale = 1.0
-        engine.buffers.source = 0
-        del self._model.__dict__["_join_config"]
+        self._engine.buffers.send(self._active[-1])
+        self._engine.follow(is_synced=True, casts=True)
+        self._end()
 
     def _follow_step(self) -> None:
-        settings = iter(self._settings or ())
+        settings = iter(self._settings)
+        if self._repeat is not None:
+            for name, what in self._last or self._given:
+                if name == "step":
+                    _take_settings(what, next(settings, ()))
+            self._repeat()
+            return
         for name, what in list(self._last or ()) if not self._teaches else self._hear():
             if name == "step":
-                for group, theirs in zip(what.param_groups, next(settings, ()), strict=False):
-                    group.update(theirs)
+                _take_settings(what, next(settings, ()))
                 outermost(what).step()
             else:
                 max_norm, norm_type, skip_above = what
@@ -195,7 +204,8 @@ class UnevenInputs(JoinHook):
         ranks = range(transport.total_size)
         flags = torch.zeros(2 * len(ranks) + _FLAGS, device=engine.streams.device)
         if self._is_shadow:
-            flags[len(ranks) + transport.place] = 0.0 if self._last else _PUPIL if self._given else _LOST
+            knows = self._last or self._repeat is not None
+            flags[len(ranks) + transport.place] = 0.0 if knows else _PUPIL if self._given else _LOST
         else:
             flags[transport.place] = 1.0
             flags[-_FLAGS:] = torch.tensor([has_grad, is_synced, casts], dtype=flags.dtype)
@@ -203,19 +213,21 @@ class UnevenInputs(JoinHook):
         said = flags.tolist()
         active, lost = [r for r in ranks if said[r]], [r for r in ranks if said[len(ranks) + r] == _LOST]
         kind = _PassKind(*(flag > 0.0 for flag in said[-_FLAGS:]))
-        self._settings = None
+        self._active = active
         self._teaches = _PUPIL in said[len(ranks) :] and kind.has_grad and kind.is_synced
         if lost and kind.has_grad:
             raise ShardingError(
                 f"uneven inputs (Join): rank {lost[0]} has run out before its first optimizer step, so it does not "
                 "know the optimizer of its shard: Join([model], optimizers=[optimizer])"
             )
-        if kind.has_grad and kind.is_synced and len(active) < len(ranks):
-            mine = [_settings_of(what) for name, what in self._last or self._given if name == "step"]
-            self._settings = transport.gather_objects(mine)[active[0]]
+        if kind.has_grad and kind.is_synced:
+            self._settings = [_settings_of(what) for name, what in self._last or self._given if name == "step"]
+            if len(active) < len(ranks):
+                self._settings = transport.gather_objects(self._settings)[active[0]]
         engine.reductions.grad_scale = 1.0 if self._divides_by_all else len(ranks) / len(active)
-        # Of batch norm's statistics those of a rank that has inputs count, the same one as under DDP.
-        engine.buffers.source = active[-1]
+        if kind.has_grad:
+            # Of batch norm's statistics those of a rank that has inputs now count, of the same one as under DDP.
+            engine.buffers.send(active[-1])
         return kind
 
     def _tell(self, what: tuple[str, Any] | None) -> tuple[str, Any]:
@@ -231,8 +243,32 @@ def _settings_of(optimizer: Optimizer) -> _Settings:
     return copy.deepcopy([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
 
 
+def _take_settings(optimizer: Optimizer, settings: _Settings | tuple[()]) -> None:
+    for group, theirs in zip(optimizer.param_groups, settings, strict=False):
+        group.update(theirs)
+
+
 def _names(step: Iterable[tuple[str, Any]]) -> list[str]:
     return [name for name, _ in step]
+
+
+def _shown(step: Iterable[tuple[str, Any]]) -> str:
+    """For messages: ``clip_grad_norm_(1.0, 2.0, None), AdamW.step()``."""
+    parts = [f"{type(what).__name__}.step()" if name == "step" else f"{name}{what}" for name, what in step]
+    return ", ".join(parts) or "nothing"
+
+
+def _leave(engine: Engine, hook: object, model: weakref.ref[nn.Module], handle: RemovableHandle) -> None:
+    """Everything is as it was before the context, unless the next one has begun."""
+    handle.remove()
+    if engine.uneven is not hook:
+        return
+    engine.uneven = None
+    engine.transport.is_uneven = False
+    engine.reductions.grad_scale = 1.0
+    engine.buffers.is_deferred = False
+    if (root := model()) is not None:
+        root.__dict__.pop("_join_config", None)
 
 
 def _weakly(uneven: UnevenInputs) -> Any:
@@ -246,14 +282,16 @@ def _weakly(uneven: UnevenInputs) -> Any:
     return on_step
 
 
-def optimizers_from(arguments: dict[str, Any]) -> list[Optimizer]:
-    """`optimizers` of the keyword arguments that Join hands to all hooks.
+def make_hook(model: nn.Module, engine: Engine, arguments: dict[str, Any]) -> UnevenInputs:
+    """The join hook with the keyword arguments that Join hands to all hooks, of which others may be for other models.
 
     Raises:
-        ConfigError: it does not hold optimizers.
+        ConfigError: `optimizers` holds something else, or an optimizer of other parameters; `repeat` is no function.
     """
-    optimizers = list(arguments.get("optimizers", ()))
+    optimizers, repeat = arguments.get("optimizers", ()), arguments.get("repeat")
+    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigError(f"optimizers holds a {type(optimizer).__name__}: wanted a torch.optim.Optimizer")
-    return optimizers
+        check_optimizer(optimizer, engine)
+    if repeat is not None and not callable(repeat):
+        raise ConfigError(f"repeat={repeat!r}: wanted a function without arguments, or None")
+    return UnevenInputs(model, engine, optimizers, repeat, arguments.get("divide_by_initial_world_size", True))

@@ -52,6 +52,9 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
     transport, params = engine.transport, _params_of(optimizer)
     shards = {shard.param: shard for shard in engine.param_shards}
     given: Mapping[str, Any] = (state_dict if transport.is_first else None) or {"state": {}, "param_groups": []}
+    errors = transport.gather_errors(_format_error(given))
+    if errors[0] is not None:
+        raise ShardingError(errors[0])
     # Everything but tensors with elements, which follow one by one.
     outline = {
         number: {name: _outline(name, value, shards.get(params[number])) for name, value in values.items()}
@@ -119,6 +122,13 @@ def moment_of(shard: ParamShard, optimizer: Optimizer, name: str) -> torch.Tenso
     """State `name` of a parameter, in its sharded shape; None if it has none that has an element for each of its."""
     value = optimizer.state.get(shard.param, {}).get(name)
     return value if isinstance(value, torch.Tensor) and value.shape == shard.piece.shape else None
+
+
+def _format_error(given: object) -> str | None:
+    if isinstance(given, Mapping) and isinstance(given.get("state"), Mapping) and "param_groups" in given:
+        return None
+    shown = f"a dict of {sorted(map(str, given))}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
+    return f"the optimizer state is {shown}: wanted what Optimizer.state_dict() gives, with 'state' and 'param_groups'"
 
 
 def _check(

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.build import engine_of
+from streamshard.engine import Engine
 from streamshard.errors import ConfigError, ShardingError
 
 __all__ = ["WrappedOptimizer", "outermost"]
@@ -46,10 +47,10 @@ class WrappedOptimizer(Optimizer):
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         # Not super().__init__(): it would make param groups, state and hooks of the wrapper's own.
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigError(f"optimizer is a {type(optimizer).__name__}: wanted a torch.optim.Optimizer")
+        engine = engine_of(model)
+        check_optimizer(optimizer, engine)
         self.optimizer = optimizer
-        self.engine = engine_of(model)
+        self.engine = engine
         _wrappers[optimizer] = weakref.ref(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -97,6 +98,23 @@ class WrappedOptimizer(Optimizer):
 
 
 _wrappers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[WrappedOptimizer]] = weakref.WeakKeyDictionary()
+
+
+def check_optimizer(optimizer: object, engine: Engine) -> None:
+    """Raise unless `optimizer` is one that has a parameter of the engine's model.
+
+    Raises:
+        ConfigError: says what it is, or that its parameters are others.
+    """
+    if not isinstance(optimizer, Optimizer):
+        name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        what = "the class" if isinstance(optimizer, type) else "a"
+        raise ConfigError(f"optimizer is {what} {name}: wanted a torch.optim.Optimizer that has been made")
+    ours = {shard.param for shard in engine.param_shards}
+    if ours.isdisjoint(param for group in optimizer.param_groups for param in group["params"]):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has no parameter of this model: was it made of another model's parameters?"
+        )
 
 
 def outermost(optimizer: Optimizer) -> Optimizer:
