@@ -127,13 +127,20 @@ def _step(system: System, batches: list[torch.Tensor]) -> Step:
     cpu_s = time.process_time()
     clock.lap()
     total = torch.zeros((), device=device)
-    for index, tokens in enumerate(batches):
-        with system.no_sync() if index < len(batches) - 1 else contextlib.nullcontext():
-            loss = next_token_loss(system.forward(tokens), tokens) / len(batches)
-            clock.lap()
-            loss.backward()
-            clock.lap()
-        total += loss.detach()
+    *first, last = batches
+
+    def micro_batch(tokens: torch.Tensor) -> None:
+        loss = next_token_loss(system.forward(tokens), tokens) / len(batches)
+        clock.lap()
+        loss.backward()
+        clock.lap()
+        total.add_(loss.detach())
+
+    if first:
+        with system.no_sync():  # one context around them, as the documentation of DDP and of StreamShard has it
+            for tokens in first:
+                micro_batch(tokens)
+    micro_batch(last)
     system.update()
     clock.lap()
     *laps_ms, update_ms = clock.laps_ms()
