@@ -11,7 +11,6 @@ the machine for a while slows both.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import cProfile
 import dataclasses
 import gc
