@@ -21,6 +21,7 @@ from streamshard import (
     DistributedOptimizer,
     LocalSGD,
     OptimizerError,
+    RankMismatchError,
     StreamShard,
     full_optimizer_state_dict,
     load_optimizer_state_dict,
@@ -222,6 +223,8 @@ def test_settings_that_cannot_work_are_refused(context: RankContext) -> None:
         LocalSGD(sgd(model), model, period=0)
     with pytest.raises(ConfigError, match="warmup_steps=-1: wanted"):
         LocalSGD(sgd(model), model, period=1, warmup_steps=-1)
+    with pytest.raises(RankMismatchError, match=r"are \(2, 0, False\) on rank 0, \(3, 0, False\) on rank 1"):
+        LocalSGD(sgd(model), model, period=2 + context.rank % 2)
     LocalSGD(sgd(model), model, period=1, warmup_steps=2)
     with pytest.raises(ConfigError, match="warmup_steps=3: another optimizer of this model has 2"):
         LocalSGD(sgd(model), model, period=1, warmup_steps=3)

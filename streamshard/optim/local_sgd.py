@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.errors import ConfigError
+from streamshard.errors import ConfigError, RankMismatchError
 from streamshard.optim.state import moment_of, names_of_moments
 from streamshard.optim.wrapper import WrappedOptimizer
 
@@ -30,8 +30,9 @@ class LocalSGD(WrappedOptimizer):
     reduced within each shard group alone, and after a step's update weights are averaged if the number of steps since
     the warm-up is a multiple of `period`, the first of them included.
 
-    Every rank must step equally often. Its counter is part of the state dict, under the name PostLocalSGDOptimizer
-    uses. Between averages replicas differ: exports and `full_state_dict` hold the first replica's weights.
+    Made on every rank at the same time; every rank must step equally often. Its counter is part of the state dict,
+    under the name PostLocalSGDOptimizer uses. Between averages replicas differ: exports and `full_state_dict` hold the
+    first replica's weights.
 
     Args:
         optimizer: of the model's parameters or some of them.
@@ -47,6 +48,7 @@ class LocalSGD(WrappedOptimizer):
     Raises:
         ConfigError: a number that cannot work, a mesh without replicas, or another `warmup_steps` than that of another
             optimizer of the same model.
+        RankMismatchError: other numbers on another rank.
     """
 
     def __init__(
@@ -68,6 +70,13 @@ class LocalSGD(WrappedOptimizer):
                 "LocalSGD averages over replicas, this model has one: shard it with a 2-D mesh, replicate x shard, "
                 "such as mesh=init_device_mesh(device_type, (replicas, ranks in each))"
             )
+        heard = self.engine.transport.gather_objects((period, warmup_steps, average_moments))
+        for rank, theirs in enumerate(heard):
+            if theirs != heard[0]:
+                raise RankMismatchError(
+                    f"LocalSGD: (period, warmup_steps, average_moments) are {heard[0]} on rank 0, {theirs} on rank "
+                    f"{rank}"
+                )
         self.replicas = replicas
         self.replicas.agree_on_warmup(warmup_steps)
         self.period = period
