@@ -27,14 +27,14 @@ DEPTH = 5
 COMPUTE, COMM = StreamName.COMPUTE, StreamName.COMM
 
 
-def _traced(context: RankContext) -> Trace:
-    """The third step of a language model."""
+def _traced(context: RankContext, traced_step: int) -> Trace:
+    """One step of a language model."""
     torch.manual_seed(2)
     model = StreamShard(TinyLM(TinyConfig(depth=DEPTH)), precision=BF16)
     optimizer = adamw(model)
-    for number in range(3):
+    for number in range(traced_step + 1):
         call = Call(number, context.rank, context.world_size, 1.0)
-        if number < 2:
+        if number < traced_step:
             _step(model, optimizer, call)
         else:
             with trace_step(model) as trace:
@@ -48,10 +48,10 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, call: Call) 
     optimizer.zero_grad()
 
 
-@pytest.fixture(scope="module")
-def trace(ranks: RankPool) -> Trace:
-    """Of rank 1 of 2."""
-    found = ranks(2).run(_traced)[1]
+@pytest.fixture(scope="module", params=[0, 2], ids=["first step", "third step"])
+def trace(ranks: RankPool, request: pytest.FixtureRequest) -> Trace:
+    """Of rank 1 of 2. What overlaps does so from the first step on."""
+    found = ranks(2).run(_traced, request.param)[1]
     assert isinstance(found, Trace)
     return found
 
@@ -212,7 +212,7 @@ def test_tracing_changes_no_number(context: RankContext, scenario: str) -> None:
 @on_ranks(1)
 def test_one_rank_alone_has_a_trace_without_communication(context: RankContext) -> None:
     """Its compute row is the same."""
-    trace = _traced(context)
+    trace = _traced(context, 2)
     assert {span.stream for span in trace.spans} == {COMPUTE}
     assert {span.kind for span in trace.spans} >= {Kind.FORWARD, Kind.BACKWARD, Kind.CAST, Kind.OPTIMIZER}
 
