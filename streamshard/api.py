@@ -28,7 +28,7 @@ from streamshard.inspect.memory import MemoryReport, report_memory
 from streamshard.layout import LocalRange
 from streamshard.optim.join import UnevenInputs, make_hook
 from streamshard.optim.state import gather_state, scatter_state
-from streamshard.optim.wrapper import check_optimizer
+from streamshard.optim.wrapper import engine_of_both
 from streamshard.pieces import HeldGrad, reduce_norms
 from streamshard.planner import MemoryBudget
 from streamshard.shard import ParamShard
@@ -400,9 +400,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only
         ConfigError: it has no parameter of this model.
         RankMismatchError: the optimizer has other state on another rank.
     """
-    engine = engine_of(model)
-    check_optimizer(optimizer, engine)
-    return gather_state(engine, optimizer, rank0_only)
+    return gather_state(engine_of_both(optimizer, model), optimizer, rank0_only)
 
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
@@ -418,9 +416,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
         ConfigError: the optimizer has no parameter of this model.
         ShardingError: on every rank, before anything is changed; names the first parameter that does not fit.
     """
-    engine = engine_of(model)
-    check_optimizer(optimizer, engine)
-    scatter_state(engine, optimizer, state_dict)
+    scatter_state(engine_of_both(optimizer, model), optimizer, state_dict)
 
 
 def _whole(full: torch.Tensor, shard: ParamShard) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from streamshard.engine import Engine, UnevenSteps
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.hooks import backward_of
-from streamshard.optim.wrapper import check_optimizer, outermost
+from streamshard.optim.wrapper import engine_of_both, outermost
 
 __all__ = ["UnevenInputs", "make_hook"]
 
@@ -291,7 +291,7 @@ def make_hook(model: nn.Module, engine: Engine, arguments: dict[str, Any]) -> Un
     optimizers, repeat = arguments.get("optimizers", ()), arguments.get("repeat")
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     for optimizer in optimizers:
-        check_optimizer(optimizer, engine)
+        engine_of_both(optimizer, model)
     if repeat is not None and not callable(repeat):
         raise ConfigError(f"repeat={repeat!r}: wanted a function without arguments, or None")
     return UnevenInputs(model, engine, optimizers, repeat, arguments.get("divide_by_initial_world_size", True))

@@ -17,7 +17,7 @@ from streamshard.build import engine_of
 from streamshard.engine import Engine
 from streamshard.errors import ConfigError, ShardingError
 
-__all__ = ["WrappedOptimizer", "outermost"]
+__all__ = ["WrappedOptimizer", "engine_of_both", "outermost"]
 
 _INNER_NAMES = ("param_groups", "state", "defaults")  # what other code assigns to an optimizer as well
 
@@ -37,7 +37,7 @@ class WrappedOptimizer(Optimizer):
         engine: the model's.
 
     Raises:
-        ConfigError: `optimizer` is none.
+        ConfigError: `optimizer` is none, or has no parameter of the model.
         ShardingError: `model` is not sharded.
     """
 
@@ -47,10 +47,8 @@ class WrappedOptimizer(Optimizer):
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         # Not super().__init__(): it would make param groups, state and hooks of the wrapper's own.
-        engine = engine_of(model)
-        check_optimizer(optimizer, engine)
+        self.engine = engine_of_both(optimizer, model)
         self.optimizer = optimizer
-        self.engine = engine
         _wrappers[optimizer] = weakref.ref(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -100,21 +98,24 @@ class WrappedOptimizer(Optimizer):
 _wrappers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[WrappedOptimizer]] = weakref.WeakKeyDictionary()
 
 
-def check_optimizer(optimizer: object, engine: Engine) -> None:
-    """Raise unless `optimizer` is one that has a parameter of the engine's model.
+def engine_of_both(optimizer: object, model: nn.Module) -> Engine:
+    """The engine of `model`, of whose parameters `optimizer` has at least one.
 
     Raises:
-        ConfigError: says what it is, or that its parameters are others.
+        ConfigError: `optimizer` is something else, or has other parameters.
+        ShardingError: `model` is not sharded.
     """
     if not isinstance(optimizer, Optimizer):
         name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
         what = "the class" if isinstance(optimizer, type) else "a"
         raise ConfigError(f"optimizer is {what} {name}: wanted a torch.optim.Optimizer that has been made")
+    engine = engine_of(model)
     ours = {shard.param for shard in engine.param_shards}
     if ours.isdisjoint(param for group in optimizer.param_groups for param in group["params"]):
         raise ConfigError(
             f"{type(optimizer).__name__} has no parameter of this model: was it made of another model's parameters?"
         )
+    return engine
 
 
 def outermost(optimizer: Optimizer) -> Optimizer:
