@@ -309,9 +309,9 @@ class Engine:
 
     def need(self, run: Run) -> None:
         """Backward is about to read the weights of `run`'s unit (rule 1). Called any number of times."""
-        if self._computing is run.unit and run.unit.is_bound:
-            return
         unit = run.unit
+        if self._computing is unit and unit.is_bound:
+            return
         if torch.is_grad_enabled() and not self.is_alone:
             raise ShardingError(
                 f"backward(create_graph=True) through {unit.name!r}: its weights leave their slot afterwards, so "
@@ -352,7 +352,7 @@ class Engine:
         """A gradient is complete, as far as this graph goes: it moves into the grad slot (rule 3)."""
         if self._backward is None:
             self.begin_backward(self._last_pass())
-        if unit is not self.edge and self._computing is not unit:
+        if self._computing is not unit and unit is not self.edge:
             self._advance(unit)
         self.reductions.take(unit, place, grad)
 

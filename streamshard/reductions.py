@@ -52,9 +52,12 @@ class Reductions:
     def take(self, unit: StreamedUnit, place: int, grad: torch.Tensor) -> None:
         """A complete gradient moves into the unit's grad slot, which is opened for it (rule 3)."""
         slot = unit.grad_slot
-        if slot is None and not any(unit.used) or slot is not None and slot.content != unit.index:
+        if slot is not None:
+            if slot.content != unit.index:
+                self._open(unit)
+        elif not any(unit.used):
             self._open(unit)
-        elif slot is None and self.replicas is not None:
+        elif self.replicas is not None:
             self.replicas.settle(unit)
         unit.write_grad(place, grad if self.grad_scale == 1.0 else grad * self.grad_scale)
         self.transport.progress()

@@ -63,6 +63,7 @@ class Member:
         if not self.is_bound:
             self.is_bound = True
             self.unit.bound_members += 1
+            self.unit.is_bound = True
             for binding in self._bindings:
                 binding.owner[binding.key] = binding.computing
 
@@ -71,6 +72,7 @@ class Member:
         if self.is_bound:
             self.is_bound = False
             self.unit.bound_members -= 1
+            self.unit.is_bound = self.unit.bound_members > 0
             for binding in self._bindings:
                 binding.owner[binding.key] = binding.sharded
 
@@ -95,6 +97,7 @@ class StreamedUnit:
         written: which parameters have a gradient in the grad slot in this backward.
         members: its layers; the edge unit has one for all its modules.
         bound_members: how many of them hold the compute views (else the sharded parameters).
+        is_bound: whether any does.
         aside: by place, gradients that had to leave the grad slot before their reduction.
         reductions: how many of its reductions this backward has started.
         on_grad: called with each complete gradient of a compute view; set by `make_views`.
@@ -125,6 +128,7 @@ class StreamedUnit:
         self._held: list[HeldGrad | None] = []  # by parameter, what stands for gradients left in the slot
         self.members: list[Member] = []
         self.bound_members = 0
+        self.is_bound = False
         self.is_trainable = False
         self._transport = transport
         self._grad_views: list[torch.Tensor] = []
@@ -169,11 +173,6 @@ class StreamedUnit:
         """Another layer of it, to which bindings are still to be added."""
         self.members.append(Member(self))
         return self.members[-1]
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether any of its members is."""
-        return self.bound_members > 0
 
     # -- the journey ----------------------------------------------------------------------------------------------
 
