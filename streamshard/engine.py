@@ -350,10 +350,11 @@ class Engine:
 
     def on_grad(self, unit: StreamedUnit, place: int, grad: torch.Tensor) -> None:
         """A gradient is complete, as far as this graph goes: it moves into the grad slot (rule 3)."""
-        if self._backward is None:
-            self.begin_backward(self._last_pass())
-        if self._computing is not unit and unit is not self.edge:
-            self._advance(unit)
+        if self._computing is not unit:
+            if self._backward is None:
+                self.begin_backward(self._last_pass())
+            if unit is not self.edge:
+                self._advance(unit)
         self.reductions.take(unit, place, grad)
 
     def _last_pass(self) -> Pass:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -166,8 +167,7 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     has_graph = torch.is_grad_enabled()
     try:
         if has_graph and member.unit.weight_slot.is_shared:
-            hooks = _SavedWeights(engine, run)
-            with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+            with _hold_back_weights(engine, run):
                 output = call(*args, **kwargs)
         else:
             output = call(*args, **kwargs)
@@ -215,51 +215,46 @@ def backward_of(engine: Engine, pass_: Pass) -> None:
     loss.backward()
 
 
-class _SavedWeights:
+def _hold_back_weights(engine: Engine, run: Run) -> AbstractContextManager[None]:
     """Saved-tensor hooks of one unit's forward. See [Note: need] in `streamshard.engine`.
 
     Only the innermost pair of hooks is called by autograd, so everything that is not a weight is passed on to the pair
     that was active outside (checkpointing, ``save_on_cpu``). autograd does not check versions of packed tensors, so
-    that is done here.
+    that is done here. Closures: they are called for every saved tensor, and find local names faster than attributes.
     """
+    buffer = run.unit.weight_slot.buffer
+    first_byte = buffer.data_ptr()
+    last_byte = first_byte + buffer.numel() * buffer.element_size()
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    need = engine.need
 
-    __slots__ = ("engine", "first_byte", "last_byte", "outer", "run")
-
-    def __init__(self, engine: Engine, run: Run) -> None:
-        self.engine = engine
-        self.run = run
-        buffer = run.unit.weight_slot.buffer
-        self.first_byte = buffer.data_ptr()
-        self.last_byte = self.first_byte + buffer.numel() * buffer.element_size()
-        self.outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-    def pack(self, tensor: torch.Tensor) -> tuple[Any, Any]:
+    def pack(tensor: torch.Tensor) -> tuple[Any, Any]:
         """Called in forward with each tensor that is saved."""
         try:
-            is_weight = self.first_byte <= tensor.data_ptr() < self.last_byte
+            if first_byte <= tensor.data_ptr() < last_byte:
+                return tensor, run
         except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
-            is_weight = False
-        if is_weight:
-            return tensor, self
-        if self.outer is not None:
-            return self.outer[0](tensor), None
+            pass
+        if outer is not None:
+            return outer[0](tensor), None
         return tensor, tensor._version
 
-    def unpack(self, packed: tuple[Any, Any]) -> torch.Tensor:
+    def unpack(packed: tuple[Any, Any]) -> Any:
         """Called in backward when a saved tensor is read."""
         saved, mark = packed
-        if mark is self:
-            self.engine.need(self.run)
-        elif mark is None and self.outer is not None:
-            saved = self.outer[1](saved)
+        if mark is run:
+            need(run)
+        elif mark is None and outer is not None:
+            return outer[1](saved)
         elif saved._version != mark:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{tuple(saved.shape)} {saved.dtype}, saved in the forward of {self.run.unit.name!r}, is at version "
+                f"{tuple(saved.shape)} {saved.dtype}, saved in the forward of {run.unit.name!r}, is at version "
                 f"{saved._version}; expected version {mark} instead"
             )
-        tensor: torch.Tensor = saved
-        return tensor
+        return saved
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def _watch_outputs(output: Any, inputs: tuple[Any, ...], prehook: Callable[[Any], None]) -> None:
