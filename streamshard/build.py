@@ -29,7 +29,7 @@ from streamshard.discovery import (
 from streamshard.engine import EDGE, Engine
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
 from streamshard.grad_check import GradCheck
-from streamshard.groups import groups_of, refuse_together, resolve_group
+from streamshard.groups import Groups, groups_of, refuse_together, resolve_group
 from streamshard.hooks import Handle, handle_of, watch
 from streamshard.layout import ParamSize, UnitLayout, plan_unit
 from streamshard.pieces import StatePiece, unwatch_optimizer, watch_optimizer
@@ -80,64 +80,42 @@ def shard_model(
     precision = Precision() if precision is None else precision
     ranks = None if mesh is None else groups_of(mesh)
     try:
-        _check_arguments(module, precision, weight_slots, grad_slots, memory_budget)
+        _check_module(module)
+        _check_arguments(precision, weight_slots, grad_slots, memory_budget, pad_units_to, check_grads)
         device = check_params(module)
-        if not isinstance(pad_units_to, int) or isinstance(pad_units_to, bool) or pad_units_to < 1:
-            raise ConfigError(f"pad_units_to={pad_units_to!r}: wanted a positive number of elements")
-        if not isinstance(check_grads, bool):
-            raise ConfigError(f"check_grads={check_grads!r}: wanted True or False")
         budget = None if memory_budget is None else read_budget(memory_budget, device)
         min_unit_bytes = parse_bytes("min_unit_size", min_unit_size, at_least=0)
-        found = find_units(module, units)
-        groups = group_params(module, found)
-        if min_unit_bytes:
-            found = coalesce(found, [_param_bytes(params, precision) for params in groups[1:]], min_unit_bytes)
-            groups = group_params(module, found)
+        found, groups = _find_groups(module, units, precision, min_unit_bytes)
     except StreamShardError as error:
         if ranks is not None or dist.is_initialized():
             refuse_together(ranks.everyone if ranks is not None else None, error)
         raise
-    if ranks is None:
-        ranks = groups_of(resolve_group(device))
-    refuse_together(ranks.everyone, None)
-    if device.type == "cpu" and dist.get_backend(ranks.shard) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
-    streams = Streams(device)
-    transport = make_transport(ranks.shard, streams, ranks.everyone, ranks.replica)
-    replicas = None if ranks.replicate is None else Replicas(make_transport(ranks.replicate, streams, ranks.everyone))
-    settings = {
-        "precision": precision,
-        "weight_slots": weight_slots,
-        "grad_slots": grad_slots,
-        "memory_budget": memory_budget,
-        "min_unit_size": min_unit_bytes,
-        "pad_units_to": pad_units_to,
-        "check_grads": check_grads,
-    }
-    _check_ranks_agree(transport, groups, settings)
+    transport, replicas = _connect(ranks, device)
+    _check_ranks_agree(
+        transport,
+        groups,
+        precision=precision,
+        weight_slots=weight_slots,
+        grad_slots=grad_slots,
+        memory_budget=memory_budget,
+        min_unit_size=min_unit_bytes,
+        pad_units_to=pad_units_to,
+        check_grads=check_grads,
+    )
 
     layouts = _plan_layouts(found, groups, transport.world_size, precision, pad_units_to)
     transport = share_memory(transport, _most_bytes(layouts), len(groups))
-    ledger = Ledger(device, transport.allocate_visible)
-    kinds = Counter(type(layer) for unit in found for layer in unit.modules)
-    shared = [False, *(all(kinds[type(layer)] > 1 for layer in unit.modules) for unit in found)]  # see [Note: slots]
+    ledger = Ledger(transport.streams.device, transport.allocate_visible)
     trains = [any(found_param.param.requires_grad for found_param in params) for params in groups]
-    copies = 1 if replicas is None else replicas.transport.world_size
-    needs = Needs(layouts, shared, trains, precision, _scratch_numel(transport, precision), copies)
+    copies = transport.total_size // transport.world_size
+    needs = Needs(layouts, _share_slots(found), trains, precision, _scratch_numel(transport, precision), copies)
     plan, reason = _choose_slots(needs, weight_slots, grad_slots, budget, transport)
     streamed = _allocate(needs, plan, transport, ledger)
-    buffers = BufferSync(module, transport)
     reductions = Reductions(streamed, transport, ledger, replicas)
-    engine = Engine(streamed, plan, transport, streams, ledger, buffers, needs, reductions)
+    buffers = BufferSync(module, transport)
+    engine = Engine(streamed, plan, transport, transport.streams, ledger, buffers, needs, reductions)
     engine.why_slots = reason
-    for unit, params, is_trained in zip(streamed, groups, trains, strict=True):
-        _take_weights(unit, params, transport, broadcast_weights)
-        unit.make_views(engine.on_grad)
-        if is_trained:
-            unit.allocate_grads()
-    _place_buffers(module, device, precision.buffer_dtype)
-    if broadcast_weights:
-        buffers.send_all()
+    _fill(engine, module, groups, broadcast_weights)
     if check_grads:
         shards = {shard.param: shard for shard in engine.param_shards}
         engine.reductions.check = GradCheck([shards[param] for param in module.parameters()], transport).check
@@ -149,14 +127,13 @@ def shard_model(
 
 
 def _check_arguments(
-    module: nn.Module,
     precision: Precision,
     weight_slots: SlotCount,
     grad_slots: SlotCount,
     memory_budget: MemoryBudget | None,
+    pad_units_to: int,
+    check_grads: bool,
 ) -> None:
-    if not isinstance(module, nn.Module):
-        raise ShardingError(f"StreamShard takes an nn.Module, got {type(module).__name__}")
     if not isinstance(precision, Precision):
         raise ConfigError(f"precision={precision!r}: wanted a streamshard.Precision")
     for name, count in (("weight_slots", weight_slots), ("grad_slots", grad_slots)):
@@ -164,6 +141,15 @@ def _check_arguments(
             raise ConfigError(f"{name}={count!r}: wanted an integer of at least 2, or 'all'")
         if memory_budget is not None and count != 2:
             raise ConfigError(f"{name}={count!r} and memory_budget={memory_budget!r}: the budget chooses the slots")
+    if not isinstance(pad_units_to, int) or isinstance(pad_units_to, bool) or pad_units_to < 1:
+        raise ConfigError(f"pad_units_to={pad_units_to!r}: wanted a positive number of elements")
+    if not isinstance(check_grads, bool):
+        raise ConfigError(f"check_grads={check_grads!r}: wanted True or False")
+
+
+def _check_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise ShardingError(f"StreamShard takes an nn.Module, got {type(module).__name__}")
     for name, child in module.named_modules():
         if handle_of(child) is not None:
             raise ShardingError(f"{name or type(module).__name__!r} is already sharded: StreamShard takes a model once")
@@ -173,9 +159,33 @@ def _check_arguments(
             )
 
 
-def _check_ranks_agree(
-    transport: Transport, groups: Sequence[Sequence[FoundParam]], settings: Mapping[str, object]
-) -> None:
+def _find_groups(
+    module: nn.Module, units: UnitsArgument, precision: Precision, min_unit_bytes: int
+) -> tuple[list[FoundUnit], list[list[FoundParam]]]:
+    """The units, small ones put together, and the parameters of each; those of the edge unit first."""
+    found = find_units(module, units)
+    groups = group_params(module, found)
+    if min_unit_bytes:
+        found = coalesce(found, [_param_bytes(params, precision) for params in groups[1:]], min_unit_bytes)
+        groups = group_params(module, found)
+    return found, groups
+
+
+def _connect(ranks: Groups | None, device: torch.device) -> tuple[Transport, Replicas | None]:
+    """Meet the other ranks, none of which refuses its model. With NCCL a model on the CPU moves to the GPU."""
+    if ranks is None:
+        ranks = groups_of(resolve_group(device))
+    refuse_together(ranks.everyone, None)
+    if device.type == "cpu" and dist.get_backend(ranks.shard) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    streams = Streams(device)
+    transport = make_transport(ranks.shard, streams, ranks.everyone, ranks.replica)
+    if ranks.replicate is None:
+        return transport, None
+    return transport, Replicas(make_transport(ranks.replicate, streams, ranks.everyone))
+
+
+def _check_ranks_agree(transport: Transport, groups: Sequence[Sequence[FoundParam]], **settings: object) -> None:
     """Compare what every rank is about to shard, by a hash that does not depend on the process."""
     rows = [f"{name}={value!r}" for name, value in settings.items()]
     rows += [
@@ -196,6 +206,12 @@ def _check_ranks_agree(
 
 
 # -- plan and allocate --------------------------------------------------------------------------------------------
+
+
+def _share_slots(found: Sequence[FoundUnit]) -> list[bool]:
+    """By unit, edge unit first, whether it takes turns in the block slots. See [Note: slots]."""
+    kinds = Counter(type(layer) for unit in found for layer in unit.modules)
+    return [False, *(all(kinds[type(layer)] > 1 for layer in unit.modules) for unit in found)]
 
 
 def _param_bytes(params: Sequence[FoundParam], precision: Precision) -> int:
@@ -281,6 +297,18 @@ def _largest(slot_of: Sequence[int], numel: Sequence[int]) -> dict[int, int]:
     for slot, size in zip(slot_of, numel, strict=True):
         largest[slot] = max(largest.get(slot, 0), size)
     return largest
+
+
+def _fill(engine: Engine, module: nn.Module, groups: Sequence[Sequence[FoundParam]], broadcast: bool) -> None:
+    """Weights into shards, views onto slots, room for the gradients of what trains, buffers to the device."""
+    for unit, params, is_trained in zip(engine.units, groups, engine.needs.trains, strict=True):
+        _take_weights(unit, params, engine.transport, broadcast)
+        unit.make_views(engine.on_grad)
+        if is_trained:
+            unit.allocate_grads()
+    _place_buffers(module, engine.streams.device, engine.precision.buffer_dtype)
+    if broadcast:
+        engine.buffers.send_all()
 
 
 def _take_weights(unit: StreamedUnit, params: Sequence[FoundParam], transport: Transport, broadcast: bool) -> None:

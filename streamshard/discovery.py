@@ -70,7 +70,7 @@ def _detect(root: nn.Module) -> list[nn.Module]:
         warnings.warn(
             f"{type(root).__name__} has no repeated layers that StreamShard can find: it becomes one unit, whose "
             "weights are all gathered at once. Name its layers with units=[...] to stream them",
-            stacklevel=4,
+            stacklevel=6,  # who called StreamShard
         )
     return found
 

@@ -97,7 +97,7 @@ class StreamedUnit:
         written: which parameters have a gradient in the grad slot in this backward.
         members: its layers; the edge unit has one for all its modules.
         bound_members: how many of them hold the compute views (else the sharded parameters).
-        is_bound: whether any does.
+        is_bound: whether any does; kept beside the count because it is asked at every saved weight of a backward.
         aside: by place, gradients that had to leave the grad slot before their reduction.
         reductions: how many of its reductions this backward has started.
         on_grad: called with each complete gradient of a compute view; set by `make_views`.
