@@ -10,6 +10,12 @@ is made of. A hook on the outputs' graph nodes says it earlier, and also when re
 (torch.utils.checkpoint) has hidden its saved tensors from us. Being needed closes every unit before: their gradients
 are complete, because autograd runs nodes latest-created first, and what a unit used twice still has to come is known
 from the program: its reduction stands behind its last visit.
+
+[Note: several passes]
+A backward sweeps the passes that it reaches, each when it reaches it: nobody is asked beforehand which graphs exist or
+are still alive, because the answer could differ between ranks, and with it the collectives. autograd runs nodes
+latest-created first, so the passes of one backward come one after the other, the latest first. A unit is reduced at the
+end of its turn in each of them, and adds up in the main grads; the edge unit, once, at the end.
 """
 
 from __future__ import annotations
@@ -105,9 +111,11 @@ class Engine:
         self._weights_are_current = False
         self._forward: Sweep | None = None
         self._pass: Pass | None = None
-        self._pending: list[weakref.ref[Pass]] = []
+        self._running: list[Member] = []  # layers whose forward is running, one inside the other
+        self._cast_versions: list[list[int]] = []  # of the weights that were cast last, inside no_sync()
         self._backward: Sweep | None = None
-        self._backward_passes: list[Pass] = []
+        self._swept: Pass | None = None  # the pass whose visits `_backward` walks
+        self._closed: list[Pass] = []  # passes that this backward has been through
         self._computing: StreamedUnit | None = None  # the unit whose backward is running
         self._holds_grads = False  # this backward leaves its gradients in their slots
         self._cast_done = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMPUTE, "compute shards")
@@ -168,12 +176,13 @@ class Engine:
         self.settle()
         if self.uneven is not None and (uneven := self.uneven()) is not None:
             uneven.before_pass()
-        if not self._weights_are_current:
+        if not self._weights_are_current or self._cast_versions != [unit.versions() for unit in self.units]:
             self._cast()
         visits = [index for index in self.order if index in units or index == EDGE]
         self._forward = Sweep(visits, self._slot_of, reduce=False)
-        self._pass = Pass()
+        self._pass = Pass(self.edge.versions() if torch.is_grad_enabled() else [])
         self._ask(self.edge)
+        self.edge.take_trainability()
         self.edge.bind()
 
     def _cast(self) -> None:
@@ -185,6 +194,8 @@ class Engine:
             for unit in self.units:
                 unit.refresh()
                 unit.weight_slot.content = unit.index if self.is_alone or not unit.views else None
+        if not self.is_synced:
+            self._cast_versions = [unit.versions() for unit in self.units]
         self._cast_done.record()
         self._cast_done.wait()  # rule 5: no gather reads what is still being cast
         with self.transport.guard("the start of a forward"):
@@ -198,19 +209,42 @@ class Engine:
     def pre_forward(self, member: Member) -> Run:
         """`member` is about to compute: its weights are in place and bound afterwards."""
         unit = member.unit
-        if self._backward is not None and in_backward():
+        if self._is_recomputing:
             self._recompute(unit)
-            return Run(unit, self._backward_passes[-1])
-        self._ask(unit)
-        member.bind()
-        assert self._pass is not None
-        return Run(unit, self._pass)
+            run = Run(unit, self._recomputed_pass(), unit.versions())
+        else:
+            assert self._pass is not None
+            self._ask(unit)
+            unit.take_trainability()
+            member.bind()
+            run = Run(unit, self._pass, unit.versions() if torch.is_grad_enabled() else [])
+        self._running.append(member)
+        return run
 
     def post_forward(self, member: Member) -> None:
         """`member` has computed. Its slot goes to another unit once one is asked for."""
-        if self._backward is not None and in_backward():
-            return  # recomputed: it stays until its reduction
+        self._running.pop()
+        outer = self._running[-1] if self._running else None
+        if self._is_recomputing:  # it stays until its reduction
+            if outer is not None:
+                self._recompute(outer.unit)
+            return
+        member.unit.give_trainability()
         member.unit.release(member)
+        if outer is not None:  # a layer inside a layer: the outer one goes on, with weights that may have left
+            self._ask(outer.unit)
+            outer.bind()
+
+    @property
+    def _is_recomputing(self) -> bool:
+        """Whether what runs forward now does so for a backward, rather than in a pass."""
+        return self._backward is not None and in_backward()
+
+    def _recomputed_pass(self) -> Pass:
+        """The pass that is being swept; of a graph of edge parameters alone, one without visits."""
+        if self._swept is None:
+            self._swept = Pass(self.edge.versions())
+        return self._swept
 
     def _ask(self, unit: StreamedUnit) -> None:
         """Issue what the program has up to `unit`, and let compute wait for its weights (rule 1)."""
@@ -222,7 +256,11 @@ class Engine:
         sweep, pass_ = self._forward, self._pass
         assert sweep is not None
         self._forward = self._pass = None
-        self.edge.release()
+        self._running.clear()
+        self.edge.give_trainability()
+        for unit in self.units:
+            if unit.is_bound:
+                unit.release()
         if error is not None and (self.transport.has_failed or not isinstance(error, Exception)):
             return None
         self._issue(sweep.finish())
@@ -233,7 +271,6 @@ class Engine:
             return None
         if torch.is_grad_enabled():
             pass_.visits = tuple(sweep.log)
-            self._pending.append(weakref.ref(pass_))
             if not self._has_learnt:
                 self._learn(sweep)
                 return pass_
@@ -282,29 +319,37 @@ class Engine:
 
     # -- backward -------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, pass_: Pass) -> None:
-        """Backward through `pass_` begins: the program is what the pending passes issued, reversed."""
-        if self._backward is not None:
-            if pass_ not in self._backward_passes:
-                self._close_all()
-                self._sweep_back([pass_])
+    def begin_backward(self, pass_: Pass | None) -> None:
+        """Backward has reached `pass_`: its program is what the pass issued, reversed. See [Note: several passes].
+
+        Args:
+            pass_: None for a graph in which no unit's weights are needed and no output of a pass occurs.
+        """
+        if self._backward is None:
+            self._open_backward()
+        if pass_ is None or pass_ is self._swept or pass_ in self._closed:
             return
+        if self._swept is not None:
+            self._closed.append(self._swept)
+            self._close_all()
+        self._check_versions(self.edge, pass_.edge_versions)
+        self._swept = pass_
+        self._sweep_back([unit for unit in reversed(pass_.visits) if unit != EDGE])
+
+    def _open_backward(self) -> None:
         self._holds_grads = self.plan.keeps_grads and not self.is_synced and not self.is_alone
-        if self.plan.keeps_grads:
-            for unit in self.units:
+        for unit in self.units:
+            unit.take_trainability()
+            if self.plan.keeps_grads:
                 unit.resume_grads()
-        pending = [p for ref in self._pending if (p := ref()) is not None]
-        self._pending = []
-        self._sweep_back([*(p for p in pending if p is not pass_), pass_] if pass_ not in pending else pending)
+        self._sweep_back([])
         Variable._execution_engine.queue_callback(self.finish_backward)
         self._acquire(self.edge)
         self.edge.bind()
 
-    def _sweep_back(self, passes: list[Pass]) -> None:
-        visits = [unit for p in reversed(passes) for unit in reversed(p.visits)]
+    def _sweep_back(self, visits: list[int]) -> None:
         self._backward = Sweep(visits, self._slot_of, reduce=True)
         self.reductions.due = set(visits)
-        self._backward_passes = passes
         self._issue(self._backward.release_before(0))
 
     def need(self, run: Run) -> None:
@@ -312,15 +357,35 @@ class Engine:
         unit = run.unit
         if self._computing is unit and unit.is_bound:
             return
-        if torch.is_grad_enabled() and not self.is_alone:
+        is_inside_forward = run.pass_ is self._pass
+        if torch.is_grad_enabled() and not self.is_alone and not (is_inside_forward and self._runs(unit)):
             raise ShardingError(
                 f"backward(create_graph=True) through {unit.name!r}: its weights leave their slot afterwards, so "
                 "with more than one rank gradients cannot be differentiated again"
             )
-        self.begin_backward(run.pass_)
-        self._advance(unit)
-        self._acquire(unit)
+        self._check_versions(unit, run.versions)
+        if is_inside_forward:  # torch.autograd.grad() in the model's own forward
+            self._ask(unit)
+        else:
+            self.begin_backward(run.pass_)
+            if run.pass_ is self._swept:
+                self._advance(unit)
+            self._acquire(unit)
         unit.bind()
+
+    def _runs(self, unit: StreamedUnit) -> bool:
+        """Whether a layer of `unit` is in its forward."""
+        return any(member.unit is unit for member in self._running)
+
+    def _check_versions(self, unit: StreamedUnit, versions: list[int]) -> None:
+        """Raise, as autograd does, if weights were changed in place since the forward whose backward this is."""
+        if versions != (now := unit.versions()):
+            changed = [s.name for s, was, now_ in zip(unit.shard.params, versions, now, strict=True) if was != now_]
+            raise ShardingError(
+                f"parameter {changed[0]!r} was modified by an inplace operation (optimizer.step(), load_state_dict, "
+                ".copy_()) between a forward and its backward, whose gradients would mix old activations with new "
+                "weights: run the backward first, or the forward again"
+            )
 
     def _recompute(self, unit: StreamedUnit) -> None:
         """Forward inside backward. The next unit of the program is simply early; any other is fetched beside it."""
@@ -351,18 +416,17 @@ class Engine:
     def on_grad(self, unit: StreamedUnit, place: int, grad: torch.Tensor) -> None:
         """A gradient is complete, as far as this graph goes: it moves into the grad slot (rule 3)."""
         if self._computing is not unit:
+            if self._pass is not None:
+                raise ShardingError(
+                    f"backward() inside the model's forward has made a gradient of {unit.shard.params[place].name!r}, "
+                    "which is reduced over ranks only in a backward after it: use torch.autograd.grad(..., inputs) for "
+                    "what the forward needs"
+                )
             if self._backward is None:
-                self.begin_backward(self._last_pass())
+                self.begin_backward(None)
             if unit is not self.edge:
                 self._advance(unit)
         self.reductions.take(unit, place, grad)
-
-    def _last_pass(self) -> Pass:
-        """The latest pass that is still alive: for a graph in which no unit's weights are needed."""
-        for ref in reversed(self._pending):
-            if (pass_ := ref()) is not None:
-                return pass_
-        return Pass()
 
     def _close_all(self) -> None:
         """The sweep is over: issue what is left, let go of every unit."""
@@ -381,6 +445,7 @@ class Engine:
         if self._backward is None:
             return
         self._close_all()
+        self._reduce_edge()
         if self._forward is None:
             self.edge.release()
         if self._holds_grads:
@@ -396,9 +461,14 @@ class Engine:
             for hook in (param._post_accumulate_grad_hooks or {}).values():
                 hook(param)
 
+    def _reduce_edge(self) -> None:
+        if not self._holds_grads:
+            self.reductions.start(self.edge)
+
     def _leave_backward(self) -> None:
         self._backward = None
-        self._backward_passes = []
+        self._swept = None
+        self._closed = []
 
     # -- when things go wrong -------------------------------------------------------------------------------------
 
@@ -412,20 +482,17 @@ class Engine:
         try:
             if not self.transport.has_failed:
                 self._close_all()
+                self._reduce_edge()
                 self.reductions.complete()
         finally:
             for unit in self.units:
                 if unit.is_bound:
                     unit.release()
-                if unit.reductions:
-                    unit.finish_reduce([False] * len(unit.views))
                 if self._holds_grads:
                     unit.hold_grads()
                     continue
+                unit.finish_reduce([False] * len(unit.views))
                 if unit.grad_slot is not None:
                     unit.grad_slot.content = None
-                unit.used = [False] * len(unit.views)
-            self._backward = None
-            self._backward_passes = []
-            self._pending = []
+            self._leave_backward()
             self._computing = None

@@ -147,6 +147,7 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
         raise
     finally:
         pass_ = _untraced(engine.exit, error)
+        error = None  # whose traceback has this frame, and with it the graph that the forward has left
     if pass_ is not None:
         _untraced(_watch_outputs, output, (), _BeginBackward(engine, pass_))
     return output if handle.output_dtype is None else _untraced(_cast, output, handle.output_dtype)
@@ -220,7 +221,9 @@ def _hold_back_weights(engine: Engine, run: Run) -> AbstractContextManager[None]
 
     Only the innermost pair of hooks is called by autograd, so everything that is not a weight is passed on to the pair
     that was active outside (checkpointing, ``save_on_cpu``). autograd does not check versions of packed tensors, so
-    that is done here. Closures: they are called for every saved tensor, and find local names faster than attributes.
+    that is done here. A node's own output, packed as it is, would keep the node and be kept by it, a cycle that
+    Python's collector does not see: so tensors are packed detached, and autograd puts the graph back when it unpacks.
+    Closures: they are called for every saved tensor, and find local names faster than attributes.
     """
     buffer = run.unit.weight_slot.buffer
     first_byte = buffer.data_ptr()
@@ -232,12 +235,12 @@ def _hold_back_weights(engine: Engine, run: Run) -> AbstractContextManager[None]
         """Called in forward with each tensor that is saved."""
         try:
             if first_byte <= tensor.data_ptr() < last_byte:
-                return tensor, run
+                return tensor if tensor.is_leaf else tensor.detach(), run
         except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
             pass
         if outer is not None:
             return outer[0](tensor), None
-        return tensor, tensor._version
+        return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
     def unpack(packed: tuple[Any, Any]) -> Any:
         """Called in backward when a saved tensor is read."""

@@ -8,23 +8,30 @@ __all__ = ["Pass", "Run"]
 
 
 class Pass:
-    """One outermost forward with gradients. Kept alive by the graph it made; the engine only looks on, weakly.
+    """One outermost forward with gradients. The graph that it made keeps it; nothing depends on whether that lives.
 
     Attributes:
         visits: what the program issued, units outside the program included, in order; filled at the end.
+        edge_versions: of the edge unit's sharded parameters, see `StreamedUnit.versions`.
     """
 
-    __slots__ = ("__weakref__", "visits")
+    __slots__ = ("edge_versions", "visits")
 
-    def __init__(self) -> None:
+    def __init__(self, edge_versions: list[int]) -> None:
         self.visits: tuple[int, ...] = ()
+        self.edge_versions = edge_versions
 
 
 class Run:
-    """One forward of one unit: what its saved tensors and outputs refer to when backward needs the unit."""
+    """One forward of one unit: what its saved tensors and outputs refer to when backward needs the unit.
 
-    __slots__ = ("pass_", "unit")
+    Attributes:
+        versions: of the unit's sharded parameters when it ran, see `StreamedUnit.versions`.
+    """
 
-    def __init__(self, unit: StreamedUnit, pass_: Pass) -> None:
+    __slots__ = ("pass_", "unit", "versions")
+
+    def __init__(self, unit: StreamedUnit, pass_: Pass, versions: list[int]) -> None:
         self.unit = unit
         self.pass_ = pass_
+        self.versions = versions

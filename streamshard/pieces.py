@@ -113,10 +113,10 @@ class HeldGrad(torch.Tensor):
     Clearing it or setting it to zero forgets the gradient. Its values are nobody's yet: looking at them raises.
 
     Attributes:
-        is_zero: ``zero_()`` was called.
+        on_zero: what ``zero_()`` does.
     """
 
-    is_zero: bool
+    on_zero: Callable[[], None]
     param_name: str
 
     @classmethod
@@ -124,7 +124,6 @@ class HeldGrad(torch.Tensor):
         """A stand-in of the shape of `piece`, for messages that of parameter `name`."""
         with torch._C.DisableTorchFunctionSubclass():
             held = piece.detach().as_subclass(cls)
-        held.is_zero = False
         held.param_name = name
         return held
 
@@ -137,7 +136,7 @@ class HeldGrad(torch.Tensor):
         if name in ("zero_", "_foreach_zero_"):
             for held in args[0] if name == "_foreach_zero_" else args[:1]:
                 if isinstance(held, cls):
-                    held.is_zero = True
+                    held.on_zero()
                 else:
                     held.zero_()
             return args[0]

@@ -95,9 +95,9 @@ class Reductions:
             self.replicas.add(unit, work)
 
     def start_late_ones(self) -> None:
-        """Reduce gradients that came after their unit's turn."""
-        for unit in self._units:
-            if unit.grad_slot is not None and unit.grad_slot.content == unit.index:
+        """Reduce gradients of blocks that came after their unit's turn."""
+        for unit in self._units[1:]:
+            if unit.has_unreduced and (unit.grad_slot is None or unit.grad_slot.content == unit.index):
                 self.start(unit)
 
     def finish(self) -> list[nn.Parameter]:

@@ -6,6 +6,7 @@ pieces of the main weights.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from streamshard.slots import Category, Ledger
 from streamshard.transport import Transport
 
 __all__ = ["ParamShard", "UnitShard"]
+
+_OWN_REFERENCES = 3  # to a piece that only we know: the list's, the local name's, and sys.getrefcount's
 
 
 class ParamShard(NamedTuple):
@@ -151,7 +154,13 @@ class UnitShard:
 
         Until `give_grads` the parameters hold none: what autograd puts there meanwhile (a penalty on the sharded
         parameters, say) is told apart from what was moved. A grad the user replaced is copied, a cleared one is zero.
+        One that was cleared and is kept elsewhere becomes its keeper's own: main grads are about to be written.
         """
+        for place, shard in enumerate(self.params):
+            piece = self.grad_pieces[place]
+            if sys.getrefcount(piece) > _OWN_REFERENCES and shard.param.grad is not piece and piece.numel():
+                self.grad_pieces[place] = ShardedGrad.wrap(piece.as_subclass(torch.Tensor).detach(), self._transport)
+                piece.data = piece.clone()
         self.held = [shard.param.grad is not None for shard in self.params]
         if not any(self.held):
             return False
@@ -162,11 +171,6 @@ class UnitShard:
             elif grad.data_ptr() != piece.data_ptr():
                 piece.copy_(grad)
         return True
-
-    def forget(self, place: int) -> None:
-        """The gradient of parameter `place` that was moved into the main grads is not wanted any more."""
-        self.held[place] = False
-        self.grad_pieces[place].zero_()
 
     def give_grads(self, used: Sequence[bool]) -> list[nn.Parameter]:
         """Make main grads the ``.grad`` of the parameters that held one or, by `used`, have got one; returns these."""

@@ -8,6 +8,7 @@ The unit knows how each step is done, the engine knows when. See [Note: slots] a
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -100,6 +101,7 @@ class StreamedUnit:
         is_bound: whether any does; kept beside the count because it is asked at every saved weight of a backward.
         aside: by place, gradients that had to leave the grad slot before their reduction.
         reductions: how many of its reductions this backward has started.
+        has_unreduced: whether gradients were written since the last of them.
         on_grad: called with each complete gradient of a compute view; set by `make_views`.
     """
 
@@ -120,12 +122,17 @@ class StreamedUnit:
         self.grad_slot = grad_slot
         self.on_grad: Callable[[StreamedUnit, int, torch.Tensor], None]
         self.views: list[nn.Parameter] = []
+        self._params: list[nn.Parameter] = []  # the sharded ones, in the same order
         self.written: list[bool] = []
         self.used: list[bool] = []
         self.aside: dict[int, torch.Tensor] = {}
         self.reductions = 0
+        self.has_unreduced = False
+        self._has_taken = False  # whether this backward has taken over what parameters held
         self._adds = False  # whether main grads hold something that the next reduction adds to
         self._held: list[HeldGrad | None] = []  # by parameter, what stands for gradients left in the slot
+        # By place, of parameters that have been held: their graph nodes, which live and keep their hook while these do.
+        self._own_grad_hooks: dict[int, Any] = {}
         self.members: list[Member] = []
         self.bound_members = 0
         self.is_bound = False
@@ -152,6 +159,7 @@ class StreamedUnit:
             view = nn.Parameter(flat.view(param.layout.shape), requires_grad=True)
             view.register_post_accumulate_grad_hook(_grad_taker(self, place))
             self.views.append(view)
+        self._params = [param.param for param in self.shard.params]
         self.written = [False] * len(self.views)
         self.used = [False] * len(self.views)
         self._held = [None] * len(self.views)
@@ -177,24 +185,46 @@ class StreamedUnit:
     # -- the journey ----------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Take over what the user changed since the last pass: weights, ``requires_grad``. Compute stream."""
-        trainable = False
-        for param, view in zip(self.shard.params, self.views, strict=True):
-            wanted = param.param.requires_grad
+        """Take over the weights as the user has left them. Compute stream.
+
+        Raises:
+            ShardingError: a parameter has a hook that would never run, or was given memory that cannot be used.
+        """
+        for param in self.shard.params:
             if param.param._backward_hooks:
                 raise ShardingError(
                     f"a hook on parameter {param.name!r} would never run, its gradient is made by a reduction: use "
                     "register_post_accumulate_grad_hook, which is called with the sharded gradient"
                 )
-            trainable = trainable or wanted
-            if view.requires_grad is not wanted:
-                view.requires_grad_(wanted)
-        if trainable and self.shard.grad is None:
-            self.allocate_grads()
-        self.is_trainable = trainable
         self.shard.cast()
         if self.grad_slot is None and self.shard.compute is not self._weights:
             self._follow_moved_weights()
+
+    def take_trainability(self) -> None:
+        """Let compute views need gradients as the sharded parameters do now.
+
+        Asked when a graph is made and when it is differentiated, because both decide in torch: a parameter gets a
+        gradient if it needed one in the forward and still does in the backward.
+        """
+        trainable = False
+        for param, view in zip(self._params, self.views, strict=True):
+            wanted = param.requires_grad
+            trainable = trainable or wanted
+            if view.requires_grad is not wanted:
+                view.requires_grad_(wanted)
+        self.is_trainable = trainable
+        if trainable and self.shard.grad is None:
+            self.allocate_grads()
+
+    def give_trainability(self) -> None:
+        """The unit is about to be released: what was frozen or thawed in a forward stays so."""
+        for param, view in zip(self._params, self.views, strict=True):
+            if param.requires_grad is not view.requires_grad:
+                param.requires_grad_(view.requires_grad)
+
+    def versions(self) -> list[int]:
+        """A number per sharded parameter that grows with each in-place change of it, such as an optimizer's step."""
+        return [param._version for param in self._params]
 
     def _follow_moved_weights(self) -> None:
         """One rank, fp32, and the user put other memory under a parameter: bind to what is there now."""
@@ -232,11 +262,12 @@ class StreamedUnit:
 
         Gradients that parameters hold from an earlier backward are moved into the main grads first, to be added to.
         """
-        if self.reductions == 0:
+        is_first, self._has_taken = not self._has_taken, True
+        if is_first:
             self._adds = self.shard.take_grads()
         slot = self.grad_slot
         if slot is None:
-            if self.reductions == 0:
+            if is_first:
                 self.written = [self._adds] * len(self.views)
             return
         slot.drained.wait()  # rule 3
@@ -267,7 +298,7 @@ class StreamedUnit:
     def write_grad(self, place: int, grad: torch.Tensor) -> None:
         """Gradient `place` [shape of the parameter] into the grad slot: the one copy gradients see. Compute stream."""
         target = self._grad_views[place]
-        self.used[place] = True
+        self.used[place] = self.has_unreduced = True
         if grad.is_sparse:
             grad = grad.to_dense()
         if self.written[place]:
@@ -279,6 +310,7 @@ class StreamedUnit:
     def start_reduce(self) -> Work | None:
         """Grad slot to main grads. Parameters without a gradient contribute zeros, never another unit's leftovers."""
         self.reductions += 1
+        self.has_unreduced = False
         for place, (view, is_held) in enumerate(zip(self.views, self.shard.held, strict=True)):
             if (view.requires_grad or is_held) and not self.written[place]:  # a frozen one may have kept a gradient
                 self._grad_views[place].zero_()
@@ -298,26 +330,74 @@ class StreamedUnit:
 
     def hold_grads(self) -> None:
         """Leave gradients in the slot, not reduced: parameters get a stand-in that says so, until the next backward."""
-        for place, (shard, is_used) in enumerate(zip(self.shard.params, self.used, strict=True)):
-            if is_used and self._held[place] is None:
-                self._held[place] = shard.param.grad = HeldGrad.wrap(self.shard.grad_pieces[place], shard.name)
+        if not self._has_taken:
+            return
+        if not self._main_grads_are_in_slot and not self._adds and self.shard.grad is not None:
+            self.shard.grad.zero_()
+            self._adds = True
+        for place, param in enumerate(self._params):
+            if param.grad is not None:
+                self._add_own_grad(place, param.grad)
+            if self.used[place] or self.shard.held[place]:
+                if place not in self._own_grad_hooks:
+                    self._watch_own_grads(place)
+                stand_in = HeldGrad.wrap(self.shard.grad_pieces[place], self.shard.params[place].name)
+                stand_in.on_zero = functools.partial(self._forget, place)
+                self._held[place] = param.grad = stand_in
 
     def resume_grads(self) -> None:
-        """Take the stand-ins back. Gradients whose stand-in was cleared or set to zero meanwhile are forgotten."""
+        """Take the stand-ins back. Gradients whose stand-in was cleared meanwhile are forgotten."""
         for place, stand_in in enumerate(self._held):
             if stand_in is None:
                 continue
-            param, self._held[place] = self.shard.params[place].param, None
-            if param.grad is not stand_in or stand_in.is_zero:
-                self.used[place] = self.written[place] = False
-                self.shard.forget(place)
-            param.grad = None
+            param, self._held[place] = self._params[place], None
+            grad, param.grad = param.grad, None
+            if grad is not stand_in:
+                self._forget(place)
+                self.used[place] = self.shard.held[place] = False
+                if grad is not None:
+                    self._add_own_grad(place, grad)
+
+    def _forget(self, place: int) -> None:
+        """The gradient of parameter `place` that waits in the slot, or in the main grads, is zero from now on."""
+        self._grad_views[place].zero_()
+        self.shard.grad_pieces[place].zero_()
+        self.written[place] = True
+
+    def _add_own_grad(self, place: int, grad: torch.Tensor) -> None:
+        """Add what autograd, or the user, has given to the sharded parameter itself: no other rank has a part in it."""
+        if self._main_grads_are_in_slot:
+            if not self.written[place]:
+                self._grad_views[place].zero_()
+                self.written[place] = True
+            self.shard.grad_pieces[place].add_(grad, alpha=self.shard.layout.world_size)  # of which the mean is taken
+        else:
+            self.shard.grad_pieces[place].add_(grad)
+        self.shard.held[place] = True
+
+    def _watch_own_grads(self, place: int) -> None:
+        """While a stand-in is held, autograd adds to it in place: to what it stands for, of which the mean is taken."""
+        node = torch.autograd.graph.get_gradient_edge(self._params[place]).node
+        unit_of, factor = weakref.ref(self), self.shard.layout.world_size
+
+        def scale(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+            unit = unit_of()
+            if unit is None or grads[0] is None or unit._held[place] is None or not unit._main_grads_are_in_slot:
+                return None
+            return (grads[0] * factor,) if unit._params[place].grad is unit._held[place] else None
+
+        node.register_prehook(scale)
+        self._own_grad_hooks[place] = node
 
     def finish_reduce(self, used: Sequence[bool]) -> list[nn.Parameter]:
         """Main grads become the sharded parameters' ``.grad``, for those that some rank used, which are returned."""
         trained = [view.requires_grad and is_used for view, is_used in zip(self.views, used, strict=True)]
         self.reductions = 0
+        self.has_unreduced = False
         self.used = [False] * len(self.views)
+        if not self._has_taken:
+            return []
+        self._has_taken = False
         return self.shard.give_grads(trained)
 
     # -- outside of steps -----------------------------------------------------------------------------------------
