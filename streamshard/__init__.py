@@ -20,6 +20,7 @@ from streamshard.errors import (
     StreamShardError,
     UnitError,
 )
+from streamshard.hooks import register_forward_method
 from streamshard.optim.distributed import DistributedOptimizer
 from streamshard.optim.local_sgd import LocalSGD
 from streamshard.optim.scaler import GradScaler
@@ -44,4 +45,5 @@ __all__ = [
     "full_optimizer_state_dict",
     "load_optimizer_state_dict",
     "load_safetensors",
+    "register_forward_method",
 ]

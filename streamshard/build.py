@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from streamshard.away import Home, ShardedParameters
 from streamshard.buffers import BufferSync
 from streamshard.config import Precision, parse_bytes
 from streamshard.discovery import (
@@ -334,23 +335,26 @@ def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype |
 
 def _attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engine) -> None:
     """Register compute views beside the sharded parameters, and watch units and the modules around them."""
-    engine.check_structure = Structure(root).check
     views = {
         shard.param: view for unit in engine.units for shard, view in zip(unit.shard.params, unit.views, strict=True)
     }
     owner = owners_of(found)
     members: dict[nn.Module, Member] = {}
+    homes = {unit: Home(unit, engine) for unit in engine.units}
     for place, unit in enumerate(found, 1):
         for layer in unit.modules:
             members[layer] = engine.units[place].add_member()
             for module in layer.modules():
                 if owner[module] == place:
+                    _answer_for_parameters(module, homes[engine.units[place]])
                     _bind_views(members[layer], module, views)
     edge = engine.edge.add_member()
     for module in root.modules():
         if owner.get(module, EDGE) == EDGE:
+            _answer_for_parameters(module, homes[engine.edge])
             _bind_views(edge, module, views)
         module.register_load_state_dict_pre_hook(_LoadWhole(engine))
+    engine.check_structure = Structure(root).check
     if not engine.is_alone:
         root.register_state_dict_post_hook(_mark_pieces)
     cast_dtype = engine.precision.param_dtype if engine.precision.cast_inputs else None
@@ -360,17 +364,25 @@ def _attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Eng
             units = frozenset(range(len(engine.units)))
             watch(root, Handle(engine, None, units, cast_dtype, engine.precision.output_dtype), base)
         elif member is not None:
-            watch(module, Handle(engine, member, frozenset((EDGE, member.unit.index)), cast_dtype, None))
+            away = homes[member.unit].away
+            watch(module, Handle(engine, member, frozenset((EDGE, member.unit.index)), cast_dtype, None, away))
         elif module not in owner and (module._parameters or any(child in owner for child in module.modules())):
             inside = frozenset(members[child].unit.index for child in module.modules() if child in members)
             watch(module, Handle(engine, None, inside | {EDGE}, cast_dtype, None))
+
+
+def _answer_for_parameters(module: nn.Module, home: Home) -> None:
+    """Inside a pass, look-ups of the module's parameters are answered by `home`. See [Note: away]."""
+    places = {shard.param: place for place, shard in enumerate(home.unit.shard.params)}
+    if any(param in places for param in module._parameters.values()):
+        module.__dict__["_parameters"] = ShardedParameters(module._parameters, home, places)
 
 
 def _bind_views(member: Member, module: nn.Module, views: Mapping[nn.Parameter, nn.Parameter]) -> None:
     sharded = module._parameters
     if not any(param is not None for param in sharded.values()):
         return
-    computing = {name: None if param is None else views[param] for name, param in sharded.items()}
+    computing = {name: None if param is None else views[param] for name, param in dict.items(sharded)}
     member.add_binding(module.__dict__, "_parameters", sharded, computing)
     if isinstance(module, nn.RNNBase):  # keeps its weights a second time, for cuDNN
         names = module._flat_weights_names

@@ -20,15 +20,17 @@ end of its turn in each of them, and adds up in the main grads; the edge unit, o
 
 from __future__ import annotations
 
+import bisect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.autograd import Variable
 
 from streamshard.buffers import BufferSync
+from streamshard.edits import Edits
 from streamshard.errors import ShardingError
 from streamshard.passes import Pass, Run
 from streamshard.planner import Needs
@@ -60,6 +62,26 @@ class UnevenSteps(Protocol):
         """``model.clip_grad_norm_`` was called."""
 
 
+class Borrowed(NamedTuple):
+    """A unit that is in its slot for somebody else's sake. See `Engine.borrow`.
+
+    Attributes:
+        engine: whose.
+        unit: is in its slot.
+        evicted: layers of another unit that were bound, and computing perhaps, when it came.
+        run: what saved tensors refer to; None where somebody else's hooks take care of them.
+    """
+
+    engine: Engine
+    unit: StreamedUnit
+    evicted: list[Member]
+    run: Run | None
+
+    def give_back(self) -> None:
+        """The slot goes back to whom it was taken from."""
+        self.engine.take_back(self.unit, self.evicted)
+
+
 class Engine:
     """Streams units through slots.
 
@@ -76,6 +98,7 @@ class Engine:
         uneven: set while ranks may run out of inputs.
         is_synced: False inside ``no_sync()``: weights cannot have changed since the last pass, so what slots hold is
             reused.
+        slots_span: first and last address (exclusive) between which all slots lie that units take turns in.
         step_lock: held by the thread that is in an optimizer's step, see `streamshard.DistributedOptimizer`.
     """
 
@@ -96,6 +119,7 @@ class Engine:
         self.ledger = ledger
         self.buffers = buffers
         self.reductions = reductions
+        self.edits = Edits(self.units, transport)
         self.why_slots = ""
         self.check_structure: Callable[[], None] = lambda: None
         self.is_synced = True
@@ -111,6 +135,8 @@ class Engine:
         self._weights_are_current = False
         self._forward: Sweep | None = None
         self._pass: Pass | None = None
+        self._entering: frozenset[int] | None = None  # the units of a pass that begins when weights are first read
+        self._is_delivering = False  # gradients are final: hooks of the sharded parameters run
         self._running: list[Member] = []  # layers whose forward is running, one inside the other
         self._cast_versions: list[list[int]] = []  # of the weights that were cast last, inside no_sync()
         self._backward: Sweep | None = None
@@ -118,6 +144,11 @@ class Engine:
         self._closed: list[Pass] = []  # passes that this backward has been through
         self._computing: StreamedUnit | None = None  # the unit whose backward is running
         self._holds_grads = False  # this backward leaves its gradients in their slots
+        slots = {unit.weight_slot for unit in units if unit.weight_slot.is_shared}
+        self._shared_slots = sorted(slots, key=lambda slot: slot.first_byte)
+        self._slot_starts = [slot.first_byte for slot in self._shared_slots]
+        # [first, last) byte between which all of them lie.
+        self.slots_span = (self._slot_starts[0], max(slot.last_byte for slot in slots)) if slots else (0, 0)
         self._cast_done = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMPUTE, "compute shards")
         self._gathers_done = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMM, "gathered shards")
 
@@ -154,23 +185,38 @@ class Engine:
 
     # -- forward --------------------------------------------------------------------------------------------------
 
-    def enter(self, units: frozenset[int]) -> None:
-        """The forward of a watched module begins; the outermost one begins a pass over `units`."""
+    def enter(self, units: frozenset[int], *, at_first_read: bool = False) -> None:
+        """The forward of a watched module begins; the outermost one begins a pass over `units`.
+
+        Args:
+            units: what may be used.
+            at_first_read: the pass begins only when weights are asked for: hooks that run before may change them.
+        """
         self.depth += 1
-        if self.depth > 1 or self._backward is not None and in_backward():
+        if self.depth > 1 or self._is_recomputing:
             return
         try:
-            self._begin_pass(units)
+            self._entering = units
+            if not at_first_read:
+                self._begin_if_entering()
         except BaseException:
             self.depth -= 1
             raise
 
+    def _begin_if_entering(self) -> None:
+        units, self._entering = self._entering, None
+        if units is not None:
+            self._begin_pass(units)
+
     def exit(self, error: BaseException | None) -> Pass | None:
         """The forward of a watched module is over; the outermost one ends the pass, which is returned."""
         self.depth -= 1
-        if self.depth > 0 or self._forward is None:
+        if self.depth > 0:
             return None
-        return self._end_pass(error)
+        if error is None:
+            self._begin_if_entering()
+        self._entering = None
+        return None if self._forward is None else self._end_pass(error)
 
     def _begin_pass(self, units: frozenset[int]) -> None:
         self.settle()
@@ -181,9 +227,9 @@ class Engine:
         visits = [index for index in self.order if index in units or index == EDGE]
         self._forward = Sweep(visits, self._slot_of, reduce=False)
         self._pass = Pass(self.edge.versions() if torch.is_grad_enabled() else [])
+        self.edits.begin_pass()
         self._ask(self.edge)
-        self.edge.take_trainability()
-        self.edge.bind()
+        self._bind(self.edge.members[0])
 
     def _cast(self) -> None:
         """Main weights to compute shards, between the last pass's gathers and this one's (rule 5)."""
@@ -213,10 +259,10 @@ class Engine:
             self._recompute(unit)
             run = Run(unit, self._recomputed_pass(), unit.versions())
         else:
+            self._begin_if_entering()
             assert self._pass is not None
             self._ask(unit)
-            unit.take_trainability()
-            member.bind()
+            self._bind(member)
             run = Run(unit, self._pass, unit.versions() if torch.is_grad_enabled() else [])
         self._running.append(member)
         return run
@@ -229,11 +275,25 @@ class Engine:
             if outer is not None:
                 self._recompute(outer.unit)
             return
-        member.unit.give_trainability()
+        self._take_edits(member.unit)
         member.unit.release(member)
         if outer is not None:  # a layer inside a layer: the outer one goes on, with weights that may have left
             self._ask(outer.unit)
-            outer.bind()
+            self._bind(outer)
+
+    def _bind(self, member: Member) -> None:
+        """`member` computes with its unit's slot from here on. What the unit was like before is remembered."""
+        unit = member.unit
+        unit.take_trainability()
+        self.edits.restore(unit)
+        unit.forget_edits()
+        member.bind()
+
+    def _take_edits(self, unit: StreamedUnit) -> None:
+        """What its forward has changed about the unit itself persists."""
+        unit.give_trainability()
+        if self.edits.may_have_changed(unit):
+            self.edits.keep(unit)
 
     @property
     def _is_recomputing(self) -> bool:
@@ -252,12 +312,72 @@ class Engine:
         self._issue(self._forward.ask(unit.index))
         self._acquire(unit)
 
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a pass is under way."""
+        return self._pass is not None
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether weights may be asked for: in a pass, and in a backward, which may recompute."""
+        if self._pass is not None or self._entering is not None:
+            return True
+        return not self._is_delivering and in_backward()
+
+    def borrow(self, unit: StreamedUnit) -> Borrowed:
+        """Weights of `unit` are read while no layer of it runs: they are in its slot until they are given back."""
+        self._begin_if_entering()
+        content = unit.weight_slot.content
+        holder = None if content is None or content == unit.index else self.units[content]
+        evicted = [member for member in holder.members if member.is_bound] if holder is not None else []
+        if self._pass is None and self._backward is None:  # nobody has said yet that backward has begun
+            self.begin_backward(None)
+        # Only the innermost saved-tensor hooks are called. A running layer's are ours, in a recomputation too; others',
+        # such as a checkpoint's around the root's own code, have to see the same number of tensors both times.
+        is_ours = self._running or torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        self._acquire(unit)  # beside the program, which would take the running layer's turn to be over
+        if self._pass is not None:
+            self._depart(unit)
+            unit.take_trainability()
+            return Borrowed(self, unit, evicted, self.borrowing(unit) if is_ours else None)
+        return Borrowed(self, unit, evicted, self.borrowing(unit) if self._running else None)
+
+    def borrowing(self, unit: StreamedUnit) -> Run:
+        """What refers to weights of `unit` that are read in the pass under way, or the one that is recomputed."""
+        pass_ = self._recomputed_pass() if self._pass is None else self._pass
+        return Run(unit, pass_, unit.versions(), is_borrowed=True)
+
+    def _depart(self, unit: StreamedUnit) -> None:
+        assert self._forward is not None and self._pass is not None
+        if unit is not self.edge:
+            self._forward.depart(unit.index)
+            self._pass.borrowed.add(unit.index)
+
+    def unit_at(self, address: int) -> StreamedUnit | None:
+        """The unit whose weights lie at `address`, of those that share their slots."""
+        place = bisect.bisect(self._slot_starts, address) - 1
+        slot = self._shared_slots[place] if place >= 0 else None
+        if slot is None or slot.content is None or address >= slot.last_byte:
+            return None
+        return self.units[slot.content]
+
+    def take_back(self, unit: StreamedUnit, evicted: Sequence[Member]) -> None:
+        """A borrowed unit is given back: members of the unit that had to leave for it find their weights again."""
+        unit.weight_slot.released.record()
+        for member in evicted:
+            self._acquire(member.unit)
+            if self._is_recomputing:
+                member.bind()
+            else:
+                self._bind(member)
+
     def _end_pass(self, error: BaseException | None) -> Pass | None:
         sweep, pass_ = self._forward, self._pass
         assert sweep is not None
         self._forward = self._pass = None
         self._running.clear()
-        self.edge.give_trainability()
+        if error is None:
+            self._take_edits(self.edge)
         for unit in self.units:
             if unit.is_bound:
                 unit.release()
@@ -269,6 +389,8 @@ class Engine:
         self._weights_are_current = not self.is_synced
         if error is not None or pass_ is None:
             return None
+        if self.edits.end_pass():
+            self._cast()  # backward computes with what forward has left
         if torch.is_grad_enabled():
             pass_.visits = tuple(sweep.log)
             if not self._has_learnt:
@@ -355,7 +477,7 @@ class Engine:
     def need(self, run: Run) -> None:
         """Backward is about to read the weights of `run`'s unit (rule 1). Called any number of times."""
         unit = run.unit
-        if self._computing is unit and unit.is_bound:
+        if self._computing is unit and unit.is_bound and not run.is_borrowed:
             return
         is_inside_forward = run.pass_ is self._pass
         if torch.is_grad_enabled() and not self.is_alone and not (is_inside_forward and self._runs(unit)):
@@ -365,13 +487,14 @@ class Engine:
             )
         self._check_versions(unit, run.versions)
         if is_inside_forward:  # torch.autograd.grad() in the model's own forward
-            self._ask(unit)
+            self._depart(unit)
         else:
             self.begin_backward(run.pass_)
-            if run.pass_ is self._swept:
+            if run.pass_ is self._swept and not run.is_borrowed:
                 self._advance(unit)
-            self._acquire(unit)
-        unit.bind()
+        self._acquire(unit)
+        if not run.is_borrowed:
+            unit.bind()
 
     def _runs(self, unit: StreamedUnit) -> bool:
         """Whether a layer of `unit` is in its forward."""
@@ -424,7 +547,8 @@ class Engine:
                 )
             if self._backward is None:
                 self.begin_backward(None)
-            if unit is not self.edge:
+            # Of a unit that was borrowed a part comes while others compute, whose turn is not over.
+            if unit is not self.edge and not (self._swept is not None and unit.index in self._swept.borrowed):
                 self._advance(unit)
         self.reductions.take(unit, place, grad)
 
@@ -457,9 +581,13 @@ class Engine:
         self._leave_backward()
         if self.reductions.check is not None:
             self.reductions.check()
-        for param in given:  # last: a hook may step and clear the gradient
-            for hook in (param._post_accumulate_grad_hooks or {}).values():
-                hook(param)
+        self._is_delivering = True
+        try:
+            for param in given:  # last: a hook may step and clear the gradient
+                for hook in (param._post_accumulate_grad_hooks or {}).values():
+                    hook(param)
+        finally:
+            self._is_delivering = False
 
     def _reduce_edge(self) -> None:
         if not self._holds_grads:

@@ -8,6 +8,9 @@ checkpointing layer recomputes.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -19,7 +22,7 @@ from torch._dynamo.decorators import skip
 from torch.nn.parallel import DistributedDataParallel
 
 from streamshard.engine import Engine
-from streamshard.errors import ShardingError
+from streamshard.errors import ConfigError, ShardingError
 from streamshard.passes import Pass, Run
 from streamshard.unit import Member
 
@@ -31,6 +34,9 @@ __all__ = [
     "call_shell",
     "call_unit",
     "handle_of",
+    "holding_back_weights",
+    "register_forward_method",
+    "tensors_in",
     "watch",
     "watched_class",
 ]
@@ -60,6 +66,7 @@ class Handle(NamedTuple):
         units: indices of the units inside, the module's own included.
         cast_dtype: floating-point inputs are cast to it; None leaves them.
         output_dtype: floating-point outputs of the root are cast to it; None leaves them.
+        away: what stands for the weight at a place of the unit when the unit is elsewhere; of a unit's layers.
     """
 
     engine: Engine
@@ -67,6 +74,7 @@ class Handle(NamedTuple):
     units: frozenset[int]
     cast_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
+    away: Callable[[int], torch.Tensor] | None = None
 
 
 def handle_of(module: nn.Module) -> Handle | None:
@@ -138,7 +146,10 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
         )
     if handle.cast_dtype is not None:
         args, kwargs = _untraced(_cast, (args, kwargs), handle.cast_dtype)
-    _untraced(engine.enter, handle.units)
+    if _has_pre_hooks(call) and get_eval_frame_callback() in (None, False):
+        engine.enter(handle.units, at_first_read=True)
+    else:
+        _untraced(engine.enter, handle.units)
     error: BaseException | None = None
     try:
         output = call(*args, **kwargs)
@@ -151,6 +162,12 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
     if pass_ is not None:
         _untraced(_watch_outputs, output, (), _BeginBackward(engine, pass_))
     return output if handle.output_dtype is None else _untraced(_cast, output, handle.output_dtype)
+
+
+def _has_pre_hooks(call: Callable[..., Any]) -> bool:
+    """Whether hooks run before forward: they see sharded parameters, and what they change is computed with."""
+    module = getattr(call, "__self__", None)
+    return isinstance(module, nn.Module) and bool(module._forward_pre_hooks) and module._compiled_call_impl is None
 
 
 @skip
@@ -168,15 +185,51 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     has_graph = torch.is_grad_enabled()
     try:
         if has_graph and member.unit.weight_slot.is_shared:
-            with _hold_back_weights(engine, run):
+            with holding_back_weights(engine, run):
                 output = call(*args, **kwargs)
         else:
             output = call(*args, **kwargs)
+        if member.unit.weight_slot.is_shared:
+            output = _untraced(_leave_weights, output, handle)
     finally:
         _untraced(engine.post_forward, member)
     if has_graph:
         _untraced(_watch_outputs, output, args, _Need(engine, run))
     return output
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let calls of ``module.name(...)`` be passes, as calls of the module are: with whole weights, and gradients.
+
+    For methods beside ``forward`` that compute with the module's own weights: ``encode``, ``get_image_features``.
+    Methods that only call layers need nothing, nor does anything that runs inside a forward.
+
+    Args:
+        module: a model made by `StreamShard`, a layer of it that is a unit, or a module around them.
+        name: of the method.
+
+    Raises:
+        ShardingError: `module` is not sharded, or is a part of a layer.
+        ConfigError: it has no such method.
+    """
+    handle = handle_of(module)
+    if handle is None:
+        raise ShardingError(
+            f"{type(module).__name__} is not sharded: wanted a model made by StreamShard, a layer that it streams, "
+            "or a module around them"
+        )
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise ConfigError(f"{type(module).__name__} has no method {name!r}")
+    # Not the bound method, which would keep the module that keeps it.
+    bind = (lambda: method) if not inspect.ismethod(method) else weakref.WeakMethod(method)
+    call = call_shell if handle.member is None else call_unit
+
+    @functools.wraps(getattr(method, "__func__", method))
+    def forward_method(*args: Any, **kwargs: Any) -> Any:
+        return call(handle, bind(), args, kwargs)
+
+    module.__dict__[name] = forward_method
 
 
 # -- need ---------------------------------------------------------------------------------------------------------
@@ -216,8 +269,8 @@ def backward_of(engine: Engine, pass_: Pass) -> None:
     loss.backward()
 
 
-def _hold_back_weights(engine: Engine, run: Run) -> AbstractContextManager[None]:
-    """Saved-tensor hooks of one unit's forward. See [Note: need] in `streamshard.engine`.
+def holding_back_weights(engine: Engine, run: Run) -> AbstractContextManager[None]:
+    """Saved-tensor hooks for what computes with the weights of `run`'s unit. See [Note: need] in `streamshard.engine`.
 
     Only the innermost pair of hooks is called by autograd, so everything that is not a weight is passed on to the pair
     that was active outside (checkpointing, ``save_on_cpu``). autograd does not check versions of packed tensors, so
@@ -225,17 +278,21 @@ def _hold_back_weights(engine: Engine, run: Run) -> AbstractContextManager[None]
     Python's collector does not see: so tensors are packed detached, and autograd puts the graph back when it unpacks.
     Closures: they are called for every saved tensor, and find local names faster than attributes.
     """
-    buffer = run.unit.weight_slot.buffer
-    first_byte = buffer.data_ptr()
-    last_byte = first_byte + buffer.numel() * buffer.element_size()
+    lowest, highest = engine.slots_span
+    slot = run.unit.weight_slot
+    first_byte, last_byte = slot.first_byte, slot.last_byte
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     need = engine.need
 
     def pack(tensor: torch.Tensor) -> tuple[Any, Any]:
         """Called in forward with each tensor that is saved."""
         try:
-            if first_byte <= tensor.data_ptr() < last_byte:
-                return tensor if tensor.is_leaf else tensor.detach(), run
+            address = tensor.data_ptr()
+            if lowest <= address < highest:
+                if first_byte <= address < last_byte:
+                    return tensor if tensor.is_leaf else tensor.detach(), run
+                if (other := engine.unit_at(address)) is not None:  # another layer's weight that this one has read
+                    return tensor if tensor.is_leaf else tensor.detach(), engine.borrowing(other)
         except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
             pass
         if outer is not None:
@@ -245,11 +302,13 @@ def _hold_back_weights(engine: Engine, run: Run) -> AbstractContextManager[None]
     def unpack(packed: tuple[Any, Any]) -> Any:
         """Called in backward when a saved tensor is read."""
         saved, mark = packed
-        if mark is run:
-            need(run)
-        elif mark is None and outer is not None:
+        if isinstance(mark, Run):
+            need(mark)
+            # A copy of what was borrowed: other weights that the same node reads may take the slot.
+            return mark.unit.copy_out(saved) if mark.is_borrowed else saved
+        if mark is None and outer is not None:
             return outer[1](saved)
-        elif saved._version != mark:
+        if saved._version != mark:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{tuple(saved.shape)} {saved.dtype}, saved in the forward of {run.unit.name!r}, is at version "
@@ -262,7 +321,7 @@ def _hold_back_weights(engine: Engine, run: Run) -> AbstractContextManager[None]
 
 def _watch_outputs(output: Any, inputs: tuple[Any, ...], prehook: Callable[[Any], None]) -> None:
     """Call `prehook` before backward runs the node of any tensor in `output` that is not one of `inputs`."""
-    for tensor in _tensors(output):
+    for tensor in tensors_in(output):
         if tensor.grad_fn is None or any(tensor is given for given in inputs):
             continue
         tensor.grad_fn.register_prehook(prehook)
@@ -271,18 +330,53 @@ def _watch_outputs(output: Any, inputs: tuple[Any, ...], prehook: Callable[[Any]
             tensor._base.grad_fn.register_prehook(prehook)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _leave_weights(output: Any, handle: Handle) -> Any:
+    """`output` of a unit's layer without views of the slot, which holds another layer's weights soon.
+
+    A weight itself is replaced by what stands for it while its unit is elsewhere.
+
+    Raises:
+        ShardingError: it is a part of a weight, or otherwise made of its memory.
+    """
+    if isinstance(output, torch.Tensor):
+        assert handle.member is not None and handle.away is not None
+        unit = handle.member.unit
+        if not unit.weight_slot.holds(output):
+            return output
+        for place, view in enumerate(unit.views):
+            if output is view:
+                return handle.away(place)
+        raise ShardingError(
+            f"a layer of {unit.name!r} returns a view of one of its weights, {tuple(output.shape)} {output.dtype}, "
+            "which lies in a buffer that other layers use next: return a clone() of it, or the parameter itself"
+        )
+    if isinstance(output, dict):
+        items = {key: _leave_weights(item, handle) for key, item in output.items()}
+        changed = {key: item for key, item in items.items() if item is not output[key]}
+        for key, item in changed.items():
+            output[key] = item
+        return output
+    if isinstance(output, list | tuple):
+        left = [_leave_weights(item, handle) for item in output]
+        if all(new is old for new, old in zip(left, output, strict=True)):
+            return output
+        return type(output)(*left) if hasattr(output, "_fields") else type(output)(left)
+    return output
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in `value`: itself, or in mappings, lists, tuples, sets and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, list | tuple | set | frozenset):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name, None))
+            yield from tensors_in(getattr(value, field.name, None))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

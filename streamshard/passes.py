@@ -12,13 +12,15 @@ class Pass:
 
     Attributes:
         visits: what the program issued, units outside the program included, in order; filled at the end.
+        borrowed: indices of units whose weights were read while none of their layers ran.
         edge_versions: of the edge unit's sharded parameters, see `StreamedUnit.versions`.
     """
 
-    __slots__ = ("edge_versions", "visits")
+    __slots__ = ("borrowed", "edge_versions", "visits")
 
     def __init__(self, edge_versions: list[int]) -> None:
         self.visits: tuple[int, ...] = ()
+        self.borrowed: set[int] = set()
         self.edge_versions = edge_versions
 
 
@@ -27,11 +29,13 @@ class Run:
 
     Attributes:
         versions: of the unit's sharded parameters when it ran, see `StreamedUnit.versions`.
+        is_borrowed: no forward of the unit, but one that read its weights.
     """
 
-    __slots__ = ("pass_", "unit", "versions")
+    __slots__ = ("is_borrowed", "pass_", "unit", "versions")
 
-    def __init__(self, unit: StreamedUnit, pass_: Pass, versions: list[int]) -> None:
+    def __init__(self, unit: StreamedUnit, pass_: Pass, versions: list[int], *, is_borrowed: bool = False) -> None:
+        self.is_borrowed = is_borrowed
         self.unit = unit
         self.pass_ = pass_
         self.versions = versions

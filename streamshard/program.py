@@ -102,6 +102,10 @@ class Sweep:
         self.log.append(unit)
         return ops
 
+    def depart(self, unit: int) -> None:
+        """`unit` is used beside the program, while another unit's visit goes on: backward has to come by there."""
+        self.log.append(unit)
+
     def find(self, unit: int, start: int = 0) -> int | None:
         """The next visit of `unit` that is not released, at or after visit `start`; None if there is none."""
         for k in range(max(start, self.released), len(self.visits)):

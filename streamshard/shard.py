@@ -71,6 +71,7 @@ class UnitShard:
         compute: [shard_numel] param_dtype.
         grad: [shard_numel] fp32; None until `place_grad` (a unit that is frozen altogether needs none).
         params: filled by `add`.
+        is_in_slot: the compute shard is a range of a weight slot.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class UnitShard:
         self.params: list[ParamShard] = []
         self.grad_pieces: list[ShardedGrad] = []
         self.held: list[bool] = []  # which parameters' gradients lie in the main grads during a backward
-        self._weights_are_in_slot = weights is not None
+        self.is_in_slot = weights is not None
         numel, is_cast = layout.shard_numel, param_dtype is not torch.float32
         if weights is None:
             category = Category.COMPUTE_SHARDS if is_cast else Category.MAIN_WEIGHTS
@@ -138,7 +139,7 @@ class UnitShard:
         for shard in moved:
             _check_moved(shard)
         if self.compute is self.main:
-            if self._weights_are_in_slot:
+            if self.is_in_slot:
                 raise ShardingError(
                     f"parameter {moved[0].name!r} was given other memory (param.data = ...). With weight_slots='all' "
                     "in fp32 its own is part of the slot that layers compute with and would be overwritten: copy into "
@@ -148,6 +149,19 @@ class UnitShard:
             self.compute = self._ledger.allocate(Category.COMPUTE_SHARDS, numel, torch.float32, is_visible=True)
         for shard in self.params:
             shard.shaped(self.compute).copy_(shard.param.detach())
+
+    def write_main(self, values: torch.Tensor, mask: torch.Tensor) -> None:
+        """Overwrite main weights of this rank where `mask` is set. The user has not changed them: versions stay.
+
+        Args:
+            values: [padded_numel] fp32, the whole unit.
+            mask: [padded_numel] bool.
+        """
+        for shard in self.params:
+            own = slice(shard.layout.offset + shard.local.start, shard.layout.offset + shard.local.stop)
+            main = shard.param.data.view(-1)
+            kept = main.to(self.compute.dtype).float() == values[own]  # finer than what was computed with
+            main.copy_(torch.where(mask[own] & ~kept, values[own], main))
 
     def take_grads(self) -> bool:
         """Move the gradients that parameters hold into the main grads, to be added to; whether there were any.

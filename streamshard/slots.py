@@ -148,6 +148,23 @@ class WeightSlot:
         self.arrived = Fence(streams, Rule.WEIGHTS_ARRIVED, StreamName.COMM, what)
         self.released = Fence(streams, Rule.SLOT_RELEASED, StreamName.COMPUTE, what)
 
+    @property
+    def first_byte(self) -> int:
+        """Its address."""
+        return self.buffer.data_ptr()
+
+    @property
+    def last_byte(self) -> int:
+        """The address behind it."""
+        return self.buffer.data_ptr() + self.buffer.numel() * self.buffer.element_size()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in it."""
+        try:
+            return self.first_byte <= tensor.data_ptr() < self.last_byte
+        except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
+            return False
+
 
 class Scratch:
     """What reductions need beside a grad slot. Allocated when the first of its units trains.

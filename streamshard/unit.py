@@ -94,6 +94,7 @@ class StreamedUnit:
         scratch_numel: elements of scratch that its reductions need.
 
     Attributes:
+        weights: [padded_numel] param_dtype, its part of the weight slot.
         views: its compute views, one nn.Parameter per parameter, made once.
         written: which parameters have a gradient in the grad slot in this backward.
         members: its layers; the edge unit has one for all its modules.
@@ -139,7 +140,8 @@ class StreamedUnit:
         self.is_trainable = False
         self._transport = transport
         self._grad_views: list[torch.Tensor] = []
-        self._weights = weight_slot.buffer.narrow(0, 0, shard.layout.padded_numel)
+        self.weights = weight_slot.buffer.narrow(0, 0, shard.layout.padded_numel)
+        self._seen_version = 0  # of the compute views, which share one counter
         self._grads: torch.Tensor | None = None  # its part of the grad slot
         self._main_grads_are_in_slot = False
         self.scratch_numel = scratch_numel
@@ -153,7 +155,7 @@ class StreamedUnit:
         autograd's back, on purpose, and must not look like in-place edits of saved tensors.
         """
         self.on_grad = on_grad
-        alias = self._weights.data
+        alias = self.weights.data
         for place, param in enumerate(self.shard.params):
             flat = alias.narrow(0, param.layout.offset, param.layout.numel)
             view = nn.Parameter(flat.view(param.layout.shape), requires_grad=True)
@@ -197,7 +199,7 @@ class StreamedUnit:
                     "register_post_accumulate_grad_hook, which is called with the sharded gradient"
                 )
         self.shard.cast()
-        if self.grad_slot is None and self.shard.compute is not self._weights:
+        if self.grad_slot is None and self.shard.compute is not self.weights:
             self._follow_moved_weights()
 
     def take_trainability(self) -> None:
@@ -226,19 +228,52 @@ class StreamedUnit:
         """A number per sharded parameter that grows with each in-place change of it, such as an optimizer's step."""
         return [param._version for param in self._params]
 
+    @property
+    def has_edits(self) -> bool:
+        """Whether somebody has written to the compute views since `forget_edits`: gathers do not count."""
+        return bool(self.views) and self.views[0]._version != self._seen_version
+
+    def forget_edits(self) -> None:
+        """What was written to the compute views so far is known, or not of interest."""
+        if self.views:
+            self._seen_version = self.views[0]._version
+
+    def differs_from_shard(self) -> bool:
+        """Whether this rank's range of the slot is something else than its compute shard. The host waits."""
+        own = self.weights.narrow(
+            0, self._transport.rank * self.shard.layout.shard_numel, self.shard.layout.shard_numel
+        )
+        return not torch.equal(own, self.shard.compute)
+
+    def put_back_views(self) -> str | None:
+        """Let all compute views be parts of the slot again; the name of the first that was not, None if all were."""
+        moved = None
+        for param, view in zip(self.shard.params, self.views, strict=True):
+            if param.layout.numel and not self.weight_slot.holds(view):
+                moved = moved or param.name
+                flat = self.weights.data.narrow(0, param.layout.offset, param.layout.numel)
+                view.data = flat.view(param.layout.shape)
+        return moved
+
+    def name_at(self, offset: int) -> str:
+        """The parameter that has element `offset` of the unit."""
+        inside = (p for p in self.shard.params if p.layout.offset <= offset < p.layout.offset + p.layout.numel)
+        return next(inside).name
+
     def _follow_moved_weights(self) -> None:
         """One rank, fp32, and the user put other memory under a parameter: bind to what is there now."""
-        self._weights = self.weight_slot.buffer = self.shard.compute
+        self.weights = self.weight_slot.buffer = self.shard.compute
         for param, view in zip(self.shard.params, self.views, strict=True):
-            flat = self._weights.data.narrow(0, param.layout.offset, param.layout.numel)
+            flat = self.weights.data.narrow(0, param.layout.offset, param.layout.numel)
             view.data = flat.view(param.layout.shape)
+        self.forget_edits()
 
     def start_gather(self) -> None:
         """Compute shard to weight slot. Comm stream; the slot is this unit's from here on."""
         slot = self.weight_slot
         slot.released.wait()  # rule 2
         slot.arrived.settle()  # a unit that was gathered and then skipped: its messages are still under way
-        work: Work | None = self._transport.start_gather(self.shard.compute, self._weights, self.index)
+        work: Work | None = self._transport.start_gather(self.shard.compute, self.weights, self.index)
         slot.content = self.index
         slot.arrived.record(work)
 
@@ -256,6 +291,13 @@ class StreamedUnit:
         for layer in self.members if member is None else (member,):
             layer.unbind()
         self.weight_slot.released.record()
+
+    def copy_out(self, weight: torch.Tensor) -> torch.Tensor:
+        """A copy of `weight`, which lies in the slot: that may go to another unit then."""
+        with torch.no_grad():
+            copy = weight.clone()
+        self.weight_slot.released.record()
+        return copy
 
     def open_grads(self) -> None:
         """Make the grad slot this unit's. Compute stream; with one rank the main grads themselves are written.
@@ -401,6 +443,16 @@ class StreamedUnit:
         return self.shard.give_grads(trained)
 
     # -- outside of steps -----------------------------------------------------------------------------------------
+
+    def gather_compute(self) -> torch.Tensor:
+        """The weights as they were cast last: [padded_numel] param_dtype, new memory. Collective, blocks."""
+        full = torch.empty_like(self.weights)
+        if self.shard.layout.world_size == 1:  # the compute shard itself is computed with, and may be changed
+            for shard in self.shard.params:
+                shard.shaped(full).copy_(shard.param.detach())
+            return full
+        self._transport.gather_now(self.shard.compute, full, self.index)
+        return full
 
     def gather_full(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """Every rank's `pieces` put together: [padded_numel] fp32, new memory on this device. Collective, blocks.

@@ -284,7 +284,7 @@ class RaceDetector(Observer):
         self._buffers = buffers
         self._slices = {}
         for streamed in self.engine.units:
-            for part in (streamed._weights, streamed._grads):
+            for part in (streamed.weights, streamed._grads):
                 if part is not None:
                     self._slices[id(part)] = streamed.name
 

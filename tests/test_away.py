@@ -1,0 +1,504 @@
+"""Weights that are read while their own layer does not run: the right ones, in time, with gradients; or an error."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from streamshard import Precision, StreamShard, register_forward_method
+from streamshard.errors import ConfigError, ShardingError
+from streamshard.inspect import engine_inside
+from tests.models import DIM, Layer, Stack, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, stack_step
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "two slots": {},
+    "weights kept": {"weight_slots": "all"},
+    "a slot each": {"weight_slots": "all", "grad_slots": "all"},
+}
+
+
+def _pair_step(model: nn.Module, call: Call) -> Tensor:
+    """Models whose forward returns an output and a penalty."""
+    out, penalty = model(vector_batch(call.step, call.rank))
+    return call.backward(out.square().mean() + 0.1 * penalty)
+
+
+# ---------------------------------------------------------------------------------------------- weights that leave
+
+
+class Kept(NamedTuple):
+    """An output that has a weight in it."""
+
+    x: Tensor
+    weights: dict[str, list[Tensor]]
+
+
+class ReturningLayer(Layer):
+    """Returns its weight with its output, as layers with regularisers do."""
+
+    kind = "tuple"
+
+    def forward(self, x: Tensor) -> Any:
+        """[rows, DIM] -> the same, and the weight"""
+        y, weight = super().forward(x), self.linear.weight
+        return {"tuple": (y, weight), "list": [y, weight], "kept": Kept(y, {"w": [weight]}), "view": (y, weight.t())}[
+            self.kind
+        ]
+
+
+class Regularised(Stack):
+    """An orthogonality penalty on the weights that the layers returned."""
+
+    def __init__(self, kind: str = "tuple") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ReturningLayer() for _ in range(4))
+        for layer in self.layers:
+            layer.kind = kind  # type: ignore[assignment]  # a str
+
+    def forward(self, x: Tensor) -> Any:
+        """[rows, DIM] -> [rows, 1], []"""
+        weights = []
+        for layer in self.layers:
+            out = layer(x)
+            x, weight = (out.x, out.weights["w"][0]) if isinstance(out, Kept) else out
+            weights.append(weight)
+        penalty = sum((w @ w.t() - torch.eye(DIM)).square().mean() for w in weights)
+        return self.head(x), penalty
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("kind", ["tuple", "list", "kept"])
+def test_a_weight_that_a_layer_returns_stays_that_weight(context: RankContext, kind: str, settings: str) -> None:
+    """Whatever the slot that it lay in is used for afterwards; in containers too."""
+    assert_trains_like_plain(context, lambda: Regularised(kind), _pair_step, **SETTINGS[settings])
+
+
+@on_ranks(2)
+def test_a_part_of_a_weight_that_a_layer_returns_raises(context: RankContext) -> None:
+    """Its memory is about to be another layer's."""
+    model = StreamShard(Regularised("view"), precision=FP32)
+    with pytest.raises(ShardingError, match=r"'layers\.0' returns a view of one of its weights, \(16, 16\)"):
+        model(vector_batch(0, context.rank))
+
+
+# ---------------------------------------------------------------------------------------------- reading others' weights
+
+
+def _root_sums(model: Any, x: Tensor) -> Tensor:
+    return sum(p.square().sum() for p in model.parameters())  # type: ignore[return-value]  # not 0
+
+
+def _root_lists(model: Any, x: Tensor) -> Tensor:
+    """All of them at once, from a list."""
+    params = list(model.parameters())
+    return torch.stack([(2 * p).square().mean() for p in params]).sum()
+
+
+def _root_multiplies(model: Any, x: Tensor) -> Tensor:
+    """Weights of layers that use the same slot meet in one operation, in both orders."""
+    first, third, fourth = (model.layers[place].linear.weight for place in (0, 2, 3))
+    return (first @ third).square().mean() + (third @ first + fourth).square().mean()
+
+
+def _root_computes(model: Any, x: Tensor) -> Tensor:
+    """A layer's weight and bias are used by hand, before the layer runs."""
+    linear = model.layers[2].linear
+    return F.linear(x, linear.weight, linear.bias).square().mean()
+
+
+def _root_detaches(model: Any, x: Tensor) -> Tensor:
+    weight = model.layers[1].linear.weight
+    return (weight.detach() @ x.t()).square().mean() + (weight.data * x.mean()).sum()
+
+
+def _root_views(model: Any, x: Tensor) -> Tensor:
+    """Views of weights are used after other layers have had their slot."""
+    views = [layer.linear.weight.view(-1)[: 2 * DIM].view(2, DIM) for layer in model.layers]
+    return sum((view @ x.t()).square().mean() for view in views)  # type: ignore[return-value]  # not 0
+
+
+def _root_calls_forward(model: Any, x: Tensor) -> Tensor:
+    """Around ``__call__``."""
+    for layer in model.layers:
+        x = layer.forward(x)
+    return x.square().mean()
+
+
+def _root_calls_inside(model: Any, x: Tensor) -> Tensor:
+    """A module inside a layer."""
+    for layer in model.layers:
+        x = layer.linear(x)
+    return x.square().mean()
+
+
+def _root_swaps(model: Any, x: Tensor) -> Tensor:
+    """`torch.func.functional_call` of a layer with other weights, then with its own."""
+    layer = model.layers[1]
+    other = {name: torch.zeros_like(value) + 0.1 for name, value in layer.named_parameters()}
+    out: Tensor = torch.func.functional_call(layer.linear, {"weight": other["linear.weight"]}, (x,))
+    return out.square().mean() + layer(x).square().mean()
+
+
+def _root_recomputes(model: Any, x: Tensor) -> Tensor:
+    """The reading is checkpointed."""
+    x = x.clone().requires_grad_()
+    out: Any = checkpoint(lambda y: _root_computes(model, y) * _root_multiplies(model, y), x, use_reentrant=False)
+    return out  # type: ignore[no-any-return]
+
+
+READERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "sums": _root_sums,
+    "lists": _root_lists,
+    "multiplies": _root_multiplies,
+    "computes": _root_computes,
+    "detaches": _root_detaches,
+    "views": _root_views,
+    "calls forward": _root_calls_forward,
+    "calls inside": _root_calls_inside,
+    "swaps": _root_swaps,
+    "recomputes": _root_recomputes,
+}
+
+
+class Reading(Stack):
+    """The root reads its layers' weights, after they have run or before."""
+
+    def __init__(self, what: str, first: bool) -> None:
+        super().__init__()
+        self.what, self.first = what, first
+
+    def forward(self, x: Tensor) -> Any:
+        """[rows, DIM] -> [rows, 1], []"""
+        if self.first:
+            penalty = READERS[self.what](self, x)
+            return super().forward(x), penalty
+        out = super().forward(x)
+        return out, READERS[self.what](self, x)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("what", READERS)
+def test_the_root_may_read_weights_of_layers(context: RankContext, what: str, settings: str, first: bool) -> None:
+    """Loss, gradients and weights are plain PyTorch's."""
+    assert_trains_like_plain(context, lambda: Reading(what, first), _pair_step, steps=3, **SETTINGS[settings])
+
+
+class Borrowing(Layer):
+    """A layer that also uses the weight of another one, found at run time, beside its own in the same operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lender: list[Layer] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> the same"""
+        mine = self.linear.weight
+        for lender in self.lender:
+            x = F.linear(x, torch.matmul(mine, lender.linear.weight), self.linear.bias)
+            x = F.linear(x, lender.linear.weight - mine, lender.linear.bias)
+        return super().forward(x)
+
+
+class BorrowingStack(Stack):
+    """Every layer borrows from the layers at distance `steps`: some in the same slot, some in the other one."""
+
+    recomputed: str | None = None
+
+    def __init__(self, *steps: int) -> None:
+        super().__init__()
+        layers = [Borrowing() for _ in range(5)]
+        for place, layer in enumerate(layers):
+            layer.lender = [layers[(place + step) % 5] for step in steps]
+        self.layers = nn.ModuleList(layers)
+
+    def order(self) -> Any:
+        for layer in self.layers:
+            if self.recomputed is None:
+                yield layer
+            else:
+                yield lambda x, layer=layer: checkpoint(layer, x, use_reentrant=self.recomputed == "reentrant")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        return super().forward(x.clone().requires_grad_())
+
+
+class RecomputedBorrowingStack(BorrowingStack):
+    """Layers are checkpointed."""
+
+    recomputed = "not reentrant"
+
+
+class ReentrantBorrowingStack(BorrowingStack):
+    """The same with the old kind of checkpoint."""
+
+    recomputed = "reentrant"
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("steps", [(1,), (2,), (1, 2, 3)])
+@pytest.mark.parametrize("build", [BorrowingStack, RecomputedBorrowingStack, ReentrantBorrowingStack])
+def test_layers_may_read_weights_of_layers(
+    context: RankContext, build: Callable[..., nn.Module], steps: tuple[int, ...], settings: str
+) -> None:
+    """The one that runs keeps its own."""
+    assert_trains_like_plain(context, lambda: build(*steps), stack_step, steps=3, **SETTINGS[settings])
+
+
+@on_ranks(1, 2)
+def test_weights_that_are_away_compute_in_param_dtype(context: RankContext) -> None:
+    """Like those that are in place."""
+
+    class Asking(Stack):
+        found: Any = ()
+
+        def forward(self, x: Tensor) -> Any:
+            weight = self.layers[1].linear.weight
+            self.found = (
+                weight.dtype,
+                tuple(weight.shape),
+                weight.requires_grad,
+                weight.device,
+                isinstance(weight, nn.Parameter),
+                weight.numel(),
+                weight.dim(),
+                next(self.layers[2].parameters()).dtype,
+            )
+            return super().forward(x) + F.linear(x, weight).sum()
+
+    model = StreamShard(Asking(), precision=Precision())
+    model.layers[1].requires_grad_(False)
+    model(vector_batch(0, context.rank)).sum().backward()
+    bf16 = torch.bfloat16
+    assert model.found == (bf16, (DIM, DIM), False, context.device, True, DIM * DIM, 2, bf16)
+
+
+# ---------------------------------------------------------------------------------------------- unannounced need
+
+
+class Wrapped:
+    """An output class that nobody knows."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class WrappingLayer(Layer):
+    """Takes and returns objects, and is checkpointed inside."""
+
+    def forward(self, wrapped: Any) -> Any:
+        """Wrapped [rows, DIM] -> the same"""
+        return Wrapped(wrapped.x + checkpoint(super().forward, wrapped.x, use_reentrant=False))
+
+
+class WrappingStack(Stack):
+    """Hands objects from layer to layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(WrappingLayer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        wrapped = Wrapped(x)
+        for layer in self.layers:
+            wrapped = layer(wrapped)
+        out: Tensor = self.head(wrapped.x)
+        return out
+
+
+class WrappingToTheEnd(WrappingStack):
+    """The root's output is such an object too."""
+
+    def forward(self, x: Tensor) -> Any:
+        """[rows, DIM] -> Wrapped [rows, 1]"""
+        return Wrapped(super().forward(x))
+
+
+class AsideLayer(Layer):
+    """Stores a checkpointed auxiliary loss aside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> the same"""
+        y = super().forward(x)
+        self.aside: Any = checkpoint(lambda v: self.linear(v).square().mean(), y, use_reentrant=False)
+        return y
+
+
+class AsideStack(Stack):
+    """Adds up what its layers have stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(AsideLayer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        out = super().forward(x)
+        return out + sum(layer.aside for layer in self.layers)  # type: ignore[misc]  # an AsideLayer
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("build", [WrappingStack, WrappingToTheEnd, AsideStack])
+def test_a_recomputation_that_nobody_announces_finds_its_weights(
+    context: RankContext, build: Callable[[], nn.Module], settings: str
+) -> None:
+    """It asks for them by reading them."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        out = model(vector_batch(call.step, call.rank))
+        return call.backward((out.x if isinstance(out, Wrapped) else out).square().mean())
+
+    assert_trains_like_plain(context, build, step, **SETTINGS[settings])
+
+
+# ---------------------------------------------------------------------------------------------- methods beside forward
+
+
+class Encoder(Stack):
+    """A method beside forward reads weights directly, and runs layers."""
+
+    def encode(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(x, self.head.weight * scale, self.head.bias)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_registered_method_is_a_forward(context: RankContext, settings: str) -> None:
+    """Of the model and of a layer; losses of both kinds mix."""
+
+    def step(model: Any, call: Call) -> Tensor:
+        if isinstance(model, StreamShard) and "encode" not in vars(model):
+            register_forward_method(model, "encode")
+            register_forward_method(model.layers[1], "halve")
+            assert model.encode.__name__ == "encode"
+        x = vector_batch(call.step, call.rank)
+        return call.backward(model.encode(x, scale=2.0).square().mean() + model.layers[1].halve(x).mean())
+
+    def build() -> nn.Module:
+        class Halving(Layer):
+            def halve(self, x: Tensor) -> Tensor:
+                return F.linear(x, self.linear.weight) / 2
+
+        model = Encoder()
+        model.layers = nn.ModuleList(Halving() for _ in range(4))
+        return model
+
+    assert_trains_like_plain(context, build, step, **SETTINGS[settings])
+
+
+@on_ranks(1)
+def test_what_cannot_be_registered_is_named(context: RankContext) -> None:
+    """A method that is not there, and modules that are not watched."""
+    model = StreamShard(Encoder(), precision=FP32)
+    with pytest.raises(ConfigError, match="Encoder has no method 'decode'"):
+        register_forward_method(model, "decode")
+    with pytest.raises(ShardingError, match="Linear is not sharded"):
+        register_forward_method(nn.Linear(2, 2), "forward")
+
+
+# ---------------------------------------------------------------------------------------------- what raises
+
+
+def _writes(weight: Any) -> None:
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def _writes_data(weight: Any) -> None:
+    weight.data.clamp_(0, 1)
+
+
+def _writes_out(weight: Any) -> None:
+    with torch.no_grad():
+        torch.add(torch.ones(DIM, DIM), 1, out=weight)
+
+
+def _writes_all(weight: Any) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([weight], 2.0)
+
+
+def _assigns(weight: Any) -> None:
+    weight.data = torch.ones(DIM, DIM)
+
+
+def _sets_items(weight: Any) -> None:
+    with torch.no_grad():
+        weight[0] = 1.0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("change", [_writes, _writes_data, _writes_out, _writes_all, _assigns, _sets_items])
+def test_changing_a_weight_that_is_away_raises(context: RankContext, change: Callable[[Any], None]) -> None:
+    """It names the parameter; the model is as it was."""
+
+    class Changing(Stack):
+        changes = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.changes:
+                change(self.layers[2].linear.weight)
+            return super().forward(x)
+
+    model = StreamShard(Changing(), precision=FP32)
+    before = model.full_state_dict(rank0_only=False)
+    with pytest.raises(ShardingError, match=r"parameter 'layers\.2\.linear\.weight' inside a forward"):
+        model(vector_batch(0, context.rank))
+    model.changes = False
+    assert_same(model.full_state_dict(rank0_only=False), before, "weights")
+    stack_step(model, Call(0, context.rank, 2, 1.0))
+
+
+def _adds(weight: Tensor) -> Tensor:
+    return weight + 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use", [_adds, copy.deepcopy, Tensor.data_ptr])
+def test_a_weight_that_is_away_means_nothing_after_the_pass(context: RankContext, use: Callable[[Any], Any]) -> None:
+    """An error that names it, not a piece, and not another layer's."""
+
+    class Stashing(Stack):
+        stash: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.stash = [self.layers[1].linear.weight]
+            return super().forward(x)
+
+    model = StreamShard(Stashing(), precision=FP32)
+    model(vector_batch(0, context.rank))
+    assert "'layers.1.linear.weight', (16, 16), torch.float32" in repr(model.stash[0])
+    with pytest.raises(ShardingError, match=r"'layers\.1\.linear\.weight'( was read)? inside a forward"):
+        use(model.stash[0])
+
+
+@on_ranks(2)
+def test_outside_of_passes_look_ups_give_the_sharded_parameters(context: RankContext) -> None:
+    """The very objects that optimizers have."""
+    model = StreamShard(Stack(), precision=FP32)
+    params = dict(model.named_parameters())
+    for _ in range(2):
+        assert model.layers[1].linear.weight is params["layers.1.linear.weight"]
+        assert [id(p) for p in model.layers[1].parameters()] == [
+            id(p) for name, p in params.items() if name.startswith("layers.1.")
+        ]
+        stack_step(model, Call(0, context.rank, 2, 1.0))
+    assert not any(unit.is_bound for unit in engine_inside(model).units)
