@@ -367,15 +367,19 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> Non
 
     A rank reads the bytes it owns and converts them to fp32 chunk by chunk (8 MiB). Names must agree: each parameter
     and persistent buffer is in the files, and nothing else is. Of tied names one is enough; where the files have
-    several, the first in the model's order counts. Nothing is changed unless everything fits.
+    several, the first in the model's order counts.
+
+    Everything is checked on all ranks before a weight changes: the safetensors library accepts each file, its tensors
+    fit, and all ranks have opened the same files, whoever replaces them meanwhile. After that only the storage can
+    fail, or someone can write into a file in place: then the model holds some of the weights, and the error says so.
 
     Args:
         model: a model made by `StreamShard`.
-        directory: holds ``model.safetensors``, or numbered files and their index; every rank can read it.
+        directory: holds ``model.safetensors``, or numbered files and their index; every rank can read it, or a copy.
 
     Raises:
-        ExportError: on every rank; names tensors that are missing, unexpected, or of another shape or kind, or the file
-            that cannot be read.
+        ExportError: on every rank; names tensors that are missing, unexpected, or of another shape or kind, the file
+            that cannot be read or is damaged, or the rank that sees other files.
     """
     engine = engine_of(model)
     engine.settle()

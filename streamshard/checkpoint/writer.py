@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -61,8 +61,8 @@ class RankGroup(Protocol):
     def replica(self) -> int:
         """Which copy of the model this rank holds a shard of, from 0."""
 
-    def gather_errors(self, error: str | None) -> list[str | None]:
-        """Every rank's `error`, in rank order. Blocks until all ranks have called it."""
+    def gather_objects(self, value: Any, /) -> list[Any]:
+        """Every rank's `value`, in rank order. Blocks until all ranks have called it."""
 
 
 class TensorEntry(NamedTuple):
@@ -168,7 +168,10 @@ def run_on_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> 
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         cause = error
         told = str(error) if isinstance(error, ExportError) else f"{type(error).__name__}: {error}"
-    failed = [f"rank {rank}: {error}" for rank, error in enumerate(group.gather_errors(told)) if error is not None]
+    everyone = group.gather_objects(told)
+    failed = [f"rank {rank}: {error}" for rank, error in enumerate(everyone) if error is not None]
+    if len(failed) > 1 and len(set(everyone)) == 1:
+        failed = [f"all ranks: {told}"]
     if failed:
         raise ExportError(f"could not {doing}: " + "; ".join(failed)) from cause
     return result  # type: ignore[return-value]  # it is action()'s own result where nothing was raised
