@@ -339,8 +339,9 @@ def export_safetensors(
 
     Every rank writes its own bytes of each file; nothing is gathered, and a rank needs one chunk of extra memory
     (8 MiB). Tensors are equal, byte for byte, to what `save_pretrained` of the same weights writes. For transformers
-    models the config is saved beside them. An earlier export in the directory is replaced; a run that is interrupted
-    leaves no directory that looks whole.
+    models the config is saved beside them. Readers of a directory that holds an earlier export find that one or the
+    new one, whole, at every moment, and after a run was killed at any. A config that differs from the earlier one's is
+    replaced right before the weights.
 
     Args:
         model: a model made by `StreamShard`.
@@ -355,7 +356,8 @@ def export_safetensors(
     Raises:
         ConfigError: `dtype` or `max_shard_size` cannot be read.
         ExportError: the files cannot be written, or the model's class stores its weights in a way that does not
-            consist of ranges of its parameters. Raised on every rank; names the rank on which it went wrong.
+            consist of ranges of its parameters. Raised on every rank; names the rank on which it went wrong. An earlier
+            export is still there then, or the new one is, whole.
     """
     engine = engine_of(model)
     engine.settle()

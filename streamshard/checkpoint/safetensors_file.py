@@ -42,7 +42,6 @@ __all__ = [
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-NUMBERED_PATTERN = r"model-\d{5}-of-\d{5}\.safetensors"
 
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 8
