@@ -355,9 +355,9 @@ def export_safetensors(
 
     Raises:
         ConfigError: `dtype` or `max_shard_size` cannot be read.
-        ExportError: the files cannot be written, or the model's class stores its weights in a way that does not
-            consist of ranges of its parameters. Raised on every rank; names the rank on which it went wrong. An earlier
-            export is still there then, or the new one is, whole.
+        ExportError: the files cannot be written, the model's class stores its weights in a way that does not consist
+            of ranges of its parameters, or PEFT has put adapters into it. Raised on every rank; names the rank on which
+            it went wrong. An earlier export is still there then, or the new one is, whole.
     """
     engine = engine_of(model)
     engine.settle()
