@@ -339,8 +339,9 @@ def export_safetensors(
 
     Every rank writes its own bytes of each file; nothing is gathered, and a rank needs one chunk of extra memory
     (8 MiB). Tensors are equal, byte for byte, to what `save_pretrained` of the same weights writes. For transformers
-    models the config is saved beside them. An earlier export in the directory is replaced; a run that is interrupted
-    leaves no directory that looks whole.
+    models the config is saved beside them. Readers of a directory that holds an earlier export find that one or the
+    new one, whole, at every moment, and after a run was killed at any. A config that differs from the earlier one's is
+    replaced right before the weights.
 
     Args:
         model: a model made by `StreamShard`.
@@ -354,8 +355,9 @@ def export_safetensors(
 
     Raises:
         ConfigError: `dtype` or `max_shard_size` cannot be read.
-        ExportError: the files cannot be written, or the model's class stores its weights in a way that does not
-            consist of ranges of its parameters. Raised on every rank; names the rank on which it went wrong.
+        ExportError: the files cannot be written, the model's class stores its weights in a way that does not consist
+            of ranges of its parameters, or PEFT has put adapters into it. Raised on every rank; names the rank on which
+            it went wrong. An earlier export is still there then, or the new one is, whole.
     """
     engine = engine_of(model)
     engine.settle()
@@ -367,15 +369,19 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> Non
 
     A rank reads the bytes it owns and converts them to fp32 chunk by chunk (8 MiB). Names must agree: each parameter
     and persistent buffer is in the files, and nothing else is. Of tied names one is enough; where the files have
-    several, the first in the model's order counts. Nothing is changed unless everything fits.
+    several, the first in the model's order counts.
+
+    Everything is checked on all ranks before a weight changes: the safetensors library accepts each file, its tensors
+    fit, and all ranks have opened the same files, whoever replaces them meanwhile. After that only the storage can
+    fail, or someone can write into a file in place: then the model holds some of the weights, and the error says so.
 
     Args:
         model: a model made by `StreamShard`.
-        directory: holds ``model.safetensors``, or numbered files and their index; every rank can read it.
+        directory: holds ``model.safetensors``, or numbered files and their index; every rank can read it, or a copy.
 
     Raises:
-        ExportError: on every rank; names tensors that are missing, unexpected, or of another shape or kind, or the file
-            that cannot be read.
+        ExportError: on every rank; names tensors that are missing, unexpected, or of another shape or kind, the file
+            that cannot be read or is damaged, or the rank that sees other files.
     """
     engine = engine_of(model)
     engine.settle()

@@ -25,7 +25,7 @@ T = TypeVar("T")
 class ThreadGroup:
     """One of several threads of this process that act as ranks."""
 
-    def __init__(self, rank: int, barrier: threading.Barrier, told: list[str | None]) -> None:
+    def __init__(self, rank: int, barrier: threading.Barrier, told: list[Any]) -> None:
         self.rank = rank
         self.is_first = rank == 0
         self.replica = 0
@@ -33,9 +33,9 @@ class ThreadGroup:
         self._barrier = barrier
         self._told = told
 
-    def gather_errors(self, error: str | None) -> list[str | None]:
-        """Every thread's error."""
-        self._told[self.rank] = error
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every thread's value."""
+        self._told[self.rank] = value
         self._barrier.wait()
         everyone = list(self._told)
         self._barrier.wait()
@@ -45,7 +45,7 @@ class ThreadGroup:
 def on_threads(world_size: int, action: Callable[[ThreadGroup], T]) -> list[T | BaseException]:
     """What `action` returned or raised on each of `world_size` simulated ranks."""
     barrier = threading.Barrier(world_size, timeout=30)
-    told: list[str | None] = [None] * world_size
+    told: list[Any] = [None] * world_size
     outcomes: list[Any] = [None] * world_size
 
     def run(rank: int) -> None:
@@ -240,14 +240,18 @@ def stored_bytes(directory: Path) -> dict[str, bytes] | None:
     """All tensors of an export as `from_pretrained` would find them; None if there is none to find."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.exists():
-        return {name: bytes(tensor.numpy()) for name, tensor in load_file(single).items()}
+        return {name: _bytes(tensor) for name, tensor in load_file(single).items()}
     if not index.exists():
         return None
     found = {}
     for name, file in json.loads(index.read_text())["weight_map"].items():
         with safe_open(directory / file, "pt") as opened:
-            found[name] = bytes(opened.get_tensor(name).numpy())
+            found[name] = _bytes(opened.get_tensor(name))
     return found
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def names_in(directory: Path) -> list[str]:

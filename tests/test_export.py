@@ -172,6 +172,22 @@ def test_model_with_adapters_is_refused(tmp_path: Path) -> None:
         export(model, tmp_path, 1)
 
 
+def test_model_adapted_by_peft_is_refused(tmp_path: Path) -> None:
+    """Whether PEFT's class is around the model or in it: its names for weights mean nothing to others."""
+
+    class Layer(nn.Module):
+        __module__ = "peft.tuners.lora.layer"
+
+    model = filled(llama)
+    for adapted, where in ((Layer(), "the model is a Layer"), (model, "module 'model.extra' is a Layer")):
+        if adapted is model:
+            model.model.extra = Layer()
+        with pytest.raises(ExportError, match=f"adapted by PEFT .{where}") as raised:
+            export(adapted, tmp_path / "out", 2)
+        assert "model.save_pretrained(directory, state_dict=weights)" in str(raised.value)
+        assert not (tmp_path / "out").exists()
+
+
 # ------------------------------------------------------------------------------------------------ sharded models
 
 

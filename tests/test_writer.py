@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from streamshard.checkpoint import writer
 from streamshard.checkpoint.export import export_shards
@@ -30,7 +27,6 @@ from tests.exporting import (
     names_in,
     on_threads,
     shards_for,
-    stored_bytes,
 )
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -172,95 +168,6 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     export(model, tmp_path, 2)
     monkeypatch.undo()
     assert torch.equal(load_file(tmp_path / "model.safetensors")["first.weight"], model.first.weight)
-
-
-# ------------------------------------------------------------------------------------------------ interruptions
-
-
-class Killed(BaseException):
-    """The process is no more."""
-
-
-CALLS = ("open", "ftruncate", "pwrite", "fsync", "replace", "unlink", "mkdir", "rmdir", "rename")
-
-
-@pytest.fixture
-def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Callable[[], bool]]]:
-    """``killed = kill_after(n)``: the first n changes to the file system happen, none after; `killed()` tells."""
-    real = {name: getattr(os, name) for name in CALLS}
-
-    def arm(count: int) -> Callable[[], bool]:
-        left = [count]
-
-        def watch(name: str) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                reading = name == "open" and not args[1] & os.O_CREAT
-                if not reading:
-                    left[0] -= 1
-                if left[0] < 0:
-                    raise Killed
-                return real[name](*args, **kwargs)
-
-            return call
-
-        for name in CALLS:
-            monkeypatch.setattr(os, name, watch(name))
-
-        def disarm() -> bool:
-            for name in CALLS:
-                monkeypatch.setattr(os, name, real[name])
-            return left[0] < 0
-
-        return disarm
-
-    yield arm
-    monkeypatch.undo()
-
-
-@pytest.mark.parametrize(("old", "new"), [(150, 400), (400, 150), ("5GB", 150), (150, "5GB"), ("5GB", "5GB")])
-def test_export_killed_anywhere_leaves_one_export_or_none(
-    old: int | str, new: int | str, tmp_path: Path, kill_after: Callable[[int], Callable[[], bool]]
-) -> None:
-    """After every single change to the file system, what is found is the old export, the new one, or nothing."""
-    models: dict[str, nn.Module] = {"old": filled(Plain), "new": Plain()}
-    sizes = {"old": old, "new": new}
-    states = {}
-    for name, model in models.items():
-        export(model, tmp_path / name, 1, max_shard_size=sizes[name])
-        states[name] = stored_bytes(tmp_path / name)
-    found: list[str] = []
-    for count in range(10_000):
-        directory = tmp_path / str(count)
-        export(models["old"], directory, 1, max_shard_size=sizes["old"])
-        killed = kill_after(count)
-        shards = shards_for(models["new"], 0, 1)
-        group = ThreadGroup(0, threading.Barrier(1), [None])
-        with contextlib.suppress(Killed):
-            export_shards(models["new"], shards, group, directory, None, sizes["new"])
-        if not killed():
-            break
-        state = stored_bytes(directory)
-        found.append("none" if state is None else next(name for name in states if states[name] == state))
-        export(models["new"], directory, 1, max_shard_size=sizes["new"])
-        assert names_in(directory) == names_in(tmp_path / "new")
-        assert stored_bytes(directory) == states["new"]
-    assert found == sorted(found, key=["old", "none", "new"].index)
-    assert {"old", "none"} <= set(found)
-    assert names_in(directory) == names_in(tmp_path / "new")
-
-
-def test_export_replaces_one_with_more_files(tmp_path: Path) -> None:
-    """Files of the earlier export are gone, other files stay."""
-    model = filled(llama)
-    export(model, tmp_path, 2, max_shard_size="3KB")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    many = len(names_in(tmp_path))
-    export(model, tmp_path, 2, max_shard_size="20KB")
-    names = names_in(tmp_path)
-    assert "tokenizer.json" in names
-    assert 5 < len(names) < many
-    export(model, tmp_path, 2)
-    assert names_in(tmp_path) == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
 
 
 def test_interrupt_removes_the_temporaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

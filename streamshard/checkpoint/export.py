@@ -49,8 +49,7 @@ def export_shards(
 def _entries(
     model: nn.Module, shards: Sequence[ParamShard], group: RankGroup, dtype: torch.dtype | None
 ) -> list[TensorEntry]:
-    if huggingface.is_transformers_model(model):
-        huggingface.check_exportable(model)
+    huggingface.check_exportable(model)
     pieces = local_pieces(model, shards, buffers=group.is_first)
     if group.replica:  # replicas hold the same, or in local SGD nearly the same: one of them writes
         for shard in shards:

@@ -1,7 +1,7 @@
 """What transformers adds to a directory of weights: which names it saves, how it rearranges them, and the config.
 
-Nothing here imports transformers: a model of its classes cannot exist unless the user has. Its own functions decide
-wherever they can be asked, so that what is saved follows the installed version.
+Nothing here imports transformers or PEFT: a model of their classes cannot exist unless the user has. Transformers' own
+functions decide wherever they can be asked, so that what is saved follows the installed version.
 """
 
 from __future__ import annotations
@@ -42,6 +42,15 @@ def check_exportable(model: nn.Module) -> None:
     Raises:
         ExportError: the model carries adapters or is quantized.
     """
+    adapted = next((name for name, module in model.named_modules() if _is_of_peft(module)), None)
+    if adapted is not None:
+        where = f"module {adapted!r}" if adapted else "the model"
+        raise ExportError(
+            f"{type(model).__name__} is adapted by PEFT ({where} is a {type(model.get_submodule(adapted)).__name__}), "
+            "and under the names it gives to weights nothing would load them. Save the adapters instead: "
+            "weights = model.full_state_dict() on all ranks, then model.save_pretrained(directory, state_dict=weights) "
+            "of the PeftModel on rank 0. For merged weights, load those without sharding and call merge_and_unload()"
+        )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ExportError(
             f"{type(model).__name__} has adapters added with add_adapter, of which save_pretrained would save the "
@@ -49,6 +58,10 @@ def check_exportable(model: nn.Module) -> None:
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise ExportError(f"{type(model).__name__} is quantized; only unquantized weights can be exported")
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    return any(each.__module__.partition(".")[0] == "peft" for each in type(module).__mro__)
 
 
 def drop_tied_names(model: nn.Module, tied: Sequence[Sequence[str]]) -> set[str]:

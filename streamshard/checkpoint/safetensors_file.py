@@ -1,6 +1,7 @@
-"""The safetensors format and the Hugging Face file layout, as arithmetic: no tensors' data, no communication.
+"""The safetensors format and the Hugging Face file layout: no tensors' data, no communication.
 
-`plan_files` says which tensor lies in which file at which byte; `read_directory` finds the same of files that exist.
+`plan_files` says which tensor lies in which file at which byte, by arithmetic; `read_directory` finds the same of files
+that exist. Whether such a file is sound is for the safetensors library to say.
 
 A file is an 8-byte little-endian header length, the header (JSON, padded with blanks to 8 bytes), then the tensors one
 after another without gaps. Tensors are ordered as the safetensors library orders them, widest dtype first and then by
@@ -9,15 +10,20 @@ name: every start is aligned to its dtype, and equal tensors give equal files (s
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import math
 import os
+import stat
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from streamshard.errors import ExportError
 
@@ -25,20 +31,23 @@ __all__ = [
     "INDEX_NAME",
     "SINGLE_NAME",
     "FileLayout",
+    "StoredDirectory",
     "StoredTensor",
     "TensorSpec",
     "encode_index",
+    "files_of_index",
     "plan_files",
     "read_directory",
 ]
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-NUMBERED_PATTERN = r"model-\d{5}-of-\d{5}\.safetensors"
 
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the library refuses longer ones
+_OPENED_AT_MOST = 10  # times in a row that a directory may be replaced while it is being opened
+_SAMPLE_BYTES = 256
 
 # In the order in which a file holds them.
 _DTYPE_NAMES = {
@@ -91,12 +100,62 @@ class FileLayout(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor found in a file; its bytes start at `offset` of `path`."""
+    """A tensor found in a file.
 
-    path: Path
+    Attributes:
+        file: open for reading until the `StoredDirectory` is closed.
+        offset: byte in the file of the first element.
+        shape: in the file.
+        dtype: in the file.
+    """
+
+    file: FileIO
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+class StoredDirectory(contextlib.AbstractContextManager["StoredDirectory"]):
+    """The tensors of a Hugging Face directory at one moment. Owns the open files; leaving the context closes them.
+
+    Who puts other files in their place later changes nothing in what is read from these.
+
+    Attributes:
+        tensors: by name.
+        layout: a digest of names, files, shapes, dtypes and offsets.
+        identity: what tells the files from any others on the same storage, also those of the same layout.
+    """
+
+    def __init__(self, files: Sequence[_OpenFile], tensors: Mapping[str, StoredTensor]) -> None:
+        self._files = files
+        self.tensors = tensors
+        digest = hashlib.sha256()
+        for name, stored in sorted(tensors.items()):
+            place = (name, Path(os.fsdecode(stored.file.name)).name, stored.offset, stored.shape, str(stored.dtype))
+            digest.update(repr(place).encode())
+        self.layout = digest.hexdigest()
+        self.identity = tuple(file.identity[1:] for file in files)  # hosts number a shared device differently
+
+    def __exit__(self, *args: object) -> None:
+        for file in self._files:
+            file.opened.close()
+
+    def sample(self) -> str:
+        """A digest of some bytes of every tensor: after a step of training it is another."""
+        digest = hashlib.sha256()
+        for _, stored in sorted(self.tensors.items()):
+            size_bytes = math.prod(stored.shape) * stored.dtype.itemsize
+            middle = stored.offset + size_bytes // 2
+            end = min(middle + _SAMPLE_BYTES, stored.offset + size_bytes)
+            digest.update(os.pread(stored.file.fileno(), end - middle, middle))
+        return digest.hexdigest()
+
+    def check_unchanged(self) -> None:
+        """Raise an ExportError if somebody has written into one of the files since they were opened."""
+        for file in self._files:
+            now = _identity(os.fstat(file.opened.fileno()))
+            if now != file.identity:
+                raise ExportError(f"{file.path} was written to while it was read")
 
 
 def plan_files(specs: Sequence[TensorSpec], max_file_bytes: int, metadata: Mapping[str, str]) -> tuple[FileLayout, ...]:
@@ -134,31 +193,72 @@ def encode_index(files: Sequence[FileLayout], total_parameters: int | None) -> b
     return (json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n").encode()
 
 
-def read_directory(directory: str | os.PathLike[str]) -> dict[str, StoredTensor]:
-    """Find every tensor of a Hugging Face directory, reading headers only.
+def files_of_index(text: bytes) -> dict[str, str]:
+    """The file of each tensor, according to the text of an index.
 
     Raises:
-        ExportError: there is nothing to read, or what is there contradicts itself.
+        ValueError: it is no index.
+    """
+    try:
+        weight_map = json.loads(text)["weight_map"]
+        found = {str(name): file for name, file in weight_map.items()}
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(repr(error)) from error
+    strange = [file for file in found.values() if not isinstance(file, str)]
+    if strange:
+        raise ValueError(f"{strange[0]!r} is no file name")
+    return found
+
+
+def read_directory(directory: str | os.PathLike[str]) -> StoredDirectory:
+    """Open a Hugging Face directory and find every tensor in it; of files, headers only are read.
+
+    What is found was all there at one moment, also while an export replaces another: all files are opened, then the
+    index must still be the one that named them. The safetensors library must accept each of them, and they must hold
+    what the index says.
+
+    Raises:
+        ExportError: there is nothing to read, what is there is damaged or contradicts itself, or it is replaced again
+            and again.
     """
     root = Path(directory)
-    single, index = root / SINGLE_NAME, root / INDEX_NAME
-    if single.is_file():
-        return _read_header(single)
-    if not index.is_file():
-        raise ExportError(f"{root} has neither {SINGLE_NAME} nor {INDEX_NAME}")
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        file_names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ExportError(f"{index} is not an index of safetensors files: {error!r}") from error
-    outside = [name for name in file_names if Path(name).name != name]
-    if outside:
-        raise ExportError(f"{index} names {outside[0]!r}, which is not a file of its own directory")
-    stored = {name: _read_header(root / name) for name in file_names}
-    lost = [name for name, file_name in weight_map.items() if name not in stored[file_name]]
-    if lost:
-        raise ExportError(f"{index} says {lost[0]!r} is in {weight_map[lost[0]]}, which does not have it")
-    return {name: stored[file_name][name] for name, file_name in weight_map.items()}
+    for _ in range(_OPENED_AT_MOST):
+        with contextlib.ExitStack() as opened:
+            try:
+                stored = _open_directory(root, opened)
+            except _Replaced:
+                continue
+            opened.pop_all()
+            return stored
+    raise ExportError(f"{root} was replaced {_OPENED_AT_MOST} times while it was being opened")
+
+
+class _Replaced(Exception):
+    """Another file has taken the place of one that is open."""
+
+
+class _Identity(NamedTuple):
+    device: int
+    inode: int
+    size_bytes: int
+    modified_ns: int
+
+
+class _OpenFile(NamedTuple):
+    """A file, and what it was when it was opened."""
+
+    path: Path
+    opened: FileIO
+    identity: _Identity
+
+    def check_in_place(self) -> None:
+        """Raise _Replaced unless its path still leads to it."""
+        try:
+            found = _identity(os.stat(self.path))
+        except OSError as error:
+            raise _Replaced from error
+        if found != self.identity:
+            raise _Replaced
 
 
 def _split(specs: Sequence[TensorSpec], max_file_bytes: int) -> list[list[TensorSpec]]:
@@ -206,31 +306,92 @@ def _lay_out(name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str]
     return FileLayout(name, header, offsets, len(header) + position)
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def _open_directory(root: Path, opened: contextlib.ExitStack) -> StoredDirectory:
+    single = _open(root / SINGLE_NAME, opened)
+    if single is not None:
+        return StoredDirectory([single], _read_header(single))
+    index = _open(root / INDEX_NAME, opened)
+    if index is None:
+        if (root / SINGLE_NAME).is_file():  # came while it was looked for, and the index went
+            raise _Replaced
+        raise ExportError(f"{root} has neither {SINGLE_NAME} nor {INDEX_NAME}")
     try:
-        with path.open("rb") as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if length > min(_MAX_HEADER_BYTES, size_bytes - _LENGTH_BYTES):
-                raise ExportError(f"{path} is not a safetensors file, or is cut short")
-            contents = json.loads(file.read(length))
-        contents.pop("__metadata__", None)
-        stored = {
-            name: _stored_tensor(path, _LENGTH_BYTES + length, name, entry, size_bytes)
-            for name, entry in contents.items()
-        }
-    except OSError as error:
+        weight_map = files_of_index(index.opened.readall())
+    except ValueError as error:
+        raise ExportError(f"{index.path} is not an index of safetensors files: {error}") from error
+    files = _open_files(root, index, weight_map.values(), opened)
+    tensors = {}
+    for name, file in files.items():
+        inside = _read_header(file)
+        stray = next((tensor for tensor in inside if weight_map.get(tensor) != name), None)
+        if stray is not None:
+            raise ExportError(
+                f"{file.path} holds {stray!r}, which {INDEX_NAME} does not say: they do not belong together"
+            )
+        tensors.update(inside)
+    lost = next((tensor for tensor in weight_map if tensor not in tensors), None)
+    if lost is not None:
+        raise ExportError(f"{index.path} says {lost!r} is in {weight_map[lost]}, which does not have it")
+    return StoredDirectory([index, *files.values()], tensors)
+
+
+def _open_files(
+    root: Path, index: _OpenFile, names: Iterable[str], opened: contextlib.ExitStack
+) -> dict[str, _OpenFile]:
+    """All files that `index` names, at a moment at which it was in place. Exports replace it before its files."""
+    files = {}
+    for name in sorted(set(names)):
+        if Path(name).name != name:
+            raise ExportError(f"{index.path} names {name!r}, which is not a file of its own directory")
+        file = _open(root / name, opened)
+        if file is None:
+            index.check_in_place()
+            raise ExportError(f"cannot read {root / name}, which {INDEX_NAME} names: there is no such file")
+        files[name] = file
+    index.check_in_place()
+    return files
+
+
+def _open(path: Path, opened: contextlib.ExitStack) -> _OpenFile | None:
+    """None where there is no such file, nor a link to one."""
+    try:
+        # Without O_NONBLOCK, opening a pipe would wait for a writer for ever.
+        file = FileIO(path, opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
+    except (FileNotFoundError, IsADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
         raise ExportError(f"cannot read {path}: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ExportError(f"{path} is not a safetensors file: {error!r}") from error
-    return stored
+    opened.enter_context(file)
+    status = os.fstat(file.fileno())
+    return _OpenFile(path, file, _identity(status)) if stat.S_ISREG(status.st_mode) else None
 
 
-def _stored_tensor(path: Path, data_start: int, name: str, entry: Mapping[str, Any], size_bytes: int) -> StoredTensor:
-    if entry["dtype"] not in _DTYPES:
-        raise ExportError(f"{path}: {name!r} has dtype {entry['dtype']}, which cannot be loaded")
-    spec = TensorSpec(name, tuple(entry["shape"]), _DTYPES[entry["dtype"]])
-    start, end = entry["data_offsets"]
-    if end - start != spec.size_bytes or start < 0 or data_start + end > size_bytes:
-        raise ExportError(f"{path}: {name!r} does not lie where the header says; the file is cut short or damaged")
-    return StoredTensor(path, data_start + start, spec.shape, spec.dtype)
+def _identity(status: os.stat_result) -> _Identity:
+    return _Identity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _read_header(file: _OpenFile) -> dict[str, StoredTensor]:
+    """The tensors of `file`, as the safetensors library understands its header once it has accepted it.
+
+    The library opens files by name only, and maps them whole: with "np" for reading, with "pt" for writing too, which
+    systems refuse for files larger than their memory.
+    """
+    try:
+        with safe_open(file.path, framework="np") as library:
+            file.check_in_place()  # so it is this one that the library has opened
+            slices = [(name, library.get_slice(name)) for name in library.offset_keys()]
+            found = [(name, tuple(each.get_shape()), str(each.get_dtype())) for name, each in slices]
+        length = int.from_bytes(os.pread(file.opened.fileno(), _LENGTH_BYTES, 0), "little")
+    except (SafetensorError, OSError) as error:
+        file.check_in_place()
+        raise ExportError(f"cannot read {file.path}, or it is damaged: {error}") from error
+    tensors = {}
+    position = _LENGTH_BYTES + length
+    for name, shape, dtype in found:  # in the order of their bytes, among which the library allows no gaps
+        if dtype not in _DTYPES:
+            raise ExportError(f"{file.path}: {name!r} has dtype {dtype}, which cannot be loaded")
+        tensors[name] = StoredTensor(file.opened, position, shape, _DTYPES[dtype])
+        position += math.prod(shape) * _DTYPES[dtype].itemsize
+    if position != file.identity.size_bytes:
+        raise ExportError(f"{file.path} has {file.identity.size_bytes} bytes, but its header describes {position}")
+    return tensors

@@ -4,37 +4,32 @@
 
 Between two arrows all ranks meet, and a failure on one becomes an `ExportError` on all that names it.
 
-[Note: publishing]
-Files are written under ``*.partial`` names, which nothing takes for weights. A directory is whole once its *root* is
-there: ``model.safetensors``, or the index. Publishing removes the root of an earlier export first and puts the new one
-in place last, with the directory synced in between, so that a run killed anywhere (or a machine that loses power)
-leaves the earlier export, the new one, or none; never a mixture.
+Files are complete before they have names that readers look for. See [Note: publishing] in `publish.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from streamshard.checkpoint.safetensors_file import (
-    INDEX_NAME,
-    NUMBERED_PATTERN,
-    SINGLE_NAME,
-    FileLayout,
-    TensorSpec,
-    encode_index,
-    plan_files,
+from streamshard.checkpoint.publish import (
+    BESIDE,
+    PARTIAL,
+    check_free,
+    publish,
+    remove_partials,
+    sweep,
+    write_all,
+    write_synced,
 )
+from streamshard.checkpoint.safetensors_file import INDEX_NAME, FileLayout, TensorSpec, encode_index, plan_files
 from streamshard.config import parse_bytes
 from streamshard.errors import ExportError
 
@@ -43,8 +38,6 @@ __all__ = ["RankGroup", "TensorEntry", "run_on_all_ranks", "write_sharded"]
 CHUNK_BYTES = 8 << 20  # all the memory an export takes
 VISIBLE_WITHIN_S = 10.0  # network file systems may show a new file to other hosts only after a while
 
-_PARTIAL = ".partial"
-_BESIDE = "config" + _PARTIAL  # a directory: what goes beside the weights, until it is published
 _FORMAT = {"format": "pt"}
 
 _T = TypeVar("_T")
@@ -61,8 +54,8 @@ class RankGroup(Protocol):
     def replica(self) -> int:
         """Which copy of the model this rank holds a shard of, from 0."""
 
-    def gather_errors(self, error: str | None) -> list[str | None]:
-        """Every rank's `error`, in rank order. Blocks until all ranks have called it."""
+    def gather_objects(self, value: Any, /) -> list[Any]:
+        """Every rank's `value`, in rank order. Blocks until all ranks have called it."""
 
 
 class TensorEntry(NamedTuple):
@@ -117,8 +110,8 @@ def write_sharded(
 
     Raises:
         ConfigError: `max_shard_size` cannot be read.
-        ExportError: on every rank, when any rank failed: names the rank and the cause. Nothing is left that looks
-            whole.
+        ExportError: on every rank, when any rank failed: names the rank and the cause. What was in the directory
+            before is still there then, or the new export is, whole.
     """
     max_file_bytes = parse_bytes("max_shard_size", max_shard_size)
     root = Path(directory)
@@ -130,21 +123,21 @@ def write_sharded(
         if first:
             _create(root, files, index, write_beside)
 
-    def publish() -> None:
+    def put_in_place() -> None:
         if first:
-            _publish(root, [file.name for file in files], index is not None)
+            publish(root, files, total_parameters)
 
     try:
         # On every rank, not only on rank 0: where a directory is not shared, leftovers of an earlier run must not be
         # taken for the files that rank 0 is about to create.
-        run_on_all_ranks(group, f"clear {root}", lambda: _remove_partials(root))
+        run_on_all_ranks(group, f"clear {root}", lambda: remove_partials(root))
         run_on_all_ranks(group, f"create files in {root}", create)
         run_on_all_ranks(group, f"write to {root}", lambda: _write(root, files, entries))
-        run_on_all_ranks(group, f"publish {root}", publish)
+        run_on_all_ranks(group, f"publish {root}", put_in_place)
     except BaseException:
         if first:
             with contextlib.suppress(OSError):
-                _remove_partials(root)
+                remove_partials(root)
         raise
     return [file.name for file in files] + ([INDEX_NAME] if index is not None else [])
 
@@ -168,7 +161,10 @@ def run_on_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> 
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         cause = error
         told = str(error) if isinstance(error, ExportError) else f"{type(error).__name__}: {error}"
-    failed = [f"rank {rank}: {error}" for rank, error in enumerate(group.gather_errors(told)) if error is not None]
+    everyone = group.gather_objects(told)
+    failed = [f"rank {rank}: {error}" for rank, error in enumerate(everyone) if error is not None]
+    if len(failed) > 1 and len(set(everyone)) == 1:
+        failed = [f"all ranks: {told}"]
     if failed:
         raise ExportError(f"could not {doing}: " + "; ".join(failed)) from cause
     return result  # type: ignore[return-value]  # it is action()'s own result where nothing was raised
@@ -191,31 +187,23 @@ def _plan(entries: Sequence[TensorEntry], max_file_bytes: int, metadata: Mapping
     return plan_files(list(specs.values()), max_file_bytes, metadata)
 
 
-def _remove_partials(root: Path) -> None:
-    if not root.is_dir():
-        return
-    for path in root.glob(f"model*{_PARTIAL}"):
-        _remove(path)
-    shutil.rmtree(root / _BESIDE, ignore_errors=True)
-
-
 def _create(
     root: Path, files: Sequence[FileLayout], index: bytes | None, write_beside: Callable[[Path], None] | None
 ) -> None:
     """Every file at its full size with its header in place; ranks fill in the rest."""
     os.makedirs(root, exist_ok=True)
     if write_beside is not None:
-        os.mkdir(root / _BESIDE)
-        write_beside(root / _BESIDE)
+        os.mkdir(root / BESIDE)
+        write_beside(root / BESIDE)
+    check_free(root, files)
+    sweep(root)
     for file in files:
-        with _opened(root / (file.name + _PARTIAL), os.O_RDWR | os.O_CREAT | os.O_EXCL) as descriptor:
+        with _opened(root / (file.name + PARTIAL), os.O_RDWR | os.O_CREAT | os.O_EXCL) as descriptor:
             os.ftruncate(descriptor, file.size_bytes)
-            _write_all(descriptor, memoryview(file.header), 0)
+            write_all(descriptor, memoryview(file.header), 0)
             os.fsync(descriptor)
     if index is not None:
-        with _opened(root / (INDEX_NAME + _PARTIAL), os.O_RDWR | os.O_CREAT | os.O_EXCL) as descriptor:
-            _write_all(descriptor, memoryview(index), 0)
-            os.fsync(descriptor)
+        write_synced(root / (INDEX_NAME + PARTIAL), index)
 
 
 def _write(root: Path, files: Sequence[FileLayout], entries: Sequence[TensorEntry]) -> None:
@@ -230,7 +218,7 @@ def _write(root: Path, files: Sequence[FileLayout], entries: Sequence[TensorEntr
         if not mine:
             continue
         try:
-            with _opened(root / (file.name + _PARTIAL), os.O_RDWR) as descriptor:
+            with _opened(root / (file.name + PARTIAL), os.O_RDWR) as descriptor:
                 if os.pread(descriptor, len(file.header), 0) != file.header:
                     raise ExportError(f"{file.name} made by rank 0 has another header: ranks disagree on the tensors")
                 for offset, entry in mine:
@@ -251,13 +239,7 @@ def _write_entry(descriptor: int, offset: int, entry: TensorEntry, staging: byte
         part = data[done : done + chunk.numel()]
         chunk[: part.numel()].copy_(part)
         converted = memoryview(staging)[: part.numel() * item_bytes]
-        _write_all(descriptor, converted, offset + (entry.start + done) * item_bytes)
-
-
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
+        write_all(descriptor, converted, offset + (entry.start + done) * item_bytes)
 
 
 @contextlib.contextmanager
@@ -279,40 +261,3 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _publish(root: Path, file_names: Sequence[str], has_index: bool) -> None:
-    """See [Note: publishing]."""
-    beside = [path for path in (root / _BESIDE).glob("*") if path.is_file()]
-    for path in beside:
-        with _opened(path, os.O_RDWR) as descriptor:
-            os.fsync(descriptor)
-    for name in (SINGLE_NAME, INDEX_NAME):
-        _remove(root / name)
-    _sync_directory(root)
-    for path in list(root.iterdir()):
-        if re.fullmatch(NUMBERED_PATTERN, path.name) and path.name not in file_names:
-            _remove(path)
-    for path in beside:
-        os.replace(path, root / path.name)
-    *parts, last = [*file_names, INDEX_NAME] if has_index else file_names
-    for name in parts:
-        os.replace(root / (name + _PARTIAL), root / name)
-    _sync_directory(root)
-    os.replace(root / (last + _PARTIAL), root / last)
-    _sync_directory(root)
-    shutil.rmtree(root / _BESIDE, ignore_errors=True)
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-
-
-def _sync_directory(root: Path) -> None:
-    with _opened(root, os.O_RDONLY) as descriptor:
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # some file systems have no such thing for directories
-                raise
