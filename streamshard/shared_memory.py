@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from streamshard.issued import Kind
 from streamshard.streams import Work
 from streamshard.transport import PairwiseTransport, Reduction, Transport, sum_in_pieces
 
@@ -119,7 +120,7 @@ class SharedMemoryTransport(PairwiseTransport):
         self._timeout_s = _timeout_s(other.group)
         self._started: deque[Reduction] = deque()  # not summed yet
 
-    def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate_visible(self, numel: int, dtype: torch.dtype, *, is_users: bool = False) -> torch.Tensor:
         """See `Transport.allocate_visible`."""
         return self._own.place(numel, dtype)
 
@@ -131,6 +132,7 @@ class SharedMemoryTransport(PairwiseTransport):
 
     def retract_shards(self) -> Work | None:
         """See `Transport.retract_shards`."""
+        super().retract_shards()
         count = self._advance(Counter.RETRACTED)
         return _Once(lambda: self._await(Counter.RETRACTED, count))
 
@@ -146,6 +148,7 @@ class SharedMemoryTransport(PairwiseTransport):
             return super().start_gather(shard, slot, tag)
         self.streams.declare_access(shard, write=False, what="all_gather")
         self.streams.declare_access(slot, write=True, what="all_gather")
+        self.log.add(Kind.GATHER, tag)
         return _Once(lambda: self._copy(shard, slot, tag))
 
     def _copy(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> None:
@@ -162,6 +165,7 @@ class SharedMemoryTransport(PairwiseTransport):
         self.streams.declare_access(reduction.slot, write=False, what="reduce_scatter")
         self.streams.declare_access(reduction.out, write=True, what="reduce_scatter")
         self._started.append(reduction)
+        self.log.add(Kind.REDUCE, reduction.tag)
         self._own.written[self._own.counters[Counter.WRITTEN] % len(self._own.written)] = reduction.tag
         count = self._advance(Counter.WRITTEN)
         return _Once(lambda: self._finish(count))
