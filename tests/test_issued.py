@@ -20,7 +20,7 @@ from tests.models import vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.scenarios import BF16, RoutedStack, over_sockets
 
-TRANSPORTS = ["sockets"]
+TRANSPORTS = ["shared memory", "sockets"]
 
 
 def _model(over: str) -> Any:
