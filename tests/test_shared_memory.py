@@ -303,6 +303,18 @@ def test_reductions_of_different_layers_are_never_added_up(context: RankContext)
     assert out.tolist() == [0.0] * 4
 
 
+@on_ranks(2)
+def test_gathers_in_different_orders_are_told_at_the_next_forward(context: RankContext) -> None:
+    """Although no gather needs a partner here: through sockets, or on GPUs, it would."""
+    model = StreamShard(Stack(), precision=BF16)
+    model(vector_batch(0, 0))
+    transport, slot = _shared(model), torch.zeros(2)
+    own = transport._own.view(transport._own.shards[0], 1, torch.bfloat16)
+    transport.start_gather(own, slot, 1 + context.rank)
+    with pytest.raises(CommunicationError, match=r"rank 0 gathers 'layers\.0', rank 1 gathers 'layers\.1'"):
+        model(vector_batch(0, 0))
+
+
 # -- forks ------------------------------------------------------------------------------------------------------
 
 
