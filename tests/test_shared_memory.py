@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,10 +21,10 @@ from torch import nn
 
 import streamshard.arena as arena
 from streamshard import Precision, StreamShard
-from streamshard.arena import Counter, offer_memory
+from streamshard.arena import Counter, State, offer_memory
 from streamshard.errors import CommunicationError
 from streamshard.inspect import engine_inside
-from streamshard.shared_memory import SharedMemoryTransport
+from streamshard.shared_memory import SharedMemoryTransport, _leave
 from streamshard.transport import PairwiseTransport, Reduction
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, RankFailure, RankPool, on_ranks, open_pool
@@ -415,6 +416,16 @@ def test_arenas_are_not_handed_on_by_the_kernel(context: RankContext) -> None:
 
 
 @on_ranks(2)
+def test_a_child_without_memory_for_a_copy_ends_as_any_other(context: RankContext) -> None:
+    """It has nothing where the arena was, and nothing to do there when it ends."""
+    own = _shared(sharded("plain", FP32))._own
+    parent = os.getpid()
+    with mock.patch.object(arena, "_map_private", lambda _: None):
+        assert _in_child(lambda: _leave(own, parent)) is None
+    assert own.state is State.TAKES_PART
+
+
+@on_ranks(2)
 def test_forks_in_a_row_share_one_copy_which_goes_with_the_next_forward(context: RankContext) -> None:
     """The workers of a DataLoader."""
     model = StreamShard(Stack(), precision=FP32)
@@ -441,6 +452,22 @@ def test_a_rank_whose_model_is_gone_has_left(context: RankContext) -> None:
     torch.distributed.barrier()
     with pytest.raises(CommunicationError, match="rank 2 has left|rank [01] has failed"):
         train(model, "plain", context, steps=2)
+
+
+@on_ranks(2)
+def test_a_rank_that_has_failed_is_not_waited_for(context: RankContext) -> None:
+    """Although it lives and has its model."""
+    model = StreamShard(Stack(), precision=FP32)
+    if context.rank == 0:
+        with pytest.raises(KeyboardInterrupt), _shared(model).guard("something"):
+            raise KeyboardInterrupt
+        kept.append(model)
+    else:
+        with pytest.raises(CommunicationError, match="rank 0 has failed, its own error says how"):
+            model(vector_batch(0, 0))
+
+
+kept: list[Any] = []  # what is to live beyond its test
 
 
 @on_ranks(2)
