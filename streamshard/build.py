@@ -106,6 +106,7 @@ def shard_model(
 
     layouts = _plan_layouts(found, groups, transport.world_size, precision, pad_units_to)
     transport = share_memory(transport, _most_bytes(layouts), len(groups))
+    transport.names = [layout.name or "the edge unit" for layout in layouts]
     ledger = Ledger(transport.streams.device, transport.allocate_visible)
     trains = [any(found_param.param.requires_grad for found_param in params) for params in groups]
     copies = transport.total_size // transport.world_size
@@ -269,7 +270,9 @@ def _allocate(needs: Needs, plan: SlotPlan, transport: Transport, ledger: Ledger
     if not is_alone:
         for slot, numel in _largest(plan.weights, padded).items():
             # The compute shards of slots that hold one unit each lie in them: then other ranks read the slot.
-            buffer = ledger.allocate(Category.WEIGHT_SLOTS, numel, precision.param_dtype, is_visible=plan.keeps_weights)
+            dtype, is_visible = precision.param_dtype, plan.keeps_weights
+            is_users = dtype is torch.float32  # main weights and compute shards are one there
+            buffer = ledger.allocate(Category.WEIGHT_SLOTS, numel, dtype, is_visible=is_visible, is_users=is_users)
             takes_turns = any(s and place == slot for s, place in zip(plan.shared, plan.weights, strict=True))
             weight_slots[slot] = WeightSlot(buffer, streams, f"weight slot {slot}", is_shared=takes_turns)
         room = {place: Scratch(numel, grad_dtype, ledger) for place, numel in _largest(plan.scratch, scratch).items()}

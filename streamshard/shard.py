@@ -90,7 +90,7 @@ class UnitShard:
         numel, is_cast = layout.shard_numel, param_dtype is not torch.float32
         if weights is None:
             category = Category.COMPUTE_SHARDS if is_cast else Category.MAIN_WEIGHTS
-            weights = ledger.allocate(category, numel, param_dtype, is_visible=True)
+            weights = ledger.allocate(category, numel, param_dtype, is_visible=True, is_users=not is_cast)
         self.compute = weights
         self.main = ledger.allocate(Category.MAIN_WEIGHTS, numel, torch.float32) if is_cast else weights
         self.grad: torch.Tensor | None = None

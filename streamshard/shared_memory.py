@@ -13,24 +13,26 @@ Each rank has four counters, which only it increments:
 - WRITTEN: reductions whose grad slot I have filled. Peers wait for it before they sum.
 - SUMMED: reductions that I have summed. Peers wait for it before they write that slot again (rule 3).
 
-Counts say enough because passes and reductions come in the same order on all ranks (the program's). Sums are taken in
-that order too, as early as possible, so no rank waits for a sum that waits for it.
+Counts say enough because passes and reductions come in the same order on all ranks (the program's). That they do is
+compared: with each count goes what the log of all that was issued before came to (`streamshard.issued`). Sums are taken
+in that order too, as early as possible, so no rank waits for a sum that waits for it.
 """
 
 from __future__ import annotations
 
-import enum
-import mmap
 import os
 import platform
-import secrets
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from streamshard.arena import Arena, Counter, State, arena_bytes, map_all, offer_memory
+from streamshard.errors import StateError
+from streamshard.issued import Kind, describe_difference
 from streamshard.streams import Work
 from streamshard.transport import PairwiseTransport, Reduction, Transport, sum_in_pieces
 
@@ -38,55 +40,9 @@ __all__ = ["SharedMemoryTransport", "share_memory"]
 
 _DISABLE = "STREAMSHARD_SHARED_MEMORY"  # environment variable: "0" leaves everything to gloo
 _ORDERED = ("x86_64", "AMD64")  # where stores become visible in program order, which counters rely on
-_ALIGNMENT = 64  # bytes, of a buffer in an arena: a cache line
-_COOKIE_BYTES = 32  # at the start of an arena: it is the one meant, not some other process's file of that number
-_HEADER_BYTES = _COOKIE_BYTES + 8 * 4
 _YIELDS = 200  # how often to look before sleeping between looks
 _LONGEST_SLEEP_S = 1e-3
-
-
-class Counter(enum.IntEnum):
-    """See [Note: counters]."""
-
-    PUBLISHED = 0
-    RETRACTED = 1
-    WRITTEN = 2
-    SUMMED = 3
-
-
-class Arena:
-    """One rank's memory as a process sees it: counters, where its compute shards are, and the buffers.
-
-    Args:
-        memory: the mapped file.
-        units: how many shards are published.
-    """
-
-    def __init__(self, memory: mmap.mmap, units: int) -> None:
-        self.memory = memory
-        self.counters = memoryview(memory)[_COOKIE_BYTES:_HEADER_BYTES].cast("q")
-        self.shards = memoryview(memory)[_HEADER_BYTES : _HEADER_BYTES + 8 * units].cast("q")  # offsets, bytes
-        # The tags of its last reductions, by count: it is ahead of others by as many as it has slots at most.
-        self.written = memoryview(memory)[_HEADER_BYTES + 8 * units : _HEADER_BYTES + 16 * units].cast("q")
-        self._used = _HEADER_BYTES + 16 * units
-        self._start = self.view(0, 1, torch.uint8).data_ptr()
-
-    def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The elements [numel] at `offset` bytes."""
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
-
-    def place(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A new buffer [numel] of zeros. Only on the rank whose arena it is."""
-        offset = -(-self._used // _ALIGNMENT) * _ALIGNMENT
-        self._used = offset + numel * dtype.itemsize
-        return self.view(offset, numel, dtype)
-
-    def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Where `tensor` lies, in bytes; None if that is somewhere else."""
-        offset = tensor.data_ptr() - self._start
-        return offset if 0 < offset < self._used else None
+_COMPARE_EVERY_S = 0.1  # while waiting: the logs of all ranks
 
 
 class _Once:
@@ -108,20 +64,21 @@ class SharedMemoryTransport(PairwiseTransport):
     Args:
         other: what ranks had before; its groups and streams are used.
         arenas: all ranks', by rank.
-        processes: all ranks' process ids, by rank.
     """
 
-    def __init__(self, other: PairwiseTransport, arenas: Sequence[Arena], processes: Sequence[int]) -> None:
+    def __init__(self, other: PairwiseTransport, arenas: Sequence[Arena]) -> None:
         super().__init__(other.group, other.streams, other.everyone, other.replica)
         self._arenas = arenas
         self._own = arenas[self.rank]
-        self._processes = processes
+        self.log = self._own.log
         self._timeout_s = _timeout_s(other.group)
         self._started: deque[Reduction] = deque()  # not summed yet
+        self._compared = 0  # publications
+        weakref.finalize(self, _leave, self._own, os.getpid())
 
-    def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate_visible(self, numel: int, dtype: torch.dtype, *, is_users: bool = False) -> torch.Tensor:
         """See `Transport.allocate_visible`."""
-        return self._own.place(numel, dtype)
+        return self._own.place(numel, dtype, is_users=is_users)
 
     def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
         """Nothing is received, so there is nothing to receive it in."""
@@ -131,13 +88,17 @@ class SharedMemoryTransport(PairwiseTransport):
 
     def retract_shards(self) -> Work | None:
         """See `Transport.retract_shards`."""
+        super().retract_shards()
         count = self._advance(Counter.RETRACTED)
         return _Once(lambda: self._await(Counter.RETRACTED, count))
 
     def publish_shards(self, shards: Sequence[torch.Tensor]) -> None:
         """See `Transport.publish_shards`."""
+        self._own.forget_copy()
         for place, shard in enumerate(shards):
-            self._own.shards[place] = self._own.offset_of(shard) or 0
+            self._own.shards[place] = self._offset_of(shard) if shard.numel() else 0
+        count = self._own.counters[Counter.PUBLISHED] + 1
+        self._own.published[count % len(self._own.published)] = self.log.digest
         self._advance(Counter.PUBLISHED)
 
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
@@ -146,10 +107,15 @@ class SharedMemoryTransport(PairwiseTransport):
             return super().start_gather(shard, slot, tag)
         self.streams.declare_access(shard, write=False, what="all_gather")
         self.streams.declare_access(slot, write=True, what="all_gather")
+        self.log.add(Kind.GATHER, tag)
         return _Once(lambda: self._copy(shard, slot, tag))
 
     def _copy(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> None:
-        self._await(Counter.PUBLISHED, self._own.counters[Counter.PUBLISHED])
+        count = self._own.counters[Counter.PUBLISHED]
+        if self._compared < count:
+            self._await(Counter.PUBLISHED, count)
+            self._compare([arena.published[count % len(arena.published)] for arena in self._arenas])
+            self._compared = count
         with self.streams.on_comm(), torch.no_grad():
             for arena, chunk in zip(self._arenas, slot.view(self.world_size, -1), strict=True):
                 if chunk.data_ptr() != shard.data_ptr():  # a slot that is its unit's alone holds the compute shard
@@ -162,14 +128,16 @@ class SharedMemoryTransport(PairwiseTransport):
         self.streams.declare_access(reduction.slot, write=False, what="reduce_scatter")
         self.streams.declare_access(reduction.out, write=True, what="reduce_scatter")
         self._started.append(reduction)
-        self._own.written[self._own.counters[Counter.WRITTEN] % len(self._own.written)] = reduction.tag
+        self.log.add(Kind.REDUCE, reduction.tag)
+        self._own.written[self._own.counters[Counter.WRITTEN] % len(self._own.written)] = self.log.digest
         count = self._advance(Counter.WRITTEN)
         return _Once(lambda: self._finish(count))
 
     def progress(self) -> None:
         """See `Transport.progress`. Sums what all ranks have written, so that nobody has to wait for it later."""
         while self._started and self._is_everywhere(Counter.WRITTEN, self._own.counters[Counter.SUMMED] + 1):
-            self._sum_next()
+            with self.guard("a reduction"):
+                self._sum_next()
 
     def _finish(self, count: int) -> None:
         while self._own.counters[Counter.SUMMED] < count:
@@ -178,15 +146,20 @@ class SharedMemoryTransport(PairwiseTransport):
         self._await(Counter.SUMMED, count)
 
     def _sum_next(self) -> None:
-        slot, out, _, accumulate, tag = self._started.popleft()
-        tags = [arena.written[self._own.counters[Counter.SUMMED] % len(arena.written)] for arena in self._arenas]
-        if tags != [tag] * self.world_size:
-            raise RuntimeError(f"ranks reduce different layers at the same time, by index: {tags}")
+        place = self._own.counters[Counter.SUMMED]
+        self._compare([arena.written[place % len(arena.written)] for arena in self._arenas])
+        slot, out, _, accumulate, _ = self._started.popleft()
         # Grad slots are allocated in the same order on all ranks, so they lie at the same place in every arena.
-        start = (self._own.offset_of(slot) or 0) + self.rank * out.numel() * slot.element_size()
+        start = self._offset_of(slot) + self.rank * out.numel() * slot.element_size()
         with self.streams.on_comm():
             sum_in_pieces([arena.view(start, out.numel(), slot.dtype) for arena in self._arenas], out, accumulate)
         self._advance(Counter.SUMMED)
+
+    def _offset_of(self, tensor: torch.Tensor) -> int:
+        offset = self._own.offset_of(tensor)
+        if offset is None:
+            raise StateError("a shard or slot", "in memory of this rank alone", "in its arena")
+        return offset
 
     # -- counters ---------------------------------------------------------------------------------------------------
 
@@ -201,9 +174,11 @@ class SharedMemoryTransport(PairwiseTransport):
         """Return once all ranks' counters have reached `count`.
 
         Raises:
-            RuntimeError: a rank has died, or the process group's timeout is over.
+            RuntimeError: one never will, because its rank has died, has failed, has left or does something else; or the
+                process group's timeout is over.
         """
-        deadline, sleep_s = time.monotonic() + self._timeout_s, 2e-5
+        began, sleep_s = time.monotonic(), 2e-5
+        compare_at = began + _COMPARE_EVERY_S
         for look in range(1 << 62):
             if self._is_everywhere(counter, count):
                 return
@@ -214,18 +189,51 @@ class SharedMemoryTransport(PairwiseTransport):
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
             missing = [rank for rank, arena in enumerate(self._arenas) if arena.counters[counter] < count]
             for rank in missing:
-                if not _is_running(self._processes[rank]):
-                    raise RuntimeError(f"rank {rank} has died")
-            if time.monotonic() > deadline:
+                self._check_takes_part(rank, counter, count)
+            if time.monotonic() > compare_at:
+                compare_at += _COMPARE_EVERY_S
+                if (difference := self.find_difference()) is not None:
+                    raise RuntimeError(difference)
+            if time.monotonic() > began + self._timeout_s:
                 raise RuntimeError(f"timed out after {self._timeout_s:g} s of waiting for ranks {missing}")
 
+    def _check_takes_part(self, rank: int, counter: Counter, count: int) -> None:
+        """Raise if `rank`, which has not reached `count`, never will."""
+        arena = self._arenas[rank]
+        story = _STORIES[arena.state]
+        if story is None and arena.process is not None and not arena.process.is_running():
+            story = "has died"
+        # Its last act may have been to get there.
+        if story is not None and arena.counters[counter] < count:
+            raise RuntimeError(self.find_difference() or f"rank {rank} {story}")
 
-def _is_running(process: int) -> bool:
-    try:
-        with open(f"/proc/{process}/stat", "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
+    # -- when ranks do not do the same ------------------------------------------------------------------------------
+
+    def find_difference(self) -> str | None:
+        """See `Transport.find_difference`."""
+        return describe_difference([arena.log.words for arena in self._arenas], self.names)
+
+    def fail(self, failure: str) -> None:
+        """See `Transport.fail`."""
+        self._own.leave(State.HAS_FAILED)
+        super().fail(failure)
+
+    def _compare(self, digests: Sequence[int]) -> None:
+        """Raise if ranks have come to the same count on different ways."""
+        if any(digest != digests[self.rank] for digest in digests):
+            raise RuntimeError(self.find_difference() or "ranks have not done the same, some time ago")
+
+
+_STORIES = {
+    State.TAKES_PART: None,
+    State.HAS_LEFT: "has left: its program is over, or its model was deleted",
+    State.HAS_FAILED: "has failed, its own error says how",
+}
+
+
+def _leave(arena: Arena, process: int) -> None:
+    if process == os.getpid():  # not in a forked child
+        arena.leave(State.HAS_LEFT)
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:
@@ -245,51 +253,19 @@ def share_memory(transport: Transport, nbytes: int, units: int) -> Transport:
     """
     if not isinstance(transport, PairwiseTransport) or transport.world_size == 1:
         return transport
-    nbytes += _HEADER_BYTES + 16 * units
+    nbytes = arena_bytes(nbytes, units)
     mine = None
     if os.environ.get(_DISABLE, "1") != "0" and platform.machine() in _ORDERED:
-        mine = _offer(nbytes)
-    offers = transport.gather_objects(None if mine is None else mine[1:], everyone=False)
-    mapped = None if mine is None else _map_all(offers, nbytes)
-    all_can = all(transport.gather_objects(mapped is not None, everyone=False))
-    if mine is not None:
-        os.close(mine[1])  # mappings stay
-    if not all_can or mapped is None:
-        return transport
-    arenas = [Arena(memory, units) for memory in mapped]
-    return SharedMemoryTransport(transport, arenas, [offer[1] for offer in offers])
-
-
-_Offer = tuple[int, int, bytes]  # file descriptor, process id, cookie
-
-
-def _offer(nbytes: int) -> tuple[mmap.mmap, int, int, bytes] | None:
-    """A new anonymous memory file and what peers need to map it; None where there is no such thing."""
+        mine = offer_memory(nbytes)
+    arenas = None
     try:
-        fd = os.memfd_create("streamshard")
-        os.ftruncate(fd, nbytes)
-        memory = mmap.mmap(fd, nbytes)
-    except (AttributeError, OSError, ValueError):
-        return None
-    memory[:_COOKIE_BYTES] = secrets.token_bytes(_COOKIE_BYTES)
-    return memory, fd, os.getpid(), memory[:_COOKIE_BYTES]
-
-
-def _map_all(offers: Iterable[_Offer | None], nbytes: int) -> list[mmap.mmap] | None:
-    """All ranks' arenas; None unless all of them are memory of this machine that we may map."""
-    arenas = []
-    for offer in offers:
-        if offer is None:
-            return None
-        fd, process, cookie = offer
-        try:
-            file = os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR)
-            try:
-                arenas.append(mmap.mmap(file, nbytes))
-            finally:
-                os.close(file)
-        except (OSError, ValueError):
-            return None
-        if arenas[-1][:_COOKIE_BYTES] != cookie:
-            return None
-    return arenas
+        offers = transport.gather_objects(None if mine is None else mine[1], everyone=False)
+        if mine is not None:
+            arenas = map_all(offers, transport.rank, mine[0], units)
+        all_can = all(transport.gather_objects(arenas is not None, everyone=False))
+    finally:
+        if mine is not None:
+            os.close(mine[1].descriptor)  # mappings stay
+    if not all_can or arenas is None:
+        return transport
+    return SharedMemoryTransport(transport, arenas)

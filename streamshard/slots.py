@@ -16,8 +16,8 @@ there are no slots: views bind to the compute shard, gradients go to the main gr
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -40,6 +40,12 @@ class Category(enum.Enum):
     FLAGS = "flags"
 
 
+class Visible(Protocol):
+    """See `Transport.allocate_visible`."""
+
+    def __call__(self, numel: int, dtype: torch.dtype, *, is_users: bool) -> torch.Tensor: ...
+
+
 class Ledger:
     """Allocates buffers and knows them all. Owns every buffer of the engine.
 
@@ -48,22 +54,29 @@ class Ledger:
         allocate_visible: allocates what other ranks may read, see `Transport.allocate_visible`.
     """
 
-    def __init__(
-        self, device: torch.device, allocate_visible: Callable[[int, torch.dtype], torch.Tensor] | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, allocate_visible: Visible | None = None) -> None:
         self.device = device
         self._allocate_visible = allocate_visible
         self.buffers: list[tuple[Category, torch.Tensor]] = []
 
-    def allocate(self, category: Category, numel: int, dtype: torch.dtype, *, is_visible: bool = False) -> torch.Tensor:
+    def allocate(
+        self,
+        category: Category,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        is_visible: bool = False,
+        is_users: bool = False,
+    ) -> torch.Tensor:
         """A new buffer [numel] of zeros, so that padding never holds a NaN.
 
         Args:
             category, numel, dtype: what, how much, of which type.
             is_visible: whether other ranks may read it (compute shards, grad slots).
+            is_users: whether the user sees it too (main weights, main grads), if other ranks may read it.
         """
         if is_visible and self._allocate_visible is not None:
-            buffer = self._allocate_visible(numel, dtype)
+            buffer = self._allocate_visible(numel, dtype, is_users=is_users)
         else:
             buffer = torch.zeros(numel, dtype=dtype, device=self.device)
         self.buffers.append((category, buffer))
@@ -242,6 +255,8 @@ class GradSlot:
     def allocate(self) -> torch.Tensor:
         """The buffer, allocated at the first call."""
         if self.buffer is None:
-            self.buffer = self._ledger.allocate(Category.GRAD_SLOTS, self._numel, self._dtype, is_visible=True)
+            self.buffer = self._ledger.allocate(
+                Category.GRAD_SLOTS, self._numel, self._dtype, is_visible=True, is_users=self.holds_main_grads
+            )
             self.scratch.allocate()
         return self.buffer

@@ -10,11 +10,20 @@ Every reduction ends in main grads, fp32, as the mean over ranks. Where chunks a
 accumulation, and everything on gloo), rank r receives its chunk from every other rank and sums in rank order, so
 results do not depend on a ring's rounding or on timing (Megatron-LM: ``reduce_scatter_with_fp32_accumulation``).
 gloo's own reduce_scatter was 4 to 14 times slower than this exchange (docs/log.md).
+
+[Note: ranks that do not do the same]
+All ranks issue the same exchanges in the same order. A transport logs what it issues (`streamshard.issued`); who has
+waited for long compares the logs of all ranks, and if they differ, waits no longer. Whoever fails, for this reason or
+another, says so to those who wait for it: it closes its connections, which ends their waits, and has its log read.
+So all ranks end soon, with the same words.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
+import datetime
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,11 +31,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from streamshard.errors import CommunicationError, ConfigError, StreamShardError
+from streamshard.errors import CommunicationError, ConfigError
+from streamshard.guard import Guard
+from streamshard.issued import Board, Kind, Log, describe_difference
 from streamshard.streams import Fence, Rule, StreamName, Streams, Work
+from streamshard.watch import Vigil
 
 __all__ = [
-    "Guard",
     "NcclTransport",
     "PairwiseTransport",
     "Reduction",
@@ -36,7 +47,10 @@ __all__ = [
 ]
 
 _SUM_BLOCK = 1 << 17  # elements
-_TAGS_PER_UNIT = 2  # a unit's gathers and reductions must never be taken for each other
+# A unit's gathers, its reductions and gathers of full tensors must never be taken for each other: gloo ends the process
+# where a message is longer than the memory for it.
+_TAGS_PER_UNIT = 3
+_NOBODYS_TAG = (1 << 31) - 1  # of a message that is never sent
 
 
 class Reduction(NamedTuple):
@@ -78,14 +92,19 @@ class Transport(abc.ABC):
         is_first: whether this is the rank whose weights count at the start and that writes what is written once.
         total_size: number of ranks in `everyone`.
         is_uneven: whether ranks may run out of inputs, see `streamshard.optim.join`.
-        has_failed: whether a collective has failed.
+        failure: how a collective has failed; None: none has.
+        vigil: how long this rank has been waiting for others.
+        log: what this rank has issued.
+        names: of units, by tag; for messages.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, streams: Streams, everyone: dist.ProcessGroup | None = None, replica: int = 0
     ) -> None:
-        self.has_failed = False
+        self.failure: str | None = None
         self.is_uneven = False
+        self.log = Log()
+        self.names: Sequence[str] = ()
         # Weak: destroy_process_group() has to end gloo's threads, which must not outlive Python (they take its lock).
         self._group_of = weakref.ref(group)
         self._everyone_of = weakref.ref(everyone or group)
@@ -96,6 +115,13 @@ class Transport(abc.ABC):
         self.place: int = dist.get_rank(self.everyone)
         self.is_first = self.place == 0
         self.total_size: int = dist.get_world_size(self.everyone)
+        self.vigil = Vigil(self)
+        _alive_ones.add(self)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a collective has failed: nothing more is issued."""
+        return self.failure is not None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -119,6 +145,10 @@ class Transport(abc.ABC):
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
         """Start an all-gather of `shard` [shard_numel] from all ranks into `slot` [N * shard_numel], same dtype."""
 
+    def start_gather_full(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> Work | None:
+        """The same outside of steps, of something other than compute shards."""
+        return self.start_gather(shard, full, tag)
+
     @abc.abstractmethod
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """Start a reduce-scatter (mean). See [Note: reductions]."""
@@ -137,12 +167,18 @@ class Transport(abc.ABC):
             adds: whether main grads may hold something that is added to.
         """
 
-    def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for what other ranks are to read: a buffer [numel] of zeros on the device of the streams."""
+    def allocate_visible(self, numel: int, dtype: torch.dtype, *, is_users: bool = False) -> torch.Tensor:
+        """Memory for what other ranks are to read: a buffer [numel] of zeros on the device of the streams.
+
+        Args:
+            numel, dtype: how much, of which type.
+            is_users: whether the user sees it too.
+        """
         return torch.zeros(numel, dtype=dtype, device=self.streams.device)
 
     def retract_shards(self) -> Work | None:
         """Before compute shards are written: the work that is done once no other rank reads them. None: none does."""
+        self.log.add(Kind.FORWARD)
         return None
 
     def publish_shards(self, shards: Sequence[torch.Tensor]) -> None:  # noqa: B027  # few transports need to know
@@ -166,13 +202,14 @@ class Transport(abc.ABC):
         fence.wait()
         arrived = Fence(self.streams, Rule.STEP_BOUNDARY, StreamName.COMM, "full tensors")
         with self.guard("a gather of full tensors"):
-            arrived.record(self.start_gather(shard, full, tag))
+            arrived.record(self.start_gather_full(shard, full, tag))
             arrived.wait()
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrite `tensor` on every rank by that of the rank at place `source`. Blocks."""
         if self.total_size > 1:
             with self.guard("a broadcast"):
+                self.log.add(Kind.BROADCAST)
                 dist.broadcast(tensor, src=dist.get_global_rank(self.everyone, source), group=self.everyone)
 
     def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False, everyone: bool = False) -> None:
@@ -186,6 +223,7 @@ class Transport(abc.ABC):
         if (self.total_size if everyone else self.world_size) > 1:
             group = self.everyone if everyone else self.group
             with self.guard("a sum over all ranks"):
+                self.log.add(Kind.SUM)
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
 
     def gather_objects(self, value: object, *, everyone: bool = True) -> list[Any]:
@@ -198,6 +236,7 @@ class Transport(abc.ABC):
         values: list[Any] = [value] * (self.total_size if everyone else self.world_size)
         if len(values) > 1:
             with self.guard("a meeting of all ranks"):
+                self.log.add(Kind.MEETING)
                 dist.all_gather_object(values, value, group=self.everyone if everyone else self.group)
         return values
 
@@ -209,6 +248,26 @@ class Transport(abc.ABC):
         """Return once every rank has called this."""
         self.gather_objects(None)
 
+    # -- when ranks do not do the same ------------------------------------------------------------------------------
+
+    def find_difference(self) -> str | None:
+        """What this rank and others have issued that is not the same; None if all is, as far as one can know."""
+        return None
+
+    def give_up_if_in_vain(self) -> None:
+        """Called from another thread while this rank has been waiting for long."""
+        if self.failure is None and self.find_difference() is not None:
+            self.hang_up()
+
+    def hang_up(self) -> None:  # noqa: B027  # where there are no connections there is nothing to close
+        """End every wait of this rank, and of those that wait for it, with an error."""
+
+    def fail(self, failure: str) -> None:
+        """A collective has failed: issue nothing more, let nobody wait for this rank. The first failure counts."""
+        if self.failure is None:
+            self.failure = failure
+            self.hang_up()
+
 
 def _alive(group_of: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     group = group_of()
@@ -217,41 +276,20 @@ def _alive(group_of: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     return group
 
 
-class Guard:
-    """Turns a backend's error into a `CommunicationError` that says what was waited for.
+_alive_ones: weakref.WeakSet[Transport] = weakref.WeakSet()
 
-    Args:
-        transport: marked as failed, so that nothing more is issued to ranks that may be gone.
-        action: what goes on inside, such as "the gather of".
-        subject: whose it is, such as a unit's name; "" if nobody's.
-    """
 
-    __slots__ = ("_action", "_subject", "_transport")
-
-    def __init__(self, transport: Transport, action: str, subject: str) -> None:
-        self._transport = transport
-        self._action = action
-        self._subject = subject
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            return
-        self._transport.has_failed = True
-        if isinstance(error, RuntimeError) and not isinstance(error, StreamShardError):
-            whose = f" {self._subject!r}" if self._subject else ""
-            message = (
-                f"{self._action}{whose} failed on rank {self._transport.rank} of {self._transport.world_size}: {error}"
+def _after_fork_in_child() -> None:
+    for transport in _alive_ones:
+        if transport.total_size > 1:
+            transport.failure = (
+                f"this process was forked from rank {transport.rank} and is none of its own: it has the weights that "
+                "it was forked with, but no connection to other ranks"
             )
-            if "has died" not in message:
-                message += (
-                    ". Either another rank has died, or ranks do not do the same: all of them have to call forward "
-                    "(evaluation and generate() too), backward and everything that collects weights, and run the same "
-                    "layers in the same order (some may skip layers, but not reorder or repeat them)"
-                )
-            raise CommunicationError(message) from error
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class _Exchange:
@@ -281,15 +319,30 @@ class _Exchange:
 class PairwiseTransport(Transport):
     """CPU ranks over gloo: every pair of ranks exchanges its chunks directly, without staging copies."""
 
+    def __init__(
+        self, group: dist.ProcessGroup, streams: Streams, everyone: dist.ProcessGroup | None = None, replica: int = 0
+    ) -> None:
+        super().__init__(group, streams, everyone, replica)
+        self._board = Board(group, self.rank, self.world_size)
+
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
         """See `Transport.start_gather`. Other ranks' shards are received in place; this rank's is copied."""
+        self.log.add(Kind.GATHER, tag)
+        return self._exchange(shard, slot, tag * _TAGS_PER_UNIT)
+
+    def start_gather_full(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> Work | None:
+        """See `Transport.start_gather_full`."""
+        self.log.add(Kind.GATHER_FULL, tag)
+        return self._exchange(shard, full, tag * _TAGS_PER_UNIT + 2)
+
+    def _exchange(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work:
         chunks = slot.view(self.world_size, -1)
         self.streams.declare_access(shard, write=False, what="all_gather")
         self.streams.declare_access(slot, write=True, what="all_gather")
         messages = []
         for peer in self._peers():
-            messages.append(self.group.send([shard], peer, tag * _TAGS_PER_UNIT))
-            messages.append(self.group.recv([chunks[peer]], peer, tag * _TAGS_PER_UNIT))
+            messages.append(self.group.send([shard], peer, tag))
+            messages.append(self.group.recv([chunks[peer]], peer, tag))
         if chunks[self.rank].data_ptr() != shard.data_ptr():
             with self.streams.on_comm():
                 chunks[self.rank].copy_(shard)
@@ -302,6 +355,7 @@ class PairwiseTransport(Transport):
         self.streams.declare_access(reduction.slot, write=False, what="reduce_scatter")
         self.streams.declare_access(reduction.scratch, write=True, what="reduce_scatter")
         self.streams.declare_access(reduction.out, write=True, what="reduce_scatter")
+        self.log.add(Kind.REDUCE, reduction.tag)
         messages = []
         for place, peer in enumerate(self._peers()):
             tag = reduction.tag * _TAGS_PER_UNIT + 1
@@ -312,6 +366,7 @@ class PairwiseTransport(Transport):
     def start_average(self, tensor: torch.Tensor) -> Work | None:
         """See `Transport.start_average`. The backend's own sum; divided when it is waited for."""
         self.streams.declare_access(tensor, write=True, what="all_reduce")
+        self.log.add(Kind.AVERAGE)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         return _Exchange([work], lambda: self._divide(tensor))
 
@@ -331,6 +386,20 @@ class PairwiseTransport(Transport):
     def _peers(self) -> list[int]:
         """The other ranks, in rank order: `received` is laid out in this order."""
         return [peer for peer in range(self.world_size) if peer != self.rank]
+
+    def find_difference(self) -> str | None:
+        """See `Transport.find_difference`. Ranks put their logs up where the others can see them, once they wait."""
+        return describe_difference(self._board.exchange(self.log), self.names)
+
+    def hang_up(self) -> None:
+        """See `Transport.hang_up`. gloo has no word for it, but closes all connections when a message is overdue."""
+        for group_of in {self._group_of, self._everyone_of}:
+            group = group_of()
+            if group is None or group.size() == 1:
+                continue
+            peer = (group.rank() + 1) % group.size()
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, _NOBODYS_TAG).wait(datetime.timedelta(milliseconds=1))
 
 
 def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accumulate: bool) -> None:

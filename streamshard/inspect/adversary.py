@@ -80,7 +80,7 @@ class Adversary:
     def _install(self, transport: Transport) -> None:
         """Wherever the engine's objects hold the one transport, they hold the other."""
         other = self.transport.inner if transport is self.transport else self.transport
-        transport.has_failed = transport.has_failed or other.has_failed
+        transport.failure = transport.failure or other.failure
         units = self._engine.units
         shards = [unit.shard for unit in units]
         pieces = [piece for shard in shards for piece in shard.grad_pieces]
@@ -104,6 +104,7 @@ class AdversarialTransport(Transport):
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.group, inner.streams, inner.everyone, inner.replica)
         self.inner = inner
+        self.log, self.names, self.vigil = inner.log, inner.names, inner.vigil
         self._pending: deque[_Late] = deque()
 
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
@@ -113,6 +114,10 @@ class AdversarialTransport(Transport):
         with self.streams.on_comm():
             _spoil(slot, keep=shard)
         return self._start(lambda: self.inner.start_gather(shard, slot, tag))
+
+    def start_gather_full(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> Work | None:
+        """See `Transport.start_gather_full`."""
+        return self._start(lambda: self.inner.start_gather_full(shard, full, tag))
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. The slot is read when that is waited for, and holds NaN afterwards."""
@@ -132,17 +137,27 @@ class AdversarialTransport(Transport):
         """See `Transport.scratch_numel`."""
         return self.inner.scratch_numel(shard_numel, wire, accumulate, adds=adds)
 
-    def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate_visible(self, numel: int, dtype: torch.dtype, *, is_users: bool = False) -> torch.Tensor:
         """See `Transport.allocate_visible`."""
-        return self.inner.allocate_visible(numel, dtype)
+        return self.inner.allocate_visible(numel, dtype, is_users=is_users)
 
     def retract_shards(self) -> Work | None:
-        """See `Transport.retract_shards`."""
+        """See `Transport.retract_shards`. What has not been read by then never is."""
+        self.complete()
         return self.inner.retract_shards()
 
     def publish_shards(self, shards: Sequence[torch.Tensor]) -> None:
         """See `Transport.publish_shards`."""
         self.inner.publish_shards(shards)
+
+    def find_difference(self) -> str | None:
+        """See `Transport.find_difference`."""
+        return self.inner.find_difference()
+
+    def fail(self, failure: str) -> None:
+        """See `Transport.fail`."""
+        super().fail(failure)
+        self.inner.fail(failure)
 
     def complete(self, until: _Late | None = None) -> None:
         """Do what is pending, in order, up to `until` (None: all)."""
