@@ -32,7 +32,8 @@ from streamshard.grad_check import GradCheck
 from streamshard.groups import Groups, groups_of, refuse_together, resolve_group
 from streamshard.hooks import Handle, handle_of, watch
 from streamshard.layout import ParamSize, UnitLayout, plan_unit
-from streamshard.pieces import StatePiece, unwatch_optimizer, watch_optimizer
+from streamshard.optimizer_hooks import after_step, before_step
+from streamshard.pieces import StatePiece
 from streamshard.planner import MemoryBudget, Needs, choose_slots, holds_main_grads, read_budget
 from streamshard.reductions import Reductions
 from streamshard.replicas import Replicas
@@ -45,8 +46,8 @@ from streamshard.unit import Member, StreamedUnit
 
 __all__ = ["engine_of", "shard_model"]
 
-register_optimizer_step_pre_hook(watch_optimizer)
-register_optimizer_step_post_hook(unwatch_optimizer)
+register_optimizer_step_pre_hook(before_step)
+register_optimizer_step_post_hook(after_step)
 
 
 def engine_of(model: nn.Module) -> Engine:
