@@ -183,9 +183,12 @@ def _known(func: Callable[..., Any], result: Any, args: tuple[Any, ...], kwargs:
             grad = _first_of(args, kwargs)
             return type(result)(_derived(func, item, grad) for item in result)
         lists = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple) and len(arg) == len(result)]
-        found = [next((item for item in at if isinstance(item, ShardedGrad)), None) for at in zip(*lists, strict=True)]
-        items = zip(result, found, strict=True)
-        return type(result)(item if grad is None else _derived(func, item, grad) for item, grad in items)
+        known = list(result)
+        for values in reversed(lists):
+            for place, value in enumerate(values):
+                if isinstance(value, ShardedGrad):
+                    known[place] = _derived(func, result[place], value)
+        return type(result)(known)
     return result
 
 

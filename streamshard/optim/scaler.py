@@ -1,7 +1,8 @@
 """The dynamic loss scaler for fp16: torch's, with Megatron's hysteresis.
 
 That an overflow in one rank's piece skips the step on all ranks is not done here but where gradients are checked (see
-`streamshard.pieces.ShardedGrad`), so torch's own scaler is right as well.
+`streamshard.pieces.ShardedGrad`), so torch's own scaler is right as well; this one knows plain tensors that the user
+put in the place of gradients, too.
 """
 
 from __future__ import annotations
