@@ -331,11 +331,11 @@ class StreamShard(Uncopyable):
             "accelerate, do not pass it to prepare()"
         )
 
-    @property
-    def _fqn_modifiers(self) -> Any:
-        # torch.distributed.checkpoint asks for this attribute before it gets or sets a state dict.
+    def _fqn_modifiers(self) -> dict[str, str]:
+        # torch.distributed.checkpoint asks for this before it gets or sets a state dict.
         if engine_of(self).is_alone:
-            return super()._fqn_modifiers  # type: ignore[misc]  # the user's, or an AttributeError
+            inherited = getattr(super(), "_fqn_modifiers", dict)
+            return inherited()  # the user's
         raise ShardingError(
             "torch.distributed.checkpoint takes this rank's pieces of a StreamShard model for whole tensors: use "
             "model.full_state_dict() and model.load_state_dict(whole), full_optimizer_state_dict and "

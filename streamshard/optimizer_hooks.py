@@ -82,7 +82,9 @@ def _check_grads(params: list[torch.Tensor]) -> None:
     """Plain tensors as gradients become known as pieces; were they changed in place, nobody knows by what norm."""
     for param in params:
         grad = param.grad
-        if type(grad) is torch.Tensor and grad._version and (piece := piece_of(param)) is not None:
+        if type(grad) is not torch.Tensor or grad.is_inference():  # which have no versions
+            continue
+        if grad._version and (piece := piece_of(param)) is not None:
             raise ShardingError(
                 f"the gradient of {piece.name!r} is a tensor of your own, changed in place since (clipped? unscaled?) "
                 "where nobody could know that it is one rank's piece: a norm taken of it was this rank's alone. Make "

@@ -229,7 +229,7 @@ def _reduce(func: Callable[..., Any], grad: ShardedGrad, args: Any, kwargs: Mapp
             return _known(func, func(*args, **kwargs), args, kwargs)
         if args[0].numel() != args[1].numel():
             _refuse_op(func, grad)
-    elif len(args) > 1 or not set(kwargs) <= {"input", "dtype"}:
+    elif any(value not in (None, False) for value in (*args[1:], *(kwargs[key] for key in kwargs if key in _ALONG))):
         _refuse_op(func, grad)  # along a dimension, of which a piece has none
     _refuse_stepping()
     _refuse_uneven(transport, f"{name} of a gradient")
@@ -249,6 +249,9 @@ def _reduce(func: Callable[..., Any], grad: ShardedGrad, args: Any, kwargs: Mapp
     total = func(*args, **kwargs).as_subclass(torch.Tensor)
     transport.all_reduce(total)
     return total
+
+
+_ALONG = ("dim", "axis", "keepdim", "keepdims", "other", "tensor", "out")
 
 
 def _extreme(piece: torch.Tensor, largest: bool, transport: Transport) -> torch.Tensor:
@@ -340,6 +343,8 @@ def _refuse_op(
 
 def _explain(func: Callable[..., Any], error: RuntimeError, args: Any, kwargs: Mapping[str, Any]) -> None:
     """Raise a better error if the reason may be that a gradient is a piece."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return
     grad = _first_of(args, kwargs)
     given = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, torch.Tensor) and value.ndim]
     if grad.transport.world_size > 1 and any(value.shape != grad.shape for value in given):
@@ -561,8 +566,8 @@ def _order_of(func: Callable[..., Any], grad: ShardedGrad, args: tuple[Any, ...]
 
 
 def _is_norm_of_all(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2.0))
-    return len(args) <= 2 and not kwargs.get("dim") and (order or 2.0) == args[0].order
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
+    return len(args) <= 2 and kwargs.get("dim") is None and (2.0 if order is None else order) == args[0].order != 0
 
 
 def _reduced_one(value: Any) -> Any:

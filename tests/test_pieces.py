@@ -52,6 +52,8 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "norm of what is large": lambda g: g[g.abs() > 1e-2].norm(),
     "norm where": lambda g: torch.where(g > 0, g, -g).norm(),
     "sum": lambda g: g.sum(),
+    "sum along no dimension": lambda g: g.sum(dim=None, keepdim=False, dtype=torch.float64),
+    "count by norm": lambda g: g.norm(0),
     "sum of squares": lambda g: g.pow(2).sum(),
     "mean": lambda g: g.abs().mean(),
     "max": lambda g: g.max(),
