@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +29,7 @@ from streamshard.layout import LocalRange
 from streamshard.optim.join import UnevenInputs, make_hook
 from streamshard.optim.state import gather_state, scatter_state
 from streamshard.optim.wrapper import engine_of_both
-from streamshard.pieces import HeldGrad, reduce_norms
+from streamshard.pieces import HeldGrad, forget_piece, piece_of, reduce_norms, remember_piece
 from streamshard.planner import MemoryBudget
 from streamshard.shard import ParamShard
 from streamshard.slots import SlotCount
@@ -229,6 +229,7 @@ class StreamShard(Uncopyable):
                 full_grad = unit.gather_full([piece.as_subclass(torch.Tensor).view(-1) for piece in pieces])
             for shard in unit.shard.params:
                 restore.append((shard, shard.param.data, shard.param.grad))
+                forget_piece(shard.param)
                 shard.param.grad = None
                 shard.param.data = _whole(full, shard)
                 if full_grad is not None and restore[-1][2] is not None:
@@ -241,36 +242,52 @@ class StreamShard(Uncopyable):
                 shard.param.grad = None
                 shard.param.data = piece
                 shard.param.grad = grad
+                remember_piece(shard.param, shard.what(engine.transport))
                 if writeback:
                     local = slice(shard.local.start, shard.local.stop)
                     piece.view(-1).copy_(whole.reshape(-1)[local])
                     if grad is not None and whole_grad is not None:
                         grad.view(-1).copy_(whole_grad.reshape(-1)[local])
 
-    def full_state_dict(self, rank0_only: bool = True) -> dict[str, torch.Tensor]:
+    def full_state_dict(self, rank0_only: bool = True) -> dict[str, Any]:
         """The whole model's state dict: original names and shapes, weights fp32, in CPU memory. Collective.
 
-        One unit is gathered at a time. Tied names share one tensor, non-persistent buffers are left out.
+        One unit is gathered at a time. Hooks, overridden ``state_dict()`` methods and extra state of modules take part
+        and see whole tensors. Tied names share one tensor, non-persistent buffers are left out.
 
         Args:
             rank0_only: other ranks get an empty dict.
+
+        Raises:
+            ShardingError: a module's own part in it failed on another rank. On that rank, what it raised.
         """
         engine = engine_of(self)
         engine.settle()
         wanted = not rank0_only or engine.transport.is_first
-        whole: dict[nn.Parameter, torch.Tensor] = {}
+        whole: list[tuple[ParamShard, torch.Tensor]] = []
         for unit in engine.units:
-            full = unit.gather_full([shard.main for shard in unit.shard.params])
+            shards = unit.shard.params
+            if engine.is_alone or any(piece_of(shard.param) for shard in shards):
+                full = unit.gather_full([shard.main for shard in shards])
+                wholes = [_whole(full, shard) for shard in shards]
+            else:  # inside summon_full_params
+                wholes = [shard.param.detach() for shard in shards]
             if wanted:
-                for shard in unit.shard.params:
-                    whole[shard.param] = _whole(full, shard).to("cpu", copy=True)
-        if not wanted:
-            return {}
-        by_name = {n: s.param for u in engine.units for s in u.shard.params for n in (s.name, *s.aliases)}
-        return {
-            name: whole[by_name[name]] if name in by_name else value.detach().to("cpu", copy=True)
-            for name, value in self.state_dict().items()
-        }
+                whole.extend((s, tensor.to("cpu", copy=True)) for s, tensor in zip(shards, wholes, strict=True))
+        state: dict[str, Any] = {}
+        error: Exception | None = None
+        try:
+            if wanted:
+                state = _state_dict_of(self, whole)
+        except Exception as raised:
+            error = raised
+        errors = engine.transport.gather_errors(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, story in enumerate(errors):
+            if story is not None:
+                raise ShardingError(f"full_state_dict failed on rank {rank}: {story}")
+        return state
 
     def local_ranges(self) -> dict[str, LocalRange]:
         """Which elements of which parameter this rank owns, by name: the range map of Megatron's distributed optimizer.
@@ -312,6 +329,17 @@ class StreamShard(Uncopyable):
         raise ShardingError(
             "a StreamShard model cannot be wrapped in DistributedDataParallel: it reduces gradients itself. With "
             "accelerate, do not pass it to prepare()"
+        )
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        # torch.distributed.checkpoint asks for this before it gets or sets a state dict.
+        if engine_of(self).is_alone:
+            inherited = getattr(super(), "_fqn_modifiers", dict)
+            return inherited()  # the user's
+        raise ShardingError(
+            "torch.distributed.checkpoint takes this rank's pieces of a StreamShard model for whole tensors: use "
+            "model.full_state_dict() and model.load_state_dict(whole), full_optimizer_state_dict and "
+            "load_optimizer_state_dict, or export_safetensors and load_safetensors"
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -423,6 +451,35 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
         ShardingError: on every rank, before anything is changed; names the first parameter that does not fit.
     """
     scatter_state(engine_of_both(optimizer, model), optimizer, state_dict)
+
+
+def _state_dict_of(model: nn.Module, whole: Sequence[tuple[ParamShard, torch.Tensor]]) -> dict[str, Any]:
+    """The model's ``state_dict()`` with whole tensors, of new memory on the CPU, under the parameters; all copied."""
+    before = [(shard.param, shard.param.data, piece_of(shard.param)) for shard, _ in whole]
+    try:
+        for shard, tensor in whole:
+            forget_piece(shard.param)
+            shard.param.data = tensor
+        state: dict[str, Any] = model.state_dict()
+    finally:
+        for param, data, piece in before:
+            param.data = data
+            if piece is not None:
+                remember_piece(param, piece)
+    ours = {tensor.untyped_storage().data_ptr(): tensor for _, tensor in whole}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            own = ours.get(value.untyped_storage().data_ptr()) if value.layout is torch.strided else None
+            if own is None:
+                state[name] = value.detach().to("cpu", copy=True)
+            else:  # tied names share it
+                state[name] = own if _is_same(own, value) else value.detach()
+    return state
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    places = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (one, other)]
+    return places[0] == places[1]
 
 
 def _whole(full: torch.Tensor, shard: ParamShard) -> torch.Tensor:

@@ -33,7 +33,8 @@ from streamshard.grad_check import GradCheck
 from streamshard.groups import Groups, groups_of, refuse_together, resolve_group
 from streamshard.hooks import Handle, handle_of, watch
 from streamshard.layout import ParamSize, UnitLayout, plan_unit
-from streamshard.pieces import StatePiece, unwatch_optimizer, watch_optimizer
+from streamshard.optimizer_hooks import after_step, before_step
+from streamshard.pieces import StatePiece, piece_of
 from streamshard.planner import MemoryBudget, Needs, choose_slots, holds_main_grads, read_budget
 from streamshard.reductions import Reductions
 from streamshard.replicas import Replicas
@@ -46,8 +47,8 @@ from streamshard.unit import Member, StreamedUnit
 
 __all__ = ["engine_of", "shard_model"]
 
-register_optimizer_step_pre_hook(watch_optimizer)
-register_optimizer_step_post_hook(unwatch_optimizer)
+register_optimizer_step_pre_hook(before_step)
+register_optimizer_step_post_hook(after_step)
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -357,9 +358,11 @@ def _attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Eng
             _answer_for_parameters(module, homes[engine.edge])
             _bind_views(edge, module, views)
         module.register_load_state_dict_pre_hook(_LoadWhole(engine))
+        if not engine.is_alone:
+            hook = module.register_state_dict_post_hook(_mark_pieces)
+            # First, so that what other hooks make of a piece is known as one too, under whatever name.
+            module._state_dict_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]  # an OrderedDict
     engine.check_structure = Structure(root).check
-    if not engine.is_alone:
-        root.register_state_dict_post_hook(_mark_pieces)
     cast_dtype = engine.precision.param_dtype if engine.precision.cast_inputs else None
     for module in list(root.modules()):
         member = members.get(module)
@@ -393,9 +396,10 @@ def _bind_views(member: Member, module: nn.Module, views: Mapping[nn.Parameter, 
 
 
 def _mark_pieces(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
-    for name, _ in module.named_parameters(remove_duplicate=False):
-        if isinstance(state_dict.get(prefix + name), torch.Tensor):
-            state_dict[prefix + name] = state_dict[prefix + name].as_subclass(StatePiece)
+    for key, param in module._parameters.items():
+        value = state_dict.get(prefix + key)
+        if param is not None and isinstance(value, torch.Tensor) and piece_of(param) is not None:
+            state_dict[prefix + key] = value.as_subclass(StatePiece)
 
 
 class _LoadWhole:
@@ -406,16 +410,36 @@ class _LoadWhole:
         self._engine = engine
 
     def __call__(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: Mapping[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
     ) -> None:
         self._engine.settle()
         for key, param in module._parameters.items():
             name = prefix + key
-            if param is None or name not in state_dict or param.shape == state_dict[name].shape:
-                continue  # a piece for a piece, or inside summon_full_params the whole for the whole
-            shard, value = self._shards[param], state_dict[name]
+            value, shard = state_dict.get(name), None if param is None else self._shards.get(param)
+            if param is None or shard is None or not isinstance(value, torch.Tensor):
+                continue
             if metadata.get("assign_to_params_buffers", False):
-                raise ShardingError(f"load_state_dict(assign=True) would replace the sharded parameter {name!r}")
-            if tuple(value.shape) == shard.layout.shape and value.numel() == shard.layout.numel:
-                flat = value.reshape(-1)[shard.local.start : shard.local.stop]
-                state_dict[name] = flat.view(shard.piece.shape)
+                raise ShardingError(
+                    f"load_state_dict(assign=True) would replace the sharded parameter {shard.name!r}: leave assign "
+                    "away, whole tensors are cut into pieces and copied"
+                )
+            if param.shape == value.shape:
+                continue  # a piece for a piece, or inside summon_full_params the whole for the whole
+            what = shard.what(self._engine.transport)
+            if tuple(value.shape) == what.shape:
+                state_dict[name] = what.cut(value)
+                continue
+            errors.append(
+                f"StreamShard: {shard.name!r} has shape {what.shape}, in the state dict it has {tuple(value.shape)}. "
+                "Wanted are whole tensors, from full_state_dict() or an unsharded model, or this rank's own pieces, "
+                f"{tuple(shard.piece.shape)}, from state_dict() on as many ranks"
+            )
+            state_dict[name] = param.detach()  # nothing is copied, and torch has nothing to say about shapes

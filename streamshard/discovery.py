@@ -8,7 +8,7 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -228,7 +228,7 @@ def check_params(root: nn.Module) -> torch.device:
     """Raise if the parameters cannot be sharded; the device they all are on.
 
     Raises:
-        ShardingError: none at all, several devices, meta, or a dtype other than bf16, fp16, fp32.
+        ShardingError: none at all, several devices, meta, a dtype other than bf16, fp16, fp32, or a gradient there.
     """
     first: tuple[str, torch.device] | None = None
     for name, param in root.named_parameters():
@@ -246,6 +246,13 @@ def check_params(root: nn.Module) -> torch.device:
             raise ShardingError(
                 f"parameter {name!r} is on the meta device: materialise the model first (to_empty, init)"
             )
+        if param.grad is not None:
+            raise ShardingError(
+                f"parameter {name!r} has a gradient from before StreamShard(model), of this rank's loss alone: step or "
+                "model.zero_grad() first"
+            )
+        if hasattr(param, "_in_backward_optimizers"):
+            refuse_step_in_backward(name)
         if first is None:
             first = name, param.device
         elif param.device != first[1]:
@@ -256,6 +263,15 @@ def check_params(root: nn.Module) -> torch.device:
     if first is None:
         raise ShardingError(f"{type(root).__name__} has no parameters: there is nothing to shard")
     return first[1]
+
+
+def refuse_step_in_backward(name: str) -> NoReturn:
+    """Raise: autograd never accumulates a gradient of parameter `name`, which the optimizer waits for."""
+    raise ShardingError(
+        f"the optimizer that _apply_optimizer_in_backward gave parameter {name!r} would never step, its gradient is "
+        "made by a reduction: step in param.register_post_accumulate_grad_hook, which is called with the sharded "
+        "gradient"
+    )
 
 
 class Structure:

@@ -19,11 +19,13 @@ import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.decorators import skip
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, _get_registry
 from torch.nn.parallel import DistributedDataParallel
 
 from streamshard.engine import Engine
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.passes import Pass, Run
+from streamshard.pieces import know_grads
 from streamshard.unit import Member
 
 __all__ = [
@@ -117,6 +119,35 @@ class Uncopyable(nn.Module):
         raise ShardingError(
             f"{type(self).__name__} is sharded by StreamShard and cannot be pickled, its parameters are pieces: use "
             "export_safetensors or full_state_dict()"
+        )
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module. Gradients that the user has put there know from then on that they are pieces."""
+        for name in {"fully_shard", "replicate"}.intersection(_get_registry(self) or ()):
+            # They register themselves before they look at parameters.
+            self.__dict__.pop(REGISTRY_KEY)
+            self.__dict__.pop(STATE_KEY, None)
+            self._refuse_wrapper(name)
+        for name, param in super().named_parameters(*args, **kwargs):
+            know_grads((param,))
+            yield name, param
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        self._refuse_wrapper("DataParallel")
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        """FullyShardedDataParallel sets this on all modules before it changes any."""
+        return False
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, value: bool) -> None:
+        self._refuse_wrapper("FullyShardedDataParallel")
+
+    def _refuse_wrapper(self, name: str) -> NoReturn:
+        raise ShardingError(
+            f"{name} of {type(self).__name__}, which is sharded by StreamShard already: its parameters are pieces, "
+            "gathered and reduced by StreamShard itself. Use one or the other"
         )
 
 

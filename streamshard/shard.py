@@ -15,7 +15,7 @@ from torch import nn
 
 from streamshard.errors import ShardingError
 from streamshard.layout import LocalRange, ParamLayout, UnitLayout
-from streamshard.pieces import ShardedGrad, remember_piece
+from streamshard.pieces import Piece, ShardedGrad, remember_piece
 from streamshard.slots import Category, Ledger
 from streamshard.transport import Transport
 
@@ -49,6 +49,10 @@ class ParamShard(NamedTuple):
     def main(self) -> torch.Tensor:
         """[local.numel] fp32: this rank's main weights, wherever the user has put them since."""
         return self.param.detach().view(-1)
+
+    def what(self, transport: Transport) -> Piece:
+        """What the parameter is a piece of; `transport` is the shard group's."""
+        return Piece(self.name, self.layout.shape, self.local.start, self.local.stop, transport)
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """The range of `flat` [shard_numel] that is this parameter's, in the sharded parameter's shape."""
@@ -114,7 +118,7 @@ class UnitShard:
         param.grad = None
         param.data = piece
         self.params.append(shard)
-        remember_piece(param, self._transport)
+        remember_piece(param, shard.what(self._transport))
         return shard
 
     def place_grad(self, memory: torch.Tensor | None) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamshard.discovery import refuse_step_in_backward
 from streamshard.errors import ShardingError
 from streamshard.pieces import HeldGrad
 from streamshard.shard import UnitShard
@@ -198,6 +199,8 @@ class StreamedUnit:
                     f"a hook on parameter {param.name!r} would never run, its gradient is made by a reduction: use "
                     "register_post_accumulate_grad_hook, which is called with the sharded gradient"
                 )
+            if "_in_backward_optimizers" in param.param.__dict__:
+                refuse_step_in_backward(param.name)
         self.shard.cast()
         if self.grad_slot is None and self.shard.compute is not self.weights:
             self._follow_moved_weights()

@@ -423,3 +423,76 @@ def test_pieces_of_state_are_not_saved_as_if_they_were_whole(context: RankContex
     assert {type(v) for values in optimizer.state.values() for v in values.values()} == {Tensor}
     _train(model, optimizer, context, 3)
     assert_same(full_weights(model), wanted, "weights", EXACT)
+
+
+WAYS: dict[str, dict[str, Any]] = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("name", ["AdamW", "SGD, nesterov", "Adagrad"])
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_whole_state_is_cut_when_the_optimizer_itself_loads_it(
+    context: RankContext, name: str, way: str, has_stepped: bool
+) -> None:
+    """By an optimizer that has stepped, and by one that has not, of whom nobody knows yet."""
+    kind, settings = OPTIMIZERS[name]
+    plain, _ = _plain(name)
+    theirs = kind(plain.parameters(), **settings, **WAYS[way])  # type: ignore[call-arg]
+    _train(plain, theirs, context, 0)
+    model = _model(context, dict(plain.state_dict()))
+    ours = kind(model.parameters(), **settings, **WAYS[way])  # type: ignore[call-arg]
+    if has_stepped:
+        _train(model, ours, context, 7, steps=1)
+        model.load_state_dict(plain.state_dict())
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    whole = full_optimizer_state_dict(model, ours, rank0_only=False)
+    for number, values in theirs.state_dict()["state"].items():
+        tensors = {key: value for key, value in values.items() if torch.is_tensor(value)}
+        assert_same({key: whole["state"][number][key] for key in tensors}, tensors, f"state of {number}", NEAR)
+    _train(plain, theirs, context, 3)
+    _train(model, ours, context, 3)
+    assert_same(full_weights(model), dict(plain.state_dict()), "weights", NEAR)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", STATEFUL)
+def test_state_from_before_sharding_is_taken_over(context: RankContext, name: str) -> None:
+    """A model that has trained for a while is sharded; its optimizer goes on."""
+    plain, theirs = _plain(name)
+    model: Any = _plain(name)[0]
+    ours = _two_groups(name)(model)
+    for each, optimizer in ((plain, theirs), (model, ours)):
+        _train(each, optimizer, context, 0)
+    model = StreamShard(model, precision=FP32)
+    for each, optimizer in ((plain, theirs), (model, ours)):
+        _train(each, optimizer, context, 3)
+    assert_same(full_weights(model), dict(plain.state_dict()), "weights", NEAR)
+    whole = full_optimizer_state_dict(model, ours, rank0_only=False)
+    for number, values in theirs.state_dict()["state"].items():
+        tensors = {key: value for key, value in values.items() if torch.is_tensor(value)}
+        assert_same({key: whole["state"][number][key] for key in tensors}, tensors, f"state of {number}", NEAR)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_state_that_is_neither_whole_nor_a_piece_raises(context: RankContext, has_stepped: bool) -> None:
+    """Pieces of another number of ranks: when they are loaded, or at the first step, and again at the next."""
+    model = _model(context)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    if has_stepped:
+        _train(model, optimizer, context, 0, steps=1)
+    other = torch.optim.AdamW([nn.Parameter(torch.ones(5)) for _ in model.parameters()], fused=True)
+    for param in other.param_groups[0]["params"]:
+        param.grad = torch.ones(5)
+    other.step()
+    said = r"'exp_avg' of 'layers.0.linear.weight' has shape \(5,\): wanted \(16, 16\), the whole"
+    if has_stepped:
+        with pytest.raises(ShardingError, match=said):
+            optimizer.load_state_dict(other.state_dict())
+        _train(model, optimizer, context, 1, steps=1)
+        return
+    optimizer.load_state_dict(other.state_dict())
+    for _ in range(2):
+        with pytest.raises(ShardingError, match=said):
+            _train(model, optimizer, context, 1, steps=1)

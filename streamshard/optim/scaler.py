@@ -1,7 +1,8 @@
 """The dynamic loss scaler for fp16: torch's, with Megatron's hysteresis.
 
 That an overflow in one rank's piece skips the step on all ranks is not done here but where gradients are checked (see
-`streamshard.pieces.ShardedGrad`), so torch's own scaler is right as well.
+`streamshard.pieces.ShardedGrad`), so torch's own scaler is right as well; this one knows plain tensors that the user
+put in the place of gradients, too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from streamshard.errors import ConfigError
+from streamshard.pieces import know_grads
 
 __all__ = ["GradScaler"]
 
@@ -57,6 +59,11 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._hysteresis = self._init_hysteresis_tracker = hysteresis
         self._hysteresis_tracker: torch.Tensor | None = None  # [] int32: overflows until one backs off, that one too
+
+    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
+        # What torch's unscale_ and step are made of: gradients of the user's own are pieces as well.
+        know_grads(param for group in optimizer.param_groups for param in group["params"])
+        return super()._unscale_grads_(optimizer, *args)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """As torch's. Nothing waits for the device."""

@@ -15,16 +15,16 @@ from torch.optim import Optimizer
 
 from streamshard.engine import Engine
 from streamshard.errors import RankMismatchError, ShardingError
+from streamshard.optimizer_hooks import NUMBERS, take_over_state
 from streamshard.shard import ParamShard
 
 __all__ = ["gather_state", "moment_of", "names_of_moments", "scatter_state"]
-
-_NUMBERS = ("step", "eta", "mu", "mu_product")  # of a parameter that is one number itself, those that are no moments
 
 
 def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict[str, Any]:
     """See `streamshard.full_optimizer_state_dict`."""
     engine.settle()
+    take_over_state(optimizer)
     wanted = not rank0_only or engine.transport.is_first
     numbers = {param: number for number, param in enumerate(_params_of(optimizer))}
     packed = optimizer.state_dict()
@@ -100,7 +100,7 @@ def _outline(name: str, value: Any, shard: ParamShard | None) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     is_one_number = shard is not None and not shard.layout.shape
-    return _Tensor(value) if value.ndim or is_one_number and name not in _NUMBERS else value
+    return _Tensor(value) if value.ndim or is_one_number and name not in NUMBERS else value
 
 
 def _params_of(optimizer: Optimizer) -> list[nn.Parameter]:

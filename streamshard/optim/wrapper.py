@@ -91,7 +91,7 @@ class WrappedOptimizer(Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See the inner optimizer. A whole state is loaded by `streamshard.load_optimizer_state_dict`."""
+        """See the inner optimizer. Rank 0's whole state is loaded by `streamshard.load_optimizer_state_dict`."""
         self.optimizer.load_state_dict(state_dict)
 
 

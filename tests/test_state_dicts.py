@@ -1,0 +1,263 @@
+"""State dicts of sharded models: whole tensors where they are asked for, pieces that cannot be saved as if whole."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from streamshard import StreamShard
+from streamshard.errors import ShardingError
+from tests.models import Layer, NormStack, Stack
+from tests.ranks import RankContext, on_ranks
+from tests.reference import EXACT, FP32, Call, assert_same, full_weights, stack_step
+
+
+def _model(build: Callable[[], nn.Module] = Stack) -> tuple[Any, nn.Module]:
+    torch.manual_seed(3)
+    plain = build()
+    torch.manual_seed(3)
+    return StreamShard(build(), precision=FP32), plain
+
+
+class Renamed(Layer):
+    """Stores its weight under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(self._rename)
+
+    @staticmethod
+    def _rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state[prefix + "kernel"] = state.pop(prefix + "linear.weight").T
+
+
+class Overridden(Layer):
+    """Stores a number computed from the whole weight, and its bias halved."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """With a row's sum."""
+        state = super().state_dict(*args, **kwargs)
+        prefix = kwargs["prefix"]
+        state[prefix + "row"] = state[prefix + "linear.weight"][1].sum()
+        state[prefix + "linear.bias"] = state[prefix + "linear.bias"] * 0.5
+        return state
+
+
+class Extra(Layer):
+    """Has extra state, computed from whole weights, and hooks before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, ...]] = []
+        self.register_state_dict_pre_hook(lambda module, prefix, keep: self.seen.append(self.linear.weight.shape))
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The shape and the sum of the whole."""
+        return {"shape": tuple(self.linear.weight.shape), "sum": float(self.linear.weight.detach().sum())}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Nothing to do."""
+
+
+class Tied(Stack):
+    """The head is the first row of nothing else, but two layers share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].linear.weight = self.layers[0].linear.weight  # type: ignore[union-attr]
+
+
+def _stack_of(layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = Stack()
+        model.layers = nn.ModuleList(layer() for _ in range(3))
+        return model
+
+    return build
+
+
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Stack,
+    "buffers": NormStack,
+    "tied": Tied,
+    "renamed by a hook": _stack_of(Renamed),
+    "its own state_dict": _stack_of(Overridden),
+    "extra state": _stack_of(Extra),
+}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", list(BUILDS))
+def test_full_state_dict_is_what_the_plain_model_gives(context: RankContext, name: str) -> None:
+    """Whatever modules do in their part of it; on rank 0 it can be saved. The model is as before."""
+    model, plain = _model(BUILDS[name])
+    found, wanted = model.full_state_dict(rank0_only=False), plain.state_dict()
+    tensors = {key: value for key, value in wanted.items() if isinstance(value, Tensor)}
+    assert_same({key: found[key] for key in tensors}, tensors, "state", EXACT)
+    assert {key: found[key] for key in wanted.keys() - tensors.keys()} == {
+        key: wanted[key] for key in wanted.keys() - tensors.keys()
+    }
+    assert list(found) == list(wanted)
+    torch.save(found, io.BytesIO())
+    for param in model.parameters():
+        param.data.zero_()
+    assert_same({key: found[key] for key in tensors}, tensors, "the copy", EXACT)
+    assert bool(model.full_state_dict()) == (context.rank == 0)
+    stack_step(model, Call(0, 0, 1, 1.0))
+
+
+@on_ranks(2)
+def test_tied_names_share_one_tensor(context: RankContext) -> None:
+    """Which is saved once."""
+    state = _model(Tied)[0].full_state_dict(rank0_only=False)
+    assert state["layers.2.linear.weight"] is state["layers.0.linear.weight"]
+
+
+@on_ranks(2)
+def test_what_a_module_raises_on_one_rank_is_an_error_on_all(context: RankContext) -> None:
+    """And the parameters are pieces again."""
+
+    class Refusing(Layer):
+        def get_extra_state(self) -> Any:
+            raise KeyError("nothing here")
+
+    model, _ = _model(_stack_of(Refusing))
+    with pytest.raises(KeyError if context.rank == 0 else ShardingError, match="nothing here"):
+        model.full_state_dict()
+    stack_step(model, Call(0, 0, 1, 1.0))
+
+
+@on_ranks(2)
+def test_inside_summon_full_params_state_dicts_are_whole(context: RankContext) -> None:
+    """They can be saved, and what is edited there is what `full_state_dict` gives."""
+    model, plain = _model()
+    with model.summon_full_params(writeback=True):
+        torch.save(model.state_dict(), io.BytesIO())
+        assert_same(dict(model.state_dict()), dict(plain.state_dict()), "state", EXACT)
+        with torch.no_grad():
+            for param in (*model.parameters(), *plain.parameters()):
+                param.mul_(2.0)
+        assert_same(model.full_state_dict(rank0_only=False), dict(plain.state_dict()), "edited", EXACT)
+    assert_same(full_weights(model), dict(plain.state_dict()), "written back", EXACT)
+    with pytest.raises(ShardingError, match="one rank's pieces"):
+        torch.save(model.state_dict(), io.BytesIO())
+
+
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "model": lambda model: model.state_dict(),
+    "layers": lambda model: model.layers.state_dict(),
+    "layer": lambda model: model.layers[1].state_dict(),
+    "inside a layer": lambda model: model.layers[1].linear.state_dict(),
+    "edge": lambda model: model.head.state_dict(),
+    "with a prefix": lambda model: model.head.state_dict(prefix="x."),
+    "parameters kept": lambda model: model.layers[1].state_dict(keep_vars=True),
+    "copies": lambda model: {key: value.clone().half() for key, value in model.layers[1].state_dict().items()},
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("build", ["plain", "renamed by a hook"])
+@pytest.mark.parametrize("name", list(PARTS))
+def test_pieces_of_parts_are_not_saved_as_if_they_were_whole(context: RankContext, name: str, build: str) -> None:
+    """Of any module inside, under any name."""
+    model, _ = _model(BUILDS[build])
+    for value in PARTS[name](model).values():
+        with pytest.raises(ShardingError, match="full_state_dict"):
+            torch.save(value, io.BytesIO())
+    copy.deepcopy(PARTS[name](model))
+
+
+@on_ranks(2)
+def test_parameters_are_not_pickled_as_if_they_were_whole(context: RankContext) -> None:
+    """A list of them; inside `summon_full_params` they are whole."""
+    model, plain = _model()
+    with pytest.raises(ShardingError, match=r"'layers\.0\.linear\.weight' is one rank's piece of \(16, 16\)"):
+        pickle.dumps(list(model.parameters()))
+    with model.summon_full_params():
+        loaded = pickle.loads(pickle.dumps(list(model.parameters())))
+        assert {type(param) for param in loaded} == {nn.Parameter}
+    assert_same(dict(enumerate(loaded)), dict(enumerate(plain.parameters())), "loaded")
+    with pytest.raises(ShardingError, match="one rank's piece"):
+        pickle.dumps(model.head.bias)
+
+
+@on_ranks(2)
+def test_distributed_checkpoints_functions_raise(context: RankContext) -> None:
+    """They would take pieces for whole tensors; with one rank they are."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+        set_model_state_dict,
+    )
+
+    model, plain = _model()
+    whole = StateDictOptions(full_state_dict=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for call in (
+        lambda: get_model_state_dict(model, options=whole),
+        lambda: get_model_state_dict(model),
+        lambda: set_model_state_dict(model, dict(plain.state_dict()), options=whole),
+        lambda: get_optimizer_state_dict(model, optimizer, options=whole),
+    ):
+        with pytest.raises(ShardingError, match=r"torch\.distributed\.checkpoint takes.*full_state_dict"):
+            call()
+
+
+@on_ranks(1)
+def test_distributed_checkpoints_functions_work_with_one_rank(context: RankContext) -> None:
+    """Where nothing is a piece."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    model, plain = _model()
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert_same(found, dict(plain.state_dict()), "state", EXACT)
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_shapes_that_do_not_fit_are_named_whole(context: RankContext) -> None:
+    """The parameter, both whole shapes, and what is wanted; not the shape of a piece alone."""
+    model, plain = _model()
+    state = {**plain.state_dict(), "layers.0.linear.weight": torch.zeros(3, 3), "head.bias": torch.zeros(2)}
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict(state)
+    for said in (
+        r"StreamShard: 'layers.0.linear.weight' has shape (16, 16), in the state dict it has (3, 3)",
+        r"StreamShard: 'head.bias' has shape (1,), in the state dict it has (2,)",
+        "full_state_dict()",
+    ):
+        assert said in str(caught.value)
+    assert "size mismatch" not in str(caught.value)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("is_piece", [True, False])
+def test_assign_raises_whatever_is_given(context: RankContext, is_piece: bool) -> None:
+    """It would put other parameters under the optimizer."""
+    model, plain = _model()
+    state = model.state_dict() if is_piece else plain.state_dict()
+    with pytest.raises(ShardingError, match="assign=True.*'layers.0.linear.weight'"):
+        model.load_state_dict(state, assign=True)
+
+
+@on_ranks(2)
+def test_whole_tensors_load_inside_summon_full_params(context: RankContext) -> None:
+    """And into parts of the model, outside."""
+    model, plain = _model()
+    other = Stack()
+    with model.summon_full_params(writeback=True):
+        model.load_state_dict(other.state_dict())
+    assert_same(full_weights(model), dict(other.state_dict()), "weights", EXACT)
+    model.layers[1].load_state_dict(plain.get_submodule("layers.1").state_dict())
+    wanted = {**other.state_dict(), **{k: v for k, v in plain.state_dict().items() if k.startswith("layers.1.")}}
+    assert_same(full_weights(model), wanted, "weights", EXACT)
