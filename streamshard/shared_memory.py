@@ -6,12 +6,13 @@ and who is how far is told by counters in the arenas ([Note: counters]). NCCL do
 machine. Through gloo's sockets the same exchange cost three to four times the CPU time (docs/log.md).
 
 [Note: counters]
-Each rank has four counters, which only it increments:
+Each rank has five counters, which only it increments:
 
 - PUBLISHED: my compute shards are cast and may be read. Peers wait for it before they copy.
 - RETRACTED: I have read all I was going to read. Peers wait for it before they cast anew (rule 5).
 - WRITTEN: reductions whose grad slot I have filled. Peers wait for it before they sum.
 - SUMMED: reductions that I have summed. Peers wait for it before they write that slot again (rule 3).
+- VOTED: votes that I have given. A rank gives its next one when it has read all of the last, so two places are enough.
 
 Counts say enough because passes and reductions come in the same order on all ranks (the program's). Sums are taken in
 that order too, as early as possible, so no rank waits for a sum that waits for it.
@@ -40,7 +41,9 @@ _DISABLE = "STREAMSHARD_SHARED_MEMORY"  # environment variable: "0" leaves every
 _ORDERED = ("x86_64", "AMD64")  # where stores become visible in program order, which counters rely on
 _ALIGNMENT = 64  # bytes, of a buffer in an arena: a cache line
 _COOKIE_BYTES = 32  # at the start of an arena: it is the one meant, not some other process's file of that number
-_HEADER_BYTES = _COOKIE_BYTES + 8 * 4
+_COUNTERS_BYTES = 8 * 5
+_VOTES = 2
+_HEADER_BYTES = _COOKIE_BYTES + _COUNTERS_BYTES + 8 * _VOTES
 _YIELDS = 200  # how often to look before sleeping between looks
 _LONGEST_SLEEP_S = 1e-3
 
@@ -52,6 +55,7 @@ class Counter(enum.IntEnum):
     RETRACTED = 1
     WRITTEN = 2
     SUMMED = 3
+    VOTED = 4
 
 
 class Arena:
@@ -64,7 +68,9 @@ class Arena:
 
     def __init__(self, memory: mmap.mmap, units: int) -> None:
         self.memory = memory
-        self.counters = memoryview(memory)[_COOKIE_BYTES:_HEADER_BYTES].cast("q")
+        votes = _COOKIE_BYTES + _COUNTERS_BYTES
+        self.counters = memoryview(memory)[_COOKIE_BYTES:votes].cast("q")
+        self.votes = memoryview(memory)[votes:_HEADER_BYTES].cast("q")  # by count
         self.shards = memoryview(memory)[_HEADER_BYTES : _HEADER_BYTES + 8 * units].cast("q")  # offsets, bytes
         # The tags of its last reductions, by count: it is ahead of others by as many as it has slots at most.
         self.written = memoryview(memory)[_HEADER_BYTES + 8 * units : _HEADER_BYTES + 16 * units].cast("q")
@@ -154,6 +160,19 @@ class SharedMemoryTransport(PairwiseTransport):
             for arena, chunk in zip(self._arenas, slot.view(self.world_size, -1), strict=True):
                 if chunk.data_ptr() != shard.data_ptr():  # a slot that is its unit's alone holds the compute shard
                     chunk.copy_(arena.view(arena.shards[tag], shard.numel(), shard.dtype))
+
+    # -- votes ------------------------------------------------------------------------------------------------------
+
+    def any_rank(self, value: bool) -> bool:
+        """See `Transport.any_rank`. Replicas may be on other machines."""
+        if self.total_size > self.world_size:
+            return super().any_rank(value)
+        place = self._own.counters[Counter.VOTED] % _VOTES
+        self._own.votes[place] = value
+        count = self._advance(Counter.VOTED)
+        with self.guard("a vote of all ranks"):
+            self._await(Counter.VOTED, count)
+        return any(arena.votes[place] for arena in self._arenas)
 
     # -- reductions -------------------------------------------------------------------------------------------------
 
