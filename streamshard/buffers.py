@@ -66,7 +66,7 @@ class _Row(NamedTuple):
         form: of its message.
         problem: why it cannot be sent; "" if it can.
         is_persistent: whether it belongs to the state.
-        is_news: whether it has moved since ranks last made a list, as far as can be seen.
+        is_news: whether it has moved since ranks last made a list, as far as can be seen; at first all have.
         digest: of its value; "" if values are not compared this time.
     """
 
@@ -93,7 +93,10 @@ class _Outside(NamedTuple):
 
 
 class _Inside(NamedTuple):
-    """Which value a buffer has, as far as can be seen without reading it."""
+    """Which value a buffer has, as far as can be seen without reading it.
+
+    The object too: what takes the place of one that is gone often has its address, and is as new as that one was.
+    """
 
     tensor: weakref.ref[torch.Tensor]
     version: int
@@ -125,7 +128,6 @@ class BufferSync:
         self.source = 0
         self._is_needed = False
         self._is_due = True
-        self._has_list = False
         self._sent: dict[str, _Form] = {}  # in the order of messages
         self._outside: dict[str, _Outside] = {}  # all buffers of this rank, as of the latest list
         self._inside: dict[str, _Inside] = {}  # of those that are equal on all ranks and not sent
@@ -208,11 +210,10 @@ class BufferSync:
             if len(found) < len(rows) or len({row.form for row in found}) > 1:
                 continue  # a cache: each rank has its own
             differs = len({row.digest for row in found}) > 1 if compares else name in self._sent
-            if not self._has_list or differs or any(row.is_persistent or row.is_news for row in found):
+            if differs or any(row.is_persistent or row.is_news for row in found):
                 sent[name] = found[0].form
             else:
                 equal.append(name)
-        self._has_list = True
         self._has_tables = any(not row.is_persistent for rows in everyone for row in rows.values())
         # By dtype: copies of one dtype go in one kernel.
         self._sent = dict(sorted(sent.items(), key=lambda item: (str(item[1].dtype), item[0])))

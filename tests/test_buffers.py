@@ -423,6 +423,13 @@ def by_registering(model: Any, x: Tensor) -> None:
     model.register_buffer("table", x.mean(0), persistent=False)
 
 
+def by_another_in_its_place(model: Any, x: Tensor) -> None:
+    """As when the next one takes the memory of one that was deleted: as new as that was, and at its address."""
+    memory = model.table.numpy()
+    memory[:] = x.mean(0).numpy()
+    model.table = torch.from_numpy(memory)
+
+
 def only_on_rank_0(model: Any, x: Tensor) -> None:
     """The others get it."""
     if dist.get_rank() == 0:
@@ -444,7 +451,16 @@ def now_and_then(model: Any, x: Tensor) -> None:
 @on_ranks(2, 3)
 @pytest.mark.parametrize(
     "change",
-    [in_place, by_assignment, under_its_data, by_registering, only_on_rank_0, only_on_rank_1, now_and_then],
+    [
+        in_place,
+        by_assignment,
+        under_its_data,
+        by_registering,
+        by_another_in_its_place,
+        only_on_rank_0,
+        only_on_rank_1,
+        now_and_then,
+    ],
 )
 def test_a_buffer_that_forward_changes_late_is_ddps(
     context: RankContext, change: Callable[[Any, Tensor], None]
