@@ -303,11 +303,12 @@ class StreamShard(Uncopyable):
         """Raise on all ranks unless all, replicas too, see the same weights and buffers, to the bit. Collective.
 
         For when something is suspected, or every thousand steps: it gathers all weights and hashes them on the CPU.
+        Buffers that the next forward takes from rank 0 anyway, and caches that differ in shape, are left out.
 
         Raises:
             RankMismatchError: names the first parameter or buffer that differs, and the ranks.
         """
-        compare_weights(self, engine_of(self))
+        compare_weights(engine_of(self))
 
     def memory_report(self) -> MemoryReport:
         """Bytes the engine holds on this rank by category, beside the formula. Printable."""

@@ -37,6 +37,7 @@ __all__ = ["Arena", "Counter", "Offer", "State", "arena_bytes", "map_all", "offe
 _ALIGNMENT = 64  # bytes, of a buffer in an arena: a cache line
 _COOKIE_BYTES = 32  # at the start of an arena: it is the one meant, not some other process's file of that number
 _WORD_BYTES = 8
+_VOTES = 2
 _PUBLICATIONS = 2  # as many are compared at the same time at most
 _MAP_NORESERVE, _MREMAP_MAYMOVE_FIXED = 0x4000, 3  # Linux's, which Python does not name
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -49,6 +50,7 @@ class Counter(enum.IntEnum):
     RETRACTED = 1
     WRITTEN = 2
     SUMMED = 3
+    VOTED = 4
 
 
 class State(enum.IntEnum):
@@ -93,7 +95,7 @@ class Process:
 
 def arena_bytes(nbytes: int, units: int) -> int:
     """How large a file an arena with room for `nbytes` of buffers needs."""
-    words = len(Counter) + 1 + _PUBLICATIONS + Log.WORDS + 2 * units
+    words = len(Counter) + 1 + _VOTES + _PUBLICATIONS + Log.WORDS + 2 * units
     return _COOKIE_BYTES + _WORD_BYTES * words + nbytes
 
 
@@ -106,7 +108,8 @@ class Arena:
         process: whose it is; None: this process's own.
 
     Attributes:
-        counters: [4], by `Counter`.
+        counters: [5], by `Counter`.
+        votes: [2], what it has said in its last votes, by count.
         published: what its log came to when it published last, and the time before, by count.
         log: what it has issued.
         shards: [units], where its compute shards begin, in bytes.
@@ -120,6 +123,7 @@ class Arena:
         self._used = _COOKIE_BYTES
         self.counters = self._words(len(Counter))
         self._state = self._words(1)
+        self.votes = self._words(_VOTES)
         self.published = self._words(_PUBLICATIONS)
         self.log = Log(self._words(Log.WORDS))
         self.shards = self._words(units)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from streamshard.away import Home, ShardedParameters
-from streamshard.buffers import BufferSync
+from streamshard.buffers import BufferSync, check_buffers, describe_state
 from streamshard.config import Precision, parse_bytes
 from streamshard.discovery import (
     FoundParam,
@@ -85,6 +85,7 @@ def shard_model(
         _check_module(module)
         _check_arguments(precision, weight_slots, grad_slots, memory_budget, pad_units_to, check_grads)
         device = check_params(module)
+        check_buffers(module)
         budget = None if memory_budget is None else read_budget(memory_budget, device)
         min_unit_bytes = parse_bytes("min_unit_size", min_unit_size, at_least=0)
         found, groups = _find_groups(module, units, precision, min_unit_bytes)
@@ -95,6 +96,7 @@ def shard_model(
     transport, replicas = _connect(ranks, device)
     _check_ranks_agree(
         transport,
+        module,
         groups,
         precision=precision,
         weight_slots=weight_slots,
@@ -188,7 +190,9 @@ def _connect(ranks: Groups | None, device: torch.device) -> tuple[Transport, Rep
     return transport, Replicas(make_transport(ranks.replicate, streams, ranks.everyone))
 
 
-def _check_ranks_agree(transport: Transport, groups: Sequence[Sequence[FoundParam]], **settings: object) -> None:
+def _check_ranks_agree(
+    transport: Transport, module: nn.Module, groups: Sequence[Sequence[FoundParam]], **settings: object
+) -> None:
     """Compare what every rank is about to shard, by a hash that does not depend on the process."""
     rows = [f"{name}={value!r}" for name, value in settings.items()]
     rows += [
@@ -197,6 +201,7 @@ def _check_ranks_agree(transport: Transport, groups: Sequence[Sequence[FoundPara
         for place, params in enumerate(groups)
         for p in params
     ]
+    rows += describe_state(module)
     digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
     if len(set(transport.gather_objects(digest))) == 1:
         return
@@ -312,8 +317,7 @@ def _fill(engine: Engine, module: nn.Module, groups: Sequence[Sequence[FoundPara
         if is_trained:
             unit.allocate_grads()
     _place_buffers(module, engine.streams.device, engine.precision.buffer_dtype)
-    if broadcast:
-        engine.buffers.send_all()
+    engine.buffers.start(send=broadcast)
 
 
 def _take_weights(unit: StreamedUnit, params: Sequence[FoundParam], transport: Transport, broadcast: bool) -> None:
@@ -327,11 +331,19 @@ def _take_weights(unit: StreamedUnit, params: Sequence[FoundParam], transport: T
 
 
 def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Buffers to the device, floating-point ones to `dtype`; what is one buffer under two names stays one."""
+    placed: dict[torch.Tensor, torch.Tensor] = {}
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
-            if buffer is not None:
+            if buffer is None:
+                continue
+            if buffer not in placed:
                 cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
-                owner._buffers[name] = buffer.to(device=device, dtype=cast)
+                with torch.no_grad():  # a copy that autograd knew of would be no leaf
+                    placed[buffer] = buffer.to(device=device, dtype=cast)
+                if buffer.requires_grad:
+                    placed[buffer].requires_grad_()
+            owner._buffers[name] = placed[buffer]
 
 
 # -- attach -------------------------------------------------------------------------------------------------------

@@ -222,6 +222,8 @@ class Engine:
         self.settle()
         if self.uneven is not None and (uneven := self.uneven()) is not None:
             uneven.before_pass()
+        if len(units) == len(self.units):  # as under DDP, a call of a part of the model is none of it
+            self.buffers.before_pass(trains=torch.is_grad_enabled() and self.is_synced)
         if not self._weights_are_current or self._cast_versions != [unit.versions() for unit in self.units]:
             self._cast()
         visits = [index for index in self.order if index in units or index == EDGE]
@@ -395,19 +397,14 @@ class Engine:
             pass_.visits = tuple(sweep.log)
             if not self._has_learnt:
                 self._learn(sweep)
-                return pass_
-        if self.is_synced:
-            self.buffers.after_pass()
         return pass_ if torch.is_grad_enabled() else None
 
     def _learn(self, sweep: Sweep) -> None:
         """After the first training pass, once: adopt the order in which units ran if it was the same on all ranks."""
         self._has_learnt = True
         order = merge_order(range(len(self.units)), sweep.used)
-        heard = self.transport.gather_objects((order, self.buffers.changed()))
-        if len({tuple(other) for other, _ in heard}) == 1:
+        if len(set(self.transport.gather_objects(order))) == 1:
             self.order = order
-        self.buffers.learn({name for _, names in heard for name in names})
 
     # -- gathers --------------------------------------------------------------------------------------------------
 

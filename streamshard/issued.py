@@ -32,6 +32,7 @@ class Kind(enum.IntEnum):
     BROADCAST = 6
     SUM = 7
     MEETING = 8
+    VOTE = 9
 
 
 class _Entry(NamedTuple):
@@ -102,6 +103,7 @@ def _say(entry: _Entry, names: Sequence[str]) -> str:
         Kind.AVERAGE: "averages over replicas",
         Kind.BROADCAST: "sends or receives a tensor that is rank 0's",
         Kind.SUM: "sums over all ranks (a norm, a check)",
+        Kind.VOTE: "asks whether buffers have changed, at the start of a forward",
         Kind.MEETING: "meets the others (to agree on something, to collect weights)",
     }[entry.kind]
 

@@ -6,12 +6,13 @@ and who is how far is told by counters in the arenas ([Note: counters]). NCCL do
 machine. Through gloo's sockets the same exchange cost three to four times the CPU time (docs/log.md).
 
 [Note: counters]
-Each rank has four counters, which only it increments:
+Each rank has five counters, which only it increments:
 
 - PUBLISHED: my compute shards are cast and may be read. Peers wait for it before they copy.
 - RETRACTED: I have read all I was going to read. Peers wait for it before they cast anew (rule 5).
 - WRITTEN: reductions whose grad slot I have filled. Peers wait for it before they sum.
 - SUMMED: reductions that I have summed. Peers wait for it before they write that slot again (rule 3).
+- VOTED: votes that I have given. A rank gives its next one when it has read all of the last, so two places are enough.
 
 Counts say enough because passes and reductions come in the same order on all ranks (the program's). That they do is
 compared: with each count goes what the log of all that was issued before came to (`streamshard.issued`). Sums are taken
@@ -120,6 +121,20 @@ class SharedMemoryTransport(PairwiseTransport):
             for arena, chunk in zip(self._arenas, slot.view(self.world_size, -1), strict=True):
                 if chunk.data_ptr() != shard.data_ptr():  # a slot that is its unit's alone holds the compute shard
                     chunk.copy_(arena.view(arena.shards[tag], shard.numel(), shard.dtype))
+
+    # -- votes ------------------------------------------------------------------------------------------------------
+
+    def any_rank(self, value: bool) -> bool:
+        """See `Transport.any_rank`. Replicas may be on other machines."""
+        if self.total_size > self.world_size:
+            return super().any_rank(value)
+        self.log.add(Kind.VOTE)
+        place = self._own.counters[Counter.VOTED] % len(self._own.votes)
+        self._own.votes[place] = value
+        count = self._advance(Counter.VOTED)
+        with self.guard("a vote of all ranks"):
+            self._await(Counter.VOTED, count)
+        return any(arena.votes[place] for arena in self._arenas)
 
     # -- reductions -------------------------------------------------------------------------------------------------
 

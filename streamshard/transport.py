@@ -226,6 +226,16 @@ class Transport(abc.ABC):
                 self.log.add(Kind.SUM)
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
 
+    def any_rank(self, value: bool) -> bool:
+        """Whether `value` is true on any rank, replicas included. Blocks the host; no device waits or is waited for."""
+        if self.total_size == 1:
+            return value
+        flag = torch.tensor([value], dtype=torch.uint8)
+        with self.guard("a vote of all ranks"):
+            self.log.add(Kind.VOTE)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=_host_group(self.everyone))
+        return bool(flag)
+
     def gather_objects(self, value: object, *, everyone: bool = True) -> list[Any]:
         """Every rank's `value`, in rank order. Blocks; for set-up and errors, not for steps.
 
@@ -267,6 +277,22 @@ class Transport(abc.ABC):
         if self.failure is None:
             self.failure = failure
             self.hang_up()
+
+
+# Groups over which hosts talk, beside those that only move what is on devices. Kept by torch until it destroys them.
+_host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """`group` if it takes tensors in CPU memory, else one of the same ranks that does. Collective the first time."""
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        if group not in _host_groups:
+            ranks = dist.get_process_group_ranks(group)
+            _host_groups[group] = weakref.ref(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+        return _alive(_host_groups[group])
+    return group
 
 
 def _alive(group_of: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:

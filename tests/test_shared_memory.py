@@ -17,7 +17,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import streamshard.arena as arena
 from streamshard import Precision, StreamShard
@@ -25,7 +27,7 @@ from streamshard.arena import Counter, State, offer_memory
 from streamshard.errors import CommunicationError
 from streamshard.inspect import engine_inside
 from streamshard.shared_memory import SharedMemoryTransport, _leave
-from streamshard.transport import PairwiseTransport, Reduction
+from streamshard.transport import PairwiseTransport, Reduction, Transport
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, RankFailure, RankPool, on_ranks, open_pool
 from tests.reference import EXACT, FP32, assert_same, full_weights
@@ -61,6 +63,50 @@ def test_more_ranks_and_other_precisions_do_so_too(context: RankContext, precisi
         with over_sockets():
             wanted = _trained(context, scenario, PRECISIONS[precision], PairwiseTransport)
         assert_same(found, wanted, scenario, EXACT)
+
+
+# -- votes --------------------------------------------------------------------------------------------------------
+
+
+def _vote(context: RankContext, transport: Transport) -> None:
+    """Ranks come late in turn, so that each is ahead of the others once."""
+    for number in range(60):
+        if number % (7 * context.world_size) == 7 * context.rank:
+            time.sleep(0.01)
+        voters = [rank for rank in range(context.world_size) if (number * 7 + 3 * rank) % 5 == 0]
+        assert transport.any_rank(context.rank in voters) == bool(voters)
+
+
+@on_ranks(1, 2, 4)
+def test_any_rank_hears_of_every_vote(context: RankContext) -> None:
+    """Through memory, through gloo, and over replicas that share memory within themselves only."""
+    kinds: list[tuple[type, dict[str, Any]]] = [(SharedMemoryTransport, {}), (PairwiseTransport, {})]
+    if context.world_size == 4:
+        kinds.append((SharedMemoryTransport, {"mesh": init_device_mesh("cpu", (2, 2))}))
+    for kind, settings in kinds:
+        with over_sockets() if kind is PairwiseTransport else contextlib.nullcontext():
+            transport = engine_inside(StreamShard(Stack(), **settings)).transport
+        assert context.world_size == 1 or type(transport) is kind
+        _vote(context, transport)
+
+
+@on_ranks(2)
+def test_hosts_vote_over_gloo_where_the_group_moves_what_is_on_devices_only(context: RankContext) -> None:
+    """One more group of the same ranks, made once however many models there are."""
+    group, get_backend = dist.group.WORLD, dist.ProcessGroup._get_backend
+
+    def without_cpu(self: dist.ProcessGroup, device: torch.device) -> Any:
+        if self is group:
+            raise RuntimeError("no backend for device type cpu")
+        return get_backend(self, device)
+
+    with over_sockets():
+        transports = [engine_inside(StreamShard(Stack())).transport for _ in range(2)]
+    with mock.patch.object(dist.ProcessGroup, "_get_backend", without_cpu):
+        before = len(dist.distributed_c10d._world.pg_map)
+        for transport in transports:
+            _vote(context, transport)
+        assert len(dist.distributed_c10d._world.pg_map) == before + 1
 
 
 # -- whose memory it is -------------------------------------------------------------------------------------------

@@ -174,6 +174,11 @@ class AdversarialTransport(Transport):
         self.complete()
         self.inner.all_reduce(tensor, maximum=maximum, everyone=everyone)
 
+    def any_rank(self, value: bool) -> bool:
+        """See `Transport.any_rank`."""
+        self.complete()
+        return self.inner.any_rank(value)
+
     def gather_objects(self, value: object, *, everyone: bool = True) -> list[Any]:
         """See `Transport.gather_objects`."""
         self.complete()

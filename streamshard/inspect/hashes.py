@@ -6,44 +6,36 @@ is faulty, if code edits weights on one rank alone, or between two averages of l
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
-import torch
-from torch import nn
-
+from streamshard.buffers import digest
 from streamshard.engine import Engine
 from streamshard.errors import RankMismatchError
 
 __all__ = ["compare_weights"]
 
 
-def compare_weights(model: nn.Module, engine: Engine) -> None:
+def compare_weights(engine: Engine) -> None:
     """Raise on all ranks unless their weights and buffers are equal to the bit. Collective; a unit at a time.
 
     Raises:
         RankMismatchError: names the first parameter or buffer that differs, and the ranks that differ from the first.
     """
     engine.settle()
-    mine = dict(_hashes(model, engine))
+    mine = dict(_hashes(engine))
     everyone: list[dict[str, str]] = engine.transport.gather_objects(mine)
-    for name, digest in everyone[0].items():
-        others = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != digest]
+    for name, value in everyone[0].items():
+        others = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != value]
         if others:
             raise RankMismatchError(
                 f"{name!r} is not the same on all ranks: rank 0 has one value, {others} have others"
             )
 
 
-def _hashes(model: nn.Module, engine: Engine) -> Iterator[tuple[str, str]]:
+def _hashes(engine: Engine) -> Iterator[tuple[str, str]]:
     for unit in engine.units:
         full = unit.gather_full([shard.main for shard in unit.shard.params])
         for shard in unit.shard.params:
-            yield shard.name, _hash(full.narrow(0, shard.layout.offset, shard.layout.numel))
-    for name, buffer in model.named_buffers():
-        yield name, _hash(buffer)
-
-
-def _hash(tensor: torch.Tensor) -> str:
-    data = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+            yield shard.name, digest(full.narrow(0, shard.layout.offset, shard.layout.numel))
+    for name, buffer in engine.buffers.equal_ones():
+        yield name, digest(buffer)

@@ -78,12 +78,10 @@ class UnevenInputs(JoinHook):
         self._now: list[tuple[str, Any]] | None = None  # what has followed the latest one; None: no step is under way
         self._teaches = False  # this step is told to those that have run out, one thing after the other
         self._settings: list[_Settings] = []  # of this step's optimizers, told to those that have run out
-        self._active = [0]  # places of ranks with inputs, as of the last pass
         self._is_shadow = False
         ref: weakref.ref[UnevenSteps] = weakref.ref(self)
         engine.uneven = ref
         engine.transport.is_uneven = repeat is None
-        engine.buffers.is_deferred = True
         handle = register_optimizer_step_pre_hook(_weakly(self))
         # When Join lets go of its hooks, also because of an exception, of which it tells nobody.
         self._end = weakref.finalize(self, _leave, engine, ref, weakref.ref(model), handle)
@@ -167,7 +165,7 @@ class UnevenInputs(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have run out: everything is as before the context."""
-        self._engine.buffers.send(self._active[-1])
+        self._engine.buffers.sync()  # from a rank that was among the last
         self._engine.follow(is_synced=True, casts=True)
         self._end()
 
@@ -213,7 +211,6 @@ class UnevenInputs(JoinHook):
         said = flags.tolist()
         active, lost = [r for r in ranks if said[r]], [r for r in ranks if said[len(ranks) + r] == _LOST]
         kind = _PassKind(*(flag > 0.0 for flag in said[-_FLAGS:]))
-        self._active = active
         self._teaches = _PUPIL in said[len(ranks) :] and kind.has_grad and kind.is_synced
         if lost and kind.has_grad:
             raise ShardingError(
@@ -225,9 +222,7 @@ class UnevenInputs(JoinHook):
             if len(active) < len(ranks):
                 self._settings = transport.gather_objects(self._settings)[active[0]]
         engine.reductions.grad_scale = 1.0 if self._divides_by_all else len(ranks) / len(active)
-        if kind.has_grad:
-            # Of batch norm's statistics those of a rank that has inputs now count, of the same one as under DDP.
-            engine.buffers.send(active[-1])
+        engine.buffers.source = active[-1]  # a rank that has inputs now, the same one as under DDP
         return kind
 
     def _tell(self, what: tuple[str, Any] | None) -> tuple[str, Any]:
@@ -266,7 +261,7 @@ def _leave(engine: Engine, hook: object, model: weakref.ref[nn.Module], handle: 
     engine.uneven = None
     engine.transport.is_uneven = False
     engine.reductions.grad_scale = 1.0
-    engine.buffers.is_deferred = False
+    engine.buffers.source = 0
     if (root := model()) is not None:
         root.__dict__.pop("_join_config", None)
 
