@@ -53,7 +53,7 @@ class BufferSync:
         persistent = {
             f"{prefix}.{name}" if prefix else name
             for prefix, module in self._root.named_modules()
-            for name in module._buffers
+            for name, _ in module._buffers.items()  # of a scripted module it is no dict
             if name not in module._non_persistent_buffers_set
         }
         self._changing = sorted(names | persistent)

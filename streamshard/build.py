@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,20 +19,20 @@ from streamshard.config import Precision, parse_bytes
 from streamshard.discovery import (
     FoundParam,
     FoundUnit,
-    Structure,
     UnitsArgument,
-    check_params,
     coalesce,
     find_units,
     group_params,
     owners_of,
+    warn_of_edge,
 )
 from streamshard.engine import EDGE, Engine
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
 from streamshard.grad_check import GradCheck
 from streamshard.groups import Groups, groups_of, refuse_together, resolve_group
-from streamshard.hooks import Handle, handle_of, watch
+from streamshard.hooks import Handle, handle_of, registered_names, watch
 from streamshard.layout import ParamSize, UnitLayout, plan_unit
+from streamshard.outside import BeforeSaving, SleepingParams
 from streamshard.pieces import StatePiece, unwatch_optimizer, watch_optimizer
 from streamshard.planner import MemoryBudget, Needs, choose_slots, holds_main_grads, read_budget
 from streamshard.reductions import Reductions
@@ -40,10 +41,12 @@ from streamshard.shard import UnitShard
 from streamshard.shared_memory import share_memory
 from streamshard.slots import Category, GradSlot, Ledger, Scratch, SlotCount, SlotPlan, WeightSlot, plan_slots
 from streamshard.streams import Streams
+from streamshard.structure import Structure, check_params, join_names, modules_inside, modules_of, params_of
+from streamshard.summon import is_summoned
 from streamshard.transport import Transport, make_transport
 from streamshard.unit import Member, StreamedUnit
 
-__all__ = ["engine_of", "shard_model"]
+__all__ = ["engine_at_rest", "engine_of", "shard_model"]
 
 register_optimizer_step_pre_hook(watch_optimizer)
 register_optimizer_step_post_hook(unwatch_optimizer)
@@ -59,6 +62,32 @@ def engine_of(model: nn.Module) -> Engine:
     if handle is None:
         raise ShardingError(f"{type(model).__name__} is not sharded: call StreamShard(model) first")
     return handle.engine
+
+
+def engine_at_rest(model: nn.Module, what: str, *, accepts_whole: bool = False) -> Engine:
+    """The engine of a sharded model between steps, as what looks at all of its weights or gradients needs it.
+
+    Args:
+        model: made by `StreamShard`.
+        what: is about to be done, for messages.
+        accepts_whole: it may be done inside ``summon_full_params``.
+
+    Raises:
+        ShardingError: `model` was not sharded, a forward or backward is under way, or parameters are whole.
+    """
+    engine = engine_of(model)
+    engine.settle()
+    if engine.is_computing:
+        raise ShardingError(
+            f"{what} inside a forward or backward of {type(model).__name__}, or in a thread beside one: layers hold "
+            "gathered weights, and ranks are exchanging others. Call it between steps"
+        )
+    if is_summoned(engine) and not accepts_whole:
+        raise ShardingError(
+            f"{what} inside summon_full_params, where parameters are whole on every rank, not the pieces that it works "
+            "with: call it outside, or use what is there (state_dict(), torch.nn.utils.clip_grad_norm_, ..)"
+        )
+    return engine
 
 
 def shard_model(
@@ -118,7 +147,7 @@ def shard_model(
     _fill(engine, module, groups, broadcast_weights)
     if check_grads:
         shards = {shard.param: shard for shard in engine.param_shards}
-        engine.reductions.check = GradCheck([shards[param] for param in module.parameters()], transport).check
+        engine.reductions.check = GradCheck([shards[param] for param in params_of(module).values()], transport).check
     _attach(base, module, found, engine)
     return module
 
@@ -150,13 +179,35 @@ def _check_arguments(
 def _check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise ShardingError(f"StreamShard takes an nn.Module, got {type(module).__name__}")
-    for name, child in module.named_modules():
+    for name, child in modules_of(module):
+        name = name or type(module).__name__
         if handle_of(child) is not None:
-            raise ShardingError(f"{name or type(module).__name__!r} is already sharded: StreamShard takes a model once")
-        if isinstance(child, nn.parallel.DistributedDataParallel):
+            raise ShardingError(f"{name!r} is already sharded: StreamShard takes a model once")
+        if isinstance(child, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ShardingError(f"{name!r} is a {type(child).__name__}: shard the model inside it")
+        if isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters()):
             raise ShardingError(
-                f"{name or type(module).__name__!r} is a DistributedDataParallel: shard the model inside it"
+                f"{name!r} is TorchScript, which keeps its parameters where they cannot be exchanged: shard the module "
+                "that it was made from. Scripted functions and modules without parameters may stay"
             )
+    _check_names(module)
+
+
+def _check_names(module: nn.Module) -> None:
+    """Refuse what torch itself would take for ours, or we for torch's. Other names stay the user's: `watched_class`."""
+    kind = type(module).__name__
+    for name in ("join_hook", "join_device", "join_process_group"):
+        if inspect.getattr_static(module, name, None) is not None or name in registered_names(module):
+            raise ShardingError(
+                f"{kind} has a {name} of its own, which torch.distributed.algorithms.Join([model]) would call instead "
+                "of StreamShard's: rename it"
+            )
+    if ignored := list(getattr(module, "_ddp_params_and_buffers_to_ignore", ())):
+        raise ShardingError(
+            f"{kind} has {ignored[0]!r} among the names that DistributedDataParallel shall leave alone "
+            "(_ddp_params_and_buffers_to_ignore). StreamShard shards every parameter and keeps every buffer equal: "
+            "move it out of the model, or delete the attribute"
+        )
 
 
 def _find_groups(
@@ -168,6 +219,8 @@ def _find_groups(
     if min_unit_bytes:
         found = coalesce(found, [_param_bytes(params, precision) for params in groups[1:]], min_unit_bytes)
         groups = group_params(module, found)
+    if units is None and found:
+        warn_of_edge(module, groups)
     return found, groups
 
 
@@ -315,18 +368,23 @@ def _take_weights(unit: StreamedUnit, params: Sequence[FoundParam], transport: T
     """Cut rank 0's (or this rank's own) weights into pieces, one parameter at a time."""
     shard = unit.shard
     for found, layout in zip(params, shard.layout.params, strict=True):
-        full = found.param.detach().to(shard.main.device).contiguous()
+        full = _trainable(found.param.detach()).to(shard.main.device).contiguous()
         if broadcast:
             transport.broadcast(full)
         shard.add(layout, found.names[1:], found.param, full.view(-1))
 
 
 def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    for owner in module.modules():
+    for owner in modules_inside(module):
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
-                owner._buffers[name] = buffer.to(device=device, dtype=cast)
+                owner._buffers[name] = _trainable(buffer).to(device=device, dtype=cast)
+
+
+def _trainable(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or a copy if it was made inside ``torch.inference_mode()`` and could never be written again."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 # -- attach -------------------------------------------------------------------------------------------------------
@@ -334,42 +392,48 @@ def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype |
 
 def _attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engine) -> None:
     """Register compute views beside the sharded parameters, and watch units and the modules around them."""
-    engine.check_structure = Structure(root).check
     views = {
         shard.param: view for unit in engine.units for shard, view in zip(unit.shard.params, unit.views, strict=True)
     }
+    for param, view in views.items():
+        view.__dict__ = param.__dict__  # what people set on a parameter (a multiplier, a tag) is on either
     owner = owners_of(found)
     members: dict[nn.Module, Member] = {}
     for place, unit in enumerate(found, 1):
         for layer in unit.modules:
             members[layer] = engine.units[place].add_member()
-            for module in layer.modules():
+            for module in modules_inside(layer):
                 if owner[module] == place:
-                    _bind_views(members[layer], module, views)
+                    _bind_views(members[layer], module, views, engine)
     edge = engine.edge.add_member()
-    for module in root.modules():
+    for module in modules_inside(root):
         if owner.get(module, EDGE) == EDGE:
-            _bind_views(edge, module, views)
-        module.register_load_state_dict_pre_hook(_LoadWhole(engine))
+            _bind_views(edge, module, views, engine)
+        if module._parameters:
+            module.register_load_state_dict_pre_hook(_LoadWhole(engine))
+            module.register_state_dict_pre_hook(BeforeSaving(engine))
+    engine.check_structure = Structure(root).check
     if not engine.is_alone:
-        root.register_state_dict_post_hook(_mark_pieces)
+        root.register_state_dict_post_hook(_MarkPieces(engine))
     cast_dtype = engine.precision.param_dtype if engine.precision.cast_inputs else None
-    for module in list(root.modules()):
+    for module in list(modules_inside(root)):
         member = members.get(module)
         if module is root:
             units = frozenset(range(len(engine.units)))
             watch(root, Handle(engine, None, units, cast_dtype, engine.precision.output_dtype), base)
         elif member is not None:
             watch(module, Handle(engine, member, frozenset((EDGE, member.unit.index)), cast_dtype, None))
-        elif module not in owner and (module._parameters or any(child in owner for child in module.modules())):
-            inside = frozenset(members[child].unit.index for child in module.modules() if child in members)
+        elif module not in owner and (module._parameters or any(child in owner for child in modules_inside(module))):
+            inside = frozenset(members[child].unit.index for child in modules_inside(module) if child in members)
             watch(module, Handle(engine, None, inside | {EDGE}, cast_dtype, None))
 
 
-def _bind_views(member: Member, module: nn.Module, views: Mapping[nn.Parameter, nn.Parameter]) -> None:
+def _bind_views(member: Member, module: nn.Module, views: Mapping[nn.Parameter, nn.Parameter], engine: Engine) -> None:
     sharded = module._parameters
     if not any(param is not None for param in sharded.values()):
         return
+    if not engine.is_alone:
+        sharded = module.__dict__["_parameters"] = SleepingParams(sharded, engine)
     computing = {name: None if param is None else views[param] for name, param in sharded.items()}
     member.add_binding(module.__dict__, "_parameters", sharded, computing)
     if isinstance(module, nn.RNNBase):  # keeps its weights a second time, for cuDNN
@@ -377,10 +441,20 @@ def _bind_views(member: Member, module: nn.Module, views: Mapping[nn.Parameter, 
         member.add_binding(module.__dict__, "_flat_weights", module._flat_weights, [computing[name] for name in names])
 
 
-def _mark_pieces(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
-    for name, _ in module.named_parameters(remove_duplicate=False):
-        if isinstance(state_dict.get(prefix + name), torch.Tensor):
-            state_dict[prefix + name] = state_dict[prefix + name].as_subclass(StatePiece)
+class _MarkPieces:
+    """After ``state_dict()``: its tensors know that they are pieces, unless they are whole."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
+        if is_summoned(self._engine):
+            return
+        for place, child in modules_of(module, remove_duplicate=False):
+            for key, _ in child._parameters.items():
+                name = prefix + join_names(place, key)
+                if isinstance(state_dict.get(name), torch.Tensor):
+                    state_dict[name] = state_dict[name].as_subclass(StatePiece)
 
 
 class _LoadWhole:
@@ -394,13 +468,21 @@ class _LoadWhole:
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
     ) -> None:
         self._engine.settle()
+        if self._engine.is_computing:
+            raise ShardingError(
+                f"load_state_dict() of {prefix or type(module).__name__!r} inside a forward or backward, or in a "
+                "thread beside one: it would load into gathered weights. Call it between steps"
+            )
         for key, param in module._parameters.items():
             name = prefix + key
+            if param is not None and name in state_dict and metadata.get("assign_to_params_buffers", False):
+                raise ShardingError(
+                    f"load_state_dict(assign=True) would replace the sharded parameter {name!r}: leave assign away, "
+                    "whole tensors are cut into pieces as they are loaded"
+                )
             if param is None or name not in state_dict or param.shape == state_dict[name].shape:
                 continue  # a piece for a piece, or inside summon_full_params the whole for the whole
             shard, value = self._shards[param], state_dict[name]
-            if metadata.get("assign_to_params_buffers", False):
-                raise ShardingError(f"load_state_dict(assign=True) would replace the sharded parameter {name!r}")
             if tuple(value.shape) == shard.layout.shape and value.numel() == shard.layout.numel:
                 flat = value.reshape(-1)[shard.local.start : shard.local.stop]
                 state_dict[name] = flat.view(shard.piece.shape)

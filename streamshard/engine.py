@@ -44,6 +44,20 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _refuse_transforms() -> None:
+    """Raise inside ``torch.func.grad`` and its kin; ``vmap`` maps over what a layer computes, which is fine."""
+    if torch._C._functorch.maybe_current_level() is None:
+        return
+    for interpreter in torch._C._functorch.get_interpreter_stack() or ():
+        kind = interpreter.key()
+        if kind != torch._C._functorch.TransformType.Vmap:
+            raise ShardingError(
+                f"a StreamShard model inside torch.func ({kind.name.lower()}): a transform differentiates a function "
+                "that writes nothing, and layers' weights are written as they are gathered. Use backward() or "
+                "torch.autograd.grad of the inputs; for forward-mode derivatives torch.autograd.forward_ad"
+            )
+
+
 class UnevenSteps(Protocol):
     """What is told of a step so that ranks that have run out of inputs can follow: see `streamshard.optim.join`."""
 
@@ -135,6 +149,11 @@ class Engine:
             self._weights_are_current = False
 
     @property
+    def is_computing(self) -> bool:
+        """Whether a forward or a backward is under way, in whatever thread."""
+        return self.depth > 0 or self._backward is not None
+
+    @property
     def casts_next(self) -> bool:
         """Whether the next pass takes over weights anew: they may have changed since the last one."""
         return not self._weights_are_current
@@ -166,6 +185,7 @@ class Engine:
 
     def _begin_pass(self, units: frozenset[int]) -> None:
         self.settle()
+        _refuse_transforms()
         if self.uneven is not None and (uneven := self.uneven()) is not None:
             uneven.before_pass()
         if not self._weights_are_current:

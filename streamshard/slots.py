@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from streamshard.streams import Fence, Rule, StreamName, Streams, Work
+from streamshard.structure import leave_inference_mode
 
 __all__ = ["Category", "GradSlot", "Ledger", "Scratch", "SlotCount", "SlotPlan", "WeightSlot", "plan_slots"]
 
@@ -62,10 +63,11 @@ class Ledger:
             category, numel, dtype: what, how much, of which type.
             is_visible: whether other ranks may read it (compute shards, grad slots).
         """
-        if is_visible and self._allocate_visible is not None:
-            buffer = self._allocate_visible(numel, dtype)
-        else:
-            buffer = torch.zeros(numel, dtype=dtype, device=self.device)
+        with leave_inference_mode():
+            if is_visible and self._allocate_visible is not None:
+                buffer = self._allocate_visible(numel, dtype)
+            else:
+                buffer = torch.zeros(numel, dtype=dtype, device=self.device)
         self.buffers.append((category, buffer))
         return buffer
 
