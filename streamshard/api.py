@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import os
@@ -84,7 +85,10 @@ class StreamShard(Uncopyable):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is StreamShard:
-            _SIGNATURE.bind(None, *args, **kwargs)  # a TypeError that knows what may be given
+            try:
+                _SIGNATURE.bind(None, *args, **kwargs)  # an error that knows what may be given
+            except TypeError as error:
+                raise TypeError(f"StreamShard(): {error}") from None
             with leave_inference_mode():
                 return shard_model(StreamShard, *args, **kwargs)
         return super().__new__(cls, *args, **kwargs)
@@ -132,6 +136,8 @@ class StreamShard(Uncopyable):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Enter (False) or leave (True) what `no_sync` does."""
+        if not isinstance(requires_gradient_sync, bool):
+            raise ConfigError(f"requires_gradient_sync={requires_gradient_sync!r}: wanted True or False")
         engine_of(self).set_synced(requires_gradient_sync)
 
     def clip_grad_norm_(
@@ -149,12 +155,13 @@ class StreamShard(Uncopyable):
             The norm before scaling: [] fp32, equal on all ranks.
 
         Raises:
-            ConfigError: `max_norm` is negative or nan, `skip_above` not positive.
+            ConfigError: `max_norm` is negative or nan, `norm_type` no number, `skip_above` not positive.
         """
         if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0.0:
             raise ConfigError(f"max_norm={max_norm!r}: wanted a number of at least 0")
         if skip_above is not None and not (isinstance(skip_above, int | float) and skip_above > 0.0):
             raise ConfigError(f"skip_above={skip_above!r}: wanted a positive number, or None")
+        order = _order(norm_type)
         engine = engine_at_rest(self, "clip_grad_norm_")
         if engine.uneven is not None and (uneven := engine.uneven()) is not None:
             uneven.before_clipping(max_norm, norm_type, skip_above)
@@ -165,7 +172,6 @@ class StreamShard(Uncopyable):
                 grad.refuse("clip_grad_norm_")
         grads = [grad.as_subclass(torch.Tensor) for grad in found]
         filled = [grad for grad in grads if grad.numel()]
-        order = float(norm_type)
         if filled:
             local = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(filled, order)), order)
         else:
@@ -197,7 +203,8 @@ class StreamShard(Uncopyable):
         Raises:
             ConfigError: of `optimizers` or `repeat`.
         """
-        return make_hook(self, engine_of(self), kwargs)
+        # Not self.clip_grad_norm_, which may be the model's own.
+        return make_hook(self, engine_of(self), kwargs, functools.partial(StreamShard.clip_grad_norm_, self))
 
     @property
     def join_device(self) -> torch.device:
@@ -342,7 +349,7 @@ def export_safetensors(
         ExportError: the files cannot be written, or the model's class stores its weights in a way that does not
             consist of ranges of its parameters. Raised on every rank; names the rank on which it went wrong.
     """
-    engine = engine_at_rest(model, "export_safetensors")
+    engine = engine_at_rest(_all_of(model), "export_safetensors")
     return export_shards(model, engine.param_shards, engine.transport, directory, dtype, max_shard_size)
 
 
@@ -361,7 +368,7 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> Non
         ExportError: on every rank; names tensors that are missing, unexpected, or of another shape or kind, or the file
             that cannot be read.
     """
-    engine = engine_at_rest(model, "load_safetensors")
+    engine = engine_at_rest(_all_of(model), "load_safetensors")
     load_shards(model, engine.param_shards, engine.transport, directory)
 
 
@@ -400,3 +407,19 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
         ShardingError: on every rank, before anything is changed; names the first parameter that does not fit.
     """
     scatter_state(engine_of_both(optimizer, model), optimizer, state_dict)
+
+
+def _order(norm_type: object) -> float:
+    try:
+        order = float(norm_type)  # type: ignore[arg-type]  # "inf" is a way to say it
+    except (TypeError, ValueError):
+        order = math.nan
+    if math.isnan(order):
+        raise ConfigError(f"norm_type={norm_type!r}: wanted a number, inf for the maximum")
+    return order
+
+
+def _all_of(model: nn.Module) -> nn.Module:
+    if isinstance(model, Uncopyable) and not isinstance(model, StreamShard):
+        raise ShardingError(f"{type(model).__name__} is a layer of a sharded model: give the whole model")
+    return model

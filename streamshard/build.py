@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from streamshard.discovery import (
     warn_of_edge,
 )
 from streamshard.engine import EDGE, Engine
-from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError
 from streamshard.grad_check import GradCheck
 from streamshard.groups import Groups, groups_of, refuse_together, resolve_group
 from streamshard.hooks import Handle, handle_of, registered_names, watch
@@ -58,7 +59,7 @@ def engine_of(model: nn.Module) -> Engine:
     Raises:
         ShardingError: `model` was not sharded by StreamShard.
     """
-    handle = handle_of(model)
+    handle = handle_of(model) if isinstance(model, nn.Module) else None
     if handle is None:
         raise ShardingError(f"{type(model).__name__} is not sharded: call StreamShard(model) first")
     return handle.engine
@@ -110,12 +111,15 @@ def shard_model(
     ranks = None if mesh is None else groups_of(mesh)
     try:
         _check_module(module)
-        _check_arguments(precision, weight_slots, grad_slots, memory_budget, pad_units_to, check_grads)
+        _check_arguments(precision, weight_slots, grad_slots, memory_budget, pad_units_to)
+        for name, flag in (("broadcast_weights", broadcast_weights), ("check_grads", check_grads)):
+            if not isinstance(flag, bool):
+                raise ConfigError(f"{name}={flag!r}: wanted True or False")
         device = check_params(module)
         budget = None if memory_budget is None else read_budget(memory_budget, device)
         min_unit_bytes = parse_bytes("min_unit_size", min_unit_size, at_least=0)
         found, groups = _find_groups(module, units, precision, min_unit_bytes)
-    except StreamShardError as error:
+    except Exception as error:  # a predicate of the user's may raise anything
         if ranks is not None or dist.is_initialized():
             refuse_together(ranks.everyone if ranks is not None else None, error)
         raise
@@ -161,7 +165,6 @@ def _check_arguments(
     grad_slots: SlotCount,
     memory_budget: MemoryBudget | None,
     pad_units_to: int,
-    check_grads: bool,
 ) -> None:
     if not isinstance(precision, Precision):
         raise ConfigError(f"precision={precision!r}: wanted a streamshard.Precision")
@@ -172,8 +175,6 @@ def _check_arguments(
             raise ConfigError(f"{name}={count!r} and memory_budget={memory_budget!r}: the budget chooses the slots")
     if not isinstance(pad_units_to, int) or isinstance(pad_units_to, bool) or pad_units_to < 1:
         raise ConfigError(f"pad_units_to={pad_units_to!r}: wanted a positive number of elements")
-    if not isinstance(check_grads, bool):
-        raise ConfigError(f"check_grads={check_grads!r}: wanted True or False")
 
 
 def _check_module(module: nn.Module) -> None:
@@ -429,16 +430,36 @@ def _attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Eng
 
 
 def _bind_views(member: Member, module: nn.Module, views: Mapping[nn.Parameter, nn.Parameter], engine: Engine) -> None:
+    """Let `module` hold compute views while `member` is bound: in its register, and in lists and dicts of its own.
+
+    RNNs keep their weights in a list for cuDNN, people for convenience. Of `views` those that are in place whenever the
+    member is bound count, its unit's own and the edge unit's.
+    """
     sharded = module._parameters
-    if not any(param is not None for param in sharded.values()):
-        return
-    if not engine.is_alone:
-        sharded = module.__dict__["_parameters"] = SleepingParams(sharded, engine)
-    computing = {name: None if param is None else views[param] for name, param in sharded.items()}
-    member.add_binding(module.__dict__, "_parameters", sharded, computing)
-    if isinstance(module, nn.RNNBase):  # keeps its weights a second time, for cuDNN
-        names = module._flat_weights_names
-        member.add_binding(module.__dict__, "_flat_weights", module._flat_weights, [computing[name] for name in names])
+    if any(param is not None for param in sharded.values()):
+        if not engine.is_alone:
+            sharded = module.__dict__["_parameters"] = SleepingParams(sharded, engine)
+        computing = {name: None if param is None else views[param] for name, param in sharded.items()}
+        member.add_binding(module.__dict__, "_parameters", sharded, computing)
+    in_place = {shard.param: views[shard.param] for unit in (member.unit, engine.edge) for shard in unit.shard.params}
+    for key, value in module.__dict__.items():
+        if key not in ("_parameters", "_buffers", "_modules") and (bound := _with_views(value, in_place)) is not value:
+            member.add_binding(module.__dict__, key, value, bound)
+
+
+def _with_views(value: Any, views: Mapping[nn.Parameter, nn.Parameter], depth: int = 3) -> Any:
+    """`value`, or if it is a container that holds parameters of `views`, `depth` deep at most, a copy with their views."""
+    if isinstance(value, nn.Parameter):
+        return views.get(value, value)
+    if depth == 0:
+        return value
+    if type(value) in (list, tuple):
+        items = [_with_views(item, views, depth - 1) for item in value]
+        return type(value)(items) if any(map(operator.is_not, items, value)) else value
+    if type(value) is dict:
+        entries = {key: _with_views(item, views, depth - 1) for key, item in value.items()}
+        return entries if any(entries[key] is not value[key] for key in value) else value
+    return value
 
 
 class _MarkPieces:

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms import Join
 
-from streamshard import Precision, StreamShard
+from streamshard import Precision, StreamShard, export_safetensors
 from streamshard.build import engine_of
 from streamshard.errors import ConfigError, ShardingError, StreamShardError
 from streamshard.structure import check_params, params_of
@@ -113,6 +114,31 @@ def test_attributes_of_parameters_are_read_and_kept_in_forward(context: RankCont
         weight.multiplier = 0.0
     assert torch.equal(model(x), x)
     assert not torch.equal(halved, x)
+
+
+class ListedLayer(Layer):
+    """Keeps its parameters in a list and a dict beside its linear layer, and computes with those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = [self.linear.weight, (3, self.linear.bias)]
+        self.named = {"deeper": {"weight": self.linear.weight}, "other": 3}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x + tanh(W W x + b)"""
+        weight: Any = self.listed[0]
+        _, bias = self.listed[1]  # type: ignore[misc]
+        inner = nn.functional.linear(x, self.named["deeper"]["weight"])  # type: ignore[index]
+        return x + torch.tanh(nn.functional.linear(inner, weight, bias))
+
+
+@on_ranks(1, 2)
+def test_parameters_in_a_modules_own_lists_and_dicts_are_what_it_computes_with(context: RankContext) -> None:
+    """As RNNs keep theirs: whole inside forward, the very parameters outside."""
+    model = assert_trains_like_plain(context, lambda: nn.Sequential(*(ListedLayer() for _ in range(3))), stack_step)
+    layer: Any = model[0]  # type: ignore[index]
+    assert layer.listed[0] is layer.linear.weight
+    assert layer.named["deeper"]["weight"] is layer.linear.weight
 
 
 # ---------------------------------------------------------------------------------------------- classes
@@ -246,6 +272,20 @@ def test_a_models_own_names_stay_its_own(context: RankContext) -> None:
     torch.testing.assert_close(StreamShard.clip_grad_norm_(model, 0.1).as_subclass(Tensor), wanted)
     assert list(model.local_ranges()) == list(params_of(plain))
     assert_same(full_grads(model), full_grads(plain), "gradients")
+    StreamShard.check_weights(model)
+
+
+@on_ranks(2)
+def test_a_rank_that_has_run_out_clips_as_the_others_do(context: RankContext) -> None:
+    """With our clipping, though the model has a method of that name."""
+    model = StreamShard(OwnMethods(), precision=FP32)
+    optimizer = sgd(model)
+    with Join([model]):  # type: ignore[list-item]  # has all that a Joinable has
+        for step in range(3 if context.rank else 2):
+            stack_step(model, Call(step, context.rank, 2, 1.0))
+            StreamShard.clip_grad_norm_(model, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
     StreamShard.check_weights(model)
 
 
@@ -514,3 +554,37 @@ def test_a_model_that_is_mostly_edge_says_so(context: RankContext) -> None:
         StreamShard(Loose(), precision=FP32)
     assert heard[0].filename == __file__
     StreamShard(TinyLM(TinyConfig(vocabulary=4000)), precision=FP32)
+
+
+# ---------------------------------------------------------------------------------------------- arguments
+
+
+@on_ranks(2)
+def test_a_predicate_that_fails_on_one_rank_ends_all_of_them(context: RankContext) -> None:
+    """The others do not wait for a rank that has raised an error of its own."""
+
+    def choose(module: nn.Module) -> bool:
+        if context.rank == 1:
+            raise KeyError("mine")
+        return isinstance(module, Layer)
+
+    with pytest.raises(KeyError if context.rank else ShardingError, match="mine"):
+        StreamShard(Stack(), units=choose, precision=FP32)
+
+
+@on_ranks(1)
+def test_arguments_of_the_wrong_kind_are_named(context: RankContext) -> None:
+    """What was given and what is wanted, whichever call it was."""
+    with pytest.raises(TypeError, match=r"StreamShard\(\): .*'unit'"):
+        StreamShard(Stack(), unit=Layer)
+    with pytest.raises(ConfigError, match="broadcast_weights='no'"):
+        StreamShard(Stack(), broadcast_weights="no")
+    model = StreamShard(Stack(), precision=FP32)
+    with pytest.raises(ConfigError, match="norm_type='two'"):
+        model.clip_grad_norm_(1.0, "two")
+    with pytest.raises(ConfigError, match="requires_gradient_sync='no'"):
+        model.set_requires_gradient_sync("no")
+    with pytest.raises(ShardingError, match="NoneType is not sharded"):
+        export_safetensors(None, "nowhere")  # type: ignore[arg-type]
+    with pytest.raises(ShardingError, match="Layer is a layer of a sharded model"):
+        export_safetensors(model.layers[0], "nowhere")
