@@ -42,7 +42,15 @@ from streamshard.shard import UnitShard
 from streamshard.shared_memory import share_memory
 from streamshard.slots import Category, GradSlot, Ledger, Scratch, SlotCount, SlotPlan, WeightSlot, plan_slots
 from streamshard.streams import Streams
-from streamshard.structure import Structure, check_params, join_names, modules_inside, modules_of, params_of
+from streamshard.structure import (
+    Structure,
+    check_params,
+    join_names,
+    modules_inside,
+    modules_of,
+    params_of,
+    refuse_transforms,
+)
 from streamshard.summon import is_summoned
 from streamshard.transport import Transport, make_transport
 from streamshard.unit import Member, StreamedUnit
@@ -107,6 +115,7 @@ def shard_model(
     check_grads: bool = False,
 ) -> nn.Module:
     """Shard `module` in place and let its class derive from `base`. Arguments and errors: see `StreamShard`."""
+    refuse_transforms()  # not together with other ranks: a transform wraps the tensors of collectives too
     precision = Precision() if precision is None else precision
     ranks = None if mesh is None else groups_of(mesh)
     try:
@@ -448,7 +457,7 @@ def _bind_views(member: Member, module: nn.Module, views: Mapping[nn.Parameter, 
 
 
 def _with_views(value: Any, views: Mapping[nn.Parameter, nn.Parameter], depth: int = 3) -> Any:
-    """`value`, or if it is a container that holds parameters of `views`, `depth` deep at most, a copy with their views."""
+    """`value`, or if it is a container with parameters of `views`, `depth` deep at most, a copy with their views."""
     if isinstance(value, nn.Parameter):
         return views.get(value, value)
     if depth == 0:

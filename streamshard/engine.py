@@ -31,6 +31,7 @@ from streamshard.reductions import Reductions
 from streamshard.shard import ParamShard
 from streamshard.slots import Ledger, SlotPlan
 from streamshard.streams import Fence, Rule, StreamName, Streams
+from streamshard.structure import refuse_transforms
 from streamshard.transport import Transport
 from streamshard.unit import Member, StreamedUnit
 
@@ -42,20 +43,6 @@ EDGE = 0  # index of the edge unit
 def in_backward() -> bool:
     """Whether the calling thread is inside an autograd backward."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _refuse_transforms() -> None:
-    """Raise inside ``torch.func.grad`` and its kin; ``vmap`` maps over what a layer computes, which is fine."""
-    if torch._C._functorch.maybe_current_level() is None:
-        return
-    for interpreter in torch._C._functorch.get_interpreter_stack() or ():
-        kind = interpreter.key()
-        if kind != torch._C._functorch.TransformType.Vmap:
-            raise ShardingError(
-                f"a StreamShard model inside torch.func ({kind.name.lower()}): a transform differentiates a function "
-                "that writes nothing, and layers' weights are written as they are gathered. Use backward() or "
-                "torch.autograd.grad of the inputs; for forward-mode derivatives torch.autograd.forward_ad"
-            )
 
 
 class UnevenSteps(Protocol):
@@ -185,7 +172,7 @@ class Engine:
 
     def _begin_pass(self, units: frozenset[int]) -> None:
         self.settle()
-        _refuse_transforms()
+        refuse_transforms()
         if self.uneven is not None and (uneven := self.uneven()) is not None:
             uneven.before_pass()
         if not self._weights_are_current:

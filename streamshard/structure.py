@@ -24,12 +24,27 @@ __all__ = [
     "modules_inside",
     "modules_of",
     "params_of",
+    "refuse_transforms",
 ]
 
 
 def leave_inference_mode() -> AbstractContextManager[object]:
     """For what lives on: tensors made inside ``torch.inference_mode()`` could never be written outside of it."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
+def refuse_transforms() -> None:
+    """Raise inside ``torch.func.grad`` and its kin; ``vmap`` maps over what a layer computes, which is fine."""
+    if torch._C._functorch.maybe_current_level() is None:
+        return
+    for interpreter in torch._C._functorch.get_interpreter_stack() or ():
+        kind = interpreter.key()
+        if kind != torch._C._functorch.TransformType.Vmap:
+            raise ShardingError(
+                f"a StreamShard model inside torch.func ({kind.name.lower()}): a transform differentiates a function "
+                "that writes nothing, and layers' weights are written as they are gathered. Use backward() or "
+                "torch.autograd.grad of the inputs; for forward-mode derivatives torch.autograd.forward_ad"
+            )
 
 
 def modules_of(root: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:

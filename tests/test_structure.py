@@ -403,6 +403,7 @@ def test_transforms_that_differentiate_are_refused_and_vmap_is_not(context: Rank
     x = vector_batch(0, context.rank)
     for transform in (
         lambda: torch.func.grad(lambda x: model(x).sum())(x),
+        lambda: torch.func.grad(lambda x: StreamShard(Stack())(x).sum())(x),
         lambda: torch.func.jvp(model, (x,), (x,)),
         lambda: torch.func.vmap(torch.func.grad(lambda x: model(x).sum()))(x),
     ):
