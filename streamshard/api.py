@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch._dynamo.decorators import skip
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from streamshard.build import engine_of, shard_model
+from streamshard.build import engine_at_rest, engine_of, shard_model
 from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.load import load_shards
 from streamshard.config import Precision
@@ -33,6 +34,8 @@ from streamshard.pieces import HeldGrad, forget_piece, piece_of, reduce_norms, r
 from streamshard.planner import MemoryBudget
 from streamshard.shard import ParamShard
 from streamshard.slots import SlotCount
+from streamshard.structure import join_names, leave_inference_mode, modules_of, params_of
+from streamshard.summon import summon, whole_of
 
 __all__ = [
     "StreamShard",
@@ -47,15 +50,16 @@ class StreamShard(Uncopyable):
     """Shard a model in place and stream its layers through two buffers. Returns the same object.
 
     The returned model is the one given: same class name, attributes, ``forward`` signature and state-dict names, and
-    ``isinstance(model, StreamShard)``. Outside forward and backward its parameters are this rank's pieces of the fp32
+    ``isinstance(model, StreamShard)``. Where it has a method or child by the name of one below, it keeps it, and ours
+    is ``StreamShard.name(model, ...)``. Outside forward and backward its parameters are this rank's pieces of the fp32
     main weights (shape ``[1, .., 1, n]``, n may be 0), the very Parameter objects it had before, for any optimizer. All
     ranks must call forward and backward the same number of times.
 
     Args:
         module: the model, the same on every rank, on the CPU or one GPU.
         units: what is gathered and reduced together: module classes, modules, names, a predicate ``(module)`` or
-            ``(name, module)``, or None: ``_no_split_modules`` of a transformers model, else the repeated children of
-            the longest ModuleList or Sequential. Everything outside units forms the edge unit.
+            ``(name, module)``, or None: ``_no_split_modules`` of a transformers model, and the repeated children of
+            every ModuleList or Sequential that holds a tenth of the parameters. The rest forms the edge unit.
         mesh: a 1-D DeviceMesh or a process group to shard over, or a 2-D DeviceMesh, replicate x shard: shards within
             the second axis, averages gradients over the first (hybrid sharding). None takes the default group, made
             from the launcher's environment if there is none.
@@ -82,10 +86,13 @@ class StreamShard(Uncopyable):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is StreamShard:
-            _SIGNATURE.bind(None, *args, **kwargs)  # a TypeError that knows what may be given
-            return shard_model(StreamShard, *args, **kwargs)
-        original: Any = cls._streamshard_original  # type: ignore[attr-defined]  # set on every watched class
-        return original(*args, **kwargs)
+            try:
+                _SIGNATURE.bind(None, *args, **kwargs)  # an error that knows what may be given
+            except TypeError as error:
+                raise TypeError(f"StreamShard(): {error}") from None
+            with leave_inference_mode():
+                return shard_model(StreamShard, *args, **kwargs)
+        return super().__new__(cls, *args, **kwargs)
 
     def __init__(
         self,
@@ -130,6 +137,8 @@ class StreamShard(Uncopyable):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Enter (False) or leave (True) what `no_sync` does."""
+        if not isinstance(requires_gradient_sync, bool):
+            raise ConfigError(f"requires_gradient_sync={requires_gradient_sync!r}: wanted True or False")
         engine_of(self).set_synced(requires_gradient_sync)
 
     def clip_grad_norm_(
@@ -147,29 +156,30 @@ class StreamShard(Uncopyable):
             The norm before scaling: [] fp32, equal on all ranks.
 
         Raises:
-            ConfigError: `max_norm` is negative or nan, `skip_above` not positive.
+            ConfigError: `max_norm` is negative or nan, `norm_type` no number, `skip_above` not positive.
         """
         if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0.0:
             raise ConfigError(f"max_norm={max_norm!r}: wanted a number of at least 0")
         if skip_above is not None and not (isinstance(skip_above, int | float) and skip_above > 0.0):
             raise ConfigError(f"skip_above={skip_above!r}: wanted a positive number, or None")
-        engine = engine_of(self)
+        order = _order(norm_type)
+        engine = engine_at_rest(self, "clip_grad_norm_")
         if engine.uneven is not None and (uneven := engine.uneven()) is not None:
             uneven.before_clipping(max_norm, norm_type, skip_above)
-        found = [grad for grad in (param.grad for param in self.parameters()) if grad is not None]
+        params = params_of(self).values()
+        found = [grad for grad in (param.grad for param in params) if grad is not None]
         for grad in found:
             if isinstance(grad, HeldGrad):
                 grad.refuse("clip_grad_norm_")
         grads = [grad.as_subclass(torch.Tensor) for grad in found]
         filled = [grad for grad in grads if grad.numel()]
-        order = float(norm_type)
         if filled:
             local = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(filled, order)), order)
         else:
             local = torch.zeros((), device=engine.streams.device)
         total = reduce_norms(local, order, engine.transport)
         if skip_above is not None and not (math.isfinite(norm := total.item()) and norm <= skip_above):
-            for param in self.parameters():
+            for param in params:
                 param.grad = None
             return total
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -194,7 +204,8 @@ class StreamShard(Uncopyable):
         Raises:
             ConfigError: of `optimizers` or `repeat`.
         """
-        return make_hook(self, engine_of(self), kwargs)
+        # Not self.clip_grad_norm_, which may be the model's own.
+        return make_hook(self, engine_of(self), kwargs, functools.partial(StreamShard.clip_grad_norm_, self))
 
     @property
     def join_device(self) -> torch.device:
@@ -213,41 +224,17 @@ class StreamShard(Uncopyable):
         """Inside, parameters are whole on every rank: original names and shapes, fp32. Collective.
 
         Args:
-            writeback: at the end, take over this rank's piece of whatever the full tensors hold then.
+            writeback: at the end, take over this rank's piece of whatever the full tensors hold then; if it ends by an
+                exception, nothing.
             with_grads: gradients are whole as well (and are written back with `writeback`).
+
+        Raises:
+            ShardingError: inside a forward or backward; at the end, if what was done would be lost: a parameter was
+                replaced or has another shape, or a gradient has come up without `with_grads`.
         """
-        engine = engine_of(self)
-        engine.settle()
-        restore: list[tuple[ParamShard, torch.Tensor, torch.Tensor | None]] = []
-        for unit in engine.units:
-            full = unit.gather_full([shard.main for shard in unit.shard.params])
-            full_grad = None
-            if with_grads:
-                pieces = [
-                    s.main.new_zeros(s.main.shape) if s.param.grad is None else s.param.grad for s in unit.shard.params
-                ]
-                full_grad = unit.gather_full([piece.as_subclass(torch.Tensor).view(-1) for piece in pieces])
-            for shard in unit.shard.params:
-                restore.append((shard, shard.param.data, shard.param.grad))
-                forget_piece(shard.param)
-                shard.param.grad = None
-                shard.param.data = _whole(full, shard)
-                if full_grad is not None and restore[-1][2] is not None:
-                    shard.param.grad = _whole(full_grad, shard)
-        try:
+        engine = engine_at_rest(self, "summon_full_params", accepts_whole=True)
+        with summon(engine, writeback=writeback, with_grads=with_grads):
             yield
-        finally:
-            for shard, piece, grad in restore:
-                whole, whole_grad = shard.param.data, shard.param.grad
-                shard.param.grad = None
-                shard.param.data = piece
-                shard.param.grad = grad
-                remember_piece(shard.param, shard.what(engine.transport))
-                if writeback:
-                    local = slice(shard.local.start, shard.local.stop)
-                    piece.view(-1).copy_(whole.reshape(-1)[local])
-                    if grad is not None and whole_grad is not None:
-                        grad.view(-1).copy_(whole_grad.reshape(-1)[local])
 
     def full_state_dict(self, rank0_only: bool = True) -> dict[str, Any]:
         """The whole model's state dict: original names and shapes, weights fp32, in CPU memory. Collective.
@@ -261,15 +248,14 @@ class StreamShard(Uncopyable):
         Raises:
             ShardingError: a module's own part in it failed on another rank. On that rank, what it raised.
         """
-        engine = engine_of(self)
-        engine.settle()
+        engine = engine_at_rest(self, "full_state_dict", accepts_whole=True)
         wanted = not rank0_only or engine.transport.is_first
         whole: list[tuple[ParamShard, torch.Tensor]] = []
         for unit in engine.units:
             shards = unit.shard.params
             if engine.is_alone or any(piece_of(shard.param) for shard in shards):
                 full = unit.gather_full([shard.main for shard in shards])
-                wholes = [_whole(full, shard) for shard in shards]
+                wholes = [whole_of(full, shard) for shard in shards]
             else:  # inside summon_full_params
                 wholes = [shard.param.detach() for shard in shards]
             if wanted:
@@ -296,8 +282,11 @@ class StreamShard(Uncopyable):
         rank's range of a parameter is contiguous, possibly empty. ``shard_offset`` counts from the start of the rank's
         shard of the unit. Further names of tied parameters are left out.
         """
-        by_param = {shard.param: shard.local for shard in engine_of(self).param_shards}
-        return {name: by_param[param] for name, param in self.named_parameters()}
+        ranges = {shard.name: shard.local for shard in engine_of(self).param_shards}
+        names = (
+            join_names(prefix, key) for prefix, module in modules_of(self) for key, _ in module._parameters.items()
+        )
+        return {name: ranges[name] for name in names if name in ranges}
 
     def check_weights(self) -> None:
         """Raise on all ranks unless all, replicas too, see the same weights and buffers, to the bit. Collective.
@@ -308,7 +297,7 @@ class StreamShard(Uncopyable):
         Raises:
             RankMismatchError: names the first parameter or buffer that differs, and the ranks.
         """
-        compare_weights(engine_of(self))
+        compare_weights(engine_at_rest(self, "check_weights"))
 
     def memory_report(self) -> MemoryReport:
         """Bytes the engine holds on this rank by category, beside the formula. Printable."""
@@ -325,12 +314,12 @@ class StreamShard(Uncopyable):
     # -- what sharding forbids ----------------------------------------------------------------------------------------
 
     @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        # DistributedDataParallel asks for this attribute before it looks at parameters.
-        raise ShardingError(
-            "a StreamShard model cannot be wrapped in DistributedDataParallel: it reduces gradients itself. With "
-            "accelerate, do not pass it to prepare()"
-        )
+    def _ddp_params_and_buffers_to_ignore(self) -> _NotForDDP:
+        return _NotForDDP()
+
+    @_ddp_params_and_buffers_to_ignore.setter
+    def _ddp_params_and_buffers_to_ignore(self, names: object) -> None:
+        list(_NotForDDP())
 
     def _fqn_modifiers(self) -> dict[str, str]:
         # torch.distributed.checkpoint asks for this before it gets or sets a state dict.
@@ -343,16 +332,18 @@ class StreamShard(Uncopyable):
             "load_optimizer_state_dict, or export_safetensors and load_safetensors"
         )
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # What .to(), .half(), .cuda() do to every parameter.
-        device = engine_of(self).streams.device
-        probe = fn(torch.empty(0, device=device))
-        if probe.dtype is not torch.float32 or probe.device != device:
-            raise ShardingError(
-                f"a StreamShard model cannot be moved or cast: its main weights are fp32 on {device}, asked for was "
-                f"{probe.dtype} on {probe.device}. Precision(param_dtype=...) sets what layers compute with"
-            )
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # nn.Module leaves it unannotated
+
+class _NotForDDP:
+    """For DistributedDataParallel, which asks a model which names to leave out before it looks at its parameters.
+
+    Others look at all attributes, so that the error comes from reading the names only.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        raise ShardingError(
+            "a StreamShard model cannot be wrapped in DistributedDataParallel: it reduces gradients itself. With "
+            "accelerate, do not pass it to prepare()"
+        )
 
 
 _SIGNATURE = inspect.signature(StreamShard.__init__)
@@ -388,8 +379,7 @@ def export_safetensors(
             of ranges of its parameters, or PEFT has put adapters into it. Raised on every rank; names the rank on which
             it went wrong. An earlier export is still there then, or the new one is, whole.
     """
-    engine = engine_of(model)
-    engine.settle()
+    engine = engine_at_rest(_all_of(model), "export_safetensors")
     return export_shards(model, engine.param_shards, engine.transport, directory, dtype, max_shard_size)
 
 
@@ -412,8 +402,7 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> Non
         ExportError: on every rank; names tensors that are missing, unexpected, or of another shape or kind, the file
             that cannot be read or is damaged, or the rank that sees other files.
     """
-    engine = engine_of(model)
-    engine.settle()
+    engine = engine_at_rest(_all_of(model), "load_safetensors")
     load_shards(model, engine.param_shards, engine.transport, directory)
 
 
@@ -483,5 +472,17 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return places[0] == places[1]
 
 
-def _whole(full: torch.Tensor, shard: ParamShard) -> torch.Tensor:
-    return full.narrow(0, shard.layout.offset, shard.layout.numel).view(shard.layout.shape)
+def _order(norm_type: object) -> float:
+    try:
+        order = float(norm_type)  # type: ignore[arg-type]  # "inf" is a way to say it
+    except (TypeError, ValueError):
+        order = math.nan
+    if math.isnan(order):
+        raise ConfigError(f"norm_type={norm_type!r}: wanted a number, inf for the maximum")
+    return order
+
+
+def _all_of(model: nn.Module) -> nn.Module:
+    if isinstance(model, Uncopyable) and not isinstance(model, StreamShard):
+        raise ShardingError(f"{type(model).__name__} is a layer of a sharded model: give the whole model")
+    return model

@@ -26,6 +26,7 @@ from torch import nn
 from streamshard.engine import Engine
 from streamshard.errors import ShardingError
 from streamshard.hooks import holding_back_weights, tensors_in
+from streamshard.outside import OutsideParameters
 from streamshard.slots import WeightSlot
 from streamshard.unit import StreamedUnit
 
@@ -124,7 +125,7 @@ class AwayWeight(torch.Tensor):
         _refuse_memory(weight, str(func))
 
 
-class ShardedParameters(dict[str, Any]):
+class ShardedParameters(OutsideParameters):
     """A module's parameters while its unit is not bound. The sharded parameters themselves, but for look-ups in a pass.
 
     Args:
@@ -135,17 +136,17 @@ class ShardedParameters(dict[str, Any]):
 
     __slots__ = ("_home", "_places")
 
-    def __init__(
-        self, sharded: Mapping[str, nn.Parameter | None], home: Home, places: Mapping[nn.Parameter, int]
-    ) -> None:
-        super().__init__(sharded)
+    def __init__(self, sharded: Mapping[str, nn.Parameter | None], home: Home, places: Mapping[Any, int]) -> None:
+        super().__init__(sharded, home.engine)
         self._home = home
         self._places = places
 
     def __getitem__(self, key: str) -> Any:
         """The parameter `key`, as it is for the time being."""
-        value = super().__getitem__(key)
-        return self._home.weight(self._places[value]) if value in self._places and self._home.is_in_pass else value
+        value = self.get(key)
+        if value in self._places and self._home.is_in_pass:
+            return self._home.weight(self._places[value])
+        return super().__getitem__(key)
 
     def __setitem__(self, key: str, value: Any) -> None:
         """What was looked up may be put back (``torch.func.functional_call`` does): as the sharded parameter again."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,21 +21,21 @@ from streamshard.config import Precision, parse_bytes
 from streamshard.discovery import (
     FoundParam,
     FoundUnit,
-    Structure,
     UnitsArgument,
-    check_params,
     coalesce,
     find_units,
     group_params,
     owners_of,
+    warn_of_edge,
 )
 from streamshard.engine import EDGE, Engine
-from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError
 from streamshard.grad_check import GradCheck
 from streamshard.groups import Groups, groups_of, refuse_together, resolve_group
-from streamshard.hooks import Handle, handle_of, watch
+from streamshard.hooks import Handle, handle_of, registered_names, watch
 from streamshard.layout import ParamSize, UnitLayout, plan_unit
 from streamshard.optimizer_hooks import after_step, before_step
+from streamshard.outside import BeforeSaving
 from streamshard.pieces import StatePiece, piece_of
 from streamshard.planner import MemoryBudget, Needs, choose_slots, holds_main_grads, read_budget
 from streamshard.reductions import Reductions
@@ -42,10 +44,19 @@ from streamshard.shard import UnitShard
 from streamshard.shared_memory import share_memory
 from streamshard.slots import Category, GradSlot, Ledger, Scratch, SlotCount, SlotPlan, WeightSlot, plan_slots
 from streamshard.streams import Streams
+from streamshard.structure import (
+    Structure,
+    check_params,
+    modules_inside,
+    modules_of,
+    params_of,
+    refuse_transforms,
+)
+from streamshard.summon import is_summoned
 from streamshard.transport import Transport, make_transport
 from streamshard.unit import Member, StreamedUnit
 
-__all__ = ["engine_of", "shard_model"]
+__all__ = ["engine_at_rest", "engine_of", "shard_model"]
 
 register_optimizer_step_pre_hook(before_step)
 register_optimizer_step_post_hook(after_step)
@@ -57,10 +68,36 @@ def engine_of(model: nn.Module) -> Engine:
     Raises:
         ShardingError: `model` was not sharded by StreamShard.
     """
-    handle = handle_of(model)
+    handle = handle_of(model) if isinstance(model, nn.Module) else None
     if handle is None:
         raise ShardingError(f"{type(model).__name__} is not sharded: call StreamShard(model) first")
     return handle.engine
+
+
+def engine_at_rest(model: nn.Module, what: str, *, accepts_whole: bool = False) -> Engine:
+    """The engine of a sharded model between steps, as what looks at all of its weights or gradients needs it.
+
+    Args:
+        model: made by `StreamShard`.
+        what: is about to be done, for messages.
+        accepts_whole: it may be done inside ``summon_full_params``.
+
+    Raises:
+        ShardingError: `model` was not sharded, a forward or backward is under way, or parameters are whole.
+    """
+    engine = engine_of(model)
+    engine.settle()
+    if engine.is_computing:
+        raise ShardingError(
+            f"{what} inside a forward or backward of {type(model).__name__}, or in a thread beside one: layers hold "
+            "gathered weights, and ranks are exchanging others. Call it between steps"
+        )
+    if is_summoned(engine) and not accepts_whole:
+        raise ShardingError(
+            f"{what} inside summon_full_params, where parameters are whole on every rank, not the pieces that it works "
+            "with: call it outside, or use what is there (state_dict(), torch.nn.utils.clip_grad_norm_, ..)"
+        )
+    return engine
 
 
 def shard_model(
@@ -79,17 +116,21 @@ def shard_model(
     check_grads: bool = False,
 ) -> nn.Module:
     """Shard `module` in place and let its class derive from `base`. Arguments and errors: see `StreamShard`."""
+    refuse_transforms()  # not together with other ranks: a transform wraps the tensors of collectives too
     precision = Precision() if precision is None else precision
     ranks = None if mesh is None else groups_of(mesh)
     try:
         _check_module(module)
-        _check_arguments(precision, weight_slots, grad_slots, memory_budget, pad_units_to, check_grads)
+        _check_arguments(precision, weight_slots, grad_slots, memory_budget, pad_units_to)
+        for name, flag in (("broadcast_weights", broadcast_weights), ("check_grads", check_grads)):
+            if not isinstance(flag, bool):
+                raise ConfigError(f"{name}={flag!r}: wanted True or False")
         device = check_params(module)
         check_buffers(module)
         budget = None if memory_budget is None else read_budget(memory_budget, device)
         min_unit_bytes = parse_bytes("min_unit_size", min_unit_size, at_least=0)
         found, groups = _find_groups(module, units, precision, min_unit_bytes)
-    except StreamShardError as error:
+    except Exception as error:  # a predicate of the user's may raise anything
         if ranks is not None or dist.is_initialized():
             refuse_together(ranks.everyone if ranks is not None else None, error)
         raise
@@ -123,7 +164,7 @@ def shard_model(
     _fill(engine, module, groups, broadcast_weights)
     if check_grads:
         shards = {shard.param: shard for shard in engine.param_shards}
-        engine.reductions.check = GradCheck([shards[param] for param in module.parameters()], transport).check
+        engine.reductions.check = GradCheck([shards[param] for param in params_of(module).values()], transport).check
     _attach(base, module, found, engine)
     return module
 
@@ -137,7 +178,6 @@ def _check_arguments(
     grad_slots: SlotCount,
     memory_budget: MemoryBudget | None,
     pad_units_to: int,
-    check_grads: bool,
 ) -> None:
     if not isinstance(precision, Precision):
         raise ConfigError(f"precision={precision!r}: wanted a streamshard.Precision")
@@ -148,20 +188,40 @@ def _check_arguments(
             raise ConfigError(f"{name}={count!r} and memory_budget={memory_budget!r}: the budget chooses the slots")
     if not isinstance(pad_units_to, int) or isinstance(pad_units_to, bool) or pad_units_to < 1:
         raise ConfigError(f"pad_units_to={pad_units_to!r}: wanted a positive number of elements")
-    if not isinstance(check_grads, bool):
-        raise ConfigError(f"check_grads={check_grads!r}: wanted True or False")
 
 
 def _check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise ShardingError(f"StreamShard takes an nn.Module, got {type(module).__name__}")
-    for name, child in module.named_modules():
+    for name, child in modules_of(module):
+        name = name or type(module).__name__
         if handle_of(child) is not None:
-            raise ShardingError(f"{name or type(module).__name__!r} is already sharded: StreamShard takes a model once")
-        if isinstance(child, nn.parallel.DistributedDataParallel):
+            raise ShardingError(f"{name!r} is already sharded: StreamShard takes a model once")
+        if isinstance(child, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ShardingError(f"{name!r} is a {type(child).__name__}: shard the model inside it")
+        if isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters()):
             raise ShardingError(
-                f"{name or type(module).__name__!r} is a DistributedDataParallel: shard the model inside it"
+                f"{name!r} is TorchScript, which keeps its parameters where they cannot be exchanged: shard the module "
+                "that it was made from. Scripted functions and modules without parameters may stay"
             )
+    _check_names(module)
+
+
+def _check_names(module: nn.Module) -> None:
+    """Refuse what torch itself would take for ours, or we for torch's. Other names stay the user's: `watched_class`."""
+    kind = type(module).__name__
+    for name in ("join_hook", "join_device", "join_process_group"):
+        if inspect.getattr_static(module, name, None) is not None or name in registered_names(module):
+            raise ShardingError(
+                f"{kind} has a {name} of its own, which torch.distributed.algorithms.Join([model]) would call instead "
+                "of StreamShard's: rename it"
+            )
+    if ignored := list(getattr(module, "_ddp_params_and_buffers_to_ignore", ())):
+        raise ShardingError(
+            f"{kind} has {ignored[0]!r} among the names that DistributedDataParallel shall leave alone "
+            "(_ddp_params_and_buffers_to_ignore). StreamShard shards every parameter and keeps every buffer equal: "
+            "move it out of the model, or delete the attribute"
+        )
 
 
 def _find_groups(
@@ -173,6 +233,8 @@ def _find_groups(
     if min_unit_bytes:
         found = coalesce(found, [_param_bytes(params, precision) for params in groups[1:]], min_unit_bytes)
         groups = group_params(module, found)
+    if units is None and found:
+        warn_of_edge(module, groups)
     return found, groups
 
 
@@ -324,7 +386,7 @@ def _take_weights(unit: StreamedUnit, params: Sequence[FoundParam], transport: T
     """Cut rank 0's (or this rank's own) weights into pieces, one parameter at a time."""
     shard = unit.shard
     for found, layout in zip(params, shard.layout.params, strict=True):
-        full = found.param.detach().to(shard.main.device).contiguous()
+        full = _trainable(found.param.detach()).to(shard.main.device).contiguous()
         if broadcast:
             transport.broadcast(full)
         shard.add(layout, found.names[1:], found.param, full.view(-1))
@@ -333,17 +395,22 @@ def _take_weights(unit: StreamedUnit, params: Sequence[FoundParam], transport: T
 def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     """Buffers to the device, floating-point ones to `dtype`; what is one buffer under two names stays one."""
     placed: dict[torch.Tensor, torch.Tensor] = {}
-    for owner in module.modules():
+    for owner in modules_inside(module):
         for name, buffer in owner._buffers.items():
             if buffer is None:
                 continue
             if buffer not in placed:
                 cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
                 with torch.no_grad():  # a copy that autograd knew of would be no leaf
-                    placed[buffer] = buffer.to(device=device, dtype=cast)
+                    placed[buffer] = _trainable(buffer).to(device=device, dtype=cast)
                 if buffer.requires_grad:
                     placed[buffer].requires_grad_()
             owner._buffers[name] = placed[buffer]
+
+
+def _trainable(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or a copy if it was made inside ``torch.inference_mode()`` and could never be written again."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 # -- attach -------------------------------------------------------------------------------------------------------
@@ -354,29 +421,33 @@ def _attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Eng
     views = {
         shard.param: view for unit in engine.units for shard, view in zip(unit.shard.params, unit.views, strict=True)
     }
+    for param, view in views.items():
+        view.__dict__ = param.__dict__  # what people set on a parameter (a multiplier, a tag) is on either
     owner = owners_of(found)
     members: dict[nn.Module, Member] = {}
     homes = {unit: Home(unit, engine) for unit in engine.units}
     for place, unit in enumerate(found, 1):
         for layer in unit.modules:
             members[layer] = engine.units[place].add_member()
-            for module in layer.modules():
+            for module in modules_inside(layer):
                 if owner[module] == place:
                     _answer_for_parameters(module, homes[engine.units[place]])
-                    _bind_views(members[layer], module, views)
+                    _bind_views(members[layer], module, views, engine)
     edge = engine.edge.add_member()
-    for module in root.modules():
+    for module in modules_inside(root):
         if owner.get(module, EDGE) == EDGE:
             _answer_for_parameters(module, homes[engine.edge])
-            _bind_views(edge, module, views)
-        module.register_load_state_dict_pre_hook(_LoadWhole(engine))
-        if not engine.is_alone:
+            _bind_views(edge, module, views, engine)
+        if module._parameters:
+            module.register_load_state_dict_pre_hook(_LoadWhole(engine))
+            module.register_state_dict_pre_hook(BeforeSaving(engine))
+        if module._parameters and not engine.is_alone:
             hook = module.register_state_dict_post_hook(_mark_pieces)
             # First, so that what other hooks make of a piece is known as one too, under whatever name.
             module._state_dict_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]  # an OrderedDict
     engine.check_structure = Structure(root).check
     cast_dtype = engine.precision.param_dtype if engine.precision.cast_inputs else None
-    for module in list(root.modules()):
+    for module in list(modules_inside(root)):
         member = members.get(module)
         if module is root:
             units = frozenset(range(len(engine.units)))
@@ -384,27 +455,47 @@ def _attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Eng
         elif member is not None:
             away = homes[member.unit].away
             watch(module, Handle(engine, member, frozenset((EDGE, member.unit.index)), cast_dtype, None, away))
-        elif module not in owner and (module._parameters or any(child in owner for child in module.modules())):
-            inside = frozenset(members[child].unit.index for child in module.modules() if child in members)
+        elif module not in owner and (module._parameters or any(child in owner for child in modules_inside(module))):
+            inside = frozenset(members[child].unit.index for child in modules_inside(module) if child in members)
             watch(module, Handle(engine, None, inside | {EDGE}, cast_dtype, None))
 
 
 def _answer_for_parameters(module: nn.Module, home: Home) -> None:
-    """Inside a pass, look-ups of the module's parameters are answered by `home`. See [Note: away]."""
+    """Look-ups of the module's parameters are answered by `home`. See [Note: away]."""
     places = {shard.param: place for place, shard in enumerate(home.unit.shard.params)}
     if any(param in places for param in module._parameters.values()):
         module.__dict__["_parameters"] = ShardedParameters(module._parameters, home, places)
 
 
-def _bind_views(member: Member, module: nn.Module, views: Mapping[nn.Parameter, nn.Parameter]) -> None:
+def _bind_views(member: Member, module: nn.Module, views: Mapping[nn.Parameter, nn.Parameter], engine: Engine) -> None:
+    """Let `module` hold compute views while `member` is bound: in its register, and in lists and dicts of its own.
+
+    RNNs keep their weights in a list for cuDNN, people for convenience. Of `views` those that are in place whenever the
+    member is bound count, its unit's own and the edge unit's.
+    """
     sharded = module._parameters
-    if not any(param is not None for param in sharded.values()):
-        return
-    computing = {name: None if param is None else views[param] for name, param in dict.items(sharded)}
-    member.add_binding(module.__dict__, "_parameters", sharded, computing)
-    if isinstance(module, nn.RNNBase):  # keeps its weights a second time, for cuDNN
-        names = module._flat_weights_names
-        member.add_binding(module.__dict__, "_flat_weights", module._flat_weights, [computing[name] for name in names])
+    if any(param is not None for param in sharded.values()):
+        computing = {name: None if param is None else views[param] for name, param in sharded.items()}
+        member.add_binding(module.__dict__, "_parameters", sharded, computing)
+    in_place = {shard.param: views[shard.param] for unit in (member.unit, engine.edge) for shard in unit.shard.params}
+    for key, value in module.__dict__.items():
+        if key not in ("_parameters", "_buffers", "_modules") and (bound := _with_views(value, in_place)) is not value:
+            member.add_binding(module.__dict__, key, value, bound)
+
+
+def _with_views(value: Any, views: Mapping[nn.Parameter, nn.Parameter], depth: int = 3) -> Any:
+    """`value`, or if it is a container with parameters of `views`, `depth` deep at most, a copy with their views."""
+    if isinstance(value, nn.Parameter):
+        return views.get(value, value)
+    if depth == 0:
+        return value
+    if type(value) in (list, tuple):
+        items = [_with_views(item, views, depth - 1) for item in value]
+        return type(value)(items) if any(map(operator.is_not, items, value)) else value
+    if type(value) is dict:
+        entries = {key: _with_views(item, views, depth - 1) for key, item in value.items()}
+        return entries if any(entries[key] is not value[key] for key in value) else value
+    return value
 
 
 def _mark_pieces(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
@@ -433,6 +524,11 @@ class _LoadWhole:
         errors: list[str],
     ) -> None:
         self._engine.settle()
+        if self._engine.is_computing:
+            raise ShardingError(
+                f"load_state_dict() of {prefix or type(module).__name__!r} inside a forward or backward, or in a "
+                "thread beside one: it would load into gathered weights. Call it between steps"
+            )
         for key, param in module._parameters.items():
             name = prefix + key
             value, shard = state_dict.get(name), None if param is None else self._shards.get(param)

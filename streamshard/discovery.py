@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import operator
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
-from streamshard.errors import ShardingError, UnitError
+from streamshard.errors import UnitError
+from streamshard.structure import join_names, modules_inside, modules_of, params_of
 
 __all__ = [
     "FoundParam",
     "FoundUnit",
-    "Structure",
     "UnitsArgument",
-    "check_params",
     "coalesce",
     "find_units",
     "group_params",
     "owners_of",
+    "warn_of_edge",
 ]
 
 UnitsArgument = (
@@ -52,20 +50,26 @@ def find_units(root: nn.Module, units: UnitsArgument) -> list[FoundUnit]:
     Raises:
         UnitError: a unit is not part of the model, is the root, overlaps another or has no parameters; nothing fits.
     """
-    names = {module: name for name, module in root.named_modules()}
+    names = {module: name for name, module in modules_of(root)}
     found = _detect(root) if units is None else _select(root, units, names)
     _check_units(root, found)
     order = {module: place for place, module in enumerate(names)}
     return [FoundUnit(names[module], (module,)) for module in sorted(found, key=order.__getitem__)]
 
 
+_SUBSTANTIAL = 0.1  # share of the parameters that makes a list of layers worth streaming, beside the largest one
+
+
 def _detect(root: nn.Module) -> list[nn.Module]:
-    """``_no_split_modules`` of a transformers model, else the repeated children of the longest container."""
+    """``_no_split_modules`` of a transformers model, and every substantial list of repeated layers outside of them."""
     wanted = set(getattr(root, "_no_split_modules", None) or ())
     found = _repeated(_outermost(root, lambda module: type(module).__name__ in wanted)) if wanted else []
+    lists = list(_find_lists(root, {inner for layer in found for inner in modules_inside(layer)}))
+    sizes = [sum(map(_numel, layers)) for layers in lists]
+    enough = _SUBSTANTIAL * _numel(root)
     if not found:
-        containers = [m for m in root.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
-        found = max((_repeated_children(container) for container in containers), key=len, default=[])
+        enough = min(enough, max(sizes, default=0))
+    found += [layer for layers, size in zip(lists, sizes, strict=True) if size >= enough for layer in layers]
     if not found:
         warnings.warn(
             f"{type(root).__name__} has no repeated layers that StreamShard can find: it becomes one unit, whose "
@@ -78,17 +82,52 @@ def _detect(root: nn.Module) -> list[nn.Module]:
 def _outermost(root: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[nn.Module]:
     found: dict[nn.Module, None] = {}
     inside: set[nn.Module] = set()
-    for module in root.modules():
+    for module in modules_inside(root):
         if module is not root and module not in inside and _has_params(module) and wanted(module):
             found[module] = None
-            inside.update(module.modules())
+            inside.update(modules_inside(module))
     return list(found)
 
 
-def _repeated_children(container: nn.Module) -> list[nn.Module]:
-    children = [child for child in dict.fromkeys(container.children()) if _has_params(child)]
-    counts = Counter(type(child) for child in children)
-    return [child for child in children if counts[type(child)] > 1]
+def _find_lists(module: nn.Module, taken: set[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Lists of repeated layers in `module`, outermost first, none inside another; `taken` is left out and added to."""
+    if module in taken:
+        return
+    taken.add(module)
+    layers = [layer for layer in _layers_of(module) if layer not in taken]
+    if layers and not _are_stages(layers):
+        for layer in layers:
+            taken.update(modules_inside(layer))
+        yield layers
+    for child in module._modules.values():
+        if child is not None:
+            yield from _find_lists(child, taken)
+
+
+def _layers_of(module: nn.Module) -> list[nn.Module]:
+    """The repeated children of a list or sequence of modules; a list among them, which nobody calls, is looked into."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return []
+    layers: dict[nn.Module, None] = {}
+    waiting = [*reversed(module._modules.values())]
+    while waiting:
+        child = waiting.pop()
+        if child is not None and isinstance(child, nn.ModuleList) and not _is_callable(child):
+            waiting.extend(reversed(child._modules.values()))
+        elif child is not None and _is_callable(child) and _has_params(child):
+            layers[child] = None
+    counts = Counter(type(layer) for layer in layers)
+    return [layer for layer in layers if counts[type(layer)] > 1]
+
+
+def _are_stages(layers: Sequence[nn.Module]) -> bool:
+    """Whether these are stages with layers inside: one has as many of them as there are stages, or a third of all."""
+    total = sum(map(_numel, layers))
+    return any(
+        len(inner) >= len(layers) or 3 * sum(map(_numel, inner)) > total
+        for layer in layers
+        if (inner := _layers_of(layer))
+    )
 
 
 def _repeated(modules: list[nn.Module]) -> list[nn.Module]:
@@ -98,7 +137,37 @@ def _repeated(modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def _has_params(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+    return any(param is not None for inner in modules_inside(module) for param in inner._parameters.values())
+
+
+def _is_callable(module: nn.Module) -> bool:
+    # Statically: a scripted class computes its forward when it is asked for it.
+    return "forward" in module.__dict__ or inspect.getattr_static(type(module), "forward") is not nn.Module.forward
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in params_of(module).values())
+
+
+def warn_of_edge(root: nn.Module, groups: Sequence[Sequence[FoundParam]]) -> None:
+    """Warn if much of the model lies in the edge unit, in parameters that streamed layers could hold.
+
+    Such are no larger than the largest unit; an embedding often is, and nothing can be done about it.
+
+    Args:
+        groups: of the units that were found, those of the edge unit first.
+    """
+    sizes = [sum(found.param.numel() for found in group) for group in groups]
+    loose = [found for found in groups[0] if found.param.numel() <= max(sizes[1:], default=0)]
+    numel = sum(found.param.numel() for found in loose)
+    if 2 * numel > sum(sizes):
+        examples = ", ".join(repr(found.names[0]) for found in loose[:3])
+        warnings.warn(
+            f"{numel / sum(sizes):.0%} of the parameters of {type(root).__name__} are outside of the layers that "
+            f"StreamShard has found ({examples}, ..): they are all gathered at once. Name the layers that hold them "
+            "with units=[...] to stream them too",
+            stacklevel=5,  # who called StreamShard
+        )
 
 
 def _select(root: nn.Module, units: UnitsArgument, names: dict[nn.Module, str]) -> list[nn.Module]:
@@ -137,7 +206,7 @@ def _selected_by(root: nn.Module, predicate: Callable[..., bool]) -> list[nn.Mod
     arity = len(inspect.signature(predicate).parameters)
     found = [
         module
-        for name, module in root.named_modules()
+        for name, module in modules_of(root)
         if module is not root and (predicate(name, module) if arity > 1 else predicate(module))
     ]
     if not found:
@@ -146,14 +215,14 @@ def _selected_by(root: nn.Module, predicate: Callable[..., bool]) -> list[nn.Mod
 
 
 def _check_units(root: nn.Module, found: list[nn.Module]) -> None:
-    names = {module: name for name, module in root.named_modules()}
+    names = {module: name for name, module in modules_of(root)}
     chosen: set[nn.Module] = set()
     for unit in found:
         if unit is root:
             raise UnitError("units holds the whole model: wanted layers inside it")
         if not _has_params(unit):
             raise UnitError(f"unit {names[unit]!r} has no parameters")
-        if type(unit).forward is nn.Module.forward:
+        if not _is_callable(unit):
             raise UnitError(
                 f"unit {names[unit]!r} is a {type(unit).__name__}, which has no forward: nobody calls it, so its "
                 f"weights would never be gathered. Name the layers in it: units=list(model.{names[unit]})"
@@ -162,7 +231,7 @@ def _check_units(root: nn.Module, found: list[nn.Module]) -> None:
             raise UnitError(f"unit {names[unit]!r} is given twice")
         chosen.add(unit)
     for unit in found:
-        for module in unit.modules():
+        for module in modules_inside(unit):
             if module is not unit and module in chosen:
                 raise UnitError(f"unit {names[unit]!r} overlaps unit {names[module]!r}, which lies inside it")
 
@@ -198,7 +267,7 @@ def owners_of(units: Sequence[FoundUnit]) -> dict[nn.Module, int]:
     """Which unit each module belongs to, by place from 1; 0 for a module that several units share."""
     owner: dict[nn.Module, int] = {}
     for place, unit in enumerate(units, 1):
-        for module in itertools.chain.from_iterable(top.modules() for top in unit.modules):
+        for module in itertools.chain.from_iterable(map(modules_inside, unit.modules)):
             owner[module] = place if owner.get(module, place) == place else 0
     return owner
 
@@ -212,119 +281,13 @@ def group_params(root: nn.Module, units: Sequence[FoundUnit]) -> list[list[Found
     owner = owners_of(units)
     names: dict[nn.Parameter, list[str]] = {}
     holders: dict[nn.Parameter, set[int]] = {}
-    for prefix, module in root.named_modules(remove_duplicate=False):
+    for prefix, module in modules_of(root, remove_duplicate=False):
         for key, param in module._parameters.items():
             if param is not None:
-                names.setdefault(param, []).append(_join(prefix, key))
+                names.setdefault(param, []).append(join_names(prefix, key))
                 holders.setdefault(param, set()).add(owner.get(module, 0))
     groups: list[list[FoundParam]] = [[] for _ in range(len(units) + 1)]
     for param, where in holders.items():
         place = next(iter(where)) if len(where) == 1 else 0
         groups[place].append(FoundParam(tuple(names[param]), param))
     return groups
-
-
-def check_params(root: nn.Module) -> torch.device:
-    """Raise if the parameters cannot be sharded; the device they all are on.
-
-    Raises:
-        ShardingError: none at all, several devices, meta, a dtype other than bf16, fp16, fp32, or a gradient there.
-    """
-    first: tuple[str, torch.device] | None = None
-    for name, param in root.named_parameters():
-        if param.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            kind = "complex" if param.is_complex() else "quantized or integer" if not param.is_floating_point() else ""
-            raise ShardingError(
-                f"parameter {name!r} is {param.dtype}{f' ({kind})' if kind else ''}: main weights are fp32, so only "
-                "fp32, bf16 and fp16 parameters can be sharded"
-            )
-        if param.layout is not torch.strided or type(param) is not nn.Parameter:
-            raise ShardingError(
-                f"parameter {name!r} is a {type(param).__name__} ({param.layout}), wanted a dense Parameter"
-            )
-        if param.device.type == "meta":
-            raise ShardingError(
-                f"parameter {name!r} is on the meta device: materialise the model first (to_empty, init)"
-            )
-        if param.grad is not None:
-            raise ShardingError(
-                f"parameter {name!r} has a gradient from before StreamShard(model), of this rank's loss alone: step or "
-                "model.zero_grad() first"
-            )
-        if hasattr(param, "_in_backward_optimizers"):
-            refuse_step_in_backward(name)
-        if first is None:
-            first = name, param.device
-        elif param.device != first[1]:
-            raise ShardingError(
-                f"parameters are on several devices: {first[0]!r} on {first[1]}, {name!r} on {param.device}; move the "
-                "model to one"
-            )
-    if first is None:
-        raise ShardingError(f"{type(root).__name__} has no parameters: there is nothing to shard")
-    return first[1]
-
-
-def refuse_step_in_backward(name: str) -> NoReturn:
-    """Raise: autograd never accumulates a gradient of parameter `name`, which the optimizer waits for."""
-    raise ShardingError(
-        f"the optimizer that _apply_optimizer_in_backward gave parameter {name!r} would never step, its gradient is "
-        "made by a reduction: step in param.register_post_accumulate_grad_hook, which is called with the sharded "
-        "gradient"
-    )
-
-
-class Structure:
-    """Which modules and parameters a model was made of when it was sharded, to notice what was put in their place.
-
-    A parameter or layer that is assigned afterwards would compute with weights of this rank alone.
-
-    Args:
-        root: the model, unsharded parameters not yet replaced by views.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self._known = set(root.parameters())
-        self._params = [
-            (module._parameters, tuple(module._parameters.values()), name) for name, module in root.named_modules()
-        ]
-        self._children = {
-            name: (module._modules, tuple(module._modules.values())) for name, module in root.named_modules()
-        }
-
-    def check(self) -> None:
-        """Raise if a parameter was added, removed or replaced, or a module with parameters of its own was.
-
-        Raises:
-            ShardingError: names the parameter or the module.
-        """
-        for entries, wanted, name in self._params:
-            if len(entries) != len(wanted) or not all(map(operator.is_, entries.values(), wanted)):
-                self._refuse_params(entries, wanted, name)
-        for name, (modules, children) in self._children.items():
-            if len(modules) != len(children) or not all(map(operator.is_, modules.values(), children)):
-                self._refuse_modules(modules, name)
-
-    def _refuse_params(
-        self, entries: dict[str, nn.Parameter | None], wanted: tuple[nn.Parameter | None, ...], name: str
-    ) -> None:
-        changed = [key for key, param in entries.items() if not any(param is known for known in wanted)]
-        what = ", ".join(repr(_join(name, key)) for key in changed) or f"a parameter of {name or 'the model'!r}"
-        raise ShardingError(
-            f"{what} was {'replaced or added' if changed else 'removed'} after StreamShard(model): the new one would "
-            "be trained by this rank alone. Assign to its data (param.data.copy_, load_state_dict, "
-            "summon_full_params(writeback=True)), or change the model before it is sharded"
-        )
-
-    def _refuse_modules(self, modules: dict[str, nn.Module | None], name: str) -> None:
-        for key, child in modules.items():
-            if child is not None and not self._known.issuperset(child.parameters()):
-                raise ShardingError(
-                    f"module {_join(name, key)!r} was replaced or added after StreamShard(model), and has parameters "
-                    "of its own: they would be trained by this rank alone. Change the model before it is sharded"
-                )
-        self._children[name] = (modules, tuple(modules.values()))  # something without parameters, or taken away
-
-
-def _join(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key

@@ -39,6 +39,7 @@ from streamshard.reductions import Reductions
 from streamshard.shard import ParamShard
 from streamshard.slots import Ledger, SlotPlan
 from streamshard.streams import Fence, Rule, StreamName, Streams
+from streamshard.structure import refuse_transforms
 from streamshard.transport import Transport
 from streamshard.unit import Member, StreamedUnit
 
@@ -174,6 +175,11 @@ class Engine:
             self._weights_are_current = False
 
     @property
+    def is_computing(self) -> bool:
+        """Whether a forward or a backward is under way, in whatever thread."""
+        return self.depth > 0 or self._backward is not None
+
+    @property
     def casts_next(self) -> bool:
         """Whether the next pass takes over weights anew: they may have changed since the last one."""
         return not self._weights_are_current
@@ -220,6 +226,7 @@ class Engine:
 
     def _begin_pass(self, units: frozenset[int]) -> None:
         self.settle()
+        refuse_transforms()
         if self.uneven is not None and (uneven := self.uneven()) is not None:
             uneven.before_pass()
         if len(units) == len(self.units):  # as under DDP, a call of a part of the model is none of it

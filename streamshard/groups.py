@@ -39,6 +39,11 @@ def groups_of(mesh: object) -> Groups:
     """
     if isinstance(mesh, dist.ProcessGroup):
         return Groups(mesh, None, mesh)
+    if mesh == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(
+            f"mesh={mesh!r} is what torch.distributed.new_group gives to ranks that are not in the new group: rank "
+            f"{dist.get_rank()} has no part of this model. Call StreamShard on the ranks of the group only"
+        )
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh={mesh!r}: wanted a DeviceMesh, a ProcessGroup or None")
     if mesh.ndim > 2:
@@ -87,7 +92,11 @@ def resolve_group(device: torch.device) -> dist.ProcessGroup:
     return default
 
 
-def refuse_together(group: dist.ProcessGroup | None, error: StreamShardError | None) -> None:
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, StreamShardError) else f"{type(error).__name__}: {error}"
+
+
+def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) -> None:
     """Tell the other ranks that this one refuses its model, or None that it does not. Collective, blocks.
 
     Returns on a rank with an error, which then raises its own.
@@ -97,7 +106,7 @@ def refuse_together(group: dist.ProcessGroup | None, error: StreamShardError | N
     """
     errors: list[str | None] = [None] * dist.get_world_size(group)
     if len(errors) > 1:
-        dist.all_gather_object(errors, None if error is None else str(error), group=group)
+        dist.all_gather_object(errors, None if error is None else _told(error), group=group)
     for rank, message in enumerate(errors):
         if error is None and message is not None:
             raise ShardingError(f"rank {rank} refused its model: {message}")

@@ -7,6 +7,7 @@ checkpointing layer recomputes.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import inspect
@@ -26,6 +27,7 @@ from streamshard.engine import Engine
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.passes import Pass, Run
 from streamshard.pieces import know_grads
+from streamshard.structure import modules_inside
 from streamshard.unit import Member
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "handle_of",
     "holding_back_weights",
     "register_forward_method",
+    "registered_names",
     "tensors_in",
     "watch",
     "watched_class",
@@ -87,26 +90,79 @@ def handle_of(module: nn.Module) -> Handle | None:
 
 def watch(module: nn.Module, handle: Handle, base: type | None = None) -> None:
     """Replace `module`'s class by a watched one that also derives from `base`, and register its handle."""
+    watched = watched_class(type(module), base or _Watched, registered_names(module))
     module.__dict__[HANDLE] = handle
-    module.__class__ = watched_class(type(module), base or _Watched)
+    object.__setattr__(module, "__class__", watched)  # the module's own __setattr__ may refuse, or record, changes
 
 
-_classes: dict[tuple[type, type], type] = {}
+_ORIGINAL = "_streamshard_original"
+_classes: dict[tuple[type, type, frozenset[str]], type] = {}
 
 
-def watched_class(original: type, base: type) -> type:
-    """The subclass of `original` that reports calls; same name and module, for code that looks at them."""
-    key = (original, base)
+def watched_class(original: type, base: type, registered: frozenset[str] = frozenset()) -> type:
+    """The subclass of `original` that reports calls; same name and module, for code that looks at them.
+
+    What the user's class or model calls by a name that `base` has as well stays the user's: ``base.name(model)`` is
+    ours. Neither the ``__init_subclass__`` of `original` nor what its metaclass does to new classes hears of the
+    subclass, which is not one of the user's: such code wants arguments, or keeps registers by name.
+
+    Args:
+        original: the module's class.
+        base: mixed in before it.
+        registered: names of the module's parameters, buffers and children.
+    """
+    names = _names_taken(base)
+    key = (original, base, registered & names)
     if key not in _classes:
-        names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-        _classes[key] = type(original)(
-            original.__name__, (base, original), {**names, "_streamshard_original": original}
-        )
+        entries = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+        entries[_ORIGINAL] = original
+        for name in names:
+            for owner in original.__mro__:
+                if name in vars(owner):
+                    entries[name] = vars(owner)[name]
+                    break
+        entries.update((name, _Registered(name)) for name in registered & names)
+        kind = type(original)
+        make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
+        _classes[key] = make(kind, original.__name__, (base, original), entries)
     return _classes[key]
+
+
+def _names_taken(base: type) -> frozenset[str]:
+    """The public names of `base` that hide another's; ``named_parameters`` goes on to it."""
+    return frozenset(name for name in vars(base) if not name.startswith("_") and name != "named_parameters")
+
+
+def registered_names(module: nn.Module) -> frozenset[str]:
+    """Names of a module's own parameters, buffers and children."""
+    return frozenset((*module._parameters, *module._buffers, *module._modules))
+
+
+class _Registered:
+    """Where a class of ours has a name that the user's module registered: lets nn.Module find what is registered."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> NoReturn:
+        raise AttributeError(self._name)
 
 
 class Uncopyable(nn.Module):
     """A module that holds pieces: a copy of it would hold pieces that nobody gathers or reduces."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """``type(module)(...)`` is what libraries do to make another module like it: an ordinary one."""
+        if _ORIGINAL not in cls.__dict__:
+            raise ShardingError(
+                f"{cls.__name__} derives from StreamShard, or from the class of a sharded model: StreamShard is no "
+                "base class. Derive from the model's own class, and shard the model: StreamShard(model)"
+            )
+        return cls.__dict__[_ORIGINAL](*args, **kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if _ORIGINAL not in cls.__dict__:
+            super().__init_subclass__(**kwargs)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise ShardingError(
@@ -149,6 +205,41 @@ class Uncopyable(nn.Module):
             f"{name} of {type(self).__name__}, which is sharded by StreamShard already: its parameters are pieces, "
             "gathered and reduced by StreamShard itself. Use one or the other"
         )
+
+    def share_memory(self) -> NoReturn:
+        """Not of pieces."""
+        raise ShardingError(
+            f"{type(self).__name__} is sharded by StreamShard and cannot be put into shared memory: each rank owns a "
+            "part of its weights"
+        )
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
+        """Not of weights that somebody trains."""
+        raise ShardingError(
+            f"{type(self).__name__} is sharded by StreamShard: to_empty() would leave it without its weights. Shard it "
+            "after it is materialised"
+        )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """What .to(), .half(), .cuda() do to every tensor: to buffers only, if parameters are that way already."""
+        handle = handle_of(self)
+        if handle is None:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # nn.Module leaves it unannotated
+        device = handle.engine.streams.device
+        probe = fn(torch.empty(0, device=device))
+        # The CPU is one device, whether one says "cpu" or "cpu:0"; .to() copies from the one to the other.
+        is_there = probe.device.type == device.type and (device.type == "cpu" or probe.device == device)
+        if probe.dtype is not torch.float32 or not is_there:
+            raise ShardingError(
+                f"{type(self).__name__} is sharded by StreamShard and cannot be moved or cast: its main weights are "
+                f"fp32 on {device}, asked for was {probe.dtype} on {probe.device}. Precision(param_dtype=...) sets "
+                "what layers compute with"
+            )
+        params = [
+            param for module in modules_inside(self) for param in module._parameters.values() if param is not None
+        ]
+        kept = {id(tensor): tensor for param in params for tensor in (param, param.grad)}
+        return super()._apply(lambda tensor: tensor if id(tensor) in kept else fn(tensor), recurse)  # type: ignore[no-untyped-call]
 
 
 class _Watched(Uncopyable):

@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from streamshard.streams import Fence, Rule, StreamName, Streams, Work
+from streamshard.structure import leave_inference_mode
 
 __all__ = ["Category", "GradSlot", "Ledger", "Scratch", "SlotCount", "SlotPlan", "WeightSlot", "plan_slots"]
 
@@ -75,10 +76,11 @@ class Ledger:
             is_visible: whether other ranks may read it (compute shards, grad slots).
             is_users: whether the user sees it too (main weights, main grads), if other ranks may read it.
         """
-        if is_visible and self._allocate_visible is not None:
-            buffer = self._allocate_visible(numel, dtype, is_users=is_users)
-        else:
-            buffer = torch.zeros(numel, dtype=dtype, device=self.device)
+        with leave_inference_mode():
+            if is_visible and self._allocate_visible is not None:
+                buffer = self._allocate_visible(numel, dtype, is_users=is_users)
+            else:
+                buffer = torch.zeros(numel, dtype=dtype, device=self.device)
         self.buffers.append((category, buffer))
         return buffer
 

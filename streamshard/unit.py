@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamshard.discovery import refuse_step_in_backward
 from streamshard.errors import ShardingError
 from streamshard.pieces import HeldGrad
 from streamshard.shard import UnitShard
 from streamshard.slots import GradSlot, WeightSlot
 from streamshard.streams import Work
+from streamshard.structure import refuse_step_in_backward
 from streamshard.transport import Reduction, Transport
 
 __all__ = ["Member", "StreamedUnit"]

@@ -205,11 +205,11 @@ def test_an_encoder_decoder_is_trained_with_frozen_encoder(context: RankContext)
 
 
 class ListModel(nn.Module):
-    """Two lists: the longer one holds the layers."""
+    """Two lists: one holds the layers, the other one is small."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.short = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.short = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
         self.long = nn.ModuleList(Layer() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def test_containers_of_repeated_layers_train_like_plain_pytorch(
 
 @on_ranks(2)
 @pytest.mark.parametrize("build", [ListModel, _sequential], ids=["module_list", "sequential"])
-def test_the_repeated_children_of_the_longest_container_are_the_units(
+def test_the_repeated_children_of_the_largest_container_are_the_units(
     context: RankContext, build: Callable[[], nn.Module]
 ) -> None:
     """The same traffic as with the layers named by hand."""

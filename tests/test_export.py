@@ -17,7 +17,7 @@ from streamshard import Precision, StreamShard, export_safetensors, load_safeten
 from streamshard.checkpoint.disk_layout import plan_disk
 from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.huggingface import drop_tied_names
-from streamshard.errors import ConfigError, ExportError
+from streamshard.errors import ConfigError, ExportError, ShardingError
 from tests.exporting import (
     MODELS,
     Plain,
@@ -159,7 +159,7 @@ def test_parameter_without_a_shard_raises(tmp_path: Path) -> None:
 def test_export_of_summoned_parameters_raises(context: RankContext, tmp_path: Path) -> None:
     """Whole parameters must not be taken for pieces; the way out is named."""
     sharded: Any = StreamShard(filled(llama))
-    with sharded.summon_full_params(), pytest.raises(ExportError, match="leave summon_full_params first"):
+    with sharded.summon_full_params(), pytest.raises(ShardingError, match="export_safetensors inside summon_full"):
         export_safetensors(sharded, tmp_path / "out")
     export_safetensors(sharded, tmp_path / "out")
 

@@ -24,6 +24,7 @@ from streamshard.engine import Engine, UnevenSteps
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.hooks import backward_of
 from streamshard.optim.wrapper import engine_of_both, outermost
+from streamshard.structure import params_of
 
 __all__ = ["UnevenInputs", "make_hook"]
 
@@ -53,6 +54,7 @@ class UnevenInputs(JoinHook):
     Args:
         model: the root, made by `StreamShard`.
         engine: its engine.
+        clip: clips its gradients, as its ``clip_grad_norm_`` does.
         optimizers: of a rank that may run out before it has made a step.
         repeat: what a rank that has run out does after each backward of the others, instead of what it did itself.
         divide_by_initial_world_size: gradients are means over all ranks, with zeros from those that ran out; else over
@@ -63,15 +65,16 @@ class UnevenInputs(JoinHook):
         self,
         model: nn.Module,
         engine: Engine,
+        clip: Callable[..., torch.Tensor],
         optimizers: Sequence[Optimizer] = (),
         repeat: Callable[[], object] | None = None,
         divide_by_initial_world_size: bool = True,
     ) -> None:
         self._model = model
-        self._clip: Callable[..., torch.Tensor] = model.clip_grad_norm_  # type: ignore[assignment]  # a method
+        self._clip = clip
         self._engine = engine
         self._divides_by_all = divide_by_initial_world_size
-        self._params = set(model.parameters())
+        self._params = set(params_of(model).values())
         self._repeat = repeat
         self._given: list[tuple[str, Any]] = [("step", optimizer) for optimizer in optimizers]
         self._last: list[tuple[str, Any]] | None = None  # what followed the backward of the last step
@@ -277,7 +280,9 @@ def _weakly(uneven: UnevenInputs) -> Any:
     return on_step
 
 
-def make_hook(model: nn.Module, engine: Engine, arguments: dict[str, Any]) -> UnevenInputs:
+def make_hook(
+    model: nn.Module, engine: Engine, arguments: dict[str, Any], clip: Callable[..., torch.Tensor]
+) -> UnevenInputs:
     """The join hook with the keyword arguments that Join hands to all hooks, of which others may be for other models.
 
     Raises:
@@ -289,4 +294,4 @@ def make_hook(model: nn.Module, engine: Engine, arguments: dict[str, Any]) -> Un
         engine_of_both(optimizer, model)
     if repeat is not None and not callable(repeat):
         raise ConfigError(f"repeat={repeat!r}: wanted a function without arguments, or None")
-    return UnevenInputs(model, engine, optimizers, repeat, arguments.get("divide_by_initial_world_size", True))
+    return UnevenInputs(model, engine, clip, optimizers, repeat, arguments.get("divide_by_initial_world_size", True))
