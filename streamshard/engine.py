@@ -202,12 +202,22 @@ class Engine:
         if self.depth > 1 or self._is_recomputing:
             return
         try:
+            self._meet(units)
             self._entering = units
             if not at_first_read:
                 self._begin_if_entering()
         except BaseException:
             self.depth -= 1
             raise
+
+    def _meet(self, units: frozenset[int]) -> None:
+        """What comes before a pass, and before hooks of the model's own: it sees the buffers that it computes with."""
+        self.settle()
+        refuse_transforms()
+        if self.uneven is not None and (uneven := self.uneven()) is not None:
+            uneven.before_pass()
+        if len(units) == len(self.units):  # as under DDP, a call of a part of the model is none of it
+            self.buffers.before_pass(trains=torch.is_grad_enabled() and self.is_synced)
 
     def _begin_if_entering(self) -> None:
         units, self._entering = self._entering, None
@@ -225,12 +235,6 @@ class Engine:
         return None if self._forward is None else self._end_pass(error)
 
     def _begin_pass(self, units: frozenset[int]) -> None:
-        self.settle()
-        refuse_transforms()
-        if self.uneven is not None and (uneven := self.uneven()) is not None:
-            uneven.before_pass()
-        if len(units) == len(self.units):  # as under DDP, a call of a part of the model is none of it
-            self.buffers.before_pass(trains=torch.is_grad_enabled() and self.is_synced)
         if not self._weights_are_current or self._cast_versions != [unit.versions() for unit in self.units]:
             self._cast()
         visits = [index for index in self.order if index in units or index == EDGE]

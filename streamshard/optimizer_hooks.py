@@ -11,10 +11,21 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.decorators import skip
 from torch.optim import Optimizer
 
 from streamshard.errors import ShardingError
-from streamshard.pieces import FirstStep, Piece, StatePiece, first_step, know_grads, piece_of, refuse_optimizer
+from streamshard.pieces import (
+    FirstStep,
+    Piece,
+    ShardedGrad,
+    StatePiece,
+    first_step,
+    know_grads,
+    piece_of,
+    refuse_optimizer,
+)
 
 __all__ = ["NUMBERS", "after_step", "before_step", "take_over_state"]
 
@@ -25,8 +36,11 @@ _WHOLE_MATRIX_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "La
 _watched: WeakSet[Optimizer] = WeakSet()
 
 
+@skip
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Global hook before optimizer steps.
+
+    A compiled step, which could not be watched, is given plain gradients: what looks into them would be traced.
 
     From the first one on the ``state_dict()`` of an optimizer of pieces holds `StatePiece`: saved on one rank it would
     look like the whole.
@@ -34,11 +48,21 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     Raises:
         ShardingError: the update of one element is known to depend on others; a gradient or state is no piece.
     """
+    is_compiled = get_eval_frame_callback() not in (None, False)
+    look = torch._dynamo.disable(_look_at) if is_compiled else _look_at
+    look(optimizer, args, kwargs, is_compiled)
+
+
+def _look_at(optimizer: Optimizer, args: Any, kwargs: Any, is_compiled: bool) -> None:
     params = _params_of(optimizer)
     is_new = optimizer not in _watched
     if is_new and all(piece_of(param) is None for param in params):
         return
     _check_grads(params)
+    if is_compiled:
+        for param in params:
+            if isinstance(param.grad, ShardedGrad):
+                param.grad = param.grad.as_subclass(torch.Tensor)
     if not is_new:
         return
     name = type(optimizer).__name__
@@ -51,15 +75,24 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
     take_over_state(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    first_step.append(FirstStep(optimizer, getattr(getattr(closure, "func", closure), "__code__", None)))
+    if not is_compiled:
+        first_step.append(FirstStep(optimizer, getattr(getattr(closure, "func", closure), "__code__", None)))
+    elif not _is_of_torch(optimizer):
+        raise ShardingError(
+            f"the first step of {name} is compiled, so that nobody can see whether it looks at whole parameters, of "
+            "which each rank holds pieces: step once as it is, then compile"
+        )
     _watched.add(optimizer)
     optimizer.register_state_dict_post_hook(_mark_state)
     optimizer.register_load_state_dict_pre_hook(_cut_loaded_state)
 
 
+@skip
 def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Global hook after optimizer steps: nothing unusual was seen in the first one."""
     first_step.clear()
+    if get_eval_frame_callback() not in (None, False):
+        torch._dynamo.disable(know_grads)(_params_of(optimizer))
 
 
 def take_over_state(optimizer: Optimizer) -> None:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
+from streamshard.errors import ShardingError
 from tests.models import Stack, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, adamw, assert_same, assert_trains_like_plain, lm_step
+from tests.reference import FP32, Call, adamw, assert_same, assert_trains_like_plain, lm_step, sgd
 
 BACKENDS = ["eager", "aot_eager"]
 
@@ -178,3 +179,41 @@ def test_compiled_code_is_reused_from_step_to_step(context: RankContext, what: s
         after_step.append(len(graphs))
     assert max(graphs) >= 6  # a block has about a dozen operations
     assert after_step[4] == after_step[1]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", [{}, {"weight_slots": "all", "grad_slots": "all"}], ids=str)
+@pytest.mark.parametrize("make", [adamw, sgd])
+def test_a_compiled_optimizer_step(context: RankContext, make: Any, settings: dict[str, Any]) -> None:
+    """From the first step on."""
+
+    def compiled(model: nn.Module) -> Any:
+        optimizer = make(model)
+        if isinstance(model, StreamShard):
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        return optimizer
+
+    assert_trains_like_plain(context, TinyLM, lm_step, optimizer=compiled, **settings)
+
+
+class Rescaling(torch.optim.Optimizer):
+    """Of nobody's library."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Divides by the norm of what each rank has."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.sub_(param.grad / param.grad.norm())
+
+
+@on_ranks(2)
+def test_a_first_step_that_is_compiled_must_be_of_a_known_optimizer(context: RankContext) -> None:
+    """Nobody would see what it looks at."""
+    model = StreamShard(TinyLM(), precision=FP32)
+    optimizer = Rescaling(model.parameters())
+    lm_step(model, Call(0, context.rank, 2, 1.0))
+    with pytest.raises(ShardingError, match="the first step of Rescaling is compiled"):
+        torch.compile(optimizer.step, backend="eager")()
