@@ -50,12 +50,12 @@ class AwayWeight(torch.Tensor):
     """Stands for a weight whose unit may be elsewhere in the program. Shape, dtype and device of the compute view.
 
     Attributes:
-        home: what it stands for.
+        home: what it is a weight of.
         place: of the parameter in its unit.
         is_detached: whether operations on it are not part of a graph (``.data``, ``.detach()``).
     """
 
-    home: Home
+    _home_of: weakref.ref[Home]
     place: int
     is_detached: bool
 
@@ -66,11 +66,19 @@ class AwayWeight(torch.Tensor):
         weight: AwayWeight = torch.Tensor._make_wrapper_subclass(
             AwayWeight, view.shape, dtype=view.dtype, device=view.device
         )
-        weight.home = home
+        weight._home_of = weakref.ref(home)
         weight.place = place
         weight.is_detached = is_detached
         weight._is_param = True  # what isinstance(.., nn.Parameter) asks
         return weight
+
+    @property
+    def home(self) -> Home:
+        """Alive as long as the model is."""
+        home = self._home_of()
+        if home is None:
+            raise ShardingError("a weight is used after its model is gone")
+        return home
 
     @property
     def param_name(self) -> str:
@@ -170,20 +178,28 @@ class Home:
 
     Args:
         unit: whose.
-        engine: asked for it. Weakly: modules hold this, and the engine is theirs.
+        engine: asked for it. Both are held weakly: modules hold this, and the engine, whose the unit is.
     """
 
     def __init__(self, unit: StreamedUnit, engine: Engine) -> None:
-        self.unit = unit
+        self._unit_of = weakref.ref(unit)
         self._engine_of = weakref.ref(engine)
         self._away: dict[int, AwayWeight] = {}
+
+    @property
+    def unit(self) -> StreamedUnit:
+        """See above."""
+        unit = self._unit_of()
+        if unit is None:
+            raise ShardingError("a weight is used after its model is gone")
+        return unit
 
     @property
     def engine(self) -> Engine:
         """Alive as long as a module of it is."""
         engine = self._engine_of()
         if engine is None:
-            raise ShardingError(f"weights of {self.unit.name!r} are used after their model")
+            raise ShardingError("a weight is used after its model is gone")
         return engine
 
     @property

@@ -123,7 +123,7 @@ class BufferSync:
     """
 
     def __init__(self, root: nn.Module, transport: Transport) -> None:
-        self._root = root
+        self._root_of = weakref.ref(root)  # which holds the engine that holds this
         self._transport = transport
         self.source = 0
         self._is_needed = False
@@ -135,6 +135,13 @@ class BufferSync:
         self._has_trained = False
         self._until_review = 0  # sendings; 0: the next one, if there has been a training pass
         self._interval = 1
+
+    @property
+    def _root(self) -> nn.Module:
+        root = self._root_of()
+        if root is None:
+            raise ShardingError("a part of a model is called whose whole is gone")
+        return root
 
     def start(self, *, send: bool) -> None:
         """Make the first list, of everything. A model that has no buffers on any rank never sends one, as under DDP.

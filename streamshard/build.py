@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import operator
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -375,11 +376,22 @@ def _fill(engine: Engine, module: nn.Module, groups: Sequence[Sequence[FoundPara
     """Weights into shards, views onto slots, room for the gradients of what trains, buffers to the device."""
     for unit, params, is_trained in zip(engine.units, groups, engine.needs.trains, strict=True):
         _take_weights(unit, params, engine.transport, broadcast)
-        unit.make_views(engine.on_grad)
+        unit.make_views(_on_grad_of(engine))
         if is_trained:
             unit.allocate_grads()
     _place_buffers(module, engine.streams.device, engine.precision.buffer_dtype)
     engine.buffers.start(send=broadcast)
+
+
+def _on_grad_of(engine: Engine) -> Callable[[StreamedUnit, int, torch.Tensor], None]:
+    """What units call with gradients. The engine holds the units, and nothing of it holds the engine but modules."""
+    engine_of = weakref.ref(engine)
+
+    def on_grad(unit: StreamedUnit, place: int, grad: torch.Tensor) -> None:
+        if (alive := engine_of()) is not None:
+            alive.on_grad(unit, place, grad)
+
+    return on_grad
 
 
 def _take_weights(unit: StreamedUnit, params: Sequence[FoundParam], transport: Transport, broadcast: bool) -> None:
@@ -445,19 +457,31 @@ def _attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Eng
             hook = module.register_state_dict_post_hook(_mark_pieces)
             # First, so that what other hooks make of a piece is known as one too, under whatever name.
             module._state_dict_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]  # an OrderedDict
-    engine.check_structure = Structure(root).check
+    structure = Structure(root)
+    engine.check_structure = _weakly(structure)
     cast_dtype = engine.precision.param_dtype if engine.precision.cast_inputs else None
     for module in list(modules_inside(root)):
         member = members.get(module)
         if module is root:
             units = frozenset(range(len(engine.units)))
-            watch(root, Handle(engine, None, units, cast_dtype, engine.precision.output_dtype), base)
+            handle = Handle(engine, None, units, cast_dtype, engine.precision.output_dtype, structure=structure)
+            watch(root, handle, base)
         elif member is not None:
             away = homes[member.unit].away
             watch(module, Handle(engine, member, frozenset((EDGE, member.unit.index)), cast_dtype, None, away))
         elif module not in owner and (module._parameters or any(child in owner for child in modules_inside(module))):
             inside = frozenset(members[child].unit.index for child in modules_inside(module) if child in members)
             watch(module, Handle(engine, None, inside | {EDGE}, cast_dtype, None))
+
+
+def _weakly(structure: Structure) -> Callable[[], None]:
+    check_of = weakref.WeakMethod(structure.check)
+
+    def check() -> None:
+        if (alive := check_of()) is not None:
+            alive()
+
+    return check
 
 
 def _answer_for_parameters(module: nn.Module, home: Home) -> None:
@@ -476,11 +500,11 @@ def _bind_views(member: Member, module: nn.Module, views: Mapping[nn.Parameter, 
     sharded = module._parameters
     if any(param is not None for param in sharded.values()):
         computing = {name: None if param is None else views[param] for name, param in sharded.items()}
-        member.add_binding(module.__dict__, "_parameters", sharded, computing)
+        member.add_binding(module, "_parameters", sharded, computing)
     in_place = {shard.param: views[shard.param] for unit in (member.unit, engine.edge) for shard in unit.shard.params}
     for key, value in module.__dict__.items():
         if key not in ("_parameters", "_buffers", "_modules") and (bound := _with_views(value, in_place)) is not value:
-            member.add_binding(module.__dict__, key, value, bound)
+            member.add_binding(module, key, value, bound)
 
 
 def _with_views(value: Any, views: Mapping[nn.Parameter, nn.Parameter], depth: int = 3) -> Any:

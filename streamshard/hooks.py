@@ -72,6 +72,7 @@ class Handle(NamedTuple):
         cast_dtype: floating-point inputs are cast to it; None leaves them.
         output_dtype: floating-point outputs of the root are cast to it; None leaves them.
         away: what stands for the weight at a place of the unit when the unit is elsewhere; of a unit's layers.
+        structure: what the model was made of, kept here for the engine; of the root.
     """
 
     engine: Engine
@@ -80,6 +81,7 @@ class Handle(NamedTuple):
     cast_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
     away: Callable[[int], torch.Tensor] | None = None
+    structure: object = None
 
 
 def handle_of(module: nn.Module) -> Handle | None:

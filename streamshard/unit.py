@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamshard.errors import ShardingError
+from streamshard.errors import ShardingError, StateError
 from streamshard.pieces import HeldGrad
 from streamshard.shard import UnitShard
 from streamshard.slots import GradSlot, WeightSlot
@@ -35,8 +35,8 @@ class _Binding:
 
     __slots__ = ("computing", "key", "owner", "sharded")
 
-    def __init__(self, owner: dict[str, Any], key: str, sharded: object, computing: object) -> None:
-        self.owner = owner
+    def __init__(self, owner: nn.Module, key: str, sharded: object, computing: object) -> None:
+        self.owner = weakref.ref(owner)  # which holds all of this: a model goes when nobody has it any more
         self.key = key
         self.sharded = sharded
         self.computing = computing
@@ -49,34 +49,46 @@ class Member:
         unit: whose weights it computes with.
     """
 
-    __slots__ = ("_bindings", "is_bound", "unit")
+    __slots__ = ("_bindings", "_unit_of", "is_bound")
 
     def __init__(self, unit: StreamedUnit) -> None:
-        self.unit = unit
+        self._unit_of = weakref.ref(unit)  # which holds this
         self.is_bound = False
         self._bindings: list[_Binding] = []
 
-    def add_binding(self, owner: dict[str, Any], key: str, sharded: object, computing: object) -> None:
-        """While it is bound, ``owner[key]`` is `computing`, else `sharded`."""
+    @property
+    def unit(self) -> StreamedUnit:
+        """Whose weights it computes with."""
+        unit = self._unit_of()
+        if unit is None:
+            raise StateError("a layer", "without its unit", "a model that is alive")
+        return unit
+
+    def add_binding(self, owner: nn.Module, key: str, sharded: object, computing: object) -> None:
+        """While it is bound, ``owner.__dict__[key]`` is `computing`, else `sharded`."""
         self._bindings.append(_Binding(owner, key, sharded, computing))
 
     def bind(self) -> None:
         """Let its modules compute with the slot: compute views take the place of the sharded parameters."""
         if not self.is_bound:
             self.is_bound = True
-            self.unit.bound_members += 1
-            self.unit.is_bound = True
+            unit = self.unit
+            unit.bound_members += 1
+            unit.is_bound = True
             for binding in self._bindings:
-                binding.owner[binding.key] = binding.computing
+                if (owner := binding.owner()) is not None:
+                    owner.__dict__[binding.key] = binding.computing
 
     def unbind(self) -> None:
         """Its modules hold the sharded parameters again."""
         if self.is_bound:
             self.is_bound = False
-            self.unit.bound_members -= 1
-            self.unit.is_bound = self.unit.bound_members > 0
+            unit = self.unit
+            unit.bound_members -= 1
+            unit.is_bound = unit.bound_members > 0
             for binding in self._bindings:
-                binding.owner[binding.key] = binding.sharded
+                if (owner := binding.owner()) is not None:
+                    owner.__dict__[binding.key] = binding.sharded
 
 
 class StreamedUnit:

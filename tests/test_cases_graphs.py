@@ -540,3 +540,26 @@ def test_after_a_backward_no_layer_is_left_bound(context: RankContext) -> None:
     optimizer = sgd(model)
     optimizer.step()
     assert all(bool(value.isfinite().all()) for value in full_weights(model).values())
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_model_is_gone_when_nobody_has_it_any_more(context: RankContext, settings: str) -> None:
+    """At once, as a plain module: its buffers are most of a device's memory."""
+    model: Any = StreamShard(RoutedStack(), precision=FP32, **SETTINGS[settings])
+    optimizer = sgd(model)
+    for number in range(2):
+        stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+        optimizer.step()
+    model.route = [0, 2]
+    with torch.no_grad():
+        model(vector_batch(0, context.rank))
+    engine = engine_inside(model)
+    alive = [weakref.ref(each) for each in (model, model.layers[1], engine, *engine.units)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model, optimizer, engine
+        assert [ref() for ref in alive if ref() is not None] == []
+    finally:
+        gc.enable()
