@@ -476,6 +476,18 @@ def test_weights_read_elsewhere_are_free_of_races(context: RankContext) -> None:
     assert races.accesses > 50
 
 
+@on_ranks(2)
+def test_gradients_in_parts_do_not_meet_their_average(context: RankContext) -> None:
+    """Reentrant checkpoints of layers that run twice: each recomputation's backward delivers a part."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = _stack(lambda: RoutedStack(reentrant=True), mesh=mesh)
+    model.route = [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
+    with detect_races(model):
+        for number in range(3):
+            model(vector_batch(number, context.rank).requires_grad_()).square().mean().backward()
+            adamw(model).step()
+
+
 # -- what forwards write ------------------------------------------------------------------------------------------
 
 
