@@ -1,0 +1,1280 @@
+"""Small changes to the engine, one at a time, each of which some test has to notice. Run by hand:
+
+    python -m tests.mutants                    # all of them, a table at the end
+    python -m tests.mutants engine settle      # those whose file or description has one of these words
+    python -m tests.mutants --markdown         # the table as it is in docs/internals/mutants.md
+
+Each is applied to a copy of the repository in a temporary directory, never to the tree. A mutant whose old text is not
+in its file exactly once is an error: the code has moved on, and the list has to follow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_S = 150.0  # of all tests of one mutant; one that hangs is caught
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",  # which would be taken for that of the next change, of the same size and second
+    "STREAMSHARD_TEST_GROUP_TIMEOUT_S": "15",
+    "STREAMSHARD_TEST_RUN_TIMEOUT_S": "25",
+}
+
+
+# Some of a file's tests, where all of them take minutes.
+GROUPS = {
+    "dial": (
+        "dial::test_zero_1_reduces_once_for_all_micro_batches dial::test_more_weight_slots_save_gathers "
+        "dial::test_waiting_gradients_are_added_to_those_that_were_there "
+        "dial::test_clearing_gradients_inside_no_sync_forgets_them dial::test_gradients_that_wait_cannot_be_used "
+        "dial::test_a_failed_micro_batch_can_be_cleared"
+    ),
+}
+
+
+class Mutant(NamedTuple):
+    """A change that makes the engine wrong.
+
+    Attributes:
+        file: in ``streamshard``, without suffix.
+        what: one line.
+        old: what is replaced, once in the file.
+        new: by what.
+        tests: those that are likely to notice it, in the order in which they are tried: files of ``tests`` without
+            prefix and suffix, or names of `GROUPS`.
+    """
+
+    file: str
+    what: str
+    old: str
+    new: str
+    tests: str
+
+
+class Outcome(NamedTuple):
+    """What became of a mutant: "caught", "lived" or "does not apply"; by which test; in which time."""
+
+    mutant: Mutant
+    result: str
+    caught_by: str
+    seconds: float
+
+
+MUTANTS: list[Mutant] = [
+    # -- engine: forward
+    Mutant(
+        "engine",
+        "no `_drain_gathers` before a cast",
+        "        self._drain_gathers()\n        self._await_readers()\n",
+        "        self._await_readers()\n",
+        "engine_invariants::test_no_gather_is_under_way_where_weights_are_cast_or_gathered_again races adversary",
+    ),
+    Mutant(
+        "engine",
+        "a cast does not wait for readers",
+        "        self._drain_gathers()\n        self._await_readers()\n",
+        "        self._drain_gathers()\n",
+        "races adversary",
+    ),
+    Mutant(
+        "engine",
+        "weights of before are reused by the next pass",
+        "                unit.weight_slot.content = unit.index if self.is_alone or not unit.views else None\n",
+        "                pass\n",
+        "cases_graphs",
+    ),
+    Mutant(
+        "engine",
+        "a pass begins without `settle`",
+        "        self.settle()\n        if self.uneven",
+        "        if self.uneven",
+        "cases_exceptions",
+    ),
+    Mutant(
+        "engine",
+        "buffers are sent inside `no_sync`",
+        "trains=torch.is_grad_enabled() and self.is_synced)",
+        "trains=torch.is_grad_enabled())",
+        "buffers",
+    ),
+    Mutant(
+        "engine",
+        "a step inside `no_sync` is not noticed",
+        " or self._cast_versions != [unit.versions() for unit in self.units]:",
+        ":",
+        "cases_graphs",
+    ),
+    Mutant(
+        "engine",
+        "weights stay current after `no_sync`",
+        "        if is_synced:\n            self._weights_are_current = False\n",
+        "",
+        "engine_invariants::test_weights_changed_behind_torchs_back_after_no_sync_are_seen cases_training "
+        "cases_graphs dial",
+    ),
+    Mutant(
+        "engine",
+        "weights are never current, not even inside `no_sync`",
+        "        self._weights_are_current = not self.is_synced\n        if error",
+        "        self._weights_are_current = False\n        if error",
+        "dial",
+    ),
+    Mutant(
+        "engine",
+        "a failed forward issues nothing",
+        "        if error is not None and (self.transport.has_failed or not isinstance(error, Exception)):\n",
+        "        if error is not None:\n",
+        "engine_invariants::test_a_forward_that_fails_on_one_rank_issues_what_the_others_do cases_exceptions adversary",
+    ),
+    Mutant(
+        "engine",
+        "a failed transport still issues what is left of a forward",
+        "        if error is not None and (self.transport.has_failed or not isinstance(error, Exception)):\n",
+        "        if error is not None and not isinstance(error, Exception):\n",
+        "engine_invariants::test_who_cannot_go_on_issues_nothing_more cases_exceptions",
+    ),
+    Mutant(
+        "engine",
+        "a KeyboardInterrupt still issues what is left of a forward",
+        "        if error is not None and (self.transport.has_failed or not isinstance(error, Exception)):\n",
+        "        if error is not None and self.transport.has_failed:\n",
+        "engine_invariants::test_who_cannot_go_on_issues_nothing_more cases_exceptions",
+    ),
+    Mutant(
+        "engine",
+        "what was issued last is left out at the end of a pass",
+        "        self._issue(sweep.finish())\n        if self.precision",
+        "        sweep.finish()\n        if self.precision",
+        "cases_execution",
+    ),
+    Mutant(
+        "engine",
+        "fp32 weights are not retracted at the end of a pass",
+        "            self._await_readers()  # gathers read the main",
+        "            pass  # gathers read the main",
+        "races",
+    ),
+    Mutant(
+        "engine",
+        "layers stay bound after a forward that failed",
+        "        for unit in self.units:\n            if unit.is_bound:\n                unit.release()\n"
+        "        if error",
+        "        if error",
+        "cases_exceptions",
+    ),
+    Mutant(
+        "engine",
+        "the layers that ran when a forward failed still run",
+        "        self._running.clear()\n",
+        "",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions",
+    ),
+    Mutant(
+        "engine",
+        "the edge unit's edits are not kept",
+        "            self._take_edits(self.edge)\n",
+        "            pass\n",
+        "edits",
+    ),
+    Mutant(
+        "engine",
+        "no cast after edits",
+        "            self._cast()  # backward computes",
+        "            pass  # backward computes",
+        "edits",
+    ),
+    Mutant(
+        "engine",
+        "an order is adopted that ranks do not agree on",
+        "        if len(set(self.transport.gather_objects(order))) == 1:\n",
+        "        if self.transport.gather_objects(order):\n",
+        "engine_invariants::test_an_order_that_ranks_do_not_share_is_not_adopted cases_execution",
+    ),
+    Mutant(
+        "engine",
+        "a pass that never read a weight stays entered",
+        "            self._begin_if_entering()\n        self._entering = None\n",
+        "            self._begin_if_entering()\n",
+        "engine_invariants::test_a_pass_that_never_began_is_over cases_exceptions",
+    ),
+    Mutant(
+        "engine",
+        "a pass that could not begin stays entered",
+        "        except BaseException:\n            self.depth -= 1\n            raise\n",
+        "        except BaseException:\n            raise\n",
+        "engine_invariants::test_a_pass_that_never_began_is_over cases_exceptions bad_input",
+    ),
+    Mutant(
+        "engine",
+        "a layer around a layer goes on without its weights",
+        "            self._ask(outer.unit)\n            self._bind(outer)\n",
+        "            pass\n",
+        "cases_graphs",
+    ),
+    Mutant(
+        "engine",
+        "`post_forward` releases in backward",
+        "        if self._is_recomputing:  # it stays until its reduction\n",
+        "        if self._is_recomputing:  # it stays until its reduction\n            member.unit.release()\n",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes",
+    ),
+    Mutant(
+        "engine",
+        "what trains is not asked when a layer is bound",
+        "        unit.take_trainability()\n        self.edits.restore(unit)\n",
+        "        self.edits.restore(unit)\n",
+        "cases_freezing cases_graphs",
+    ),
+    Mutant(
+        "engine",
+        "what a pass has changed is not there when a unit comes again",
+        "        self.edits.restore(unit)\n",
+        "",
+        "edits",
+    ),
+    Mutant(
+        "engine",
+        "a unit's edits are not forgotten when it is bound",
+        "        unit.forget_edits()\n        member.bind()\n",
+        "        member.bind()\n",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind edits",
+    ),
+    Mutant(
+        "engine",
+        "a layer frozen in its own forward thaws",
+        "        unit.give_trainability()\n",
+        "",
+        "cases_graphs cases_freezing",
+    ),
+    Mutant(
+        "engine",
+        "a slot's holder is not released",
+        "        if holder is not None and self.units[holder].is_bound and self.units[holder] is not unit:\n"
+        "            self.units[holder].release()\n",
+        "",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind away races cases_passes",
+    ),
+    Mutant(
+        "engine",
+        "a unit that is in its slot is gathered all the same",
+        "            elif unit.weight_slot.content != unit.index:\n",
+        "            else:\n",
+        "dial",
+    ),
+    Mutant(
+        "engine",
+        "`_acquire` does not gather",
+        "        if unit.weight_slot.content != unit.index:\n            self._gather(unit)\n        with",
+        "        with",
+        "cases_execution",
+    ),
+    Mutant(
+        "engine",
+        "`_acquire` does not wait",
+        "            unit.finish_gather()\n",
+        "            pass\n",
+        "races",
+    ),
+    # -- engine: weights that are borrowed
+    Mutant(
+        "engine",
+        "a layer that had to leave for a borrowed unit does not come back",
+        "        evicted = [member for member in holder.members if member.is_bound] if holder is not None else []\n",
+        "        evicted: list[Member] = []\n",
+        "away",
+    ),
+    Mutant(
+        "engine",
+        "a borrowed unit is not noted for backward",
+        "            self._depart(unit)\n            unit.take_trainability()\n",
+        "            unit.take_trainability()\n",
+        "away",
+    ),
+    Mutant(
+        "engine",
+        "what trains is not asked of a borrowed unit",
+        "            self._depart(unit)\n            unit.take_trainability()\n",
+        "            self._depart(unit)\n",
+        "away",
+    ),
+    Mutant(
+        "engine",
+        "a borrowed slot is given back without a record",
+        "        unit.weight_slot.released.record()\n        for member in evicted:\n",
+        "        for member in evicted:\n",
+        "engine_invariants::test_weights_read_elsewhere_are_free_of_races away",
+    ),
+    Mutant(
+        "engine",
+        "a borrowed unit is not among the pass's",
+        "            self._pass.borrowed.add(unit.index)\n",
+        "",
+        "away",
+    ),
+    Mutant(
+        "engine",
+        "a gradient of a borrowed unit ends the turn of the one that computes",
+        "            if unit is not self.edge and not (self._swept is not None and unit.index in "
+        "self._swept.borrowed):\n",
+        "            if unit is not self.edge:\n",
+        "away",
+    ),
+    # -- engine: backward
+    Mutant(
+        "engine",
+        "a first gradient without `_advance`",
+        "unit.index in self._swept.borrowed):\n                self._advance(unit)\n",
+        "unit.index in self._swept.borrowed):\n                pass\n",
+        "engine_invariants::test_a_gradient_that_comes_unannounced_ends_the_turns_before_it cases_values cases_graphs",
+    ),
+    Mutant(
+        "engine",
+        "other units stay bound in `_advance`",
+        "        for other in self.units[1:]:\n            if other.is_bound and other is not unit:\n"
+        "                other.release()\n",
+        "",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind races adversary",
+    ),
+    Mutant(
+        "engine",
+        "`need` ignores whether the unit is bound",
+        "        if self._computing is unit and unit.is_bound and not run.is_borrowed:\n",
+        "        if self._computing is unit and not run.is_borrowed:\n",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes away",
+    ),
+    Mutant(
+        "engine",
+        "`need` ignores that it is borrowed",
+        "        if self._computing is unit and unit.is_bound and not run.is_borrowed:\n",
+        "        if self._computing is unit and unit.is_bound:\n",
+        "away engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind",
+    ),
+    Mutant(
+        "engine",
+        "what is borrowed moves the sweep on",
+        "            if run.pass_ is self._swept and not run.is_borrowed:\n",
+        "            if run.pass_ is self._swept:\n",
+        "away",
+    ),
+    Mutant(
+        "engine",
+        "a pass that is over moves the sweep of another on",
+        "            if run.pass_ is self._swept and not run.is_borrowed:\n",
+        "            if not run.is_borrowed:\n",
+        "cases_passes cases_graphs",
+    ),
+    Mutant(
+        "engine",
+        "versions of a unit are not compared",
+        "        self._check_versions(unit, run.versions)\n",
+        "",
+        "cases_graphs",
+    ),
+    Mutant(
+        "engine",
+        "versions of the edge unit are not compared",
+        "        self._check_versions(self.edge, pass_.edge_versions)\n",
+        "",
+        "cases_graphs",
+    ),
+    Mutant(
+        "engine",
+        "passes that a backward has been through are forgotten",
+        "            self._closed.append(self._swept)\n",
+        "",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes cases_graphs",
+    ),
+    Mutant(
+        "engine",
+        "passes of an earlier backward are remembered",
+        "        self._swept = None\n        self._closed = []\n",
+        "        self._swept = None\n",
+        "cases_passes",
+    ),
+    Mutant(
+        "engine",
+        "the pass that was swept is remembered",
+        "        self._swept = None\n        self._closed = []\n",
+        "        self._closed = []\n",
+        "cases_passes",
+    ),
+    Mutant(
+        "engine",
+        "a pass is left without closing it",
+        "            self._closed.append(self._swept)\n            self._close_all()\n",
+        "            self._closed.append(self._swept)\n",
+        "cases_passes cases_graphs",
+    ),
+    Mutant(
+        "engine",
+        "gradients never wait in their slots",
+        "        self._holds_grads = self.plan.keeps_grads and not self.is_synced and not self.is_alone\n",
+        "        self._holds_grads = False\n",
+        "dial",
+    ),
+    Mutant(
+        "engine",
+        "what trains is not asked when backward begins",
+        "            unit.take_trainability()\n            if self.plan",
+        "            if self.plan",
+        "cases_graphs",
+    ),
+    Mutant(
+        "engine",
+        "waiting gradients are not resumed",
+        "                unit.resume_grads()\n",
+        "                pass\n",
+        "dial",
+    ),
+    Mutant(
+        "engine",
+        "the edge unit is not acquired when backward begins",
+        "        self._acquire(self.edge)\n        self.edge.bind()\n",
+        "        self.edge.bind()\n",
+        "edits dial cases_graphs",
+    ),
+    Mutant(
+        "engine",
+        "the edge unit is not bound when backward begins",
+        "        self._acquire(self.edge)\n        self.edge.bind()\n",
+        "        self._acquire(self.edge)\n",
+        "cases_passes engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind",
+    ),
+    Mutant(
+        "engine",
+        "`due` is not filled",
+        "        self.reductions.due = set(visits)\n",
+        "        self.reductions.due = set()\n",
+        "coalesce cases_passes",
+    ),
+    Mutant(
+        "engine",
+        "`due` is not discarded",
+        "                self.reductions.due.discard(op.unit)\n",
+        "",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind coalesce "
+        "cases_passes adversary",
+    ),
+    Mutant(
+        "engine",
+        "held gradients are reduced",
+        "                if not self._holds_grads:\n                    self.reductions.start(unit)\n",
+        "                self.reductions.start(unit)\n",
+        "dial",
+    ),
+    Mutant(
+        "engine",
+        "a recomputation does not move the sweep on",
+        "                self._advance(unit)\n        self._acquire(unit)\n        unit.bind()\n",
+        "                pass\n        self._acquire(unit)\n        unit.bind()\n",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes races dial",
+    ),
+    Mutant(
+        "engine",
+        "a recomputation is one visit late",
+        "            start = sweep.released + (self._computing is not None)\n",
+        "            start = sweep.released\n",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes races dial",
+    ),
+    Mutant(
+        "engine",
+        "late gradients are not reduced",
+        "            self.reductions.start_late_ones()\n",
+        "            pass\n",
+        "cases_execution cases_passes",
+    ),
+    Mutant(
+        "engine",
+        "units stay bound when a sweep is over",
+        "        for unit in self.units[1:]:\n            if unit.is_bound:\n                unit.release()\n"
+        "        self._computing = None\n",
+        "        self._computing = None\n",
+        "cases_graphs",
+    ),
+    Mutant(
+        "engine",
+        "the last unit still computes when a sweep is over",
+        "                unit.release()\n        self._computing = None\n",
+        "                unit.release()\n",
+        "cases_graphs engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind",
+    ),
+    Mutant(
+        "engine",
+        "the edge unit stays bound after a backward",
+        "        if self._forward is None:\n            self.edge.release()\n",
+        "",
+        "cases_graphs",
+    ),
+    Mutant(
+        "engine",
+        "a backward inside a forward releases the edge unit",
+        "        if self._forward is None:\n            self.edge.release()\n",
+        "        self.edge.release()\n",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_graphs",
+    ),
+    Mutant(
+        "engine",
+        "hooks of sharded parameters see weights that are away",
+        "        self._is_delivering = True\n",
+        "",
+        "engine_invariants::test_hooks_that_get_gradients_see_the_sharded_parameters optimizers cases_graphs",
+    ),
+    # -- engine: settle
+    Mutant(
+        "engine",
+        "`settle` leaves a grad slot's content",
+        "                if unit.grad_slot is not None:\n                    unit.grad_slot.content = None\n",
+        "",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions",
+    ),
+    Mutant(
+        "engine",
+        "`settle` leaves `used`",
+        "                unit.finish_reduce([False] * len(unit.views))\n",
+        "",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions adversary",
+    ),
+    Mutant(
+        "engine",
+        "`settle` does not close the sweep",
+        "                self._close_all()\n                self._reduce_edge()\n"
+        "                self.reductions.complete()\n",
+        "                self._reduce_edge()\n                self.reductions.complete()\n",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions",
+    ),
+    Mutant(
+        "engine",
+        "`settle` does not reduce the edge unit",
+        "                self._close_all()\n                self._reduce_edge()\n"
+        "                self.reductions.complete()\n",
+        "                self._close_all()\n                self.reductions.complete()\n",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions dial",
+    ),
+    Mutant(
+        "engine",
+        "`settle` does not wait",
+        "                self._close_all()\n                self._reduce_edge()\n"
+        "                self.reductions.complete()\n",
+        "                self._close_all()\n                self._reduce_edge()\n",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions races",
+    ),
+    Mutant(
+        "engine",
+        "`settle` forgets gradients that wait",
+        "                if self._holds_grads:\n                    unit.hold_grads()\n                    continue\n",
+        "",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind dial",
+    ),
+    Mutant(
+        "engine",
+        "`settle` leaves who computes",
+        "            self._leave_backward()\n            self._computing = None\n",
+        "            self._leave_backward()\n",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions",
+    ),
+    # -- shard
+    Mutant(
+        "shard",
+        "a cleared gradient is not zero",
+        "            if grad is None:\n                piece.zero_()\n            elif",
+        "            if grad is None:\n                pass\n            elif",
+        "engine_invariants::test_a_cleared_gradient_beside_kept_ones_begins_at_zero cases_training cases_graphs",
+    ),
+    Mutant(
+        "shard",
+        "a gradient that the user replaced is not copied",
+        "            elif grad.data_ptr() != piece.data_ptr():\n                piece.copy_(grad)\n",
+        "",
+        "cases_edits",
+    ),
+    Mutant(
+        "shard",
+        "a gradient that is kept elsewhere is written again",
+        "                piece.data = piece.clone()\n",
+        "",
+        "cases_graphs",
+    ),
+    Mutant(
+        "shard",
+        "`give_grads` drops what autograd has put on the sharded parameter",
+        "                if shard.param.grad is not None:\n                    piece.add_(shard.param.grad)\n",
+        "",
+        "cases_graphs",
+    ),
+    Mutant(
+        "shard",
+        "a gradient that was held and got nothing new is dropped",
+        "            if held or is_used:\n",
+        "            if is_used:\n",
+        "cases_training",
+    ),
+    Mutant(
+        "shard",
+        "what was held is remembered",
+        "        self.held = [False] * len(self.params)\n",
+        "",
+        "cases_graphs dial cases_training",
+    ),
+    Mutant(
+        "shard",
+        "main weights finer than what was computed with are rounded",
+        "torch.where(mask[own] & ~kept,",
+        "torch.where(mask[own],",
+        "edits",
+    ),
+    # -- unit
+    Mutant(
+        "unit",
+        "no unit trains",
+        "        self.is_trainable = trainable\n",
+        "",
+        "cases_freezing",
+    ),
+    Mutant(
+        "unit",
+        "a frozen unit counts as one that trains",
+        "        self.is_trainable = trainable\n",
+        "        self.is_trainable = self.is_trainable or trainable\n",
+        "engine_invariants::test_what_is_frozen_later_is_not_reduced cases_freezing cases_graphs",
+    ),
+    Mutant(
+        "unit",
+        "a gather does not wait for the slot's last use",
+        "        slot.released.wait()  # rule 2\n",
+        "",
+        "races",
+    ),
+    Mutant(
+        "unit",
+        "`start_gather` without `arrived.settle()`",
+        "        slot.arrived.settle()  #",
+        "        #",
+        "engine_invariants::test_no_gather_is_under_way_where_weights_are_cast_or_gathered_again adversary "
+        "cases_execution",
+    ),
+    Mutant(
+        "unit",
+        "a copy out of the slot without a record",
+        "            copy = weight.clone()\n        self.weight_slot.released.record()\n",
+        "            copy = weight.clone()\n",
+        "engine_invariants::test_weights_read_elsewhere_are_free_of_races away",
+    ),
+    Mutant(
+        "unit",
+        "gradients of before are taken at each opening",
+        "        is_first, self._has_taken = not self._has_taken, True\n",
+        "        is_first, self._has_taken = True, True\n",
+        "cases_passes adversary",
+    ),
+    Mutant(
+        "unit",
+        "a grad slot is opened without waiting",
+        "        slot.drained.wait()  # rule 3\n",
+        "",
+        "races",
+    ),
+    Mutant(
+        "unit",
+        "a grad slot is opened as if it held main grads",
+        "        self.written = [self._adds and self._main_grads_are_in_slot] * len(self.views)\n",
+        "        self.written = [self._adds] * len(self.views)\n",
+        "cases_training",
+    ),
+    Mutant(
+        "unit",
+        "main grads in the slot are not added to",
+        "        self.written = [self._adds and self._main_grads_are_in_slot] * len(self.views)\n",
+        "        self.written = [False] * len(self.views)\n",
+        "dial",
+    ),
+    Mutant(
+        "unit",
+        "main grads in the slot count once, not N times",
+        "            chunk.mul_(layout.world_size) if rank",
+        "            chunk.mul_(1) if rank",
+        "dial",
+    ),
+    Mutant(
+        "unit",
+        "gradients that were set aside are dropped",
+        "            self.write_grad(place, grad)\n        self.aside = {}\n",
+        "            pass\n        self.aside = {}\n",
+        "coalesce",
+    ),
+    Mutant(
+        "unit",
+        "gradients that were set aside are added again",
+        "            self.write_grad(place, grad)\n        self.aside = {}\n",
+        "            self.write_grad(place, grad)\n",
+        "coalesce",
+    ),
+    Mutant(
+        "unit",
+        "a used parameter is not noted",
+        "        self.used[place] = self.has_unreduced = True\n",
+        "        self.has_unreduced = True\n",
+        "cases_training",
+    ),
+    Mutant(
+        "unit",
+        "what came late is not noted",
+        "        self.used[place] = self.has_unreduced = True\n",
+        "        self.used[place] = True\n",
+        "cases_passes cases_execution",
+    ),
+    Mutant(
+        "unit",
+        "a reduction does not settle what is unreduced",
+        "        self.reductions += 1\n        self.has_unreduced = False\n",
+        "        self.reductions += 1\n",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind dial cases_training "
+        "cases_passes",
+    ),
+    Mutant(
+        "unit",
+        "a parameter without a gradient contributes leftovers",
+        "                self._grad_views[place].zero_()\n        slot, out",
+        "                pass\n        slot, out",
+        "cases_execution",
+    ),
+    Mutant(
+        "unit",
+        "the range of a frozen parameter that holds a gradient is not zeroed",
+        "            if (view.requires_grad or is_held) and not self.written[place]:",
+        "            if view.requires_grad and not self.written[place]:",
+        "engine_invariants::test_a_gradient_frozen_between_micro_batches_stays_as_it_is cases_freezing cases_graphs",
+    ),
+    Mutant(
+        "unit",
+        "a reduction does not wait for gradients",
+        "        slot.written.wait()  # rule 4\n",
+        "",
+        "races",
+    ),
+    Mutant(
+        "unit",
+        "`_adds` is not set after a first reduction",
+        "        accumulate, self._adds = self._adds and not self._main_grads_are_in_slot, True\n",
+        "        accumulate = self._adds and not self._main_grads_are_in_slot\n",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes adversary",
+    ),
+    Mutant(
+        "unit",
+        "main grads in the slot are added twice",
+        "        accumulate, self._adds = self._adds and not self._main_grads_are_in_slot, True\n",
+        "        accumulate, self._adds = self._adds, True\n",
+        "dial",
+    ),
+    Mutant(
+        "unit",
+        "a grad slot that is drained keeps its content",
+        "        slot.content = None\n        slot.scratch.work = work\n",
+        "        slot.scratch.work = work\n",
+        "cases_training cases_execution cases_passes",
+    ),
+    Mutant(
+        "unit",
+        "scratch does not know who uses it",
+        "        slot.scratch.work = work\n",
+        "",
+        "dial adversary",
+    ),
+    Mutant(
+        "unit",
+        "main grads are not zeroed where gradients wait for the first time",
+        "            self.shard.grad.zero_()\n            self._adds = True\n",
+        "            self._adds = True\n",
+        "dial",
+    ),
+    Mutant(
+        "unit",
+        "`hold_grads` overwrites what autograd has put there",
+        "            if param.grad is not None:\n                self._add_own_grad(place, param.grad)\n"
+        "            if self.used",
+        "            if self.used",
+        "cases_graphs",
+    ),
+    Mutant(
+        "unit",
+        "`hold_grads` leaves out what only waits",
+        "            if self.used[place] or self.shard.held[place]:\n                if place",
+        "            if self.used[place]:\n                if place",
+        "cases_graphs dial",
+    ),
+    Mutant(
+        "unit",
+        "`resume_grads` keeps what was cleared as used",
+        "                self.used[place] = self.shard.held[place] = False\n",
+        "",
+        "engine_invariants::test_what_was_cleared_and_is_not_used_again_has_no_gradient dial cases_graphs",
+    ),
+    Mutant(
+        "unit",
+        "`resume_grads` keeps what was cleared",
+        "                self._forget(place)\n                self.used",
+        "                self.used",
+        "dial",
+    ),
+    Mutant(
+        "unit",
+        "`resume_grads` drops what replaced a stand-in",
+        "                if grad is not None:\n                    self._add_own_grad(place, grad)\n\n",
+        "\n",
+        "cases_graphs engine_invariants::test_a_gradient_put_in_place_of_one_that_waits_is_added_to",
+    ),
+    Mutant(
+        "unit",
+        "`_forget` leaves the slot",
+        "        self._grad_views[place].zero_()\n        self.shard.grad_pieces[place].zero_()\n",
+        "        self.shard.grad_pieces[place].zero_()\n",
+        "dial cases_graphs",
+    ),
+    Mutant(
+        "unit",
+        "`_forget` leaves the main grads",
+        "        self._grad_views[place].zero_()\n        self.shard.grad_pieces[place].zero_()\n",
+        "        self._grad_views[place].zero_()\n",
+        "engine_invariants::test_clearing_forgets_what_was_reduced_and_what_waits dial cases_graphs",
+    ),
+    Mutant(
+        "unit",
+        "`_forget` does not say that zero is written",
+        "        self.shard.grad_pieces[place].zero_()\n        self.written[place] = True\n",
+        "        self.shard.grad_pieces[place].zero_()\n",
+        "engine_invariants::test_clearing_forgets_what_was_reduced_and_what_waits dial cases_graphs",
+    ),
+    Mutant(
+        "unit",
+        "what autograd gives to a sharded parameter counts once, not N times",
+        "add_(grad, alpha=self.shard.layout.world_size)",
+        "add_(grad)",
+        "cases_graphs",
+    ),
+    Mutant(
+        "unit",
+        "the reductions of a backward are not counted anew",
+        "        self.reductions = 0\n        self.has_unreduced = False\n        self.used",
+        "        self.has_unreduced = False\n        self.used",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_training",
+    ),
+    Mutant(
+        "unit",
+        "a backward leaves `has_unreduced`",
+        "        self.reductions = 0\n        self.has_unreduced = False\n        self.used",
+        "        self.reductions = 0\n        self.used",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions",
+    ),
+    Mutant(
+        "unit",
+        "a backward leaves `used`",
+        "        self.used = [False] * len(self.views)\n        if not self._has_taken:\n",
+        "        if not self._has_taken:\n",
+        "cases_execution cases_training",
+    ),
+    Mutant(
+        "unit",
+        "a backward leaves `_has_taken`",
+        "        self._has_taken = False\n        return self.shard",
+        "        return self.shard",
+        "cases_training",
+    ),
+    # -- reductions, replicas, used
+    Mutant(
+        "reductions",
+        "replicas are not settled before a gradient is taken",
+        "            self.replicas.settle(unit)\n        unit.write_grad",
+        "            pass\n        unit.write_grad",
+        "engine_invariants::test_gradients_in_parts_do_not_meet_their_average hybrid",
+    ),
+    Mutant(
+        "reductions",
+        "replicas are not settled before a slot is opened",
+        "            self.replicas.settle(unit)\n        with self",
+        "            pass\n        with self",
+        "hybrid",
+    ),
+    Mutant(
+        "reductions",
+        "what is due is reduced at once",
+        "            if earlier.index in self.due:  #",
+        "            if False:  #",
+        "coalesce",
+    ),
+    Mutant(
+        "reductions",
+        "what is not due is set aside",
+        "            if earlier.index in self.due:  #",
+        "            if True:  #",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind coalesce "
+        "cases_passes adversary",
+    ),
+    Mutant(
+        "reductions",
+        "frozen units are reduced",
+        "        if not unit.is_trainable:\n            return\n",
+        "",
+        "cases_freezing",
+    ),
+    Mutant(
+        "reductions",
+        "a unit without gradients reduces another's",
+        "        elif slot.content != unit.index:\n            self._open(unit)\n        with",
+        "        with",
+        "cases_execution",
+    ),
+    Mutant(
+        "reductions",
+        "a reduction is not remembered",
+        "            self._under_way.append(work)\n",
+        "            pass\n",
+        "races",
+    ),
+    Mutant(
+        "reductions",
+        "the optimizer does not wait",
+        "            self._done.wait()  # rule 5",
+        "            pass  # rule 5",
+        "races",
+    ),
+    Mutant(
+        "reductions",
+        "late gradients are looked for in slots of other units",
+        "            if unit.has_unreduced and (unit.grad_slot is None or unit.grad_slot.content == unit.index):\n",
+        "            if unit.has_unreduced:\n",
+        "engine_invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes cases_execution",
+    ),
+    Mutant(
+        "used",
+        "flags of used parameters are not awaited",
+        "            self._arrived.wait()\n            for stage",
+        "            for stage",
+        "engine_invariants::test_a_layer_that_no_rank_has_run_has_no_gradient_however_late_flags_are races "
+        "cases_execution",
+    ),
+    Mutant(
+        "used",
+        "flags of replicas are not awaited",
+        "                self._start(stage)\n                self._arrived.wait()\n",
+        "                self._start(stage)\n",
+        "hybrid",
+    ),
+    Mutant(
+        "used",
+        "flags are sent before they are written",
+        "                self._written.wait()  # rule 5",
+        "                pass  # rule 5",
+        "races",
+    ),
+    Mutant(
+        "used",
+        "flags that have changed are not written",
+        "                self._flags[0].copy_(torch.tensor(flags, dtype=torch.uint8))\n",
+        "",
+        "cases_execution",
+    ),
+    Mutant(
+        "replicas",
+        "an average without rule 4",
+        "        if unit.grad_slot is None:  # the compute stream itself has written the main grads\n"
+        "            self._reduced.record()\n            self._reduced.wait()  # rule 4\n",
+        "",
+        "engine_invariants::test_replicas_of_whole_models_are_free_of_races hybrid",
+    ),
+    Mutant(
+        "replicas",
+        "an average does not wait for its reduction",
+        "        if reduction is not None:\n            reduction.wait()\n",
+        "",
+        "hybrid",
+    ),
+    Mutant(
+        "replicas",
+        "the last unit is not averaged",
+        "        self.flush()\n        works, self",
+        "        works, self",
+        "hybrid",
+    ),
+    Mutant(
+        "replicas",
+        "more gradients do not wait for an average under way",
+        "                self._averaged.wait()  # rule 5\n\n",
+        "                pass  # rule 5\n\n",
+        "hybrid",
+    ),
+    # -- edits
+    Mutant(
+        "edits",
+        "edits of a pass that was given up are left",
+        "        self._changed.clear()\n",
+        "",
+        "engine_invariants::test_what_a_failed_forward_has_written_is_not_there_in_the_next edits",
+    ),
+    Mutant(
+        "edits",
+        "the first passes do not look at contents",
+        "        return unit.has_edits or self.is_learning or unit.index in self._known\n",
+        "        return unit.has_edits or unit.index in self._known\n",
+        "edits",
+    ),
+    Mutant(
+        "edits",
+        "later passes look at what has a new version only",
+        "        return unit.has_edits or self.is_learning or unit.index in self._known\n",
+        "        return unit.has_edits or self.is_learning\n",
+        "edits",
+    ),
+    Mutant(
+        "edits",
+        "what is known to change is kept only with a new version",
+        "            self._changed[unit.index] = unit.weights.clone()\n",
+        "            if unit.has_edits or self.is_learning:\n"
+        "                self._changed[unit.index] = unit.weights.clone()\n",
+        "edits",
+    ),
+    Mutant(
+        "edits",
+        "what was kept is the slot itself",
+        "= unit.weights.clone()\n",
+        "= unit.weights\n",
+        "edits",
+    ),
+    Mutant(
+        "edits",
+        "the first pass without gradients is not learnt from",
+        "        self.is_learning = torch.is_grad_enabled() not in self._learnt\n",
+        "        self.is_learning = not self._learnt\n",
+        "engine_invariants::test_what_evaluation_alone_writes_is_learnt_in_its_first_pass edits",
+    ),
+    Mutant(
+        "edits",
+        "every pass is learnt from",
+        "            self._learnt.add(torch.is_grad_enabled())\n",
+        "",
+        "edits dial cases_training",
+    ),
+    Mutant(
+        "edits",
+        "only this rank's changes are known",
+        "            self._known.update(*self._transport.gather_objects(sorted(self._changed)))\n",
+        "            self._transport.gather_objects(sorted(self._changed))\n"
+        "            self._known.update(self._changed)\n",
+        "edits",
+    ),
+    Mutant(
+        "edits",
+        "two values for one element are not noticed",
+        "            values[1] = torch.where(mask, -mine.float(), values[1])\n",
+        "            values[1] = torch.where(mask, -mine.float(), values[1])\n            values[1] = -values[0]\n",
+        "edits",
+    ),
+    Mutant(
+        "edits",
+        "views that were given other memory are accepted",
+        "        if (moved := unit.put_back_views()) is not None:\n",
+        "        if (moved := unit.put_back_views()) is None and moved:\n",
+        "edits",
+    ),
+    # -- weights that are away, hooks
+    Mutant(
+        "away",
+        "the running layer's weight is not saved from a borrowed one",
+        "            weights[tensor] = tensor.clone()  #",
+        "            weights[tensor] = tensor  #",
+        "away",
+    ),
+    Mutant(
+        "away",
+        "a view of a borrowed weight stays in the slot",
+        "        return value.clone() if slot.holds(value) else value\n",
+        "        return value\n",
+        "away",
+    ),
+    Mutant(
+        "hooks",
+        "another unit's weight is saved as an activation",
+        "                if (other := engine.unit_at(address)) is not None:  #",
+        "                if (other := engine.unit_at(address)) is None and other:  #",
+        "away",
+    ),
+    Mutant(
+        "hooks",
+        "a borrowed weight is unpacked in place",
+        "            return mark.unit.copy_out(saved) if mark.is_borrowed else saved\n",
+        "            return saved\n",
+        "away",
+    ),
+    Mutant(
+        "hooks",
+        "an activation keeps its graph",
+        "        return tensor if tensor.is_leaf else tensor.detach(), tensor._version\n",
+        "        return tensor, tensor._version\n",
+        "cases_graphs",
+    ),
+    Mutant(
+        "hooks",
+        "versions of activations are not compared",
+        "        if saved._version != mark:\n",
+        "        if False:\n",
+        "cases_values",
+    ),
+    Mutant(
+        "hooks",
+        "the node behind a view is not watched",
+        "            tensor._base.grad_fn.register_prehook(prehook)\n",
+        "            pass\n",
+        "cases_values cases_passes",
+    ),
+    Mutant(
+        "hooks",
+        "a layer's outputs are not watched",
+        "        _untraced(_watch_outputs, output, args, _Need(engine, run))\n",
+        "        pass\n",
+        "cases_passes cases_graphs",
+    ),
+    Mutant(
+        "hooks",
+        "the root's outputs are not watched",
+        "        _untraced(_watch_outputs, output, (), _BeginBackward(engine, pass_))\n",
+        "        pass\n",
+        "cases_execution cases_graphs",
+    ),
+    # -- program
+    Mutant(
+        "program",
+        "a slot is free one visit early",
+        "        slot_free_at.append(latest_in_slot.get(slot_of[unit], -1) + 1)\n",
+        "        slot_free_at.append(max(latest_in_slot.get(slot_of[unit], -1), 0))\n",
+        "program",
+    ),
+    Mutant(
+        "program",
+        "a unit is reduced after each visit",
+        "        if reduce and k > 0 and last_visit[visits[k - 1]] == k - 1:\n",
+        "        if reduce and k > 0:\n",
+        "program",
+    ),
+    Mutant(
+        "program",
+        "the step of the visit that is asked for is not issued",
+        "        while self._issued_steps <= self.released:\n",
+        "        while self._issued_steps < self.released:\n",
+        "program",
+    ),
+    Mutant(
+        "program",
+        "the end of a sweep leaves its last step out",
+        "        return self.release_before(len(self.visits))\n",
+        "        return self.release_before(len(self.visits) - 1)\n",
+        "program",
+    ),
+    Mutant(
+        "program",
+        "what is used beside the program is not in the log",
+        "        self._is_outside = True\n        self.log.append(unit)\n",
+        "        self._is_outside = True\n",
+        "program",
+    ),
+]
+
+
+def try_mutants(mutants: Sequence[Mutant]) -> list[Outcome]:
+    """Apply each to a copy of the repository, and run its tests there; says what it does on standard error."""
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="mutants_") as directory:
+        for name in ("streamshard", "tests", "pyproject.toml"):
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, Path(directory, name), ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, directory)
+        for number, mutant in enumerate(mutants):
+            outcome = _try(mutant, Path(directory))
+            outcomes.append(outcome)
+            print(
+                f"{number + 1}/{len(mutants)} {outcome.seconds:5.1f} s  {outcome.result:14}  {mutant.file}: "
+                f"{mutant.what}  {outcome.caught_by}",
+                file=sys.stderr,
+                flush=True,
+            )
+    return outcomes
+
+
+def _try(mutant: Mutant, root: Path) -> Outcome:
+    path = root / "streamshard" / f"{mutant.file}.py"
+    original = path.read_text()
+    if original.count(mutant.old) != 1:
+        return Outcome(mutant, "does not apply", f"old text found {original.count(mutant.old)} times", 0.0)
+    path.write_text(original.replace(mutant.old, mutant.new))
+    began = time.monotonic()
+    try:
+        result, caught_by = _run_tests(mutant.tests.split(), root)
+    finally:
+        path.write_text(original)
+    return Outcome(mutant, result, caught_by, time.monotonic() - began)
+
+
+def _run_tests(tests: Sequence[str], root: Path) -> tuple[str, str]:
+    nodes = [node.partition("::") for name in tests for node in GROUPS.get(name, name).split()]
+    files = [f"tests/test_{file}.py{colons}{test}" for file, colons, test in nodes]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *files],
+        cwd=root,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(root)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that ranks which hang can be ended with it
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return "caught", "a test that hangs"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode == 0:
+        return "lived", ""
+    if found := re.search(r"^(?:FAILED|ERROR) tests/test_(\w+)\.py(?:::(\w+))?", output, re.MULTILINE):
+        return "caught", f"{found[1]}: {found[2] or 'cannot be imported'}"
+    if process.returncode == 1:
+        return "caught", "a test"
+    raise RuntimeError(f"pytest ended with {process.returncode}:\n{output[-2000:]}")
+
+
+def _table(outcomes: Sequence[Outcome], *, is_markdown: bool) -> str:
+    rows = [(o.mutant.file, o.mutant.what, o.result, o.caught_by) for o in outcomes]
+    if is_markdown:
+        head = ["| file | change | | by |", "| --- | --- | --- | --- |"]
+        return "\n".join(head + ["| " + " | ".join(row).replace("_", r"\_") + " |" for row in rows])
+    return "\n".join(f"{result:14}  {file}: {what}  {by}" for file, what, result, by in rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """See the module; 1 if a mutant lived or does not apply."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only mutants whose file or description has one of these")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    options = parser.parse_args(arguments)
+    chosen = [m for m in MUTANTS if not options.words or any(w in f"{m.file}: {m.what}" for w in options.words)]
+    outcomes = try_mutants(chosen)
+    print(_table(outcomes, is_markdown=options.markdown))
+    counts = {result: sum(o.result == result for o in outcomes) for result in ("caught", "lived", "does not apply")}
+    print("\n" + ", ".join(f"{count} {result}" for result, count in counts.items()))
+    return int(counts["caught"] < len(outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
