@@ -78,16 +78,21 @@ class Edits:
             self._changed[unit.index] = unit.weights.clone()
             unit.forget_edits()
 
-    def end_pass(self) -> bool:
+    def end_pass(self, *, has_failed: bool) -> bool:
         """Write to the main weights what ranks have changed; whether there was anything. Collective.
+
+        Args:
+            has_failed: the forward has raised here, so it is none to learn from.
 
         Raises:
             ShardingError: on all ranks; names a parameter that ranks have changed differently.
         """
         if self.is_learning:
-            self._learnt.add(torch.is_grad_enabled())
             self.is_learning = False
-            self._known.update(*self._transport.gather_objects(sorted(self._changed)))
+            told = self._transport.gather_objects((has_failed, sorted(self._changed)))
+            if not any(failed for failed, _ in told):
+                self._learnt.add(torch.is_grad_enabled())
+            self._known.update(*(changed for _, changed in told))
         for index in sorted(self._known):
             if self._units[index].shard.is_in_slot and self._transport.world_size > 1:
                 raise ShardingError(

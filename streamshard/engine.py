@@ -389,32 +389,45 @@ class Engine:
         assert sweep is not None
         self._forward = self._pass = None
         self._running.clear()
+        refused: ShardingError | None = None
         if error is None:
-            self._take_edits(self.edge)
+            try:
+                self._take_edits(self.edge)
+            except ShardingError as raised:
+                error = refused = raised
         for unit in self.units:
             if unit.is_bound:
                 unit.release()
         if error is not None and (self.transport.has_failed or not isinstance(error, Exception)):
             return None
         self._issue(sweep.finish())
-        if self.precision.param_dtype is torch.float32:
-            self._await_readers()  # gathers read the main weights themselves, which the user may edit from here on
+        if self.precision.param_dtype is torch.float32:  # gathers read the main weights, which the user may edit now
+            self._drain_gathers()
+            self._await_readers()
         self._weights_are_current = not self.is_synced
-        if error is not None or pass_ is None:
-            return None
-        if self.edits.end_pass():
+        # A rank whose forward has failed takes part in what ranks tell each other.
+        has_failed = error is not None or pass_ is None
+        if self.edits.end_pass(has_failed=has_failed):
             self._cast()  # backward computes with what forward has left
-        if torch.is_grad_enabled():
-            pass_.visits = tuple(sweep.log)
-            if not self._has_learnt:
-                self._learn(sweep)
-        return pass_ if torch.is_grad_enabled() else None
+        if torch.is_grad_enabled() and not self._has_learnt:
+            self._learn(None if has_failed else sweep)
+        if refused is not None:
+            raise refused
+        if has_failed or pass_ is None or not torch.is_grad_enabled():
+            return None
+        pass_.visits = tuple(sweep.log)
+        return pass_
 
-    def _learn(self, sweep: Sweep) -> None:
-        """After the first training pass, once: adopt the order in which units ran if it was the same on all ranks."""
-        self._has_learnt = True
-        order = merge_order(range(len(self.units)), sweep.used)
-        if len(set(self.transport.gather_objects(order))) == 1:
+    def _learn(self, sweep: Sweep | None) -> None:
+        """After the first training pass: adopt the order in which units ran if it was the same on all ranks.
+
+        Args:
+            sweep: None if the forward has failed here: then the next one counts.
+        """
+        order = None if sweep is None else merge_order(range(len(self.units)), sweep.used)
+        orders = set(self.transport.gather_objects(order))
+        self._has_learnt = None not in orders
+        if len(orders) == 1 and order is not None:
             self.order = order
 
     # -- gathers --------------------------------------------------------------------------------------------------
