@@ -15,6 +15,8 @@ import argparse
 import contextlib
 import copy
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -160,7 +162,7 @@ class State:
         is_quiet: inside a `no_sync` stretch.
         is_held: gradients are waiting.
         is_torn: a backward has failed, so gradients are partial until they are all cleared.
-        refused: backwards that StreamShard has refused and plain torch has not.
+        outcomes: how many operations ended how.
     """
 
     rank: int
@@ -170,7 +172,7 @@ class State:
     is_quiet: bool = False
     is_held: bool = False
     is_torn: bool = False
-    refused: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
 
     @property
     def has_gradients_to_see(self) -> bool:
@@ -570,8 +572,8 @@ class Program(Operation):
     sockets: bool = False
 
 
-def run_program(context: RankContext, program: Program) -> int:
-    """Run `program` on this rank and compare; returns how many backwards StreamShard alone has refused."""
+def run_program(context: RankContext, program: Program) -> Counter[str]:
+    """Run `program` on this rank and compare; returns how many operations ended how."""
     with over_sockets() if program.sockets else contextlib.nullcontext():
         sharded = Player(program, [context.rank], lambda model: _sharded(program, model))
     plain = Player(program, range(context.world_size), lambda model: model)
@@ -587,15 +589,16 @@ def run_program(context: RankContext, program: Program) -> int:
         outcomes = {refusal, complaint}
         if isinstance(op, Backward) and op.is_stale(state) and outcomes == {"done", "stale"} and refusal == "done":
             # Torch refuses where it has saved what was changed, StreamShard where anything of the layer was changed.
-            state.refused += 1
+            state.outcomes["refused by StreamShard alone"] += 1
         elif refusal != complaint and outcomes != {"trouble", "stale"}:
             raise AssertionError(f"{what}: {complaint}, and plain torch: {refusal}")
         else:
             shown = {name: value for name, value in wanted.items() if name in found or "loss of" not in name}
             assert_same(found, shown, what, NEAR)
+        state.outcomes[f"{type(op).__name__} {complaint}"] += 1
         op.after(state, complaint)
     sharded.quiet.close()
-    return state.refused
+    return state.outcomes
 
 
 def _attempt(op: Operation, player: Player, number: int) -> tuple[dict[str, Tensor | None], str]:
@@ -718,9 +721,17 @@ class _Failed(Exception):
     """A program that fails, so that hypothesis shrinks it."""
 
 
-def _search(pool: RankPool, start: int, deadline: float, longest: int) -> tuple[int, int, Program | None, str]:
-    """Try programs until the deadline or a failure: how many, refused backwards, the smallest that fails, its story."""
-    tried = refused = 0
+def _outcome(context: RankContext, program: Program) -> tuple[Counter[str], str]:
+    """What `run_program` returns, or the story of its failure: rank processes that go on make shrinking fast."""
+    try:
+        return run_program(context, program), ""
+    except Exception:
+        return Counter(), traceback.format_exc()
+
+
+def _search(pool: RankPool, start: int, deadline: float, longest: int) -> tuple[Counter[str], Program | None, str]:
+    """Try programs until the deadline or a failure: what was done, the smallest program that fails, its story."""
+    done: Counter[str] = Counter()
     smallest: Program | None = None
     story = ""
 
@@ -737,19 +748,23 @@ def _search(pool: RankPool, start: int, deadline: float, longest: int) -> tuple[
     )
     @given(program=programs(longest))
     def attempt(program: Program) -> None:
-        nonlocal tried, refused, smallest, story
+        nonlocal smallest, story
         if known_fault(program) or (time.monotonic() > deadline and smallest is None):
             return
-        tried += 1
+        done["programs"] += 1
         try:
-            refused += pool(program.ranks).run(run_program, program)[0]
-        except AssertionError as error:
-            smallest, story = program, str(error)
-            raise _Failed from None
+            outcomes = pool(program.ranks).run(_outcome, program)
+        except AssertionError as error:  # a rank has died or hangs
+            outcomes = [(Counter(), str(error))]
+        stories = [story for _, story in outcomes if story]
+        done.update(outcomes[0][0])
+        if stories:
+            smallest, story = program, "\n".join(stories)
+            raise _Failed
 
     with contextlib.suppress(_Failed):
         attempt()
-    return tried, refused, smallest, story
+    return done, smallest, story
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
@@ -761,17 +776,18 @@ def main(arguments: Iterable[str] | None = None) -> int:
     given_ = parser.parse_args(None if arguments is None else list(arguments))
     torch.set_num_threads(1)
     deadline = time.monotonic() + 60 * given_.minutes
-    tried = refused = 0
-    with open_pool(run_timeout_s=20.0, group_timeout_s=15.0) as pool:
+    done: Counter[str] = Counter()
+    with open_pool(run_timeout_s=20.0, group_timeout_s=8.0) as pool:
         for start in _from(given_.seed):
             if time.monotonic() > deadline:
                 break
-            more, refusals, smallest, story = _search(pool, start, deadline, given_.longest)
-            tried, refused = tried + more, refused + refusals
+            more, smallest, story = _search(pool, start, deadline, given_.longest)
+            done.update(more)
             if smallest is not None:
-                print(f"seed {start}, after {tried} programs:\n{story}\n\n{smallest!r}")
+                print(f"seed {start}, after {done['programs']} programs:\n{story}\n\n{smallest!r}")
                 return 1
-    print(f"{tried} programs, none failed; {refused} backwards refused by StreamShard alone")
+    print(f"{done.pop('programs', 0)} programs, none failed; operations that were")
+    print("\n".join(f"  {kind}: {count}" for kind, count in sorted(done.items())))
     return 0
 
 
