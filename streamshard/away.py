@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from streamshard.outside import OutsideParameters
 from streamshard.slots import WeightSlot
 from streamshard.unit import StreamedUnit
 
-__all__ = ["AwayWeight", "Home", "ShardedParameters"]
+__all__ = ["AwayWeight", "Home", "Place", "ShardedParameters"]
 
 # Answered from the outside, without the values: properties and methods of tensors.
 _KNOWN = frozenset(
@@ -138,39 +138,48 @@ class ShardedParameters(OutsideParameters):
 
     Args:
         sharded: name to sharded parameter.
-        home: their unit.
-        places: of the unit's sharded parameters in it; whatever else is in the module is looked up as it is.
+        places: where each of them lies, the tied ones in the edge unit.
+        engine: the model's.
     """
 
-    __slots__ = ("_home", "_places")
+    __slots__ = ("_places",)
 
-    def __init__(self, sharded: Mapping[str, nn.Parameter | None], home: Home, places: Mapping[Any, int]) -> None:
-        super().__init__(sharded, home.engine)
-        self._home = home
-        self._places = places
+    def __init__(self, sharded: Mapping[str, nn.Parameter | None], places: Mapping[Any, Place], engine: Engine) -> None:
+        super().__init__(sharded, engine)
+        self._places: dict[Any, Place] = {param: places[param] for param in sharded.values() if param is not None}
 
     def __getitem__(self, key: str) -> Any:
         """The parameter `key`, as it is for the time being."""
-        value = self.get(key)
-        if value in self._places and self._home.is_in_pass:
-            return self._home.weight(self._places[value])
+        place = self._places.get(self.get(key))
+        if place is not None and place.home.is_in_pass:
+            return place.home.weight(place.number)
         return super().__getitem__(key)
 
     def __setitem__(self, key: str, value: Any) -> None:
         """What was looked up may be put back (``torch.func.functional_call`` does): as the sharded parameter again."""
-        super().__setitem__(key, self._home.sharded(value))
+        for param, place in self._places.items():
+            if place.home.stands_for(value, place.number):
+                value = param
+        super().__setitem__(key, value)
 
     def items(self) -> Any:
         """As `__getitem__`, for ``module.parameters()`` inside a forward; a backward's hooks see what is sharded."""
         items = super().items()
-        if not self._home.is_in_forward:
+        if not any(place.home.is_in_forward for place in self._places.values()):
             return items
-        places = self._places
-        return [(key, self._home.away(places[value]) if value in places else value) for key, value in items]
+        places = {param: place.home.listed(place.number) for param, place in self._places.items()}
+        return [(key, places.get(value, value)) for key, value in items]
 
     def values(self) -> Any:
         """As `items`."""
-        return [value for _, value in self.items()] if self._home.is_in_forward else super().values()
+        return [value for _, value in self.items()]
+
+
+class Place(NamedTuple):
+    """Where a parameter lies: which of its unit's it is."""
+
+    home: Home
+    number: int
 
 
 class Home:
@@ -218,14 +227,15 @@ class Home:
             self._away[place] = AwayWeight.make(self, place)
         return self._away[place]
 
-    def sharded(self, value: Any) -> Any:
-        """The sharded parameter where `value` stands for it, else `value`."""
-        if isinstance(value, AwayWeight) and value.home is self:
-            return self.unit.shard.params[value.place].param
-        for place, view in enumerate(self.unit.views):
-            if value is view:
-                return self.unit.shard.params[place].param
-        return value
+    def stands_for(self, value: Any, place: int) -> bool:
+        """Whether `value` is what the weight at `place` is computed with, or stands for it."""
+        if isinstance(value, AwayWeight):
+            return value.home is self and value.place == place
+        return value is self.unit.views[place]
+
+    def listed(self, place: int) -> torch.Tensor:
+        """The weight at `place` in a list of all: the edge unit's are in place throughout a pass."""
+        return self.unit.views[place] if self.unit is self.engine.edge else self.away(place)
 
     def weight(self, place: int) -> torch.Tensor:
         """What code that reads the weight at `place` gets."""

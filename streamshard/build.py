@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from streamshard.away import Home, ShardedParameters
+from streamshard.away import Home, Place, ShardedParameters
 from streamshard.buffers import BufferSync, check_buffers, describe_state
 from streamshard.config import Precision, parse_bytes
 from streamshard.discovery import (
@@ -438,17 +438,23 @@ def _attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Eng
     owner = owners_of(found)
     members: dict[nn.Module, Member] = {}
     homes = {unit: Home(unit, engine) for unit in engine.units}
+    places = {
+        shard.param: Place(homes[unit], number)
+        for unit in engine.units
+        for number, shard in enumerate(unit.shard.params)
+    }
+    for module in modules_inside(root):
+        if any(param is not None for param in module._parameters.values()):  # look-ups are answered: [Note: away]
+            module.__dict__["_parameters"] = ShardedParameters(module._parameters, places, engine)
     for place, unit in enumerate(found, 1):
         for layer in unit.modules:
             members[layer] = engine.units[place].add_member()
             for module in modules_inside(layer):
                 if owner[module] == place:
-                    _answer_for_parameters(module, homes[engine.units[place]])
                     _bind_views(members[layer], module, views, engine)
     edge = engine.edge.add_member()
     for module in modules_inside(root):
         if owner.get(module, EDGE) == EDGE:
-            _answer_for_parameters(module, homes[engine.edge])
             _bind_views(edge, module, views, engine)
         if module._parameters:
             module.register_load_state_dict_pre_hook(_LoadWhole(engine))
@@ -482,13 +488,6 @@ def _weakly(structure: Structure) -> Callable[[], None]:
             alive()
 
     return check
-
-
-def _answer_for_parameters(module: nn.Module, home: Home) -> None:
-    """Look-ups of the module's parameters are answered by `home`. See [Note: away]."""
-    places = {shard.param: place for place, shard in enumerate(home.unit.shard.params)}
-    if any(param in places for param in module._parameters.values()):
-        module.__dict__["_parameters"] = ShardedParameters(module._parameters, home, places)
 
 
 def _bind_views(member: Member, module: nn.Module, views: Mapping[nn.Parameter, nn.Parameter], engine: Engine) -> None:

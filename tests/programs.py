@@ -53,7 +53,6 @@ __all__ = [
     "Step",
     "Summon",
     "ZeroGrad",
-    "known_fault",
     "programs",
     "run_program",
 ]
@@ -710,17 +709,6 @@ def programs(draw: st.DrawFn, longest: int = 16) -> Program:
 # ---------------------------------------------------------------------------------------------- what is known
 
 
-def known_fault(program: Program) -> str | None:
-    """Why a program is left out, if it needs something that is known not to hold."""
-    ends = (0, program.depth - 1)
-    if program.is_tied and program.depth > 1:
-        for op in program.ops:
-            if isinstance(op, Forward) and op.reads is not None and op.reads % program.depth in ends:
-                # Program(ops=(Forward(reads=0),), depth=2, is_tied=True): the root gets the piece.
-                return "a weight that layers share is read by the root through one of them"
-    return None
-
-
 # ---------------------------------------------------------------------------------------------- by hand
 
 
@@ -756,7 +744,7 @@ def _search(pool: RankPool, start: int, deadline: float, longest: int) -> tuple[
     @given(program=programs(longest))
     def attempt(program: Program) -> None:
         nonlocal smallest, story
-        if known_fault(program) or (time.monotonic() > deadline and smallest is None):
+        if time.monotonic() > deadline and smallest is None:
             return
         done["programs"] += 1
         try:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 
-from tests.programs import Program, known_fault, programs, run_program
+from tests.programs import Forward, Program, programs, run_program
 from tests.ranks import RankPool
 
 
@@ -12,5 +12,11 @@ from tests.ranks import RankPool
 @given(program=programs())
 def test_random_programs_run_like_plain_pytorch(ranks: RankPool, program: Program) -> None:
     """Losses, refusals, gradients (None where there are none), weights. More by hand: ``python -m tests.programs``."""
-    assume(known_fault(program) is None)
     ranks(program.ranks).run(run_program, program)
+
+
+def test_a_weight_that_layers_share_is_read_by_the_root(ranks: RankPool) -> None:
+    """It lies in the edge unit, and is asked of one of the layers: the smallest program that gave a piece."""
+    for depth in (2, 3):
+        for reads in range(depth):
+            ranks(2).run(run_program, Program(ops=(Forward(reads=reads),), depth=depth, is_tied=True))
