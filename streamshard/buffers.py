@@ -183,7 +183,8 @@ class BufferSync:
         is_review = self._has_trained and self._has_tables and self._until_review == 0
         if is_review:
             self._until_review, self._interval = self._interval, 2 * self._interval
-        if is_review or self._transport.any_rank(self._has_news(buffers)):
+        has_news = self._transport.any_rank(self._has_news(buffers))  # asked first: it hears of ranks that are gone
+        if is_review or has_news:
             self._make_list(buffers, compares=is_review)
         self._until_review = max(self._until_review - 1, 0)
         self._send(buffers)
@@ -271,24 +272,11 @@ def check_buffers(root: nn.Module) -> None:
     """Raise if a buffer is none that ranks can keep equal.
 
     Raises:
-        ShardingError: it is sparse, quantized, on the meta device, not initialised, or a tensor made of tensors; or it
-            lies in a parameter's memory, which the parameter leaves.
+        ShardingError: it is sparse, quantized, on the meta device, not initialised, or a tensor made of tensors.
     """
-    buffers = _buffers_of(root)
-    spans: dict[int, list[tuple[int, int, str]]] = {}
-    for name, param in root.named_parameters() if buffers else ():
-        storage, start, stop = _span_of(param)
-        spans.setdefault(storage, []).append((start, stop, name))
-    for name, buffer in buffers.items():
+    for name, buffer in _buffers_of(root).items():
         if problem := _problem_with(buffer):
             raise ShardingError(f"buffer {name!r} {problem}")
-        storage, start, stop = _span_of(buffer)
-        for first, last, param_name in spans.get(storage, ()):
-            if max(start, first) < min(stop, last):
-                raise ShardingError(
-                    f"buffer {name!r} shares memory with parameter {param_name!r}, which is cut into pieces elsewhere: "
-                    "the buffer would keep the weights of today. Clone it, or read the parameter instead"
-                )
 
 
 def describe_state(root: nn.Module) -> list[str]:
@@ -365,14 +353,6 @@ def _once(buffer: torch.Tensor) -> torch.Tensor:
             if stride == 0 and buffer.shape[dim] > 1:
                 buffer = buffer.narrow(dim, 0, 1)
     return buffer
-
-
-def _span_of(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """The address of its storage, and where in it its elements begin and end. In bytes."""
-    if not tensor.numel():
-        return 0, 0, 0
-    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.untyped_storage().data_ptr(), tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()
 
 
 def _stride_of(buffer: torch.Tensor) -> tuple[int, ...] | None:

@@ -89,10 +89,13 @@ class Edits:
         """
         if self.is_learning:
             self.is_learning = False
-            told = self._transport.gather_objects((has_failed, sorted(self._changed)))
-            if not any(failed for failed, _ in told):
+            # In most models there is nothing to tell.
+            if self._transport.any_rank(has_failed or bool(self._changed)):
+                told = self._transport.gather_objects((has_failed, sorted(self._changed)))
+                self._known.update(*(changed for _, changed in told))
+                has_failed = any(failed for failed, _ in told)
+            if not has_failed:
                 self._learnt.add(torch.is_grad_enabled())
-            self._known.update(*(changed for _, changed in told))
         for index in sorted(self._known):
             if self._units[index].shard.is_in_slot and self._transport.world_size > 1:
                 raise ShardingError(

@@ -208,6 +208,7 @@ class Engine:
                 self._begin_if_entering()
         except BaseException:
             self.depth -= 1
+            self._forward = self._pass = self._entering = None
             raise
 
     def _meet(self, units: frozenset[int]) -> None:
@@ -425,10 +426,13 @@ class Engine:
             sweep: None if the forward has failed here: then the next one counts.
         """
         order = None if sweep is None else merge_order(range(len(self.units)), sweep.used)
-        orders = set(self.transport.gather_objects(order))
-        self._has_learnt = None not in orders
-        if len(orders) == 1 and order is not None:
-            self.order = order
+        if self.transport.any_rank(order != self.order):  # most models run as they are registered
+            orders = set(self.transport.gather_objects(order))
+            self._has_learnt = None not in orders
+            if len(orders) == 1 and order is not None:
+                self.order = order
+        else:
+            self._has_learnt = True
 
     # -- gathers --------------------------------------------------------------------------------------------------
 

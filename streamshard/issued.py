@@ -103,7 +103,7 @@ def _say(entry: _Entry, names: Sequence[str]) -> str:
         Kind.AVERAGE: "averages over replicas",
         Kind.BROADCAST: "sends or receives a tensor that is rank 0's",
         Kind.SUM: "sums over all ranks (a norm, a check)",
-        Kind.VOTE: "asks whether buffers have changed, at the start of a forward",
+        Kind.VOTE: "asks whether anything has changed that ranks share, at the start or the end of a forward",
         Kind.MEETING: "meets the others (to agree on something, to collect weights)",
     }[entry.kind]
 

@@ -401,6 +401,11 @@ def _fill(model: nn.Module, value: float) -> None:
             param.fill_(value)
 
 
+def _grads(model: Any) -> list[list[float]]:
+    """This rank's pieces."""
+    return [param.grad.as_subclass(torch.Tensor).flatten().tolist() for param in model.parameters()]
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("slots", [2, "all"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -410,10 +415,16 @@ def test_a_forked_child_has_a_snapshot_of_its_own(context: RankContext, precisio
     model = StreamShard(Stack(), precision=PRECISIONS[precision], weight_slots=slots, grad_slots=slots)
     for _ in range(2):  # the second snapshot is not the first
         model(vector_batch(0, context.rank)).sum().backward()
-        wanted = _values(model), [param.grad.flatten().tolist() for param in model.parameters()]
+        wanted = (
+            _values(model),
+            _grads(model),
+        )
 
         def snapshot() -> Any:
-            found = _values(model), [param.grad.flatten().tolist() for param in model.parameters()]
+            found = (
+                _values(model),
+                _grads(model),
+            )
             _fill(model, 123.0)
             return found
 
@@ -464,11 +475,14 @@ def test_arenas_are_not_handed_on_by_the_kernel(context: RankContext) -> None:
 @on_ranks(2)
 def test_a_child_without_memory_for_a_copy_ends_as_any_other(context: RankContext) -> None:
     """It has nothing where the arena was, and nothing to do there when it ends."""
-    own = _shared(sharded("plain", FP32))._own
+    model = sharded("plain", FP32)
+    own = _shared(model)._own
     parent = os.getpid()
     with mock.patch.object(arena, "_map_private", lambda _: None):
         assert _in_child(lambda: _leave(own, parent)) is None
     assert own.state is State.TAKES_PART
+    del model
+    assert own.state is State.HAS_LEFT
 
 
 @on_ranks(2)
