@@ -85,7 +85,16 @@ class Adversary:
         shards = [unit.shard for unit in units]
         pieces = [piece for shard in shards for piece in shard.grad_pieces]
         engine = self._engine
-        for holder in (engine, engine.reductions, engine.reductions.used, engine.buffers, *units, *shards, *pieces):
+        for holder in (
+            engine,
+            engine.reductions,
+            engine.reductions.used,
+            engine.buffers,
+            engine.edits,
+            *units,
+            *shards,
+            *pieces,
+        ):
             for name, value in vars(holder).items():
                 if value is other:
                     setattr(holder, name, transport)
