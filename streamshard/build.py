@@ -126,8 +126,8 @@ def shard_model(
         for name, flag in (("broadcast_weights", broadcast_weights), ("check_grads", check_grads)):
             if not isinstance(flag, bool):
                 raise ConfigError(f"{name}={flag!r}: wanted True or False")
-        check_buffers(module)
         device = check_params(module)
+        check_buffers(module)
         budget = None if memory_budget is None else read_budget(memory_budget, device)
         min_unit_bytes = parse_bytes("min_unit_size", min_unit_size, at_least=0)
         found, groups = _find_groups(module, units, precision, min_unit_bytes)

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from streamshard.errors import ShardingError
 
@@ -154,7 +155,9 @@ def _check_memory(root: nn.Module) -> None:
             )
     for prefix, module in modules_of(root):
         for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.layout is torch.strided and buffer.device.type != "meta":
+            if buffer is None or is_lazy(buffer):
+                continue
+            if buffer.layout is torch.strided and buffer.device.type != "meta":
                 tensors.append((join_names(prefix, key), buffer))
     reach: tuple[str, torch.Tensor] | None = None  # of those that begin before, which ends last
     for name, tensor in sorted((pair for pair in tensors if pair[1].numel()), key=lambda pair: pair[1].data_ptr()):

@@ -6,11 +6,13 @@ A step runs forwards and backwards of a *sharded* model, as many as the way of t
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -60,6 +62,45 @@ class RoutedStack(Stack):
 
     def _checkpointed(self, layer: nn.Module) -> Callable[[Tensor], Any]:
         return lambda x: checkpoint(layer, x, use_reentrant=self.reentrant)
+
+
+class ReadingStack(Stack):
+    """Weights are read where their layers do not run: by the root, by other layers, of the same slot and the other."""
+
+    def __init__(self) -> None:
+        super().__init__((DIM,) * 6)
+        for place, layer in enumerate(self.layers):
+            lenders = [self.layers[(place + distance) % 5] for distance in (1, 2)]
+            layer.forward = functools.partial(_lent, layer, lenders)  # type: ignore[method-assign]  # a method's place
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        first, third, last = (self.layers[place].linear.weight for place in (0, 2, 4))
+        penalty = (first @ third).square().mean() + (third @ last).square().mean()
+        return super().forward(x) + penalty
+
+
+def _lent(layer: Layer, lenders: Sequence[Layer], x: Tensor) -> Tensor:
+    for lender in lenders:
+        x = x + F.linear(x, layer.linear.weight @ lender.linear.weight, lender.linear.bias)
+    return Layer.forward(layer, x)
+
+
+class NestedStack(RoutedStack):
+    """Each layer is called by the one before it, in the middle of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for place, layer in enumerate(self.layers):
+            inner = self.layers[place + 1] if place < 4 else None
+            layer.forward = functools.partial(_around, layer, inner)  # type: ignore[method-assign]  # a method's place
+        self.route = [0]
+
+
+def _around(layer: Layer, inner: nn.Module | None, x: Tensor) -> Tensor:
+    y = Layer.forward(layer, x)
+    out: Tensor = layer.linear(y if inner is None else y + inner(y))
+    return out
 
 
 def _one_backward(model: nn.Module, call: Call) -> None:
@@ -229,6 +270,8 @@ SCENARIOS: dict[str, Scenario] = {
     "weights elsewhere": Scenario(RoutedStack, _moving),
     "a backward that fails": Scenario(RoutedStack, _failing_backward),
     "gradients kept when a backward fails": Scenario(RoutedStack, _keeping_gradients),
+    "weights read elsewhere": Scenario(ReadingStack, _one_backward),
+    "layers in layers": Scenario(NestedStack, _one_backward),
     "a forward that fails": Scenario(RoutedStack, _failing_forward),
 }
 
