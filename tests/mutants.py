@@ -98,8 +98,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine",
         "a pass begins without `settle`",
-        "        self.settle()\n        if self.uneven",
-        "        if self.uneven",
+        "        self.settle()\n        refuse_transforms()",
+        "        refuse_transforms()",
         "cases_exceptions",
     ),
     Mutant(
@@ -127,8 +127,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine",
         "weights are never current, not even inside `no_sync`",
-        "        self._weights_are_current = not self.is_synced\n        if error",
-        "        self._weights_are_current = False\n        if error",
+        "        self._weights_are_current = not self.is_synced\n        # A rank",
+        "        self._weights_are_current = False\n        # A rank",
         "dial",
     ),
     Mutant(
@@ -162,8 +162,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine",
         "fp32 weights are not retracted at the end of a pass",
-        "            self._await_readers()  # gathers read the main",
-        "            pass  # gathers read the main",
+        "            self._drain_gathers()\n            self._await_readers()\n        self._weights",
+        "            self._drain_gathers()\n        self._weights",
         "races",
     ),
     Mutant(
@@ -198,8 +198,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine",
         "an order is adopted that ranks do not agree on",
-        "        if len(set(self.transport.gather_objects(order))) == 1:\n",
-        "        if self.transport.gather_objects(order):\n",
+        "            if len(orders) == 1 and order is not None:\n",
+        "            if order is not None:\n",
         "engine_invariants::test_an_order_that_ranks_do_not_share_is_not_adopted cases_execution",
     ),
     Mutant(
@@ -212,8 +212,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine",
         "a pass that could not begin stays entered",
-        "        except BaseException:\n            self.depth -= 1\n            raise\n",
-        "        except BaseException:\n            raise\n",
+        "            self.depth -= 1\n            self._forward = self._pass = self._entering = None\n",
+        "            self._forward = self._pass = self._entering = None\n",
         "engine_invariants::test_a_pass_that_never_began_is_over cases_exceptions bad_input",
     ),
     Mutant(
@@ -1067,9 +1067,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "edits",
         "only this rank's changes are known",
-        "            self._known.update(*self._transport.gather_objects(sorted(self._changed)))\n",
-        "            self._transport.gather_objects(sorted(self._changed))\n"
-        "            self._known.update(self._changed)\n",
+        "                self._known.update(*(changed for _, changed in told))\n",
+        "                self._known.update(self._changed)\n",
         "edits",
     ),
     Mutant(
