@@ -21,8 +21,6 @@ from streamshard.transport import Transport
 
 __all__ = ["ParamShard", "UnitShard"]
 
-_OWN_REFERENCES = 3  # to a piece that only we know: the list's, the local name's, and sys.getrefcount's
-
 
 class ParamShard(NamedTuple):
     """This rank's part of one parameter.
@@ -201,6 +199,16 @@ class UnitShard:
                 given.append(shard.param)
         self.held = [False] * len(self.params)
         return given
+
+
+def _own_references() -> int:
+    """What `sys.getrefcount` says of an element that only a list and a local name have: Python's versions differ."""
+    pieces = [object()]
+    piece = pieces[0]
+    return sys.getrefcount(piece)
+
+
+_OWN_REFERENCES = _own_references()
 
 
 def _check_moved(shard: ParamShard) -> None:
