@@ -141,7 +141,7 @@ def test_an_error_in_the_middle_of_an_exchange_ends_the_others_wait(context: Ran
         with pytest.raises(KeyboardInterrupt), transport.guard("something"):
             raise KeyboardInterrupt
     else:
-        with pytest.raises(CommunicationError, match="losed"):  # by peer, not: timed out
+        with pytest.raises(CommunicationError, match="losed|reset by peer"):  # not: timed out
             transport.gather_objects(None)
     with pytest.raises(CommunicationError, match="not possible any more"):
         transport.gather_objects(None)
