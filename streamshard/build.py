@@ -32,6 +32,7 @@ from streamshard.discovery import (
 from streamshard.engine import EDGE, Engine
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError
 from streamshard.grad_check import GradCheck
+from streamshard.grad_inputs import answer_for
 from streamshard.groups import Groups, groups_of, refuse_together, resolve_group
 from streamshard.hooks import Handle, handle_of, registered_names, watch
 from streamshard.layout import ParamSize, UnitLayout, plan_unit
@@ -167,6 +168,7 @@ def shard_model(
         shards = {shard.param: shard for shard in engine.param_shards}
         engine.reductions.check = GradCheck([shards[param] for param in params_of(module).values()], transport).check
     _attach(base, module, found, engine)
+    answer_for(engine)
     return module
 
 

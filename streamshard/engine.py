@@ -100,6 +100,7 @@ class Engine:
         is_synced: False inside ``no_sync()``: weights cannot have changed since the last pass, so what slots hold is
             reused.
         slots_span: first and last address (exclusive) between which all slots lie that units take turns in.
+        delivers: False while gradients of a backward go to whom asked for them: parameters' own hooks are not called.
         step_lock: held by the thread that is in an optimizer's step, see `streamshard.DistributedOptimizer`.
     """
 
@@ -124,6 +125,7 @@ class Engine:
         self.why_slots = ""
         self.check_structure: Callable[[], None] = lambda: None
         self.is_synced = True
+        self.delivers = True
         self.step_lock = threading.RLock()
         self.uneven: weakref.ref[UnevenSteps] | None = None
         self.depth = 0  # of forwards of modules that the engine watches
@@ -183,6 +185,11 @@ class Engine:
     def casts_next(self) -> bool:
         """Whether the next pass takes over weights anew: they may have changed since the last one."""
         return not self._weights_are_current
+
+    @property
+    def holds_grads_next(self) -> bool:
+        """Whether the next backward leaves its gradients in their slots."""
+        return self.plan.keeps_grads and not self.is_synced and not self.is_alone
 
     def follow(self, *, is_synced: bool, casts: bool) -> None:
         """Let the next pass be as it is on other ranks. Arguments: see `is_synced` and `casts_next`."""
@@ -484,7 +491,7 @@ class Engine:
         self._sweep_back([unit for unit in reversed(pass_.visits) if unit != EDGE])
 
     def _open_backward(self) -> None:
-        self._holds_grads = self.plan.keeps_grads and not self.is_synced and not self.is_alone
+        self._holds_grads = self.holds_grads_next
         for unit in self.units:
             unit.take_trainability()
             if self.plan.keeps_grads:
@@ -606,6 +613,8 @@ class Engine:
         self._leave_backward()
         if self.reductions.check is not None:
             self.reductions.check()
+        if not self.delivers:
+            return
         self._is_delivering = True
         try:
             for param in given:  # last: a hook may step and clear the gradient

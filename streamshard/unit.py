@@ -24,7 +24,7 @@ from streamshard.streams import Work
 from streamshard.structure import refuse_step_in_backward
 from streamshard.transport import Reduction, Transport
 
-__all__ = ["Member", "StreamedUnit"]
+__all__ = ["Member", "StreamedUnit", "take_grad"]
 
 
 class _Binding:
@@ -493,11 +493,19 @@ def _grad_taker(unit: StreamedUnit, place: int) -> Callable[[torch.Tensor], None
     def take(view: torch.Tensor) -> None:
         grad, view.grad = view.grad, None
         unit = unit_of()
-        if grad is None or unit is None:
-            return
-        if grad.requires_grad:
-            name = unit.shard.params[place].name
-            raise ShardingError(f"backward(create_graph=True): gradients of {name!r} cannot be differentiated again")
-        unit.on_grad(unit, place, grad)
+        if grad is not None and unit is not None:
+            take_grad(unit, place, grad)
 
     return take
+
+
+def take_grad(unit: StreamedUnit, place: int, grad: torch.Tensor) -> None:
+    """A graph has made `grad`, shape of the compute view, for the parameter at `place`.
+
+    Raises:
+        ShardingError: it is part of a graph itself.
+    """
+    if grad.requires_grad:
+        name = unit.shard.params[place].name
+        raise ShardingError(f"backward(create_graph=True): gradients of {name!r} cannot be differentiated again")
+    unit.on_grad(unit, place, grad)
