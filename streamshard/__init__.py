@@ -8,6 +8,7 @@ from streamshard.api import (
     load_safetensors,
 )
 from streamshard.config import Precision
+from streamshard.engine.hooks import register_forward_method
 from streamshard.errors import (
     CommunicationError,
     ConfigError,
@@ -20,7 +21,6 @@ from streamshard.errors import (
     StreamShardError,
     UnitError,
 )
-from streamshard.hooks import register_forward_method
 from streamshard.optim.distributed import DistributedOptimizer
 from streamshard.optim.local_sgd import LocalSGD
 from streamshard.optim.scaler import GradScaler

@@ -20,22 +20,22 @@ from torch.optim import Optimizer
 from streamshard.build import engine_at_rest, engine_of, shard_model
 from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.load import load_shards
+from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
 from streamshard.config import Precision
-from streamshard.discovery import UnitsArgument
+from streamshard.engine.hooks import HANDLE, Uncopyable, call_shell, handle_of
 from streamshard.errors import ConfigError, ShardingError
-from streamshard.hooks import HANDLE, Uncopyable, call_shell, handle_of
+from streamshard.full import summon, whole_of
 from streamshard.inspect.hashes import compare_weights
 from streamshard.inspect.memory import MemoryReport, report_memory
-from streamshard.layout import LocalRange
-from streamshard.optim.join import UnevenInputs, make_hook
-from streamshard.optim.state import gather_state, scatter_state
+from streamshard.join import UnevenInputs, make_hook
 from streamshard.optim.wrapper import engine_of_both
-from streamshard.pieces import HeldGrad, forget_piece, piece_of, reduce_norms, remember_piece
-from streamshard.planner import MemoryBudget
-from streamshard.shard import ParamShard
-from streamshard.slots import SlotCount
-from streamshard.structure import join_names, leave_inference_mode, modules_of, params_of
-from streamshard.summon import summon, whole_of
+from streamshard.plan.discovery import UnitsArgument
+from streamshard.plan.layout import LocalRange
+from streamshard.plan.memory import MemoryBudget
+from streamshard.plan.slots import SlotCount
+from streamshard.plan.structure import join_names, leave_inference_mode, modules_of, params_of
+from streamshard.unit.pieces import HeldGrad, forget_piece, piece_of, reduce_norms, remember_piece
+from streamshard.unit.shard import ParamShard
 
 __all__ = [
     "StreamShard",

@@ -16,10 +16,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from streamshard.away import Home, Place, ShardedParameters
-from streamshard.buffers import BufferSync, check_buffers, describe_state
+from streamshard.comm.connect import make_transport
+from streamshard.comm.groups import Groups, groups_of, refuse_together, resolve_group
+from streamshard.comm.shared_memory import share_memory
+from streamshard.comm.streams import Streams
+from streamshard.comm.transport import Transport
 from streamshard.config import Precision, parse_bytes
-from streamshard.discovery import (
+from streamshard.engine.away import Home, Place, ShardedParameters
+from streamshard.engine.buffer_sync import BufferSync, check_buffers, describe_state
+from streamshard.engine.engine import EDGE, Engine
+from streamshard.engine.grad_check import GradCheck
+from streamshard.engine.grad_inputs import answer_for
+from streamshard.engine.hooks import Handle, handle_of, registered_names, watch
+from streamshard.engine.outside import BeforeSaving
+from streamshard.engine.reductions import Reductions
+from streamshard.engine.replicas import Replicas
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError
+from streamshard.plan.discovery import (
     FoundParam,
     FoundUnit,
     UnitsArgument,
@@ -29,24 +42,10 @@ from streamshard.discovery import (
     owners_of,
     warn_of_edge,
 )
-from streamshard.engine import EDGE, Engine
-from streamshard.errors import ConfigError, RankMismatchError, ShardingError
-from streamshard.grad_check import GradCheck
-from streamshard.grad_inputs import answer_for
-from streamshard.groups import Groups, groups_of, refuse_together, resolve_group
-from streamshard.hooks import Handle, handle_of, registered_names, watch
-from streamshard.layout import ParamSize, UnitLayout, plan_unit
-from streamshard.optimizer_hooks import after_step, before_step
-from streamshard.outside import BeforeSaving
-from streamshard.pieces import StatePiece, piece_of
-from streamshard.planner import MemoryBudget, Needs, choose_slots, holds_main_grads, read_budget
-from streamshard.reductions import Reductions
-from streamshard.replicas import Replicas
-from streamshard.shard import UnitShard
-from streamshard.shared_memory import share_memory
-from streamshard.slots import Category, GradSlot, Ledger, Scratch, SlotCount, SlotPlan, WeightSlot, plan_slots
-from streamshard.streams import Streams
-from streamshard.structure import (
+from streamshard.plan.layout import ParamSize, UnitLayout, plan_unit
+from streamshard.plan.memory import Category, MemoryBudget, Needs, choose_slots, holds_main_grads, read_budget
+from streamshard.plan.slots import SlotCount, SlotPlan, plan_slots
+from streamshard.plan.structure import (
     Structure,
     check_params,
     modules_inside,
@@ -54,9 +53,11 @@ from streamshard.structure import (
     params_of,
     refuse_transforms,
 )
-from streamshard.summon import is_summoned
-from streamshard.transport import Transport, make_transport
-from streamshard.unit import Member, StreamedUnit
+from streamshard.unit.buffers import GradSlot, Ledger, Scratch, WeightSlot
+from streamshard.unit.optimizer_hooks import after_step, before_step
+from streamshard.unit.pieces import StatePiece, piece_of
+from streamshard.unit.shard import UnitShard
+from streamshard.unit.unit import Member, StreamedUnit
 
 __all__ = ["engine_at_rest", "engine_of", "shard_model"]
 
@@ -94,7 +95,7 @@ def engine_at_rest(model: nn.Module, what: str, *, accepts_whole: bool = False) 
             f"{what} inside a forward or backward of {type(model).__name__}, or in a thread beside one: layers hold "
             "gathered weights, and ranks are exchanging others. Call it between steps"
         )
-    if is_summoned(engine) and not accepts_whole:
+    if engine.is_whole and not accepts_whole:
         raise ShardingError(
             f"{what} inside summon_full_params, where parameters are whole on every rank, not the pieces that it works "
             "with: call it outside, or use what is there (state_dict(), torch.nn.utils.clip_grad_norm_, ..)"

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from streamshard import Precision, StreamShard
-from streamshard.shared_memory import SharedMemoryTransport
+from streamshard.comm.shared_memory import SharedMemoryTransport
 from tests.models import next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext
 

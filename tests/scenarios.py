@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import Precision, StreamShard
-from streamshard.engine import Engine
+from streamshard.comm.streams import Rule
+from streamshard.engine.engine import Engine
 from streamshard.inspect import engine_inside
-from streamshard.streams import Rule
 from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext
 from tests.reference import Call, adamw, lm_step, stack_step

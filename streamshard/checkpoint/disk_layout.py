@@ -14,7 +14,7 @@ from torch import nn
 from streamshard.checkpoint import huggingface
 from streamshard.checkpoint.rearrange import Rearrangement, Run
 from streamshard.errors import ExportError
-from streamshard.shard import ParamShard
+from streamshard.unit.shard import ParamShard
 
 __all__ = ["DiskTensor", "LocalPiece", "Overlap", "local_pieces", "overlaps", "plan_disk", "saved_names"]
 

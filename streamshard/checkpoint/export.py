@@ -14,7 +14,7 @@ from streamshard.checkpoint.disk_layout import local_pieces, overlaps, plan_disk
 from streamshard.checkpoint.writer import RankGroup, TensorEntry, run_on_all_ranks, write_sharded
 from streamshard.config import parse_bytes
 from streamshard.errors import ConfigError
-from streamshard.shard import ParamShard
+from streamshard.unit.shard import ParamShard
 
 __all__ = ["export_shards"]
 

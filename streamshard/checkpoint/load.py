@@ -18,7 +18,7 @@ from streamshard.checkpoint.rearrange import Run
 from streamshard.checkpoint.safetensors_file import StoredDirectory, StoredTensor, read_directory
 from streamshard.checkpoint.writer import CHUNK_BYTES, RankGroup, run_on_all_ranks
 from streamshard.errors import ExportError
-from streamshard.shard import ParamShard
+from streamshard.unit.shard import ParamShard
 
 __all__ = ["load_shards"]
 

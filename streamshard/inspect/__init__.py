@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from streamshard.engine import Engine
+from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
 
 __all__ = ["engine_inside"]

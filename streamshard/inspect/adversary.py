@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamshard.engine import Engine
+from streamshard.comm.streams import Streams, Work
+from streamshard.comm.transport import Reduction, Transport
+from streamshard.engine.engine import Engine
 from streamshard.inspect import engine_inside
-from streamshard.streams import Streams, Work
-from streamshard.transport import Reduction, Transport
 
 __all__ = ["AdversarialTransport", "Adversary", "make_adversarial"]
 
@@ -217,7 +217,7 @@ class _Late:
         self._after = after
 
     def wait(self) -> None:
-        """See `streamshard.streams.Work`."""
+        """See `streamshard.comm.streams.Work`."""
         self._transport.complete(self)
 
     def complete(self, streams: Streams) -> None:

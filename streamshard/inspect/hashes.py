@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from streamshard.buffers import digest
-from streamshard.engine import Engine
+from streamshard.engine.buffer_sync import digest
+from streamshard.engine.engine import Engine
 from streamshard.errors import RankMismatchError
 
 __all__ = ["compare_weights"]

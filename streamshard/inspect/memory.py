@@ -1,13 +1,12 @@
-"""The memory report: what the engine's tensors really hold, beside what the formula of `streamshard.planner` says."""
+"""The memory report: what the engine's tensors really hold, beside what `streamshard.plan.memory` says."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from streamshard.engine import Engine
-from streamshard.planner import expected_bytes
-from streamshard.slots import Category
+from streamshard.engine.engine import Engine
+from streamshard.plan.memory import Category, expected_bytes
 
 __all__ = ["MemoryReport", "report_memory"]
 

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from streamshard.engine import EDGE
+from streamshard.comm.streams import Rule, StreamName
+from streamshard.engine.engine import EDGE
 from streamshard.inspect.timeline import Kind, Mark, Span, Trace
-from streamshard.streams import Rule, StreamName
 
 __all__ = ["draw"]
 

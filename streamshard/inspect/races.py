@@ -35,11 +35,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamshard.engine import Engine
+from streamshard.comm.streams import Fence, Observer, Rule, StreamName
+from streamshard.engine.engine import Engine
 from streamshard.errors import RaceError
 from streamshard.inspect import engine_inside
-from streamshard.slots import Category
-from streamshard.streams import Fence, Observer, Rule, StreamName
+from streamshard.plan.memory import Category
 
 __all__ = ["Access", "Race", "RaceDetector", "detect_races"]
 

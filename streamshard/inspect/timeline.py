@@ -11,8 +11,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from streamshard.comm.streams import Rule, StreamName
 from streamshard.errors import ConfigError
-from streamshard.streams import Rule, StreamName
 
 __all__ = ["Kind", "Mark", "Span", "Trace"]
 

@@ -25,11 +25,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from streamshard.engine import Engine, in_backward
+from streamshard.comm.streams import Fence, Observer, StreamName, Streams, Work
+from streamshard.engine.engine import Engine, in_backward
 from streamshard.inspect import engine_inside
 from streamshard.inspect.timeline import Kind, Mark, Span, Trace
-from streamshard.streams import Fence, Observer, StreamName, Streams, Work
-from streamshard.unit import Member, StreamedUnit
+from streamshard.unit.unit import Member, StreamedUnit
 
 __all__ = ["trace_step"]
 
@@ -105,7 +105,7 @@ class _TimedWork:
         self._clock = clock
 
     def wait(self) -> None:
-        """See `streamshard.streams.Work`."""
+        """See `streamshard.comm.streams.Work`."""
         report, self._report = self._report, None
         start = self._clock.now(StreamName.COMPUTE)
         self._work.wait()

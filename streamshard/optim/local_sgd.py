@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from streamshard.checkpoint.optimizer_state import moment_of, names_of_moments
 from streamshard.errors import ConfigError, RankMismatchError
-from streamshard.optim.state import moment_of, names_of_moments
 from streamshard.optim.wrapper import WrappedOptimizer
 
 __all__ = ["LocalSGD"]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.build import engine_of
-from streamshard.engine import Engine
+from streamshard.engine.engine import Engine
 from streamshard.errors import ConfigError, ShardingError
 
 __all__ = ["WrappedOptimizer", "engine_of_both", "outermost"]

@@ -1,0 +1,150 @@
+"""The optimizer's state as the unsharded model's optimizer would have it: collected on one rank, loaded at any number.
+
+The format is that of ``torch.optim.Optimizer.state_dict()``: parameters by number, in the order of the param groups.
+Plain torch, ZeroRedundancyOptimizer (after ``consolidate_state_dict``) and this module read each other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from streamshard.engine.engine import Engine
+from streamshard.errors import RankMismatchError, ShardingError
+from streamshard.unit.optimizer_hooks import NUMBERS, take_over_state
+from streamshard.unit.shard import ParamShard
+
+__all__ = ["gather_state", "moment_of", "names_of_moments", "scatter_state"]
+
+
+def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict[str, Any]:
+    """See `streamshard.full_optimizer_state_dict`."""
+    engine.settle()
+    take_over_state(optimizer)
+    wanted = not rank0_only or engine.transport.is_first
+    numbers = {param: number for number, param in enumerate(_params_of(optimizer))}
+    packed = optimizer.state_dict()
+    state = {number: {name: _copied(v) for name, v in values.items()} for number, values in packed["state"].items()}
+    for unit in engine.units:
+        names = names_of_moments(unit.shard.params, optimizer)
+        if len({tuple(other) for other in engine.transport.gather_objects(names)}) > 1:
+            raise RankMismatchError(f"the optimizer's state of {unit.name!r} differs between ranks: here it is {names}")
+        for name in names:
+            moments = [moment_of(shard, optimizer, name) for shard in unit.shard.params]
+            shards = unit.shard.params
+            # Parameters without such state take part with whatever else is of their size.
+            pieces = [s.main if m is None else m.reshape(-1) for s, m in zip(shards, moments, strict=True)]
+            full = unit.gather_full(pieces)
+            for shard, moment in zip(shards, moments, strict=True):
+                if wanted and moment is not None:
+                    whole = full.narrow(0, shard.layout.offset, shard.layout.numel).view(shard.layout.shape)
+                    state[numbers[shard.param]][name] = whole.to("cpu", moment.dtype, copy=True)
+    return {**packed, "state": state} if wanted else {}
+
+
+def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
+    """See `streamshard.load_optimizer_state_dict`."""
+    engine.settle()
+    transport, params = engine.transport, _params_of(optimizer)
+    shards = {shard.param: shard for shard in engine.param_shards}
+    given: Mapping[str, Any] = (state_dict if transport.is_first else None) or {"state": {}, "param_groups": []}
+    errors = transport.gather_errors(_format_error(given))
+    if errors[0] is not None:
+        raise ShardingError(errors[0])
+    # Everything but tensors with elements, which follow one by one.
+    outline = {
+        number: {name: _outline(name, value, shards.get(params[number])) for name, value in values.items()}
+        for number, values in given["state"].items()
+        if number < len(params)
+    }
+    others = {key: value for key, value in given.items() if key != "state"}  # param groups; counters of wrappers
+    outline, others = transport.gather_objects((outline, others))[0]
+    groups = others["param_groups"]
+    _check(outline, groups, params, shards)
+    state: dict[int, dict[str, Any]] = {}
+    for number, values in outline.items():
+        shard = shards.get(params[number])
+        state[number] = {}
+        for name, value in values.items():
+            if not isinstance(value, _Tensor):
+                state[number][name] = value
+                continue
+            full = torch.empty(value.shape, dtype=value.dtype, device=engine.streams.device)
+            if transport.is_first:
+                full.copy_(given["state"][number][name])
+            transport.broadcast(full)
+            if shard is not None and value.shape == shard.layout.shape:
+                full = full.view(-1)[shard.local.start : shard.local.stop].view(shard.piece.shape).clone()
+            state[number][name] = full
+    optimizer.load_state_dict({**others, "state": state})
+
+
+def _copied(value: Any) -> Any:
+    """Not shared with the optimizer, which goes on counting steps."""
+    return value.as_subclass(torch.Tensor).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+class _Tensor:
+    """Stands for a tensor that is still to be sent."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+
+
+def _outline(name: str, value: Any, shard: ParamShard | None) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    is_one_number = shard is not None and not shard.layout.shape
+    return _Tensor(value) if value.ndim or is_one_number and name not in NUMBERS else value
+
+
+def _params_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """In the order of their numbers in a state dict."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def names_of_moments(shards: Sequence[ParamShard], optimizer: Optimizer) -> list[str]:
+    """Names of state that has an element for each of the parameter's, in order of appearance."""
+    names: dict[str, None] = {}
+    for shard in shards:
+        for name in optimizer.state.get(shard.param, {}):
+            if moment_of(shard, optimizer, name) is not None:
+                names[name] = None
+    return list(names)
+
+
+def moment_of(shard: ParamShard, optimizer: Optimizer, name: str) -> torch.Tensor | None:
+    """State `name` of a parameter, in its sharded shape; None if it has none that has an element for each of its."""
+    value = optimizer.state.get(shard.param, {}).get(name)
+    return value if isinstance(value, torch.Tensor) and value.shape == shard.piece.shape else None
+
+
+def _format_error(given: object) -> str | None:
+    if isinstance(given, Mapping) and isinstance(given.get("state"), Mapping) and "param_groups" in given:
+        return None
+    shown = f"a dict of {sorted(map(str, given))}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
+    return f"the optimizer state is {shown}: wanted what Optimizer.state_dict() gives, with 'state' and 'param_groups'"
+
+
+def _check(
+    outline: Mapping[int, Mapping[str, Any]],
+    groups: list[dict[str, Any]],
+    params: list[nn.Parameter],
+    shards: Mapping[nn.Parameter, ParamShard],
+) -> None:
+    count = sum(len(group["params"]) for group in groups)
+    if count != len(params):
+        raise ShardingError(f"the optimizer state is of {count} parameters, the optimizer has {len(params)}")
+    for number, values in outline.items():
+        shard = shards.get(params[number])
+        for name, value in values.items():
+            if shard is not None and isinstance(value, _Tensor) and value.shape != shard.layout.shape:
+                raise ShardingError(
+                    f"optimizer state {name!r} of parameter number {number} has shape {value.shape}; "
+                    f"{shard.name!r} has {shard.layout.shape}: was the optimizer built over the same parameters?"
+                )

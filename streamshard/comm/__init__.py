@@ -1,0 +1,1 @@
+"""Streams, fences, and everything that passes between ranks."""

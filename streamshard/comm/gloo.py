@@ -1,0 +1,144 @@
+"""CPU ranks over gloo: chunks are exchanged between pairs of ranks, and summed where they arrive."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from streamshard.comm.issued import Board, Kind, describe_difference
+from streamshard.comm.streams import Streams, Work
+from streamshard.comm.transport import Reduction, Transport, sum_in_rank_order
+
+__all__ = ["PairwiseTransport", "sum_in_pieces"]
+
+_SUM_BLOCK = 1 << 17  # elements
+# A unit's gathers, its reductions and gathers of full tensors must never be taken for each other: gloo ends the process
+# where a message is longer than the memory for it.
+_TAGS_PER_UNIT = 3
+_NOBODYS_TAG = (1 << 31) - 1  # of a message that is never sent
+
+
+class PairwiseTransport(Transport):
+    """CPU ranks over gloo: every pair of ranks exchanges its chunks directly, without staging copies."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, streams: Streams, everyone: dist.ProcessGroup | None = None, replica: int = 0
+    ) -> None:
+        super().__init__(group, streams, everyone, replica)
+        self._board = Board(group, self.rank, self.world_size)
+
+    def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
+        """See `Transport.start_gather`. Other ranks' shards are received in place; this rank's is copied."""
+        self.log.add(Kind.GATHER, tag)
+        return self._exchange(shard, slot, tag * _TAGS_PER_UNIT)
+
+    def start_gather_full(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> Work | None:
+        """See `Transport.start_gather_full`."""
+        self.log.add(Kind.GATHER_FULL, tag)
+        return self._exchange(shard, full, tag * _TAGS_PER_UNIT + 2)
+
+    def _exchange(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work:
+        chunks = slot.view(self.world_size, -1)
+        self.streams.declare_access(shard, write=False, what="all_gather")
+        self.streams.declare_access(slot, write=True, what="all_gather")
+        messages = []
+        for peer in self._peers():
+            messages.append(self.group.send([shard], peer, tag))
+            messages.append(self.group.recv([chunks[peer]], peer, tag))
+        if chunks[self.rank].data_ptr() != shard.data_ptr():
+            with self.streams.on_comm():
+                chunks[self.rank].copy_(shard)
+        return _Exchange(messages)
+
+    def start_reduce(self, reduction: Reduction) -> Work | None:
+        """See `Transport.start_reduce`. Sums in rank order, in fp32, when the work is waited for."""
+        chunks = reduction.slot.view(self.world_size, -1)
+        received = reduction.scratch.view(self.world_size - 1, -1)
+        self.streams.declare_access(reduction.slot, write=False, what="reduce_scatter")
+        self.streams.declare_access(reduction.scratch, write=True, what="reduce_scatter")
+        self.streams.declare_access(reduction.out, write=True, what="reduce_scatter")
+        self.log.add(Kind.REDUCE, reduction.tag)
+        messages = []
+        for place, peer in enumerate(self._peers()):
+            tag = reduction.tag * _TAGS_PER_UNIT + 1
+            messages.append(self.group.send([chunks[peer]], peer, tag))
+            messages.append(self.group.recv([received[place]], peer, tag))
+        return _Exchange(messages, lambda: self._sum(chunks[self.rank], received, reduction))
+
+    def start_average(self, tensor: torch.Tensor) -> Work | None:
+        """See `Transport.start_average`. The backend's own sum; divided when it is waited for."""
+        self.streams.declare_access(tensor, write=True, what="all_reduce")
+        self.log.add(Kind.AVERAGE)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return _Exchange([work], lambda: self._divide(tensor))
+
+    def _divide(self, tensor: torch.Tensor) -> None:
+        with self.streams.on_comm(), torch.no_grad():
+            tensor.div_(self.world_size)
+
+    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
+        """Every other rank's chunk is received before the sum."""
+        return shard_numel * (self.world_size - 1)
+
+    def _sum(self, own: torch.Tensor, received: torch.Tensor, reduction: Reduction) -> None:
+        others = list(received)
+        with self.streams.on_comm():
+            sum_in_pieces([*others[: self.rank], own, *others[self.rank :]], reduction.out, reduction.accumulate)
+
+    def _peers(self) -> list[int]:
+        """The other ranks, in rank order: `received` is laid out in this order."""
+        return [peer for peer in range(self.world_size) if peer != self.rank]
+
+    def find_difference(self) -> str | None:
+        """See `Transport.find_difference`. Ranks put their logs up where the others can see them, once they wait."""
+        return describe_difference(self._board.exchange(self.log), self.names)
+
+    def hang_up(self) -> None:
+        """See `Transport.hang_up`. gloo has no word for it, but closes all connections when a message is overdue."""
+        for group_of in {self._group_of, self._everyone_of}:
+            group = group_of()
+            if group is None or group.size() == 1:
+                continue
+            peer = (group.rank() + 1) % group.size()
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, _NOBODYS_TAG).wait(datetime.timedelta(milliseconds=1))
+
+
+class _Exchange:
+    """Messages under way in gloo's threads, and what to do once all have arrived.
+
+    The messages are kept until then: gloo frees a receive buffer's registration with its work object.
+
+    Args:
+        messages: sends and receives.
+        finish: called at the end of the first wait.
+    """
+
+    def __init__(self, messages: Sequence[dist.Work], finish: Callable[[], None] | None = None) -> None:
+        self._messages: Sequence[dist.Work] = messages
+        self._finish = finish
+
+    def wait(self) -> None:
+        """See `streamshard.comm.streams.Work`."""
+        messages, self._messages = self._messages, ()
+        for message in messages:
+            message.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+def sum_in_pieces(chunks: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool) -> None:
+    """`sum_in_rank_order` for a CPU, whose cache keeps a piece of `out` between the addends.
+
+    If `out` is one of the chunks (main grads that lie in the grad slot), that one comes first: it is overwritten.
+    """
+    first = [chunk for chunk in chunks if chunk.data_ptr() == out.data_ptr()]
+    ordered = [*first, *(chunk for chunk in chunks if chunk.data_ptr() != out.data_ptr())]
+    with torch.no_grad():
+        for piece, *parts in zip(*(tensor.split(_SUM_BLOCK) for tensor in (out, *ordered)), strict=True):
+            sum_in_rank_order(parts, piece, accumulate=accumulate)

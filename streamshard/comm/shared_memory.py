@@ -1,0 +1,287 @@
+"""Ranks of one machine read each other's memory: the CPU transport without sockets in between.
+
+What other ranks read (compute shards, grad slots) lies in one anonymous memory file per rank, its *arena*, which every
+peer maps. A gather then is one copy out of each peer's compute shard, a reduction one sum over all ranks' grad slots,
+and who is how far is told by counters in the arenas ([Note: counters]). NCCL does the same between the GPUs of one
+machine. Through gloo's sockets the same exchange cost three to four times the CPU time (docs/log.md).
+
+[Note: counters]
+Each rank has five counters, which only it increments:
+
+- PUBLISHED: my compute shards are cast and may be read. Peers wait for it before they copy.
+- RETRACTED: I have read all I was going to read. Peers wait for it before they cast anew (rule 5).
+- WRITTEN: reductions whose grad slot I have filled. Peers wait for it before they sum.
+- SUMMED: reductions that I have summed. Peers wait for it before they write that slot again (rule 3).
+- VOTED: votes that I have given. A rank gives its next one when it has read all of the last, so two places are enough.
+
+Counts say enough because passes and reductions come in the same order on all ranks (the program's). That they do is
+compared: with each count goes what the log of all that was issued before came to (`streamshard.comm.issued`). Sums are
+taken in that order too, as early as possible, so no rank waits for a sum that waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from streamshard.comm.arena import Arena, Counter, State, arena_bytes, map_all, offer_memory
+from streamshard.comm.gloo import PairwiseTransport, sum_in_pieces
+from streamshard.comm.issued import Kind, describe_difference
+from streamshard.comm.streams import Work
+from streamshard.comm.transport import Reduction, Transport
+from streamshard.errors import StateError
+
+__all__ = ["SharedMemoryTransport", "share_memory"]
+
+_DISABLE = "STREAMSHARD_SHARED_MEMORY"  # environment variable: "0" leaves everything to gloo
+_ORDERED = ("x86_64", "AMD64")  # where stores become visible in program order, which counters rely on
+_YIELDS = 200  # how often to look before sleeping between looks
+_LONGEST_SLEEP_S = 1e-3
+_COMPARE_EVERY_S = 0.1  # while waiting: the logs of all ranks
+
+
+class _Once:
+    """Work that is done by whoever waits for it."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action: Callable[[], None] | None = action
+
+    def wait(self) -> None:
+        """See `streamshard.comm.streams.Work`."""
+        action, self._action = self._action, None
+        if action is not None:
+            action()
+
+
+class SharedMemoryTransport(PairwiseTransport):
+    """CPU ranks of one machine. Made by `share_memory`.
+
+    Args:
+        other: what ranks had before; its groups and streams are used.
+        arenas: all ranks', by rank.
+    """
+
+    def __init__(self, other: PairwiseTransport, arenas: Sequence[Arena]) -> None:
+        super().__init__(other.group, other.streams, other.everyone, other.replica)
+        self._arenas = arenas
+        self._own = arenas[self.rank]
+        self.log = self._own.log
+        self._timeout_s = _timeout_s(other.group)
+        self._started: deque[Reduction] = deque()  # not summed yet
+        self._compared = 0  # publications
+        weakref.finalize(self, _leave, self._own, os.getpid())
+
+    def allocate_visible(self, numel: int, dtype: torch.dtype, *, is_users: bool = False) -> torch.Tensor:
+        """See `Transport.allocate_visible`."""
+        return self._own.place(numel, dtype, is_users=is_users)
+
+    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
+        """Nothing is received, so there is nothing to receive it in."""
+        return 0
+
+    # -- gathers ----------------------------------------------------------------------------------------------------
+
+    def retract_shards(self) -> Work | None:
+        """See `Transport.retract_shards`."""
+        super().retract_shards()
+        count = self._advance(Counter.RETRACTED)
+        return _Once(lambda: self._await(Counter.RETRACTED, count))
+
+    def publish_shards(self, shards: Sequence[torch.Tensor]) -> None:
+        """See `Transport.publish_shards`."""
+        self._own.forget_copy()
+        for place, shard in enumerate(shards):
+            self._own.shards[place] = self._offset_of(shard) if shard.numel() else 0
+        count = self._own.counters[Counter.PUBLISHED] + 1
+        self._own.published[count % len(self._own.published)] = self.log.digest
+        self._advance(Counter.PUBLISHED)
+
+    def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
+        """See `Transport.start_gather`. Copies when it is waited for: the shards stay where they are until then."""
+        if self._own.offset_of(shard) is None:  # of something that is not published: sent, as between machines
+            return super().start_gather(shard, slot, tag)
+        self.streams.declare_access(shard, write=False, what="all_gather")
+        self.streams.declare_access(slot, write=True, what="all_gather")
+        self.log.add(Kind.GATHER, tag)
+        return _Once(lambda: self._copy(shard, slot, tag))
+
+    def _copy(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> None:
+        count = self._own.counters[Counter.PUBLISHED]
+        if self._compared < count:
+            self._await(Counter.PUBLISHED, count)
+            self._compare([arena.published[count % len(arena.published)] for arena in self._arenas])
+            self._compared = count
+        with self.streams.on_comm(), torch.no_grad():
+            for arena, chunk in zip(self._arenas, slot.view(self.world_size, -1), strict=True):
+                if chunk.data_ptr() != shard.data_ptr():  # a slot that is its unit's alone holds the compute shard
+                    chunk.copy_(arena.view(arena.shards[tag], shard.numel(), shard.dtype))
+
+    # -- votes ------------------------------------------------------------------------------------------------------
+
+    def any_rank(self, value: bool) -> bool:
+        """See `Transport.any_rank`. Replicas may be on other machines."""
+        if self.total_size > self.world_size:
+            return super().any_rank(value)
+        self.log.add(Kind.VOTE)
+        place = self._own.counters[Counter.VOTED] % len(self._own.votes)
+        self._own.votes[place] = value
+        count = self._advance(Counter.VOTED)
+        with self.guard("a vote of all ranks"):
+            self._await(Counter.VOTED, count)
+        return any(arena.votes[place] for arena in self._arenas)
+
+    # -- reductions -------------------------------------------------------------------------------------------------
+
+    def start_reduce(self, reduction: Reduction) -> Work | None:
+        """See `Transport.start_reduce`. Sums in rank order, in fp32, once all ranks have started it."""
+        self.streams.declare_access(reduction.slot, write=False, what="reduce_scatter")
+        self.streams.declare_access(reduction.out, write=True, what="reduce_scatter")
+        self._started.append(reduction)
+        self.log.add(Kind.REDUCE, reduction.tag)
+        self._own.written[self._own.counters[Counter.WRITTEN] % len(self._own.written)] = self.log.digest
+        count = self._advance(Counter.WRITTEN)
+        return _Once(lambda: self._finish(count))
+
+    def progress(self) -> None:
+        """See `Transport.progress`. Sums what all ranks have written, so that nobody has to wait for it later."""
+        while self._started and self._is_everywhere(Counter.WRITTEN, self._own.counters[Counter.SUMMED] + 1):
+            with self.guard("a reduction"):
+                self._sum_next()
+
+    def _finish(self, count: int) -> None:
+        while self._own.counters[Counter.SUMMED] < count:
+            self._await(Counter.WRITTEN, self._own.counters[Counter.SUMMED] + 1)
+            self._sum_next()
+        self._await(Counter.SUMMED, count)
+
+    def _sum_next(self) -> None:
+        place = self._own.counters[Counter.SUMMED]
+        self._compare([arena.written[place % len(arena.written)] for arena in self._arenas])
+        slot, out, _, accumulate, _ = self._started.popleft()
+        # Grad slots are allocated in the same order on all ranks, so they lie at the same place in every arena.
+        start = self._offset_of(slot) + self.rank * out.numel() * slot.element_size()
+        with self.streams.on_comm():
+            sum_in_pieces([arena.view(start, out.numel(), slot.dtype) for arena in self._arenas], out, accumulate)
+        self._advance(Counter.SUMMED)
+
+    def _offset_of(self, tensor: torch.Tensor) -> int:
+        offset = self._own.offset_of(tensor)
+        if offset is None:
+            raise StateError("a shard or slot", "in memory of this rank alone", "in its arena")
+        return offset
+
+    # -- counters ---------------------------------------------------------------------------------------------------
+
+    def _advance(self, counter: Counter) -> int:
+        self._own.counters[counter] += 1
+        return self._own.counters[counter]
+
+    def _is_everywhere(self, counter: Counter, count: int) -> bool:
+        return all(arena.counters[counter] >= count for arena in self._arenas)
+
+    def _await(self, counter: Counter, count: int) -> None:
+        """Return once all ranks' counters have reached `count`.
+
+        Raises:
+            RuntimeError: one never will, because its rank has died, has failed, has left or does something else; or the
+                process group's timeout is over.
+        """
+        began, sleep_s = time.monotonic(), 2e-5
+        compare_at = began + _COMPARE_EVERY_S
+        for look in range(1 << 62):
+            if self._is_everywhere(counter, count):
+                return
+            if look < _YIELDS:
+                os.sched_yield()
+                continue
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+            missing = [rank for rank, arena in enumerate(self._arenas) if arena.counters[counter] < count]
+            for rank in missing:
+                self._check_takes_part(rank, counter, count)
+            if time.monotonic() > compare_at:
+                compare_at += _COMPARE_EVERY_S
+                if (difference := self.find_difference()) is not None:
+                    raise RuntimeError(difference)
+            if time.monotonic() > began + self._timeout_s:
+                raise RuntimeError(f"timed out after {self._timeout_s:g} s of waiting for ranks {missing}")
+
+    def _check_takes_part(self, rank: int, counter: Counter, count: int) -> None:
+        """Raise if `rank`, which has not reached `count`, never will."""
+        arena = self._arenas[rank]
+        story = _STORIES[arena.state]
+        if story is None and arena.process is not None and not arena.process.is_running():
+            story = "has died"
+        # Its last act may have been to get there.
+        if story is not None and arena.counters[counter] < count:
+            raise RuntimeError(self.find_difference() or f"rank {rank} {story}")
+
+    # -- when ranks do not do the same ------------------------------------------------------------------------------
+
+    def find_difference(self) -> str | None:
+        """See `Transport.find_difference`."""
+        return describe_difference([arena.log.words for arena in self._arenas], self.names)
+
+    def fail(self, failure: str) -> None:
+        """See `Transport.fail`."""
+        self._own.leave(State.HAS_FAILED)
+        super().fail(failure)
+
+    def _compare(self, digests: Sequence[int]) -> None:
+        """Raise if ranks have come to the same count on different ways."""
+        if any(digest != digests[self.rank] for digest in digests):
+            raise RuntimeError(self.find_difference() or "ranks have not done the same, some time ago")
+
+
+_STORIES = {
+    State.TAKES_PART: None,
+    State.HAS_LEFT: "has left: its program is over, or its model was deleted",
+    State.HAS_FAILED: "has failed, its own error says how",
+}
+
+
+def _leave(arena: Arena, process: int) -> None:
+    if process == os.getpid():  # not in a forked child
+        arena.leave(State.HAS_LEFT)
+
+
+def _timeout_s(group: dist.ProcessGroup) -> float:
+    # torch has no public way to ask; without an answer, its documented default.
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout.total_seconds() if timeout is not None else 1800.0
+
+
+def share_memory(transport: Transport, nbytes: int, units: int) -> Transport:
+    """A transport through shared memory where a shard group's ranks can map each other's, else `transport`. Blocks.
+
+    Args:
+        transport: what ranks have now.
+        nbytes: the most that will be asked for with `Transport.allocate_visible`; memory is taken only when touched.
+        units: how many shards will be published.
+    """
+    if not isinstance(transport, PairwiseTransport) or transport.world_size == 1:
+        return transport
+    nbytes = arena_bytes(nbytes, units)
+    mine = None
+    if os.environ.get(_DISABLE, "1") != "0" and platform.machine() in _ORDERED:
+        mine = offer_memory(nbytes)
+    arenas = None
+    try:
+        offers = transport.gather_objects(None if mine is None else mine[1], everyone=False)
+        if mine is not None:
+            arenas = map_all(offers, transport.rank, mine[0], units)
+        all_can = all(transport.gather_objects(arenas is not None, everyone=False))
+    finally:
+        if mine is not None:
+            os.close(mine[1].descriptor)  # mappings stay
+    if not all_can or arenas is None:
+        return transport
+    return SharedMemoryTransport(transport, arenas)

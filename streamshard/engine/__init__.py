@@ -1,0 +1,1 @@
+"""When everything happens: passes, sweeps, and what torch tells of them."""

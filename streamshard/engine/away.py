@@ -1,0 +1,329 @@
+"""Reading a parameter is asking for its unit: what a weight is while its own layer does not run.
+
+Inside a pass a unit's weights are in their slot only while one of its layers runs. Code that reads them at another time
+(the root's forward, another layer, a method other than ``forward``, a recomputation that nobody announced) gets an
+`AwayWeight`: it has the weight's shape, dtype and device, no memory, and each operation on it asks the engine for the
+unit, computes with the slot, and lets the slot go on to whom it was taken from. Nobody ever holds memory that becomes
+another layer's. See [Note: away].
+
+[Note: away]
+``nn.Module.__getattr__`` is reached for parameters, buffers and submodules only, and looks parameters up in the
+module's ``_parameters``. A bound module has a plain dict there. An unbound one has a `ShardedParameters`, whose
+look-ups answer for the time being: outside of passes with the sharded parameter, inside with an `AwayWeight`, or, where
+the unit has a slot of its own, with the compute view, once it has arrived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+
+from streamshard.engine.engine import Engine
+from streamshard.engine.hooks import holding_back_weights, tensors_in
+from streamshard.engine.outside import OutsideParameters
+from streamshard.errors import ShardingError
+from streamshard.unit.buffers import WeightSlot
+from streamshard.unit.unit import StreamedUnit
+
+__all__ = ["AwayWeight", "Home", "Place", "ShardedParameters"]
+
+# Answered from the outside, without the values: properties and methods of tensors.
+_KNOWN = frozenset(
+    name
+    for line in (
+        "shape dtype device ndim layout itemsize nbytes names is_cuda is_cpu is_meta is_xpu is_mps is_sparse is_nested",
+        "is_sparse_csr is_quantized is_mkldnn is_leaf grad_fn _version _base size dim numel nelement ndimension stride",
+        "storage_offset element_size is_floating_point is_complex is_contiguous is_signed is_inference get_device",
+        "__len__ has_names is_shared",
+    )
+    for name in line.split()
+)
+_OF_THE_PARAMETER = ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class AwayWeight(torch.Tensor):
+    """Stands for a weight whose unit may be elsewhere in the program. Shape, dtype and device of the compute view.
+
+    Attributes:
+        home: what it is a weight of.
+        place: of the parameter in its unit.
+        is_detached: whether operations on it are not part of a graph (``.data``, ``.detach()``).
+    """
+
+    _home_of: weakref.ref[Home]
+    place: int
+    is_detached: bool
+
+    @staticmethod
+    def make(home: Home, place: int, *, is_detached: bool = False) -> AwayWeight:
+        """The weight at `place` of `home`."""
+        view = home.unit.views[place]
+        weight: AwayWeight = torch.Tensor._make_wrapper_subclass(
+            AwayWeight, view.shape, dtype=view.dtype, device=view.device
+        )
+        weight._home_of = weakref.ref(home)
+        weight.place = place
+        weight.is_detached = is_detached
+        weight._is_param = True  # what isinstance(.., nn.Parameter) asks
+        return weight
+
+    @property
+    def home(self) -> Home:
+        """Alive as long as the model is."""
+        home = self._home_of()
+        if home is None:
+            raise ShardingError("a weight is used after its model is gone")
+        return home
+
+    @property
+    def param_name(self) -> str:
+        """Fully qualified, for messages."""
+        return self.home.unit.shard.params[self.place].name
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Questions are answered; in-place changes raise; everything else computes with the weight itself."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            weight = args[0]
+            if attribute in _OF_THE_PARAMETER:
+                return (
+                    getattr(weight.home.unit.shard.params[weight.place].param, attribute)
+                    if name == "__get__"
+                    else (setattr(weight.home.unit.shard.params[weight.place].param, attribute, args[1]))
+                )
+            if name == "__set__":
+                _refuse_change(weight, f".{attribute} = ...")
+            if attribute == "data":
+                return cls.make(weight.home, weight.place, is_detached=True)
+            if attribute in _KNOWN:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+        elif name in _KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        elif name == "detach":
+            return cls.make(args[0].home, args[0].place, is_detached=True)
+        elif name == "requires_grad_":
+            args[0].home.unit.shard.params[args[0].place].param.requires_grad_(*args[1:], **kwargs)
+            return args[0]
+        elif name == "__repr__":
+            return f"AwayWeight({args[0].param_name!r}, {tuple(args[0].shape)}, {args[0].dtype})"
+        elif name in ("__deepcopy__", "__reduce_ex__", "data_ptr", "untyped_storage"):
+            _refuse_memory(args[0], name)
+        for target in _changed_by(name, args, kwargs):
+            _refuse_change(target, name)
+        return _compute(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch passes the function as well
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        """Reached by code that goes around ``__torch_function__``."""
+        weight = next(each for each in _away_in((args, kwargs or {})))
+        _refuse_memory(weight, str(func))
+
+
+class ShardedParameters(OutsideParameters):
+    """A module's parameters while its unit is not bound. The sharded parameters themselves, but for look-ups in a pass.
+
+    Args:
+        sharded: name to sharded parameter.
+        places: where each of them lies, the tied ones in the edge unit.
+        engine: the model's.
+    """
+
+    __slots__ = ("_places",)
+
+    def __init__(self, sharded: Mapping[str, nn.Parameter | None], places: Mapping[Any, Place], engine: Engine) -> None:
+        super().__init__(sharded, engine)
+        self._places: dict[Any, Place] = {param: places[param] for param in sharded.values() if param is not None}
+
+    def __getitem__(self, key: str) -> Any:
+        """The parameter `key`, as it is for the time being."""
+        place = self._places.get(self.get(key))
+        if place is not None and place.home.is_in_pass:
+            return place.home.weight(place.number)
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """What was looked up may be put back (``torch.func.functional_call`` does): as the sharded parameter again."""
+        for param, place in self._places.items():
+            if place.home.stands_for(value, place.number):
+                value = param
+        super().__setitem__(key, value)
+
+    def items(self) -> Any:
+        """As `__getitem__`, for ``module.parameters()`` inside a forward; a backward's hooks see what is sharded."""
+        items = super().items()
+        if not any(place.home.is_in_forward for place in self._places.values()):
+            return items
+        places = {param: place.home.listed(place.number) for param, place in self._places.items()}
+        return [(key, places.get(value, value)) for key, value in items]
+
+    def values(self) -> Any:
+        """As `items`."""
+        return [value for _, value in self.items()]
+
+
+class Place(NamedTuple):
+    """Where a parameter lies: which of its unit's it is."""
+
+    home: Home
+    number: int
+
+
+class Home:
+    """A unit and its engine, for its weights that are away. One per unit.
+
+    Args:
+        unit: whose.
+        engine: asked for it. Both are held weakly: modules hold this, and the engine, whose the unit is.
+    """
+
+    def __init__(self, unit: StreamedUnit, engine: Engine) -> None:
+        self._unit_of = weakref.ref(unit)
+        self._engine_of = weakref.ref(engine)
+        self._away: dict[int, AwayWeight] = {}
+
+    @property
+    def unit(self) -> StreamedUnit:
+        """See above."""
+        unit = self._unit_of()
+        if unit is None:
+            raise ShardingError("a weight is used after its model is gone")
+        return unit
+
+    @property
+    def engine(self) -> Engine:
+        """Alive as long as a module of it is."""
+        engine = self._engine_of()
+        if engine is None:
+            raise ShardingError("a weight is used after its model is gone")
+        return engine
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a pass is under way."""
+        return self.engine.is_in_forward
+
+    @property
+    def is_in_pass(self) -> bool:
+        """The same, or a backward: it may recompute."""
+        return self.engine.is_in_pass
+
+    def away(self, place: int) -> AwayWeight:
+        """The weight at `place`, made once."""
+        if place not in self._away:
+            self._away[place] = AwayWeight.make(self, place)
+        return self._away[place]
+
+    def stands_for(self, value: Any, place: int) -> bool:
+        """Whether `value` is what the weight at `place` is computed with, or stands for it."""
+        if isinstance(value, AwayWeight):
+            return value.home is self and value.place == place
+        return value is self.unit.views[place]
+
+    def listed(self, place: int) -> torch.Tensor:
+        """The weight at `place` in a list of all: the edge unit's are in place throughout a pass."""
+        return self.unit.views[place] if self.unit is self.engine.edge else self.away(place)
+
+    def weight(self, place: int) -> torch.Tensor:
+        """What code that reads the weight at `place` gets."""
+        if self.unit.weight_slot.is_shared:
+            return self.away(place)
+        self.engine.borrow(self.unit).give_back()  # a slot of its own: what has arrived stays
+        return self.unit.views[place]
+
+
+def _compute(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """`func` with every away weight in its arguments replaced by the weight.
+
+    With one unit its slot is computed with directly; what comes out as a view of it is copied. Weights of several units
+    may need the same slot, so they are copied one after the other.
+    """
+    found = list(_away_in((args, kwargs)))
+    homes = {weight.home for weight in found}
+    weights: dict[AwayWeight, torch.Tensor] = {}
+    if len(homes) > 1:
+        for weight in found:
+            weights[weight] = _compute(torch.clone, (weight,), {})
+        return func(*_replaced(args, weights), **_replaced(kwargs, weights))
+    (home,) = homes
+    unit = home.unit
+    if not home.engine.is_in_pass:
+        raise ShardingError(
+            f"{found[0].param_name!r} was read inside a forward and is used after it, where every rank has its piece "
+            "only: compute with it inside, keep a clone(), or read it inside summon_full_params()"
+        )
+    slot = unit.weight_slot
+    for tensor in tensors_in((args, kwargs)):  # another layer's weights in the same slot, such as the running one's
+        if slot.content != unit.index and not isinstance(tensor, AwayWeight) and slot.holds(tensor):
+            weights[tensor] = tensor.clone()  # type: ignore[index]  # by identity
+    borrowed = home.engine.borrow(unit)
+    try:
+        with holding_back_weights(home.engine, borrowed.run) if borrowed.run is not None else contextlib.nullcontext():
+            for weight in found:
+                view: torch.Tensor = unit.views[weight.place]
+                view = view.detach() if weight.is_detached else view
+                weights[weight] = view if borrowed.run is not None else view.clone()
+            return _copied(func(*_replaced(args, weights), **_replaced(kwargs, weights)), slot)
+    finally:
+        borrowed.give_back()
+
+
+def _copied(value: Any, slot: WeightSlot) -> Any:
+    """`value` with tensors that lie in `slot` copied out of it."""
+    if isinstance(value, torch.Tensor):
+        return value.clone() if slot.holds(value) else value
+    if isinstance(value, list | tuple):
+        copied = [_copied(item, slot) for item in value]
+        return type(value)(*copied) if hasattr(value, "_fields") else type(value)(copied)
+    return value
+
+
+def _replaced(value: Any, weights: Mapping[Any, torch.Tensor]) -> Any:
+    """`value` with the keys of `weights` in it replaced."""
+    if isinstance(value, torch.Tensor):
+        return weights.get(value, value)
+    if isinstance(value, Mapping):
+        return {key: _replaced(item, weights) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        replaced = [_replaced(item, weights) for item in value]
+        return type(value)(*replaced) if hasattr(value, "_fields") else type(value)(replaced)
+    return value
+
+
+def _away_in(value: Any) -> Iterator[AwayWeight]:
+    return (tensor for tensor in tensors_in(value) if isinstance(tensor, AwayWeight))
+
+
+def _changed_by(name: str, args: Any, kwargs: Mapping[str, Any]) -> Iterable[AwayWeight]:
+    """The away weights that an operation would write to: its name ends in ``_``, or they are given as ``out``."""
+    is_in_place = name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "__iadd__", "__imul__")
+    yield from _away_in(args[0]) if is_in_place and args else ()
+    yield from _away_in(kwargs.get("out"))
+
+
+def _refuse_change(weight: AwayWeight, what: str) -> NoReturn:
+    raise ShardingError(
+        f"{what} on parameter {weight.param_name!r} inside a forward, while its layer is not running: the whole weight "
+        "exists in a buffer that other layers use next, so the change would be lost. Change it outside of forward "
+        "(pieces, element by element, or summon_full_params(writeback=True))"
+    )
+
+
+def _refuse_memory(weight: AwayWeight, what: str) -> NoReturn:
+    raise ShardingError(
+        f"{what} of parameter {weight.param_name!r} inside a forward, while its layer is not running: the weight has "
+        "no memory of its own then. clone() it first"
+    )

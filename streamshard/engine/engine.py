@@ -1,0 +1,663 @@
+"""When everything happens: one short method per event of a training step, from enter to finish_backward.
+
+The engine owns the sweeps (which unit is next), the phase, and nothing else: buffers are the ledger's, journeys the
+units'. Hooks call in, units are told what to do. See [Note: one program], [Note: ordering rules], [Note: need].
+
+[Note: need]
+Backward needs a unit's weights when one of its saved tensors is unpacked: each unit's forward runs under saved-tensor
+hooks which hold back the slot's views (0.03 ms of host time per layer, docs/log.md). That is exact whatever the loss
+is made of. A hook on the outputs' graph nodes says it earlier, and also when recomputation inside the unit
+(torch.utils.checkpoint) has hidden its saved tensors from us. Being needed closes every unit before: their gradients
+are complete, because autograd runs nodes latest-created first, and what a unit used twice still has to come is known
+from the program: its reduction stands behind its last visit.
+
+[Note: several passes]
+A backward sweeps the passes that it reaches, each when it reaches it: nobody is asked beforehand which graphs exist or
+are still alive, because the answer could differ between ranks, and with it the collectives. autograd runs nodes
+latest-created first, so the passes of one backward come one after the other, the latest first. A unit is reduced at the
+end of its turn in each of them, and adds up in the main grads; the edge unit, once, at the end.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.autograd import Variable
+
+from streamshard.comm.streams import Fence, Rule, StreamName, Streams
+from streamshard.comm.transport import Transport
+from streamshard.engine.buffer_sync import BufferSync
+from streamshard.engine.edits import Edits
+from streamshard.engine.passes import Pass, Run
+from streamshard.engine.reductions import Reductions
+from streamshard.errors import ShardingError
+from streamshard.plan.memory import Needs
+from streamshard.plan.program import Op, OpKind, Sweep, merge_order
+from streamshard.plan.slots import SlotPlan
+from streamshard.plan.structure import refuse_transforms
+from streamshard.unit.buffers import Ledger
+from streamshard.unit.shard import ParamShard
+from streamshard.unit.unit import Member, StreamedUnit
+
+__all__ = ["Engine", "UnevenSteps", "in_backward"]
+
+EDGE = 0  # index of the edge unit
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside an autograd backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class UnevenSteps(Protocol):
+    """What is told of a step so that ranks that have run out of inputs can follow: see `streamshard.join`."""
+
+    def before_pass(self) -> None:
+        """An outermost forward begins."""
+
+    def before_clipping(self, max_norm: float, norm_type: float, skip_above: float | None) -> None:
+        """``model.clip_grad_norm_`` was called."""
+
+
+class Borrowed(NamedTuple):
+    """A unit that is in its slot for somebody else's sake. See `Engine.borrow`.
+
+    Attributes:
+        engine: whose.
+        unit: is in its slot.
+        evicted: layers of another unit that were bound, and computing perhaps, when it came.
+        run: what saved tensors refer to; None where somebody else's hooks take care of them.
+    """
+
+    engine: Engine
+    unit: StreamedUnit
+    evicted: list[Member]
+    run: Run | None
+
+    def give_back(self) -> None:
+        """The slot goes back to whom it was taken from."""
+        self.engine.take_back(self.unit, self.evicted)
+
+
+class Engine:
+    """Streams units through slots.
+
+    Args:
+        units: all units; the edge unit first, then blocks in registration order.
+        plan: which unit uses which slot.
+        transport, streams, ledger, buffers: see there. The engine owns the two step-boundary fences.
+        needs: what memory depends on, the dtypes in force among it; for reports.
+        reductions: where a backward's gradients go.
+
+    Attributes:
+        why_slots: how many slots there are, and why, for reports.
+        check_structure: raises if the model is not what was sharded; called before each pass that casts.
+        uneven: set while ranks may run out of inputs.
+        is_whole: parameters hold whole tensors, for a while (``summon_full_params``).
+        is_synced: False inside ``no_sync()``: weights cannot have changed since the last pass, so what slots hold is
+            reused.
+        slots_span: first and last address (exclusive) between which all slots lie that units take turns in.
+        delivers: False while gradients of a backward go to whom asked for them: parameters' own hooks are not called.
+        step_lock: held by the thread that is in an optimizer's step, see `streamshard.DistributedOptimizer`.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[StreamedUnit],
+        plan: SlotPlan,
+        transport: Transport,
+        streams: Streams,
+        ledger: Ledger,
+        buffers: BufferSync,
+        needs: Needs,
+        reductions: Reductions,
+    ) -> None:
+        self.units = list(units)
+        self.transport = transport
+        self.streams = streams
+        self.ledger = ledger
+        self.buffers = buffers
+        self.reductions = reductions
+        self.edits = Edits(self.units, transport)
+        self.why_slots = ""
+        self.check_structure: Callable[[], None] = lambda: None
+        self.is_whole = False
+        self.is_synced = True
+        self.delivers = True
+        self.step_lock = threading.RLock()
+        self.uneven: weakref.ref[UnevenSteps] | None = None
+        self.depth = 0  # of forwards of modules that the engine watches
+        self.order: tuple[int, ...] = tuple(range(len(units)))
+        self._has_learnt = False
+        self.plan = plan
+        self.needs = needs
+        self.precision = needs.precision
+        self._slot_of = plan.weights
+        self._weights_are_current = False
+        self._forward: Sweep | None = None
+        self._pass: Pass | None = None
+        self._entering: frozenset[int] | None = None  # the units of a pass that begins when weights are first read
+        self._is_delivering = False  # gradients are final: hooks of the sharded parameters run
+        self._running: list[Member] = []  # layers whose forward is running, one inside the other
+        self._cast_versions: list[list[int]] = []  # of the weights that were cast last, inside no_sync()
+        self._backward: Sweep | None = None
+        self._swept: Pass | None = None  # the pass whose visits `_backward` walks
+        self._closed: list[Pass] = []  # passes that this backward has been through
+        self._computing: StreamedUnit | None = None  # the unit whose backward is running
+        self._holds_grads = False  # this backward leaves its gradients in their slots
+        slots = {unit.weight_slot for unit in units if unit.weight_slot.is_shared}
+        self._shared_slots = sorted(slots, key=lambda slot: slot.first_byte)
+        self._slot_starts = [slot.first_byte for slot in self._shared_slots]
+        # [first, last) byte between which all of them lie.
+        self.slots_span = (self._slot_starts[0], max(slot.last_byte for slot in slots)) if slots else (0, 0)
+        self._cast_done = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMPUTE, "compute shards")
+        self._gathers_done = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMM, "gathered shards")
+
+    @property
+    def edge(self) -> StreamedUnit:
+        """The unit of everything outside the blocks."""
+        return self.units[EDGE]
+
+    @property
+    def param_shards(self) -> list[ParamShard]:
+        """This rank's part of every parameter, edge unit first."""
+        return [shard for unit in self.units for shard in unit.shard.params]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank holds the whole model: nothing is gathered or reduced."""
+        return self.transport.world_size == 1
+
+    def set_synced(self, is_synced: bool) -> None:
+        """Leave (True) or enter (False) a stretch of passes between which weights do not change."""
+        self.is_synced = is_synced
+        if is_synced:
+            self._weights_are_current = False
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a forward or a backward is under way, in whatever thread."""
+        return self.depth > 0 or self._backward is not None
+
+    @property
+    def casts_next(self) -> bool:
+        """Whether the next pass takes over weights anew: they may have changed since the last one."""
+        return not self._weights_are_current
+
+    @property
+    def holds_grads_next(self) -> bool:
+        """Whether the next backward leaves its gradients in their slots."""
+        return self.plan.keeps_grads and not self.is_synced and not self.is_alone
+
+    def follow(self, *, is_synced: bool, casts: bool) -> None:
+        """Let the next pass be as it is on other ranks. Arguments: see `is_synced` and `casts_next`."""
+        self.is_synced = is_synced
+        self._weights_are_current = not casts
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def enter(self, units: frozenset[int], *, at_first_read: bool = False) -> None:
+        """The forward of a watched module begins; the outermost one begins a pass over `units`.
+
+        Args:
+            units: what may be used.
+            at_first_read: the pass begins only when weights are asked for: hooks that run before may change them.
+        """
+        self.depth += 1
+        if self.depth > 1 or self._is_recomputing:
+            return
+        try:
+            self._meet(units)
+            self._entering = units
+            if not at_first_read:
+                self._begin_if_entering()
+        except BaseException:
+            self.depth -= 1
+            self._forward = self._pass = self._entering = None
+            raise
+
+    def _meet(self, units: frozenset[int]) -> None:
+        """What comes before a pass, and before hooks of the model's own: it sees the buffers that it computes with."""
+        self.settle()
+        refuse_transforms()
+        if self.uneven is not None and (uneven := self.uneven()) is not None:
+            uneven.before_pass()
+        if len(units) == len(self.units):  # as under DDP, a call of a part of the model is none of it
+            self.buffers.before_pass(trains=torch.is_grad_enabled() and self.is_synced)
+
+    def _begin_if_entering(self) -> None:
+        units, self._entering = self._entering, None
+        if units is not None:
+            self._begin_pass(units)
+
+    def exit(self, error: BaseException | None) -> Pass | None:
+        """The forward of a watched module is over; the outermost one ends the pass, which is returned."""
+        self.depth -= 1
+        if self.depth > 0:
+            return None
+        if error is None:
+            self._begin_if_entering()
+        self._entering = None
+        return None if self._forward is None else self._end_pass(error)
+
+    def _begin_pass(self, units: frozenset[int]) -> None:
+        if not self._weights_are_current or self._cast_versions != [unit.versions() for unit in self.units]:
+            self._cast()
+        visits = [index for index in self.order if index in units or index == EDGE]
+        self._forward = Sweep(visits, self._slot_of, reduce=False)
+        self._pass = Pass(self.edge.versions() if torch.is_grad_enabled() else [])
+        self.edits.begin_pass()
+        self._ask(self.edge)
+        self._bind(self.edge.members[0])
+
+    def _cast(self) -> None:
+        """Main weights to compute shards, between the last pass's gathers and this one's (rule 5)."""
+        self.check_structure()
+        self._drain_gathers()
+        self._await_readers()
+        with torch.no_grad():
+            for unit in self.units:
+                unit.refresh()
+                unit.weight_slot.content = unit.index if self.is_alone or not unit.views else None
+        if not self.is_synced:
+            self._cast_versions = [unit.versions() for unit in self.units]
+        self._cast_done.record()
+        self._cast_done.wait()  # rule 5: no gather reads what is still being cast
+        with self.transport.guard("the start of a forward"):
+            self.transport.publish_shards([unit.shard.compute for unit in self.units])
+
+    def _await_readers(self) -> None:
+        with self.transport.guard("waiting for all ranks between two forwards"):
+            self._gathers_done.record(self.transport.retract_shards())
+            self._gathers_done.wait()  # rule 5: no cast writes what a gather still reads
+
+    def pre_forward(self, member: Member) -> Run:
+        """`member` is about to compute: its weights are in place and bound afterwards."""
+        unit = member.unit
+        if self._is_recomputing:
+            self._recompute(unit)
+            run = Run(unit, self._recomputed_pass(), unit.versions())
+        else:
+            self._begin_if_entering()
+            assert self._pass is not None
+            self._ask(unit)
+            self._bind(member)
+            run = Run(unit, self._pass, unit.versions() if torch.is_grad_enabled() else [])
+        self._running.append(member)
+        return run
+
+    def post_forward(self, member: Member) -> None:
+        """`member` has computed. Its slot goes to another unit once one is asked for."""
+        self._running.pop()
+        outer = self._running[-1] if self._running else None
+        if self._is_recomputing:  # it stays until its reduction
+            if outer is not None:
+                self._recompute(outer.unit)
+            return
+        self._take_edits(member.unit)
+        member.unit.release(member)
+        if outer is not None:  # a layer inside a layer: the outer one goes on, with weights that may have left
+            self._ask(outer.unit)
+            self._bind(outer)
+
+    def _bind(self, member: Member) -> None:
+        """`member` computes with its unit's slot from here on. What the unit was like before is remembered."""
+        unit = member.unit
+        unit.take_trainability()
+        self.edits.restore(unit)
+        unit.forget_edits()
+        member.bind()
+
+    def _take_edits(self, unit: StreamedUnit) -> None:
+        """What its forward has changed about the unit itself persists."""
+        unit.give_trainability()
+        if self.edits.may_have_changed(unit):
+            self.edits.keep(unit)
+
+    @property
+    def _is_recomputing(self) -> bool:
+        """Whether what runs forward now does so for a backward, rather than in a pass."""
+        return self._backward is not None and in_backward()
+
+    def _recomputed_pass(self) -> Pass:
+        """The pass that is being swept; of a graph of edge parameters alone, one without visits."""
+        if self._swept is None:
+            self._swept = Pass(self.edge.versions())
+        return self._swept
+
+    def _ask(self, unit: StreamedUnit) -> None:
+        """Issue what the program has up to `unit`, and let compute wait for its weights (rule 1)."""
+        assert self._forward is not None
+        self._issue(self._forward.ask(unit.index))
+        self._acquire(unit)
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a pass is under way."""
+        return self._pass is not None
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether weights may be asked for: in a pass, and in a backward, which may recompute."""
+        if self._pass is not None or self._entering is not None:
+            return True
+        return not self._is_delivering and in_backward()
+
+    def borrow(self, unit: StreamedUnit) -> Borrowed:
+        """Weights of `unit` are read while no layer of it runs: they are in its slot until they are given back."""
+        self._begin_if_entering()
+        content = unit.weight_slot.content
+        holder = None if content is None or content == unit.index else self.units[content]
+        evicted = [member for member in holder.members if member.is_bound] if holder is not None else []
+        if self._pass is None and self._backward is None:  # nobody has said yet that backward has begun
+            self.begin_backward(None)
+        # Only the innermost saved-tensor hooks are called. A running layer's are ours, in a recomputation too; others',
+        # such as a checkpoint's around the root's own code, have to see the same number of tensors both times.
+        is_ours = self._running or torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        self._acquire(unit)  # beside the program, which would take the running layer's turn to be over
+        if self._pass is not None:
+            self._depart(unit)
+            unit.take_trainability()
+            return Borrowed(self, unit, evicted, self.borrowing(unit) if is_ours else None)
+        return Borrowed(self, unit, evicted, self.borrowing(unit) if self._running else None)
+
+    def borrowing(self, unit: StreamedUnit) -> Run:
+        """What refers to weights of `unit` that are read in the pass under way, or the one that is recomputed."""
+        pass_ = self._recomputed_pass() if self._pass is None else self._pass
+        return Run(unit, pass_, unit.versions(), is_borrowed=True)
+
+    def _depart(self, unit: StreamedUnit) -> None:
+        assert self._forward is not None and self._pass is not None
+        if unit is not self.edge:
+            self._forward.depart(unit.index)
+            self._pass.borrowed.add(unit.index)
+
+    def unit_at(self, address: int) -> StreamedUnit | None:
+        """The unit whose weights lie at `address`, of those that share their slots."""
+        place = bisect.bisect(self._slot_starts, address) - 1
+        slot = self._shared_slots[place] if place >= 0 else None
+        if slot is None or slot.content is None or address >= slot.last_byte:
+            return None
+        return self.units[slot.content]
+
+    def take_back(self, unit: StreamedUnit, evicted: Sequence[Member]) -> None:
+        """A borrowed unit is given back: members of the unit that had to leave for it find their weights again."""
+        unit.weight_slot.released.record()
+        for member in evicted:
+            self._acquire(member.unit)
+            if self._is_recomputing:
+                member.bind()
+            else:
+                self._bind(member)
+
+    def _end_pass(self, error: BaseException | None) -> Pass | None:
+        sweep, pass_ = self._forward, self._pass
+        assert sweep is not None
+        self._forward = self._pass = None
+        self._running.clear()
+        refused: ShardingError | None = None
+        if error is None:
+            try:
+                self._take_edits(self.edge)
+            except ShardingError as raised:
+                error = refused = raised
+        for unit in self.units:
+            if unit.is_bound:
+                unit.release()
+        if error is not None and (self.transport.has_failed or not isinstance(error, Exception)):
+            return None
+        self._issue(sweep.finish())
+        if self.precision.param_dtype is torch.float32:  # gathers read the main weights, which the user may edit now
+            self._drain_gathers()
+            self._await_readers()
+        self._weights_are_current = not self.is_synced
+        # A rank whose forward has failed takes part in what ranks tell each other.
+        has_failed = error is not None or pass_ is None
+        if self.edits.end_pass(has_failed=has_failed):
+            self._cast()  # backward computes with what forward has left
+        if torch.is_grad_enabled() and not self._has_learnt:
+            self._learn(None if has_failed else sweep)
+        if refused is not None:
+            raise refused
+        if has_failed or pass_ is None or not torch.is_grad_enabled():
+            return None
+        pass_.visits = tuple(sweep.log)
+        return pass_
+
+    def _learn(self, sweep: Sweep | None) -> None:
+        """After the first training pass: adopt the order in which units ran if it was the same on all ranks.
+
+        Args:
+            sweep: None if the forward has failed here: then the next one counts.
+        """
+        order = None if sweep is None else merge_order(range(len(self.units)), sweep.used)
+        if self.transport.any_rank(order != self.order):  # most models run as they are registered
+            orders = set(self.transport.gather_objects(order))
+            self._has_learnt = None not in orders
+            if len(orders) == 1 and order is not None:
+                self.order = order
+        else:
+            self._has_learnt = True
+
+    # -- gathers --------------------------------------------------------------------------------------------------
+
+    def _issue(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            unit = self.units[op.unit]
+            if op.kind is OpKind.REDUCE:
+                self.reductions.due.discard(op.unit)
+                if not self._holds_grads:
+                    self.reductions.start(unit)
+            elif unit.weight_slot.content != unit.index:
+                self._gather(unit)
+
+    def _gather(self, unit: StreamedUnit) -> None:
+        holder = unit.weight_slot.content
+        if holder is not None and self.units[holder].is_bound and self.units[holder] is not unit:
+            self.units[holder].release()
+        with self.transport.guard("the gather of", unit.name):
+            unit.start_gather()
+
+    def _acquire(self, unit: StreamedUnit) -> None:
+        if unit.weight_slot.content != unit.index:
+            self._gather(unit)
+        with self.transport.guard("the gather of", unit.name):
+            unit.finish_gather()
+
+    def _drain_gathers(self) -> None:
+        for unit in self.units:
+            with self.transport.guard("the gather of", unit.name):
+                unit.weight_slot.arrived.settle()
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, pass_: Pass | None) -> None:
+        """Backward has reached `pass_`: its program is what the pass issued, reversed. See [Note: several passes].
+
+        Args:
+            pass_: None for a graph in which no unit's weights are needed and no output of a pass occurs.
+        """
+        if self._backward is None:
+            self._open_backward()
+        if pass_ is None or pass_ is self._swept or pass_ in self._closed:
+            return
+        if self._swept is not None:
+            self._closed.append(self._swept)
+            self._close_all()
+        self._check_versions(self.edge, pass_.edge_versions)
+        self._swept = pass_
+        self._sweep_back([unit for unit in reversed(pass_.visits) if unit != EDGE])
+
+    def _open_backward(self) -> None:
+        self._holds_grads = self.holds_grads_next
+        for unit in self.units:
+            unit.take_trainability()
+            if self.plan.keeps_grads:
+                unit.resume_grads()
+        self._sweep_back([])
+        Variable._execution_engine.queue_callback(self.finish_backward)
+        self._acquire(self.edge)
+        self.edge.bind()
+
+    def _sweep_back(self, visits: list[int]) -> None:
+        self._backward = Sweep(visits, self._slot_of, reduce=True)
+        self.reductions.due = set(visits)
+        self._issue(self._backward.release_before(0))
+
+    def need(self, run: Run) -> None:
+        """Backward is about to read the weights of `run`'s unit (rule 1). Called any number of times."""
+        unit = run.unit
+        if self._computing is unit and unit.is_bound and not run.is_borrowed:
+            return
+        is_inside_forward = run.pass_ is self._pass
+        if torch.is_grad_enabled() and not self.is_alone and not (is_inside_forward and self._runs(unit)):
+            raise ShardingError(
+                f"backward(create_graph=True) through {unit.name!r}: its weights leave their slot afterwards, so "
+                "with more than one rank gradients cannot be differentiated again"
+            )
+        self._check_versions(unit, run.versions)
+        if is_inside_forward:  # torch.autograd.grad() in the model's own forward
+            self._depart(unit)
+        else:
+            self.begin_backward(run.pass_)
+            if run.pass_ is self._swept and not run.is_borrowed:
+                self._advance(unit)
+        self._acquire(unit)
+        if not run.is_borrowed:
+            unit.bind()
+
+    def _runs(self, unit: StreamedUnit) -> bool:
+        """Whether a layer of `unit` is in its forward."""
+        return any(member.unit is unit for member in self._running)
+
+    def _check_versions(self, unit: StreamedUnit, versions: list[int]) -> None:
+        """Raise, as autograd does, if weights were changed in place since the forward whose backward this is."""
+        if versions != (now := unit.versions()):
+            changed = [s.name for s, was, now_ in zip(unit.shard.params, versions, now, strict=True) if was != now_]
+            raise ShardingError(
+                f"parameter {changed[0]!r} was modified by an inplace operation (optimizer.step(), load_state_dict, "
+                ".copy_()) between a forward and its backward, whose gradients would mix old activations with new "
+                "weights: run the backward first, or the forward again"
+            )
+
+    def _recompute(self, unit: StreamedUnit) -> None:
+        """Forward inside backward. The next unit of the program is simply early; any other is fetched beside it."""
+        sweep = self._backward
+        assert sweep is not None
+        if self._computing is not unit:
+            start = sweep.released + (self._computing is not None)
+            if start < len(sweep.visits) and sweep.visits[start] == unit.index:
+                self._advance(unit)
+        self._acquire(unit)
+        unit.bind()
+
+    def _advance(self, unit: StreamedUnit) -> None:
+        """Move on to `unit`'s next visit: units before it are over, so their slots and gradients go (rules 2 and 4)."""
+        sweep = self._backward
+        assert sweep is not None
+        if self._computing is unit:
+            return
+        visit = sweep.find(unit.index)
+        if visit is None:  # outside the program, or needed again after its turn
+            return
+        self._computing = unit
+        for other in self.units[1:]:
+            if other.is_bound and other is not unit:
+                other.release()
+        self._issue(sweep.release_before(visit))
+
+    def on_grad(self, unit: StreamedUnit, place: int, grad: torch.Tensor) -> None:
+        """A gradient is complete, as far as this graph goes: it moves into the grad slot (rule 3)."""
+        if self._computing is not unit:
+            if self._pass is not None:
+                raise ShardingError(
+                    f"backward() inside the model's forward has made a gradient of {unit.shard.params[place].name!r}, "
+                    "which is reduced over ranks only in a backward after it: use torch.autograd.grad(..., inputs) for "
+                    "what the forward needs"
+                )
+            if self._backward is None:
+                self.begin_backward(None)
+            # Of a unit that was borrowed a part comes while others compute, whose turn is not over.
+            if unit is not self.edge and not (self._swept is not None and unit.index in self._swept.borrowed):
+                self._advance(unit)
+        self.reductions.take(unit, place, grad)
+
+    def _close_all(self) -> None:
+        """The sweep is over: issue what is left, let go of every unit."""
+        sweep = self._backward
+        assert sweep is not None
+        for unit in self.units[1:]:
+            if unit.is_bound:
+                unit.release()
+        self._computing = None
+        self._issue(sweep.finish())
+        if not self._holds_grads:
+            self.reductions.start_late_ones()
+
+    def finish_backward(self) -> None:
+        """The end of backward: last reductions, then gradients for the optimizer (rule 5)."""
+        if self._backward is None:
+            return
+        self._close_all()
+        self._reduce_edge()
+        if self._forward is None:
+            self.edge.release()
+        if self._holds_grads:
+            for unit in self.units:
+                unit.hold_grads()
+            self._leave_backward()
+            return
+        given = self.reductions.finish()
+        self._leave_backward()
+        if self.reductions.check is not None:
+            self.reductions.check()
+        if not self.delivers:
+            return
+        self._is_delivering = True
+        try:
+            for param in given:  # last: a hook may step and clear the gradient
+                for hook in (param._post_accumulate_grad_hooks or {}).values():
+                    hook(param)
+        finally:
+            self._is_delivering = False
+
+    def _reduce_edge(self) -> None:
+        if not self._holds_grads:
+            self.reductions.start(self.edge)
+
+    def _leave_backward(self) -> None:
+        self._backward = None
+        self._swept = None
+        self._closed = []
+
+    # -- when things go wrong -------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Leave a backward that an exception has ended, so that the next pass is right.
+
+        What the program has left is issued first: ranks that failed at different points stay in step.
+        """
+        if self._backward is None or in_backward():
+            return
+        try:
+            if not self.transport.has_failed:
+                self._close_all()
+                self._reduce_edge()
+                self.reductions.complete()
+        finally:
+            for unit in self.units:
+                if unit.is_bound:
+                    unit.release()
+                if self._holds_grads:
+                    unit.hold_grads()
+                    continue
+                unit.finish_reduce([False] * len(unit.views))
+                if unit.grad_slot is not None:
+                    unit.grad_slot.content = None
+            self._leave_backward()
+            self._computing = None

@@ -1,0 +1,54 @@
+"""Whether every gradient on every rank is finite: one collective and one wait of the host per backward, on request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from streamshard.comm.transport import Transport
+from streamshard.errors import GradientError
+from streamshard.unit.shard import ParamShard
+
+__all__ = ["GradCheck"]
+
+_FOUND = {1: "inf", 2: "nan"}  # by code, 0 is finite; of all ranks' codes the largest counts
+
+
+class GradCheck:
+    """Looks at all gradients after a backward has reduced them. Owns no buffers.
+
+    Args:
+        params: in the order in which the first bad one is looked for.
+        transport: its ranks hold the other pieces.
+    """
+
+    def __init__(self, params: Sequence[ParamShard], transport: Transport) -> None:
+        self._params = params
+        self._transport = transport
+
+    def check(self) -> None:
+        """Raise on all ranks if a gradient on any of them is not finite. Compute stream; collective.
+
+        Raises:
+            GradientError: names the first such parameter and says what its gradient holds. Gradients stay as they are.
+        """
+        grads = [(place, shard.param.grad) for place, shard in enumerate(self._params)]
+        filled = [(place, grad.as_subclass(torch.Tensor)) for place, grad in grads if grad is not None and grad.numel()]
+        # The maximum norm of finite numbers is finite, an inf or nan among them survives in it.
+        peaks = [torch.zeros((), device=self._transport.streams.device)] * len(self._params)
+        if filled:
+            norms = torch._foreach_norm([grad for _, grad in filled], math.inf)
+            for (place, _), norm in zip(filled, norms, strict=True):
+                peaks[place] = norm
+        peak = torch.stack(peaks)
+        codes = peak.isnan().to(torch.uint8).mul_(2).add_(peak.isinf())
+        self._transport.all_reduce(codes, maximum=True, everyone=True)
+        bad = [(code, shard.name) for code, shard in zip(codes.tolist(), self._params, strict=True) if code]
+        if bad:
+            code, name = bad[0]
+            raise GradientError(
+                f"the gradient of {name!r} holds {_FOUND[code]} after this backward: the first of {len(bad)} such "
+                f"gradients, of {len(self._params)} in all. They are left in place: zero_grad() skips the step"
+            )

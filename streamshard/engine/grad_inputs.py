@@ -1,0 +1,173 @@
+"""``torch.autograd.grad`` and ``backward(inputs=...)`` with respect to sharded parameters.
+
+[Note: gradients that are asked for]
+Layers compute with compute views, so a graph leads to those and never to the user's parameters: autograd would find
+them unused. Every backward that Python starts goes through one function of torch's, where sharded parameters among its
+``inputs`` are joined by their compute views. docs/decisions/0013 says why there.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from streamshard.engine.engine import Engine
+from streamshard.errors import ShardingError
+from streamshard.unit.pieces import HeldGrad
+from streamshard.unit.unit import StreamedUnit, take_grad
+
+__all__ = ["answer_for"]
+
+_STARTS_BACKWARD = "_engine_run_backward"  # in torch.autograd; grad() and backward() look it up at each call
+
+
+class _Asked(NamedTuple):
+    """A sharded parameter of which a gradient is wanted.
+
+    Attributes:
+        param: the user's.
+        engine: that it is trained by.
+        unit, place: where it is.
+    """
+
+    param: nn.Parameter
+    engine: Engine
+    unit: StreamedUnit
+    place: int
+
+    @property
+    def view(self) -> nn.Parameter:
+        """What its layer computes with."""
+        return self.unit.views[self.place]
+
+    @property
+    def name(self) -> str:
+        """Fully qualified, for messages."""
+        return self.unit.shard.params[self.place].name
+
+
+_places: MutableMapping[torch.Tensor, Callable[[], _Asked | None]] = WeakIdKeyDictionary()
+
+
+def answer_for(engine: Engine) -> None:
+    """Gradients with respect to the parameters of `engine` can be asked for from now on."""
+    engine_of = weakref.ref(engine)
+    for index, unit in enumerate(engine.units):
+        for place, shard in enumerate(unit.shard.params):
+            _places[shard.param] = functools.partial(_place, weakref.ref(shard.param), engine_of, index, place)
+    start = getattr(torch.autograd, _STARTS_BACKWARD)
+    if not isinstance(start, _RunBackward):
+        setattr(torch.autograd, _STARTS_BACKWARD, _RunBackward(start))
+
+
+def _place(
+    param_of: Callable[[], nn.Parameter | None], engine_of: Callable[[], Engine | None], index: int, place: int
+) -> _Asked | None:
+    param, engine = param_of(), engine_of()
+    return None if param is None or engine is None else _Asked(param, engine, engine.units[index], place)
+
+
+class _RunBackward:
+    """torch's function, for inputs among which there may be sharded parameters; arguments as it has them."""
+
+    def __init__(self, start: Callable[..., Any]) -> None:
+        self._start = start
+        functools.update_wrapper(self, start)
+
+    def __call__(
+        self,
+        tensors: Any,
+        grad_tensors: Any,
+        keep_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[Any] = (),
+        allow_unreachable: bool = False,
+        accumulate_grad: bool = False,
+    ) -> Any:
+        def start(inputs: Sequence[Any], *, allow_unreachable: bool) -> Any:
+            return self._start(
+                tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
+            )
+
+        asked = {number: place for number, value in enumerate(inputs) if (place := _asked(value)) is not None}
+        for place in asked.values():
+            place.engine.settle()
+            place.unit.take_trainability()  # views that do not need gradients are no inputs
+        if not asked or accumulate_grad:
+            views = [place.view for place in asked.values() if place.view.requires_grad]
+            return start((*inputs, *views), allow_unreachable=allow_unreachable)
+        _check(asked.values(), grad_tensors)
+        return _grad(start, inputs, asked, allow_unused=allow_unreachable)
+
+
+def _asked(value: object) -> _Asked | None:
+    known = _places.get(value) if isinstance(value, torch.Tensor) else None
+    return None if known is None else known()
+
+
+def _grad(
+    start: Callable[..., Any], inputs: Sequence[Any], asked: Mapping[int, _Asked], *, allow_unused: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """``torch.autograd.grad``: gradients are reduced as in any backward, and returned instead of left in ``.grad``."""
+    kept = [(place, place.param.grad) for place in asked.values()]
+    hooks = [_take_at(place) for place in asked.values() if place.view.requires_grad]
+    views = [place.view for place in asked.values() if place.view.requires_grad]
+    engines = {place.engine for place in asked.values()}
+    for place in asked.values():
+        place.param.grad = None
+    try:
+        for engine in engines:
+            engine.delivers = False
+        found = start((*inputs, *views), allow_unreachable=True)
+        results: list[torch.Tensor | None] = list(found[: len(inputs)])
+        for number, place in asked.items():
+            results[number] = _sum(place.param.grad, results[number])
+    finally:
+        for engine in engines:
+            engine.delivers = True
+        for hook in hooks:
+            hook.remove()
+        for place, grad in kept:
+            place.param.grad = grad
+    if not allow_unused and any(result is None for result in results):
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if "
+            "this is the desired behavior."
+        )
+    return tuple(results)
+
+
+def _check(asked: Iterable[_Asked], grad_tensors: Sequence[torch.Tensor | None]) -> None:
+    for place in asked:
+        of = f"torch.autograd.grad with respect to the sharded parameter {place.name!r}"
+        if place.engine.is_computing:
+            raise ShardingError(
+                f"{of} inside a forward or a backward: its gradient is reduced at the end of a backward"
+            )
+        if isinstance(place.param.grad, HeldGrad) or place.engine.holds_grads_next:
+            raise ShardingError(f"{of} while gradients accumulate inside no_sync(): they are not reduced until its end")
+        if any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grad_tensors if grad is not None):
+            raise ShardingError(f"{of} with is_grads_batched=True: gradients are reduced one backward at a time")
+
+
+def _take_at(place: _Asked) -> Any:
+    """Take the gradient of a view that autograd would return, which then has one element in its stead."""
+
+    def take(grad: torch.Tensor) -> torch.Tensor:
+        take_grad(place.unit, place.place, grad)
+        return grad.new_zeros(()).expand(grad.shape)
+
+    return place.view.register_hook(take)
+
+
+def _sum(reduced: torch.Tensor | None, direct: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient that came from all ranks, and what this rank has by itself, from a penalty on its pieces perhaps."""
+    if reduced is None or direct is None:
+        return direct if reduced is None else reduced
+    return reduced.add_(direct)

@@ -1,0 +1,75 @@
+"""What a sharded model's modules do while nothing computes: their parameters are pieces, their state dicts parts."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any, NoReturn
+
+from torch import nn
+
+from streamshard.engine.engine import Engine
+from streamshard.errors import ShardingError
+from streamshard.plan.structure import join_names, modules_of
+
+__all__ = ["BeforeSaving", "OutsideParameters"]
+
+
+class OutsideParameters(dict[str, Any]):
+    """A module's sharded parameters: what stands in it while it is not bound, where a plain dict of views would.
+
+    Reading a piece is what optimizers, initialisations and logs do; a forward that reads one outside of a pass is about
+    to compute with it, and torch would speak of shapes that nobody has written.
+    """
+
+    __slots__ = ("_engine_of",)
+    _FRAMES = 8  # between a forward and nn.Module's lookup there are those of a ParameterList, say
+
+    def __init__(self, params: Mapping[str, nn.Parameter | None], engine: Engine) -> None:
+        super().__init__(params)
+        self._engine_of = weakref.ref(engine)
+
+    def __getitem__(self, key: str) -> Any:
+        engine = self._engine_of()
+        if engine is not None and not (engine.is_computing or engine.is_alone or engine.is_whole):
+            self._check_reader(key, sys._getframe(1))
+        return super().__getitem__(key)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ShardingError(
+            f"a module with the parameters {', '.join(self)} is part of a model sharded by StreamShard, and cannot be "
+            "copied or pickled: they are pieces. Use full_state_dict()"
+        )
+
+    def _check_reader(self, key: str, frame: FrameType | None) -> None:
+        for _ in range(self._FRAMES):
+            if frame is None:
+                return
+            reader = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+            if isinstance(reader, nn.Module):
+                for name, module in modules_of(reader):
+                    if module.__dict__.get("_parameters") is self:
+                        raise ShardingError(
+                            f"the forward of a {type(reader).__name__} reads its {join_names(name, key)!r} outside of "
+                            "its model's forward, where StreamShard keeps only this rank's piece of it. Call the "
+                            "model, or the layer that is a unit (on all ranks), or use summon_full_params()"
+                        )
+                return
+            frame = frame.f_back
+
+
+class BeforeSaving:
+    """Before ``state_dict()``: no module computes, whose weights would be another layer's a moment later."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self._engine.settle()
+        if self._engine.is_computing:
+            raise ShardingError(
+                f"state_dict() of {prefix or type(module).__name__!r} inside a forward or backward, or in a thread "
+                "beside one: layers hold gathered weights, in memory that takes turns. Call it between steps"
+            )

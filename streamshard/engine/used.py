@@ -1,0 +1,93 @@
+"""Which parameters had a gradient on any rank: agreed once per backward, a byte a parameter.
+
+A parameter that no rank used must keep ``grad = None``, so that the optimizer skips it, as under
+DistributedDataParallel. On CUDA only a rank that left a parameter out waits for the exchange: one that used all of its
+own needs to know nothing of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from streamshard.comm.streams import Fence, Rule, StreamName
+from streamshard.comm.transport import Transport
+from streamshard.plan.memory import Category
+from streamshard.unit.buffers import Ledger
+from streamshard.unit.unit import StreamedUnit
+
+__all__ = ["UsedParams"]
+
+
+class UsedParams:
+    """The exchange of flags. Owns its two fences.
+
+    Args:
+        units: all units; each knows which of its parameters were used here.
+        transport: exchanges within the shard group.
+        ledger: allocates [F] and [N * F] uint8, F the number of parameters; with R replicas [R * N * F] too.
+        replicas: exchanges what each shard group has found.
+    """
+
+    def __init__(
+        self, units: Sequence[StreamedUnit], transport: Transport, ledger: Ledger, replicas: Transport | None
+    ) -> None:
+        self._units = units
+        self._transport = transport
+        self._replicas = replicas
+        count = sum(len(unit.shard.layout.params) for unit in units) if self._stages else 0
+        self._flags = [ledger.allocate(Category.FLAGS, count, torch.uint8)]
+        for stage in self._stages:
+            count *= stage.world_size
+            self._flags.append(ledger.allocate(Category.FLAGS, count, torch.uint8))
+        self._sent: list[bool] = []
+        self._written = Fence(transport.streams, Rule.STEP_BOUNDARY, StreamName.COMPUTE, "flags")
+        self._arrived = Fence(transport.streams, Rule.STEP_BOUNDARY, StreamName.COMM, "everybody's flags")
+
+    @property
+    def _stages(self) -> list[Transport]:
+        """The exchanges, one after the other."""
+        return [stage for stage in (self._transport, self._replicas) if stage is not None and stage.world_size > 1]
+
+    def start(self) -> None:
+        """Send this rank's flags. Compute stream; the exchange runs on the comm stream."""
+        if not self._stages:
+            return
+        with self._transport.guard("the exchange of which parameters were used"):
+            flags = [used for unit in self._units for used in unit.used]
+            if flags != self._sent:
+                self._sent = flags
+                self._flags[0].copy_(torch.tensor(flags, dtype=torch.uint8))
+                self._written.record()
+                self._written.wait()  # rule 5: the exchange does not read what is being written
+            self._start(0)
+
+    def _start(self, stage: int) -> None:
+        here, everywhere = self._flags[stage : stage + 2]
+        self._arrived.record(self._stages[stage].start_gather(here, everywhere, len(self._units)))
+
+    def finish(self) -> list[list[bool]]:
+        """For each unit, which parameters some rank used. On CUDA the host waits only if this rank left one out."""
+        here = [unit.used for unit in self._units]
+        if not self._stages:
+            return here
+        with self._transport.guard("the exchange of which parameters were used"):
+            # rule 5. Not left for later: gloo's work objects must not outlive a profiler that saw them being made.
+            self._arrived.wait()
+            for stage in range(1, len(self._stages)):
+                self._start(stage)
+                self._arrived.wait()
+        is_complete = all(
+            used or not view.requires_grad
+            for unit in self._units
+            for used, view in zip(unit.used, unit.views, strict=True)
+        )
+        if is_complete:
+            return here
+        anywhere = self._flags[-1].view(-1, self._flags[0].numel()).amax(0).tolist()
+        result, start = [], 0
+        for unit in self._units:
+            result.append([bool(flag) for flag in anywhere[start : start + len(unit.used)]])
+            start += len(unit.used)
+        return result

@@ -1,0 +1,195 @@
+"""Whole parameters for a while: what is behind ``model.summon_full_params()``.
+
+While it is open the user's Parameters hold whole tensors, each rank's own, and nothing else of the model's machinery
+does: a pass would compute with the pieces, an optimizer has moments of pieces. Both raise instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from streamshard.engine.engine import Engine
+from streamshard.errors import ShardingError
+from streamshard.plan.structure import leave_inference_mode
+from streamshard.unit.pieces import HeldGrad, ShardedGrad, forget_piece, remember_piece
+from streamshard.unit.shard import ParamShard
+
+__all__ = ["summon", "whole_of"]
+
+
+def whole_of(full: torch.Tensor, shard: ParamShard) -> torch.Tensor:
+    """The whole parameter, in its shape, from its unit's flat tensor `full` [padded_numel]."""
+    return full.narrow(0, shard.layout.offset, shard.layout.numel).view(shard.layout.shape)
+
+
+@contextlib.contextmanager
+def summon(engine: Engine, *, writeback: bool, with_grads: bool) -> Iterator[None]:
+    """See `StreamShard.summon_full_params`. Opened inside itself it adds what the outer one lacks, gradients, say.
+
+    Raises:
+        ShardingError: at the end, with every piece back in its place: a tensor that was to be written back has another
+            shape, or gradients have been made that would be lost.
+    """
+    outer = _open.get(engine)
+    summoned = _Summoned(engine) if outer is None else outer
+    brings_grads = with_grads and not summoned.has_grads
+    try:
+        with leave_inference_mode():
+            if outer is None:
+                summoned.open()
+            if brings_grads:
+                summoned.open_grads()
+        yield
+        with leave_inference_mode():
+            summoned.check(writeback)
+            if writeback:
+                summoned.write_back()
+    finally:
+        with leave_inference_mode():
+            if brings_grads:
+                summoned.close_grads()
+            if outer is None:
+                summoned.close()
+
+
+class _Sharded(NamedTuple):
+    """What a Parameter held before: its piece, and its gradient's."""
+
+    shard: ParamShard
+    piece: torch.Tensor
+    grad: torch.Tensor | None
+
+
+class _Summoned:
+    """The whole parameters of one engine, while they are open. Owns them, and the hook that refuses optimizers' steps.
+
+    Attributes:
+        has_grads: gradients are whole as well.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.has_grads = False
+        self._engine = engine
+        self._sharded: list[_Sharded] = []
+        self._check_structure = engine.check_structure
+        self._steps = register_optimizer_step_pre_hook(self._refuse_step)
+
+    def open(self) -> None:
+        """Put whole tensors under all parameters. Collective."""
+        _open[self._engine] = self
+        self._engine.is_whole = True
+        self._engine.check_structure = _refuse_pass
+        for unit in self._engine.units:
+            full = unit.gather_full([shard.main for shard in unit.shard.params])
+            for shard in unit.shard.params:
+                self._sharded.append(_Sharded(shard, shard.param.data, shard.param.grad))
+                forget_piece(shard.param)
+                shard.param.grad = None
+                shard.param.data = whole_of(full, shard)
+        self._meet_next_pass()
+
+    def close(self) -> None:
+        """Parameters are pieces again."""
+        self._steps.remove()
+        for shard, piece, grad in self._sharded:
+            shard.param.grad = None
+            shard.param.data = piece
+            shard.param.grad = grad
+            remember_piece(shard.param, shard.what(self._engine.transport))
+        self._engine.check_structure = self._check_structure
+        self._engine.is_whole = False
+        del _open[self._engine]
+
+    def open_grads(self) -> None:
+        """Put whole gradients beside the whole parameters. Collective."""
+        for shard, _, grad in self._sharded:
+            if isinstance(grad, HeldGrad):
+                grad.refuse("summon_full_params(with_grads=True)")
+            if shard.param.grad is not None:
+                _refuse_grad(shard)
+        self.has_grads = True
+        grads = {shard.param: grad for shard, _, grad in self._sharded}
+        for unit in self._engine.units:
+            pieces = [
+                shard.piece.new_zeros(shard.local.numel) if grad is None else grad.as_subclass(torch.Tensor).view(-1)
+                for shard in unit.shard.params
+                for grad in (grads[shard.param],)
+            ]
+            full = unit.gather_full(pieces)
+            for shard in unit.shard.params:
+                if grads[shard.param] is not None:
+                    shard.param.grad = whole_of(full, shard)
+
+    def close_grads(self) -> None:
+        """Whole parameters have no gradients again."""
+        self.has_grads = False
+        for shard, _, _ in self._sharded:
+            shard.param.grad = None
+
+    def check(self, writeback: bool) -> None:
+        """Raise if what was done inside would be lost, or cannot be written back."""
+        if writeback:
+            self._check_structure()
+        for shard, _, _ in self._sharded:
+            param = shard.param
+            if writeback and param.shape != shard.layout.shape:
+                raise ShardingError(
+                    f"parameter {shard.name!r} was given other data inside summon_full_params(writeback=True): "
+                    f"{tuple(param.shape)}, wanted {shard.layout.shape}. No parameter was written back"
+                )
+            if param.grad is not None and not self.has_grads:
+                _refuse_grad(shard)
+
+    def write_back(self) -> None:
+        """Take over this rank's pieces of the whole tensors."""
+        for place, (shard, piece, grad) in enumerate(self._sharded):
+            local = slice(shard.local.start, shard.local.stop)
+            piece.view(-1).copy_(shard.param.detach().reshape(-1)[local])
+            if not self.has_grads:
+                continue
+            whole = shard.param.grad
+            if whole is None:
+                grad = None
+            else:
+                if grad is None:
+                    grad = ShardedGrad.wrap(torch.empty_like(piece), self._engine.transport)
+                grad.view(-1).copy_(whole.detach().reshape(-1)[local])
+            self._sharded[place] = _Sharded(shard, piece, grad)
+        self._meet_next_pass()
+
+    def _meet_next_pass(self) -> None:
+        """The next pass looks at the weights, inside ``no_sync()`` too."""
+        self._engine.follow(is_synced=self._engine.is_synced, casts=True)
+
+    def _refuse_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        params = {shard.param for shard, _, _ in self._sharded}
+        if any(param in params for group in optimizer.param_groups for param in group["params"]):
+            raise ShardingError(
+                f"{type(optimizer).__name__}.step() inside summon_full_params: its state is of this rank's pieces, "
+                "which is what parameters are outside. Step before or after"
+            )
+
+
+def _refuse_pass() -> NoReturn:
+    raise ShardingError(
+        "a forward inside summon_full_params: layers compute with gathered weights, not with the whole ones that "
+        "parameters are in here. Call the model, or generate, outside: forward gathers what it needs by itself"
+    )
+
+
+def _refuse_grad(shard: ParamShard) -> NoReturn:
+    raise ShardingError(
+        f"parameter {shard.name!r} was given a gradient inside summon_full_params, where it is this rank's alone and "
+        "would be lost. Compute the loss outside, or take what is yours over with summon_full_params(writeback=True, "
+        "with_grads=True)"
+    )
+
+
+_open: WeakKeyDictionary[Engine, _Summoned] = WeakKeyDictionary()

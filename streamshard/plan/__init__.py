@@ -1,0 +1,1 @@
+"""What is decided before anything is allocated. No communication: its tests need no ranks."""

@@ -1,0 +1,184 @@
+"""The preallocated buffers: every byte the engine holds is allocated here, once, under a category.
+
+`Ledger` allocates; `WeightSlot` and `GradSlot` are the full-unit buffers. See [Note: slots] in
+`streamshard.plan.slots`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
+from streamshard.plan.memory import Category
+from streamshard.plan.structure import leave_inference_mode
+
+__all__ = ["GradSlot", "Ledger", "Scratch", "WeightSlot"]
+
+
+class Visible(Protocol):
+    """See `Transport.allocate_visible`."""
+
+    def __call__(self, numel: int, dtype: torch.dtype, *, is_users: bool) -> torch.Tensor: ...
+
+
+class Ledger:
+    """Allocates buffers and knows them all. Owns every buffer of the engine.
+
+    Args:
+        device: where buffers live.
+        allocate_visible: allocates what other ranks may read, see `Transport.allocate_visible`.
+    """
+
+    def __init__(self, device: torch.device, allocate_visible: Visible | None = None) -> None:
+        self.device = device
+        self._allocate_visible = allocate_visible
+        self.buffers: list[tuple[Category, torch.Tensor]] = []
+
+    def allocate(
+        self,
+        category: Category,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        is_visible: bool = False,
+        is_users: bool = False,
+    ) -> torch.Tensor:
+        """A new buffer [numel] of zeros, so that padding never holds a NaN.
+
+        Args:
+            category, numel, dtype: what, how much, of which type.
+            is_visible: whether other ranks may read it (compute shards, grad slots).
+            is_users: whether the user sees it too (main weights, main grads), if other ranks may read it.
+        """
+        with leave_inference_mode():
+            if is_visible and self._allocate_visible is not None:
+                buffer = self._allocate_visible(numel, dtype, is_users=is_users)
+            else:
+                buffer = torch.zeros(numel, dtype=dtype, device=self.device)
+        self.buffers.append((category, buffer))
+        return buffer
+
+    def held_bytes(self, category: Category) -> int:
+        """Bytes held under `category`, counted on the live tensors."""
+        return sum(buffer.untyped_storage().nbytes() for kind, buffer in self.buffers if kind is category)
+
+
+class WeightSlot:
+    """A full-unit buffer in param_dtype. Owns its two fences.
+
+    Attributes:
+        buffer: [numel of its largest unit] param_dtype.
+        content: index of the unit whose weights it holds or is receiving; None if nobody's.
+        arrived: rule 1, set after the gather.
+        released: rule 2, set after a unit's last use.
+        is_shared: whether several units take turns in it.
+    """
+
+    def __init__(self, buffer: torch.Tensor, streams: Streams, what: str, *, is_shared: bool) -> None:
+        self.buffer = buffer
+        self.is_shared = is_shared
+        self.content: int | None = None
+        self.arrived = Fence(streams, Rule.WEIGHTS_ARRIVED, StreamName.COMM, what)
+        self.released = Fence(streams, Rule.SLOT_RELEASED, StreamName.COMPUTE, what)
+
+    @property
+    def first_byte(self) -> int:
+        """Its address."""
+        return self.buffer.data_ptr()
+
+    @property
+    def last_byte(self) -> int:
+        """The address behind it."""
+        return self.buffer.data_ptr() + self.buffer.numel() * self.buffer.element_size()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in it."""
+        try:
+            return self.first_byte <= tensor.data_ptr() < self.last_byte
+        except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
+            return False
+
+
+class Scratch:
+    """What reductions need beside a grad slot. Allocated when the first of its units trains.
+
+    Args:
+        numel: elements that the most demanding of its units needs.
+        dtype: slot_grad_dtype.
+        ledger: allocates.
+
+    Attributes:
+        buffer: [numel] dtype.
+        work: the last reduction that uses it.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, ledger: Ledger) -> None:
+        self.work: Work | None = None
+        self.buffer: torch.Tensor | None = None
+        self._numel = numel
+        self._dtype = dtype
+        self._ledger = ledger
+
+    def allocate(self) -> None:
+        """Nothing if it is allocated already."""
+        if self.buffer is None:
+            self.buffer = self._ledger.allocate(Category.SCRATCH, self._numel, self._dtype)
+
+    def take(self, numel: int) -> torch.Tensor:
+        """[numel] of it, once nobody uses it any more. On CUDA reductions come one after the other anyway."""
+        work, self.work = self.work, None
+        if work is not None:
+            work.wait()
+        assert self.buffer is not None
+        return self.buffer.narrow(0, 0, numel)
+
+
+class GradSlot:
+    """A full-unit buffer in the gradient dtype. Owns its two fences; allocated when the first of its units trains.
+
+    Args:
+        numel: elements of its largest unit.
+        dtype: slot_grad_dtype.
+        ledger, streams: see there.
+        scratch: what reductions from this slot need beside it.
+        what: names it in messages.
+        holds_main_grads: this rank's range of it is the main grads of the one unit that it serves.
+
+    Attributes:
+        buffer: [numel] dtype.
+        content: index of the unit whose unreduced gradients it holds; None if nobody's.
+        written: rule 4, set after a unit's last gradient.
+        drained: rule 3, set after the reduction.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        ledger: Ledger,
+        streams: Streams,
+        scratch: Scratch,
+        what: str,
+        *,
+        holds_main_grads: bool,
+    ) -> None:
+        self.holds_main_grads = holds_main_grads
+        self.content: int | None = None
+        self.written = Fence(streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what)
+        self.drained = Fence(streams, Rule.GRADS_DRAINED, StreamName.COMM, what)
+        self.scratch = scratch
+        self.buffer: torch.Tensor | None = None
+        self._numel = numel
+        self._dtype = dtype
+        self._ledger = ledger
+
+    def allocate(self) -> torch.Tensor:
+        """The buffer, allocated at the first call."""
+        if self.buffer is None:
+            self.buffer = self._ledger.allocate(
+                Category.GRAD_SLOTS, self._numel, self._dtype, is_visible=True, is_users=self.holds_main_grads
+            )
+            self.scratch.allocate()
+        return self.buffer

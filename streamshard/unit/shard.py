@@ -1,0 +1,223 @@
+"""What one rank owns of one unit: main weights, main grads, and the compute shard that its gathers send.
+
+The user's Parameter objects stay what they were, so an optimizer built before sharding keeps working; their data become
+pieces of the main weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from streamshard.comm.transport import Transport
+from streamshard.errors import ShardingError
+from streamshard.plan.layout import LocalRange, ParamLayout, UnitLayout
+from streamshard.plan.memory import Category
+from streamshard.unit.buffers import Ledger
+from streamshard.unit.pieces import Piece, ShardedGrad, remember_piece
+
+__all__ = ["ParamShard", "UnitShard"]
+
+
+class ParamShard(NamedTuple):
+    """This rank's part of one parameter.
+
+    Attributes:
+        name: fully qualified name in the root model.
+        aliases: further names of the same (tied) parameter.
+        param: the user's Parameter; its data is the piece, fp32, of shape `UnitLayout.local_shape`.
+        layout: where the whole parameter lies in its unit.
+        local: which elements of the flattened parameter this rank owns.
+        dtype: the parameter's dtype before sharding.
+        piece: the memory of the piece in the main weights, as `param` first had it.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    param: nn.Parameter
+    layout: ParamLayout
+    local: LocalRange
+    dtype: torch.dtype
+    piece: torch.Tensor
+
+    @property
+    def main(self) -> torch.Tensor:
+        """[local.numel] fp32: this rank's main weights, wherever the user has put them since."""
+        return self.param.detach().view(-1)
+
+    def what(self, transport: Transport) -> Piece:
+        """What the parameter is a piece of; `transport` is the shard group's."""
+        return Piece(self.name, self.layout.shape, self.local.start, self.local.stop, transport)
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """The range of `flat` [shard_numel] that is this parameter's, in the sharded parameter's shape."""
+        return flat.narrow(0, self.local.shard_offset, self.local.numel).view(self.piece.shape)
+
+
+class UnitShard:
+    """One unit's state on this rank. Owns nothing: buffers are the ledger's.
+
+    Args:
+        layout: the unit's layout.
+        transport: names this rank and the shard group.
+        ledger: allocates.
+        param_dtype: dtype of the compute shard; with fp32 it is the main weights themselves.
+        weights: [shard_numel] param_dtype, this rank's range of a weight slot that is the unit's alone: the compute
+            shard is that range. None: it has memory of its own.
+
+    Attributes:
+        main: [shard_numel] fp32.
+        compute: [shard_numel] param_dtype.
+        grad: [shard_numel] fp32; None until `place_grad` (a unit that is frozen altogether needs none).
+        params: filled by `add`.
+        is_in_slot: the compute shard is a range of a weight slot.
+    """
+
+    def __init__(
+        self,
+        layout: UnitLayout,
+        transport: Transport,
+        ledger: Ledger,
+        param_dtype: torch.dtype,
+        weights: torch.Tensor | None = None,
+    ) -> None:
+        self.layout = layout
+        self.params: list[ParamShard] = []
+        self.grad_pieces: list[ShardedGrad] = []
+        self.held: list[bool] = []  # which parameters' gradients lie in the main grads during a backward
+        self.is_in_slot = weights is not None
+        numel, is_cast = layout.shard_numel, param_dtype is not torch.float32
+        if weights is None:
+            category = Category.COMPUTE_SHARDS if is_cast else Category.MAIN_WEIGHTS
+            weights = ledger.allocate(category, numel, param_dtype, is_visible=True, is_users=not is_cast)
+        self.compute = weights
+        self.main = ledger.allocate(Category.MAIN_WEIGHTS, numel, torch.float32) if is_cast else weights
+        self.grad: torch.Tensor | None = None
+        self._transport = transport
+        self._ledger = ledger
+
+    def add(self, layout: ParamLayout, aliases: tuple[str, ...], param: nn.Parameter, full: torch.Tensor) -> ParamShard:
+        """Take over one parameter: `param` becomes this rank's piece of `full`.
+
+        Args:
+            layout: the parameter's place in the unit.
+            aliases: its further names.
+            param: the user's Parameter; its data are replaced.
+            full: [numel], the weights to shard, any dtype and device.
+        """
+        local = self.layout.local_range(layout, self._transport.rank)
+        piece = self.main.narrow(0, local.shard_offset, local.numel)
+        piece = piece.view(self.layout.local_shape(layout, self._transport.rank))
+        piece.view(-1).copy_(full[local.start : local.stop])
+        shard = ParamShard(layout.name, aliases, param, layout, local, param.dtype, piece)
+        param.grad = None
+        param.data = piece
+        self.params.append(shard)
+        remember_piece(param, shard.what(self._transport))
+        return shard
+
+    def place_grad(self, memory: torch.Tensor | None) -> torch.Tensor:
+        """Make the main grads: `memory` [shard_numel] fp32, this rank's range of the unit's own grad slot, or new."""
+        if memory is None:
+            memory = self._ledger.allocate(Category.MAIN_GRADS, self.layout.shard_numel, torch.float32)
+        self.grad = memory
+        self.grad_pieces = [ShardedGrad.wrap(p.shaped(memory), self._transport) for p in self.params]
+        return memory
+
+    def cast(self) -> None:
+        """Main weights to compute shard, for all gathers of the pass that begins. Runs on the compute stream.
+
+        The user may have put other memory under a parameter (``p.data = ema``): then that is what is cast, and the main
+        weights' own memory, which may be somebody's backup, is left alone.
+        """
+        moved = [p for p in self.params if p.local.numel and p.param.data_ptr() != p.piece.data_ptr()]
+        if not moved:
+            if self.compute is not self.main:
+                self.compute.copy_(self.main)
+            return
+        for shard in moved:
+            _check_moved(shard)
+        if self.compute is self.main:
+            if self.is_in_slot:
+                raise ShardingError(
+                    f"parameter {moved[0].name!r} was given other memory (param.data = ...). With weight_slots='all' "
+                    "in fp32 its own is part of the slot that layers compute with and would be overwritten: copy into "
+                    "it (param.data.copy_), or choose fewer slots"
+                )
+            numel = self.layout.shard_numel
+            self.compute = self._ledger.allocate(Category.COMPUTE_SHARDS, numel, torch.float32, is_visible=True)
+        for shard in self.params:
+            shard.shaped(self.compute).copy_(shard.param.detach())
+
+    def write_main(self, values: torch.Tensor, mask: torch.Tensor) -> None:
+        """Overwrite main weights of this rank where `mask` is set. The user has not changed them: versions stay.
+
+        Args:
+            values: [padded_numel] fp32, the whole unit.
+            mask: [padded_numel] bool.
+        """
+        for shard in self.params:
+            own = slice(shard.layout.offset + shard.local.start, shard.layout.offset + shard.local.stop)
+            main = shard.param.data.view(-1)
+            kept = main.to(self.compute.dtype).float() == values[own]  # finer than what was computed with
+            main.copy_(torch.where(mask[own] & ~kept, values[own], main))
+
+    def take_grads(self) -> bool:
+        """Move the gradients that parameters hold into the main grads, to be added to; whether there were any.
+
+        Until `give_grads` the parameters hold none: what autograd puts there meanwhile (a penalty on the sharded
+        parameters, say) is told apart from what was moved. A grad the user replaced is copied, a cleared one is zero.
+        One that was cleared and is kept elsewhere becomes its keeper's own: main grads are about to be written.
+        """
+        for place, shard in enumerate(self.params):
+            piece = self.grad_pieces[place]
+            if sys.getrefcount(piece) > _OWN_REFERENCES and shard.param.grad is not piece and piece.numel():
+                self.grad_pieces[place] = ShardedGrad.wrap(piece.as_subclass(torch.Tensor).detach(), self._transport)
+                piece.data = piece.clone()
+        self.held = [shard.param.grad is not None for shard in self.params]
+        if not any(self.held):
+            return False
+        for shard, piece in zip(self.params, self.grad_pieces, strict=True):
+            grad, shard.param.grad = shard.param.grad, None
+            if grad is None:
+                piece.zero_()
+            elif grad.data_ptr() != piece.data_ptr():
+                piece.copy_(grad)
+        return True
+
+    def give_grads(self, used: Sequence[bool]) -> list[nn.Parameter]:
+        """Make main grads the ``.grad`` of the parameters that held one or, by `used`, have got one; returns these."""
+        given = []
+        for shard, piece, held, is_used in zip(self.params, self.grad_pieces, self.held, used, strict=True):
+            if held or is_used:
+                if shard.param.grad is not None:
+                    piece.add_(shard.param.grad)
+                shard.param.grad = piece
+                given.append(shard.param)
+        self.held = [False] * len(self.params)
+        return given
+
+
+def _own_references() -> int:
+    """What `sys.getrefcount` says of an element that only a list and a local name have: Python's versions differ."""
+    pieces = [object()]
+    piece = pieces[0]
+    return sys.getrefcount(piece)
+
+
+_OWN_REFERENCES = _own_references()
+
+
+def _check_moved(shard: ParamShard) -> None:
+    param, piece = shard.param, shard.piece
+    if param.numel() != piece.numel() or param.dtype is not piece.dtype or param.device != piece.device:
+        raise ShardingError(
+            f"parameter {shard.name!r} was replaced by {tuple(param.shape)} {param.dtype} on {param.device}; its main "
+            f"weights on this rank are {tuple(piece.shape)} {piece.dtype} on {piece.device}. Instead of .half() "
+            "or .to() use Precision(param_dtype=...), for full tensors load_state_dict or "
+            "summon_full_params(writeback=True)"
+        )

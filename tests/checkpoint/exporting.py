@@ -1,0 +1,258 @@
+"""Ranks simulated by threads, what each would own of a model, and the models that exports are tried on."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from streamshard.checkpoint.export import export_shards
+from streamshard.errors import ExportError
+from streamshard.plan.layout import ParamSize, plan_unit
+from streamshard.unit.shard import ParamShard
+
+T = TypeVar("T")
+
+
+class ThreadGroup:
+    """One of several threads of this process that act as ranks."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, told: list[Any]) -> None:
+        self.rank = rank
+        self.is_first = rank == 0
+        self.replica = 0
+        self.world_size = len(told)
+        self._barrier = barrier
+        self._told = told
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every thread's value."""
+        self._told[self.rank] = value
+        self._barrier.wait()
+        everyone = list(self._told)
+        self._barrier.wait()
+        return everyone
+
+
+def on_threads(world_size: int, action: Callable[[ThreadGroup], T]) -> list[T | BaseException]:
+    """What `action` returned or raised on each of `world_size` simulated ranks."""
+    barrier = threading.Barrier(world_size, timeout=30)
+    told: list[Any] = [None] * world_size
+    outcomes: list[Any] = [None] * world_size
+
+    def run(rank: int) -> None:
+        try:
+            outcomes[rank] = action(ThreadGroup(rank, barrier, told))
+        except BaseException as error:
+            outcomes[rank] = error
+            if not isinstance(error, ExportError):
+                barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def succeed(outcomes: Sequence[T | BaseException]) -> list[T]:
+    """The outcomes; raises the first that is an error."""
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return list(outcomes)  # type: ignore[arg-type]  # none is an exception
+
+
+def shards_for(model: nn.Module, rank: int, world_size: int) -> list[ParamShard]:
+    """What `rank` would own of `model`, laid out as one unit in fp32."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    sizes = [ParamSize(own[0], tuple(param.shape)) for param, own in names.items()]
+    unit = plan_unit("", sizes, world_size)
+    flat = torch.zeros(unit.shard_numel)
+    shards = []
+    for (param, own), layout in zip(names.items(), unit.params, strict=True):
+        local = unit.local_range(layout, rank)
+        piece = flat.narrow(0, local.shard_offset, local.numel)
+        piece.copy_(param.detach().reshape(-1)[local.start : local.stop])
+        shards.append(ParamShard(own[0], tuple(own[1:]), nn.Parameter(piece), layout, local, param.dtype, piece))
+    return shards
+
+
+def export(
+    model: nn.Module, directory: Path, world_size: int, dtype: Any = None, max_shard_size: int | str = "5GB"
+) -> list[str]:
+    """Export `model` as `world_size` simulated ranks would; what they agree they wrote."""
+
+    def action(group: ThreadGroup) -> list[str]:
+        shards = shards_for(model, group.rank, group.world_size)
+        return export_shards(model, shards, group, directory, dtype, max_shard_size)
+
+    written = succeed(on_threads(world_size, action))
+    assert all(names == written[0] for names in written)
+    return written[0]
+
+
+def llama(**changes: Any) -> nn.Module:
+    """A tiny Llama."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "pad_token_id": 0,
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(sizes | changes)))
+
+
+def gpt2() -> nn.Module:
+    """A tiny GPT-2: tied head, Conv1D weights."""
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=61))
+
+
+def bert() -> nn.Module:
+    """A tiny BERT with its masked language model head: tied decoder and bias."""
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, vocab_size=61
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def t5() -> nn.Module:
+    """A tiny T5: one embedding under four names."""
+    config = transformers.T5Config(d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=2, vocab_size=61)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def mixtral() -> nn.Module:
+    """A tiny Mixtral: experts are stacked in the model and single tensors on disk."""
+    config = transformers.MixtralConfig(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=3,
+        max_position_embeddings=32,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def vit() -> nn.Module:
+    """A tiny vision transformer: no generation config."""
+    config = transformers.ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=8,
+        patch_size=4,
+    )
+    return transformers.ViTForImageClassification(config)
+
+
+def dinov2() -> nn.Module:
+    """A tiny DINOv2 with a gated feed-forward network."""
+    config = transformers.Dinov2Config(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4, use_swiglu_ffn=True
+    )
+    return transformers.Dinov2Model(config)
+
+
+def qwen3_vl_moe() -> nn.Module:
+    """A tiny Qwen3-VL with experts: transposed on saving, depending on the shape a parameter has in the model."""
+    text = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "moe_intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 32,
+        "pad_token_id": 0,
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "intermediate_size": 24,
+        "out_hidden_size": 16,
+        "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 16,
+    }
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    return transformers.Qwen3VLMoeForConditionalGeneration(config)
+
+
+MODELS = [llama, gpt2, bert, t5, mixtral, vit, dinov2]
+
+
+def filled(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> Any:
+    """A model whose every element is different, norms and biases too."""
+    torch.manual_seed(0)
+    model = make()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape))
+    return model.to(dtype)
+
+
+class Plain(nn.Module):
+    """Not of transformers: a batch norm's buffers, a tied weight, a scalar, a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.last = nn.Linear(5, 7)
+        self.last.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("counts", torch.arange(6).view(2, 3).t())
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+
+def assert_same_files(ours: Path, theirs: Path) -> None:
+    """Both directories have the same files with the same bytes."""
+    assert sorted(path.name for path in ours.iterdir()) == sorted(path.name for path in theirs.iterdir())
+    for path in theirs.iterdir():
+        assert (ours / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def stored_bytes(directory: Path) -> dict[str, bytes] | None:
+    """All tensors of an export as `from_pretrained` would find them; None if there is none to find."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.exists():
+        return {name: _bytes(tensor) for name, tensor in load_file(single).items()}
+    if not index.exists():
+        return None
+    found = {}
+    for name, file in json.loads(index.read_text())["weight_map"].items():
+        with safe_open(directory / file, "pt") as opened:
+            found[name] = _bytes(opened.get_tensor(name))
+    return found
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir()) if directory.exists() else []

@@ -1,0 +1,261 @@
+"""Exports equal what `save_pretrained` writes, from one rank or several, and load again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, load_model
+from torch import nn
+
+from streamshard import Precision, StreamShard, export_safetensors, load_safetensors
+from streamshard.checkpoint.disk_layout import plan_disk
+from streamshard.checkpoint.export import export_shards
+from streamshard.checkpoint.huggingface import drop_tied_names
+from streamshard.errors import ConfigError, ExportError, ShardingError
+from tests.checkpoint.exporting import (
+    MODELS,
+    Plain,
+    ThreadGroup,
+    assert_same_files,
+    export,
+    filled,
+    gpt2,
+    llama,
+    mixtral,
+    on_threads,
+    qwen3_vl_moe,
+    shards_for,
+    stored_bytes,
+)
+from tests.ranks import RankContext, on_ranks
+
+# ------------------------------------------------------------------------------------------------ what is written
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("make", MODELS)
+def test_files_equal_save_pretrained(make: Callable[[], nn.Module], world_size: int, tmp_path: Path) -> None:
+    """Weights, index and configs are the same bytes, in one file and in several, at every number of ranks."""
+    model = filled(make)
+    for name, size in (("one", "5GB"), ("many", "3KB")):
+        if make is mixtral and name == "many":
+            continue  # see test_experts_are_split_by_their_own_size
+        ours, theirs = tmp_path / name / "ours", tmp_path / name / "theirs"
+        model.save_pretrained(theirs, max_shard_size=size)
+        export(model, ours, world_size, max_shard_size=size)
+        assert_same_files(ours, theirs)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_experts_are_split_by_their_own_size(world_size: int, tmp_path: Path) -> None:
+    """`save_pretrained` counts a layer's experts as one and exceeds max_shard_size; we hold it, with equal tensors."""
+    model = filled(mixtral)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="3KB")
+    files = export(model, tmp_path / "ours", world_size, max_shard_size="3KB")
+    assert stored_bytes(tmp_path / "ours") == stored_bytes(tmp_path / "theirs")
+    sizes = [sum(tensor.nbytes for tensor in load_file(tmp_path / "ours" / name).values()) for name in files[:-1]]
+    alone = [len(load_file(tmp_path / "ours" / name)) == 1 for name in files[:-1]]
+    assert all(size <= 3000 or single for size, single in zip(sizes, alone, strict=True))
+    index = json.loads((tmp_path / "ours" / files[-1]).read_text())
+    assert index["metadata"] == {"total_parameters": model.num_parameters(), "total_size": sum(sizes)}
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_from_pretrained_loads_the_same_weights(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """Whatever is renamed or split on disk, every parameter comes back."""
+    model = filled(make)
+    export(model, tmp_path, 2, max_shard_size="3KB")
+    loaded, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    restored = loaded.state_dict()
+    assert set(restored) == set(model.state_dict())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(restored[name], tensor), name
+
+
+def test_dtype_defaults_to_that_before_sharding(tmp_path: Path) -> None:
+    """A bf16 model is exported in bf16 though its main weights are fp32, and the config says so."""
+    model = filled(llama, torch.bfloat16)
+    model.save_pretrained(tmp_path / "theirs")
+    export(model, tmp_path / "ours", 2)
+    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "torch.bfloat16"])
+def test_dtype_argument_converts_weights_and_config(dtype: Any, tmp_path: Path) -> None:
+    """Every way of saying it equals ``model.to(dtype).save_pretrained``, and the model keeps its own config."""
+    model = filled(gpt2)
+    export(model, tmp_path / "ours", 2, dtype=dtype)
+    assert model.config.architectures is None
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("dtype", ["bf16x", "int8", torch.int8, 16])
+def test_dtype_that_is_no_floating_dtype_raises(dtype: Any, tmp_path: Path) -> None:
+    """The message repeats what was given; nothing is written."""
+    with pytest.raises(ConfigError, match="wanted a floating-point torch.dtype"):
+        export(filled(Plain), tmp_path / "out", 1, dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
+def test_plain_model_keeps_first_tied_name_and_persistent_buffers(tmp_path: Path) -> None:
+    """safetensors' own `load_model` accepts the file, integers stay integers and no config appears."""
+    model = filled(Plain)
+    assert export(model, tmp_path, 3, dtype="float16") == ["model.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    stored = load_file(tmp_path / "model.safetensors")
+    assert set(stored) == set(model.state_dict()) - {"last.weight"}
+    for name, tensor in stored.items():
+        want = model.state_dict()[name]
+        assert torch.equal(tensor, want.half() if want.is_floating_point() else want), name
+    other: Any = Plain().half()
+    load_model(other, tmp_path / "model.safetensors")
+    assert torch.equal(other.last.weight, model.first.weight.half())
+
+
+def test_one_of_the_tied_names_is_always_kept() -> None:
+    """Where every name is declared a copy of another, the last stays, as in `save_pretrained`."""
+    model = nn.Module()
+    model.child = nn.Module()
+    model._tied_weights_keys = {"a.weight": "b.weight", "b.weight": "a.weight"}  # type: ignore[assignment]
+    model.child._tied_weights_keys = ["head.weight"]  # type: ignore[assignment]  # transformers before 5
+    assert drop_tied_names(model, [["b.weight", "a.weight"], ["x.weight", "child.head.weight"], ["y", "z"]]) == {
+        "a.weight",
+        "child.head.weight",
+    }
+
+
+def test_weights_tied_without_being_declared_are_all_written(tmp_path: Path) -> None:
+    """`from_pretrained` would not tie them again, so each name has its values in the file."""
+    model = filled(llama)
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    export(model, tmp_path, 2)
+    restored = type(model).from_pretrained(tmp_path).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(restored[name], tensor), name
+
+
+def test_parameter_without_a_shard_raises(tmp_path: Path) -> None:
+    """A parameter registered after sharding is named, on every rank."""
+    model = filled(Plain)
+
+    def action(group: ThreadGroup) -> list[str]:
+        shards = shards_for(model, group.rank, 2)[:-1]
+        return export_shards(model, shards, group, tmp_path / "out", None, "5GB")
+
+    for outcome in on_threads(2, action):
+        assert isinstance(outcome, ExportError)
+        assert "'last.bias' was added after" in str(outcome)
+
+
+@on_ranks(2)
+def test_export_of_summoned_parameters_raises(context: RankContext, tmp_path: Path) -> None:
+    """Whole parameters must not be taken for pieces; the way out is named."""
+    sharded: Any = StreamShard(filled(llama))
+    with sharded.summon_full_params(), pytest.raises(ShardingError, match="export_safetensors inside summon_full"):
+        export_safetensors(sharded, tmp_path / "out")
+    export_safetensors(sharded, tmp_path / "out")
+
+
+def test_model_with_adapters_is_refused(tmp_path: Path) -> None:
+    """`save_pretrained` would save the adapters only; an export of everything would be something else."""
+    model = filled(llama)
+    model._hf_peft_config_loaded = True
+    with pytest.raises(ExportError, match="merge or remove them"):
+        export(model, tmp_path, 1)
+
+
+def test_model_adapted_by_peft_is_refused(tmp_path: Path) -> None:
+    """Whether PEFT's class is around the model or in it: its names for weights mean nothing to others."""
+
+    class Layer(nn.Module):
+        __module__ = "peft.tuners.lora.layer"
+
+    model = filled(llama)
+    for adapted, where in ((Layer(), "the model is a Layer"), (model, "module 'model.extra' is a Layer")):
+        if adapted is model:
+            model.model.extra = Layer()
+        with pytest.raises(ExportError, match=f"adapted by PEFT .{where}") as raised:
+            export(adapted, tmp_path / "out", 2)
+        assert "model.save_pretrained(directory, state_dict=weights)" in str(raised.value)
+        assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------------------------ sharded models
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("make", [*MODELS, qwen3_vl_moe])
+def test_sharded_model_exports_what_save_pretrained_writes(
+    context: RankContext, make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    """The class made by sharding, its pieces and its ranks change nothing in the files."""
+    model = filled(make)
+    size = "5GB" if make in (mixtral, qwen3_vl_moe) else "3KB"
+    if context.rank == 0:
+        model.save_pretrained(tmp_path / "theirs", max_shard_size=size)
+    sharded: Any = StreamShard(model)
+    export_safetensors(sharded, tmp_path / "ours", max_shard_size=size)
+    if context.rank == 0:
+        assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+
+
+@on_ranks(2)
+def test_export_after_a_step_loads_again(context: RankContext, tmp_path: Path) -> None:
+    """What was trained is what is exported, and loading it gives the same loss, in a sharded model and a plain one."""
+    tokens = torch.randint(1, 61, (2, 8))
+    sharded: Any = StreamShard(filled(llama), precision=Precision(param_dtype=torch.float32))
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    sharded(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    export_safetensors(sharded, tmp_path, max_shard_size="3KB")
+    whole = sharded.full_state_dict(rank0_only=False)
+    plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, whole[name]), name
+    torch.manual_seed(1)
+    other: Any = StreamShard(llama(), precision=Precision(param_dtype=torch.float32))
+    load_safetensors(other, tmp_path)
+    losses = [net(input_ids=tokens, labels=tokens).loss.item() for net in (sharded, other)]
+    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(plain(input_ids=tokens, labels=tokens).loss.item(), rel=1e-5)
+
+
+@on_ranks(2)
+def test_sharded_plain_model_keeps_buffers_and_ties(context: RankContext, tmp_path: Path) -> None:
+    """Buffers, a scalar parameter and a tied weight pass through a real export and load."""
+    model = filled(Plain)
+    with pytest.warns(UserWarning):  # no repeated layers
+        sharded: Any = StreamShard(model)
+    sharded.counts.add_(5)
+    export_safetensors(sharded, tmp_path)
+    whole = sharded.full_state_dict(rank0_only=False)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert set(stored) == set(whole) - {"last.weight"}
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in stored.items())
+    with pytest.warns(UserWarning):
+        other: Any = StreamShard(Plain())
+    load_safetensors(other, tmp_path)
+    assert torch.equal(other.counts, sharded.counts)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in other.full_state_dict(rank0_only=False).items())
+
+
+def test_conversion_that_fails_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of transformers' conversion never becomes a directory in another layout."""
+    loading = pytest.importorskip("transformers.core_model_loading")
+
+    def fail(*args: object) -> None:
+        raise ValueError("no such layout")
+
+    monkeypatch.setattr(loading, "revert_weight_conversion", fail)
+    model = filled(mixtral)
+    with pytest.raises(ExportError, match="weights of MixtralForCausalLM for saving: no such layout"):
+        plan_disk(model, shards_for(model, 0, 1), None)

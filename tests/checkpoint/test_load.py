@@ -1,0 +1,254 @@
+"""Loading reads what was exported, and refuses what does not fit."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from streamshard.checkpoint import huggingface
+from streamshard.checkpoint import load as loading
+from streamshard.checkpoint.load import load_shards
+from streamshard.checkpoint.safetensors_file import StoredDirectory, read_directory
+from streamshard.errors import ExportError
+from tests.checkpoint.exporting import (
+    MODELS,
+    Plain,
+    export,
+    filled,
+    on_threads,
+    shards_for,
+    succeed,
+)
+
+
+def load(model: nn.Module, directory: Path, world_size: int) -> dict[str, torch.Tensor]:
+    """Load into simulated ranks of `model`; the whole parameters, put together."""
+    ranks = [shards_for(model, rank, world_size) for rank in range(world_size)]
+    for shards in ranks:
+        for shard in shards:
+            shard.piece.fill_(torch.nan)
+    succeed(on_threads(world_size, lambda group: load_shards(model, ranks[group.rank], group, directory)))
+    whole = {}
+    for pieces in zip(*ranks, strict=True):
+        flat = torch.cat([shard.main for shard in pieces])
+        for name in (pieces[0].name, *pieces[0].aliases):
+            whole[name] = flat.view(pieces[0].layout.shape)
+    return whole
+
+
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("original_format", [True, False])
+def test_load_reads_what_save_pretrained_writes(
+    make: Callable[[], nn.Module], original_format: bool, tmp_path: Path
+) -> None:
+    """At another number of ranks, from several files, in either of the layouts transformers can write."""
+    model = filled(make)
+    model.save_pretrained(tmp_path, max_shard_size="3KB", save_original_format=original_format)
+    whole = load(make(), tmp_path, 3)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        assert torch.equal(whole[name], param), name
+
+
+def test_load_converts_and_fills_buffers(tmp_path: Path) -> None:
+    """A 16-bit file fills fp32 main weights; buffers arrive whole, also where they are not contiguous."""
+    model = filled(Plain)
+    model.counts.copy_(torch.randint(100, (3, 2)))
+    model.norm.running_mean.copy_(torch.randn(7))
+    export(model, tmp_path, 2, dtype="bfloat16")
+    other: Any = Plain()
+    whole = load(other, tmp_path, 2)
+    assert torch.equal(whole["last.weight"], model.last.weight.bfloat16().float())
+    assert torch.equal(whole["scale"], model.scale.bfloat16().float())
+    assert torch.equal(other.counts, model.counts)
+    assert torch.equal(other.norm.running_mean, model.norm.running_mean.bfloat16().float())
+
+
+def test_load_takes_any_of_the_tied_names(tmp_path: Path) -> None:
+    """Another tool may have kept another name of the same parameter."""
+    model = filled(Plain)
+    tensors = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
+    del tensors["first.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(load(Plain(), tmp_path, 2)["first.weight"], model.first.weight)
+
+
+def test_load_names_what_does_not_fit_and_changes_nothing(tmp_path: Path) -> None:
+    """Missing, unexpected, of another shape, of another kind: each is named, on every rank."""
+    model = filled(Plain)
+    tensors = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
+    del tensors["scale"]
+    tensors["stray"] = torch.zeros(2)
+    tensors["first.bias"] = torch.zeros(3)
+    tensors["last.bias"] = torch.zeros(7, dtype=torch.int8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    ranks = [shards_for(model, rank, 2) for rank in range(2)]
+    before = [shard.main.clone() for shards in ranks for shard in shards]
+    for outcome in on_threads(2, lambda group: load_shards(model, ranks[group.rank], group, tmp_path)):
+        assert isinstance(outcome, ExportError)
+        assert "does not fit Plain: missing scale; unexpected stray; mismatched first.bias (is [3], " in str(outcome)
+        assert "last.bias (is torch.int8, wanted torch.float32)" in str(outcome)
+    after = [shard.main for shards in ranks for shard in shards]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ all ranks or none
+
+
+def _other_weights(directory: Path, target: Path) -> None:
+    """`directory` again with other values: headers are the same."""
+    shutil.copytree(directory, target)
+    for path in target.iterdir():
+        tensors = {name: tensor + 1 for name, tensor in load_file(path).items()}
+        save_file(tensors, path, {"format": "pt"})
+
+
+def _see(
+    monkeypatch: pytest.MonkeyPatch, seen: Callable[[int, int], Path], original: Callable[[Any], StoredDirectory]
+) -> list[int]:
+    """Let rank r find ``seen(r, n)`` when it opens the directory for the n-th time. Returns how often ranks did."""
+    opened = [0, 0]
+
+    def open_it(root: object) -> StoredDirectory:
+        rank = int(threading.current_thread().name.removeprefix("rank "))
+        opened[rank] += 1
+        return original(seen(rank, opened[rank]))
+
+    monkeypatch.setattr(loading, "read_directory", open_it)
+    return opened
+
+
+def test_ranks_that_open_different_exports_open_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export of the same shapes has replaced the directory between one rank's look and the other's."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    model = filled(Plain)
+    export(model, old, 1)
+    _other_weights(old, new)
+    opened = _see(monkeypatch, lambda rank, time: old if rank == 0 and time == 1 else new, read_directory)
+    whole = load(Plain(), old, 2)
+    assert torch.equal(whole["last.bias"], model.last.bias + 1)
+    assert opened == [2, 2]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_copies_on_disks_of_their_own(same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each host may have a copy; copies that differ are refused on every rank, before anything changes."""
+    copies = [tmp_path / "0", tmp_path / "1"]
+    model = filled(Plain)
+    export(model, copies[0], 1)
+    if same:
+        shutil.copytree(*copies, copy_function=shutil.copyfile)
+    else:
+        _other_weights(*copies)
+    _see(monkeypatch, lambda rank, time: copies[rank], read_directory)
+    if same:
+        assert torch.equal(load(Plain(), tmp_path, 2)["last.bias"], model.last.bias)
+        return
+    ranks = [shards_for(model, rank, 2) for rank in range(2)]
+    before = [shard.main.clone() for shards in ranks for shard in shards]
+    for outcome in on_threads(2, lambda group: load_shards(model, ranks[group.rank], group, tmp_path)):
+        assert isinstance(outcome, ExportError)
+        assert "rank 1 sees other files there than rank 0" in str(outcome)
+    after = [shard.main for shards in ranks for shard in shards]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_file_replaced_while_it_is_read_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Header and data come from one opening, although another dtype has another layout."""
+    model = filled(Plain)
+    export(model, tmp_path, 1, dtype="float16")
+    read = loading._read_tensor
+
+    def replace_first(*args: Any) -> None:
+        monkeypatch.setattr(loading, "_read_tensor", read)
+        export(Plain(), tmp_path, 1)
+        read(*args)
+
+    monkeypatch.setattr(loading, "_read_tensor", replace_first)
+    assert torch.equal(load(Plain(), tmp_path, 1)["last.bias"], model.last.bias.half().float())
+
+
+def test_file_written_to_while_it_is_read_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever writes in place rather than by renaming can be noticed only afterwards."""
+    export(filled(Plain), tmp_path, 1)
+    read = loading._read_tensor
+
+    def append_first(*args: Any) -> None:
+        with (tmp_path / "model.safetensors").open("ab") as file:
+            file.write(b"x")
+        read(*args)
+
+    monkeypatch.setattr(loading, "_read_tensor", append_first)
+    with pytest.raises(ExportError, match="holds some of its weights now: .* was written to while it was read"):
+        load(Plain(), tmp_path, 1)
+
+
+def test_read_error_on_one_rank_is_raised_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All hear that weights have changed."""
+    model = filled(Plain)
+    export(model, tmp_path, 1)
+    read = loading._read_tensor
+
+    def fail(*args: Any) -> None:
+        if threading.current_thread().name == "rank 1":
+            raise OSError("the disk is gone")
+        read(*args)
+
+    monkeypatch.setattr(loading, "_read_tensor", fail)
+    ranks = [shards_for(model, rank, 2) for rank in range(2)]
+    for outcome in on_threads(2, lambda group: load_shards(model, ranks[group.rank], group, tmp_path)):
+        assert isinstance(outcome, ExportError)
+        assert "the model holds some of its weights now: load again" in str(outcome)
+        assert "rank 1: OSError: the disk is gone" in str(outcome)
+
+
+def test_whatever_one_rank_finds_wrong_changes_nothing_on_any(tmp_path: Path) -> None:
+    """What is wrong with the model is found before reading, not while: here whole parameters, on one rank."""
+    model = filled(Plain)
+    export(model, tmp_path, 1)
+    ranks = [shards_for(model, 0, 2), shards_for(model, 1, 2)]
+    ranks[1][0] = shards_for(model, 0, 1)[0]._replace(local=ranks[1][0].local)
+    for shard in ranks[0]:
+        shard.main.fill_(7)
+    for outcome in on_threads(2, lambda group: load_shards(model, ranks[group.rank], group, tmp_path)):
+        assert isinstance(outcome, ExportError)
+        assert "rank 1: parameter 'scale' has 1 elements" in str(outcome)
+    assert all(bool((shard.main == 7).all()) for shard in ranks[0])
+
+
+def test_buffer_that_cannot_be_written_to_is_named_before_anything_changes(tmp_path: Path) -> None:
+    """Torch would refuse to copy into it, with the parameters already read."""
+    model = filled(Plain)
+    model.counts = torch.zeros(1, dtype=torch.int64).expand(3, 2)
+    export(model, tmp_path, 1)
+    shards = shards_for(model, 0, 1)
+    for shard in shards:
+        shard.main.fill_(7)
+    (outcome,) = on_threads(1, lambda group: load_shards(model, shards, group, tmp_path))
+    assert isinstance(outcome, ExportError)
+    assert "buffer 'counts' is expanded" in str(outcome)
+    assert all(bool((shard.main == 7).all()) for shard in shards)
+
+
+# ------------------------------------------------------------------------------------------------ large mistakes
+
+
+def test_many_strange_names_are_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's class is asked about all of them together; the message shows a few, and each in part."""
+    asked = []
+    ignored = huggingface.ignored_on_load
+    monkeypatch.setattr(
+        huggingface, "ignored_on_load", lambda model, names: asked.append(len(names)) or ignored(model, names)
+    )
+    save_file({f"{number:05}" * 100: torch.zeros(0) for number in range(2000)}, tmp_path / "model.safetensors")
+    with pytest.raises(ExportError, match=r"unexpected 00000.* and 1992 more") as raised:
+        load(Plain(), tmp_path, 1)
+    assert asked == [2000]
+    assert len(str(raised.value)) < 3000

@@ -1,0 +1,388 @@
+"""Whatever happens while an export replaces another, readers find one of the two, whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from streamshard.checkpoint import safetensors_file, writer
+from streamshard.checkpoint.export import export_shards
+from streamshard.checkpoint.safetensors_file import read_directory
+from streamshard.errors import ExportError
+from tests.checkpoint.exporting import Plain, ThreadGroup, export, filled, llama, names_in, shards_for, stored_bytes
+
+# As (old, new) max_shard_size: the same file, the same number of files, more, fewer, one to several and back.
+SIZES = [("5GB", "5GB"), (150, 150), (150, 400), (400, 150), ("5GB", 150), (150, "5GB")]
+CALLS = ("open", "ftruncate", "pwrite", "fsync", "link", "replace", "unlink", "mkdir", "rmdir")
+
+
+class Exports(NamedTuple):
+    """An export and the one that replaces it, each also in a directory of its own."""
+
+    old: Path
+    new: Path
+    replace: Callable[[Path], None]
+
+    def found(self, directory: Path) -> str:
+        """Which of the two readers find: libraries that go by Hugging Face's rules, and ours."""
+        state = stored_bytes(directory)
+        assert state is not None
+        assert read_by_us(directory) == state
+        return "old" if state == stored_bytes(self.old) else "new" if state == stored_bytes(self.new) else "neither"
+
+    def copy_old(self, directory: Path) -> Path:
+        shutil.copytree(self.old, directory)
+        return directory
+
+
+def read_by_us(directory: Path) -> dict[str, bytes]:
+    with read_directory(directory) as stored:
+        return {
+            name: os.pread(each.file.fileno(), int(torch.Size(each.shape).numel()) * each.dtype.itemsize, each.offset)
+            for name, each in stored.tensors.items()
+        }
+
+
+def make_exports(
+    root: Path,
+    old_size: int | str,
+    new_size: int | str,
+    make: Callable[[], nn.Module] = Plain,
+    old_dtype: torch.dtype = torch.float32,
+) -> Exports:
+    """Two of the same class, with other values."""
+    new = make()
+    exports = Exports(root / "old", root / "new", lambda directory: _export_alone(new, directory, new_size))
+    _export_alone(filled(make, old_dtype), exports.old, old_size)
+    exports.replace(exports.new)
+    return exports
+
+
+def _export_alone(model: nn.Module, directory: Path, size: int | str) -> None:
+    """In this thread, as one rank."""
+    group = ThreadGroup(0, threading.Barrier(1), [None])
+    export_shards(model, shards_for(model, 0, 1), group, directory, None, size)
+
+
+@pytest.fixture(autouse=True)
+def disks_that_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of syncs would be all that these tests do."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+class Killed(BaseException):
+    """The process is no more."""
+
+
+@pytest.fixture
+def at_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """``with at_call(n, act) as reached:`` calls ``act(real_call)`` instead of the n-th change to the file system.
+
+    `lasting`: instead of all later ones as well. `reached()` tells whether there were that many.
+    """
+    real = {name: getattr(os, name) for name in CALLS}
+
+    @contextlib.contextmanager
+    def arm(
+        number: int, act: Callable[[Callable[[], Any]], Any], lasting: bool = False
+    ) -> Iterator[Callable[[], bool]]:
+        count = 0
+
+        def watch(name: str) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal count
+                if name == "open" and not args[1] & os.O_CREAT:
+                    return real[name](*args, **kwargs)
+                count += 1
+                if count - 1 == number or lasting and count > number:
+                    return act(lambda: real[name](*args, **kwargs))
+                return real[name](*args, **kwargs)
+
+            return call
+
+        for name in CALLS:
+            monkeypatch.setattr(os, name, watch(name))
+        try:
+            yield lambda: count > number
+        finally:
+            for name in CALLS:
+                monkeypatch.setattr(os, name, real[name])
+
+    yield arm
+
+
+def _kill(call: Callable[[], Any]) -> None:
+    raise Killed
+
+
+def _fail(call: Callable[[], Any]) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _fail_after(call: Callable[[], Any]) -> None:
+    """As network file systems do when the answer is lost."""
+    call()
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize(("old", "new"), SIZES)
+def test_export_killed_anywhere_leaves_the_old_one_or_the_new(
+    old: int | str, new: int | str, tmp_path: Path, at_call: Callable[..., Any]
+) -> None:
+    """After every single change to the file system; the next export sweeps up what is left."""
+    exports = make_exports(tmp_path, old, new)
+    found: list[str] = []
+    for number in itertools.count():
+        directory = exports.copy_old(tmp_path / str(number))
+        with at_call(number, _kill, lasting=True) as reached, contextlib.suppress(Killed):
+            exports.replace(directory)
+        if not reached():
+            break
+        found.append(exports.found(directory))
+        exports.replace(directory)
+        assert names_in(directory) == names_in(exports.new)
+        assert exports.found(directory) == "new"
+    assert set(found) == {"old", "new"}
+    assert found == sorted(found, reverse=True)
+    assert names_in(directory) == names_in(exports.new)
+
+
+def test_export_killed_after_one_that_was_killed(tmp_path: Path, at_call: Callable[..., Any]) -> None:
+    """What the first leaves, from any moment, is as good an old export as any other."""
+    exports = make_exports(tmp_path, 150, 150)
+    for first in itertools.count():
+        left = exports.copy_old(tmp_path / f"left {first}")
+        with at_call(first, _kill, lasting=True) as reached, contextlib.suppress(Killed):
+            exports.replace(left)
+        if not reached():
+            break
+        if first % 3:
+            continue
+        for second in itertools.count(step=4):
+            directory = tmp_path / f"{first} {second}"
+            shutil.copytree(left, directory)
+            with at_call(second, _kill, lasting=True) as reached, contextlib.suppress(Killed):
+                exports.replace(directory)
+            if not reached():
+                break
+            assert exports.found(directory) in ("old", "new")
+            shutil.rmtree(directory)
+        assert names_in(directory) == names_in(exports.new)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_export_killed_by_the_system(tmp_path: Path) -> None:
+    """The same with processes that are really killed, after every third call of publishing."""
+    script = f"""
+import os, signal, sys
+from pathlib import Path
+from streamshard.checkpoint import writer
+from tests.checkpoint.test_publish import CALLS, make_exports
+
+os.fsync = lambda descriptor: None
+exports = make_exports(Path({str(tmp_path)!r}), 150, 150)
+real_publish = writer.publish
+
+def publish_and_die(number):
+    count = 0
+    def watch(call):
+        def dying(*args, **kwargs):
+            nonlocal count
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            count += 1
+            return call(*args, **kwargs)
+        return dying
+    def publish(*args):
+        for name in CALLS:
+            setattr(os, name, watch(getattr(os, name)))
+        real_publish(*args)
+    return publish
+
+found = []
+for number in range(0, 10_000, 3):
+    directory = exports.copy_old(exports.old.parent / str(number))
+    child = os.fork()
+    if not child:
+        writer.publish = publish_and_die(number)
+        exports.replace(directory)
+        os._exit(0)
+    if os.waitpid(child, 0)[1] == 0:
+        break
+    found.append(exports.found(directory))
+    exports.replace(directory)
+    assert sorted(os.listdir(directory)) == sorted(os.listdir(exports.new))
+print(*dict.fromkeys(found))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100
+    )
+    assert ended.stdout.split() == ["old", "new"], ended.stderr
+
+
+@pytest.mark.parametrize("act", [_fail, _fail_after])
+@pytest.mark.parametrize(("old", "new"), SIZES)
+def test_error_anywhere_leaves_the_old_one_or_the_new(
+    old: int | str, new: int | str, act: Callable[..., Any], tmp_path: Path, at_call: Callable[..., Any]
+) -> None:
+    """One call fails, whether or not it was carried out; of the old export that is kept no file is changed or added."""
+    exports = make_exports(tmp_path, old, new)
+    found = set()
+    for number in itertools.count():
+        directory = exports.copy_old(tmp_path / str(number))
+        with at_call(number, act) as reached:
+            raised = None
+            try:
+                exports.replace(directory)
+            except ExportError as error:
+                raised = error
+        if not reached():
+            break
+        which = exports.found(directory)
+        found.add(which)
+        if raised is None:
+            assert which == "new"  # it could be made up for
+        elif which == "old":
+            assert names_in(directory) == names_in(exports.old)
+        assert not [name for name in names_in(directory) if name.endswith("safetensors.partial")]
+        exports.replace(directory)
+        assert names_in(directory) == names_in(exports.new)
+    assert found == {"old", "new"}
+
+
+def test_config_stays_with_its_weights_after_an_error(tmp_path: Path, at_call: Callable[..., Any]) -> None:
+    """It is put back where the old weights stay; the model is in another dtype, so the configs differ."""
+    exports = make_exports(tmp_path, "20KB", "20KB", llama, torch.bfloat16)
+    configs = {name: (tmp_path / name / "config.json").read_bytes() for name in ("old", "new")}
+    assert configs["old"] != configs["new"]
+    for act in (_fail, _fail_after):
+        for number in itertools.count():
+            directory = exports.copy_old(tmp_path / f"{act.__name__} {number}")
+            with at_call(number, act) as reached, contextlib.suppress(ExportError):
+                exports.replace(directory)
+            if not reached():
+                break
+            which = exports.found(directory)
+            assert (directory / "config.json").read_bytes() == configs[which]
+            shutil.rmtree(directory)
+
+
+def test_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies do the same."""
+    exports = make_exports(tmp_path, 150, 150)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    directory = exports.copy_old(tmp_path / "out")
+    exports.replace(directory)
+    assert exports.found(directory) == "new"
+    assert names_in(directory) == names_in(exports.new)
+
+
+def test_directory_in_the_way_is_named_and_nothing_changes(tmp_path: Path) -> None:
+    """Found before anything is written."""
+    exports = make_exports(tmp_path, "5GB", 150)
+    names = [
+        "model-00002-of-00005.safetensors",
+        "model-00001-of-00005.next.safetensors",
+        "model.safetensors.index.json",
+    ]
+    total = len([name for name in names_in(exports.new) if name.startswith("model-")])
+    for number, name in enumerate(names):
+        directory = exports.copy_old(tmp_path / str(number))
+        blocked = name.replace("-of-00005", f"-of-{total:05d}")
+        (directory / blocked).mkdir()
+        with pytest.raises(ExportError, match=f"{blocked} is a directory"):
+            exports.replace(directory)
+        assert exports.found(directory) == "old"
+        assert names_in(directory) == sorted([*names_in(exports.old), blocked])
+
+
+def test_links_are_replaced_and_not_followed(tmp_path: Path) -> None:
+    """Directories of Hugging Face's cache are made of links to files that others share."""
+    exports = make_exports(tmp_path, 150, 150)
+    directory = tmp_path / "out"
+    directory.mkdir()
+    for name in names_in(exports.old):
+        (directory / name).symlink_to(exports.old / name)
+    before = stored_bytes(exports.old)
+    exports.replace(directory)
+    assert exports.found(directory) == "new"
+    assert stored_bytes(exports.old) == before
+    assert not any(path.is_symlink() for path in directory.iterdir())
+
+
+def test_export_replaces_one_with_more_files(tmp_path: Path) -> None:
+    """Files of the earlier export are gone, other files stay."""
+    model = filled(llama)
+    export(model, tmp_path, 2, max_shard_size="3KB")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    many = len(names_in(tmp_path))
+    export(model, tmp_path, 2, max_shard_size="20KB")
+    names = names_in(tmp_path)
+    assert "tokenizer.json" in names
+    assert 5 < len(names) < many
+    export(model, tmp_path, 2)
+    assert names_in(tmp_path) == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+
+
+@pytest.mark.parametrize(("old", "new"), SIZES)
+def test_reader_beside_a_writer_reads_one_export(
+    old: int | str, new: int | str, tmp_path: Path, at_call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer comes between any two steps of the reader, and gets as far as any step of publishing."""
+    exports = make_exports(tmp_path, old, new)
+    real_publish = writer.publish
+    real = {name: getattr(safetensors_file, name) for name in ("_open", "_read_header")}
+
+    def read_while(directory: Path, step: int, number: int) -> tuple[bool, bool]:
+        """Whether the reader took as many steps, and whether the writer was through in as many calls."""
+        steps, through = 0, False
+
+        def publish(*args: Any) -> None:
+            nonlocal through
+            with at_call(number, _kill, lasting=True):
+                real_publish(*args)
+            through = True
+
+        def watch(name: str) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                nonlocal steps
+                steps += 1
+                if steps - 1 == step:
+                    with monkeypatch.context() as patch, contextlib.suppress(Killed):
+                        patch.setattr(writer, "publish", publish)
+                        exports.replace(directory)
+                return real[name](*args)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in real:
+                patch.setattr(safetensors_file, name, watch(name))
+            assert read_by_us(directory) in states
+        return steps > step, through
+
+    states = [stored_bytes(exports.old), stored_bytes(exports.new)]
+    for step in itertools.count():
+        for number in itertools.count():
+            reached, through = read_while(exports.copy_old(tmp_path / f"{step} {number}"), step, number)
+            if through or not reached:
+                break
+        if not reached:
+            break

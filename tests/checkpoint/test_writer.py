@@ -1,0 +1,184 @@
+"""Writing takes one chunk of memory, and survives failures and interruptions."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from streamshard.checkpoint import writer
+from streamshard.checkpoint.export import export_shards
+from streamshard.checkpoint.writer import TensorEntry, write_sharded
+from streamshard.errors import ExportError
+from tests.checkpoint.exporting import (
+    Plain,
+    ThreadGroup,
+    export,
+    filled,
+    llama,
+    names_in,
+    on_threads,
+    shards_for,
+)
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and ru_maxrss in KiB")
+def test_export_needs_one_chunk_of_memory(tmp_path: Path) -> None:
+    """Exporting 256 MiB in another dtype raises the peak of the process by less than three chunks."""
+    numel = 64 << 20
+    data = torch.ones(numel)
+    entry = TensorEntry("weight", (numel,), torch.bfloat16, 0, numel, data)
+    group = ThreadGroup(0, threading.Barrier(1), [None])
+    small = TensorEntry("weight", (4,), torch.bfloat16, 0, 4, data[:4])
+    write_sharded([small], tmp_path, group)  # what the first call loads is not what is measured
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    filler = torch.ones(max(before * 1024 - _resident_bytes(), 0) // 4 + 1)  # at the peak, so that more would show
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    write_sharded([entry], tmp_path, group)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert filler.numel() > 0
+    assert (after - before) * 1024 <= 3 * writer.CHUNK_BYTES
+    assert (tmp_path / "model.safetensors").stat().st_size > 2 * numel
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_no_write_is_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank converts and writes chunk by chunk."""
+    monkeypatch.setattr(writer, "CHUNK_BYTES", 64)
+    sizes = []
+    pwrite = os.pwrite
+
+    def watched(descriptor: int, data: Any, offset: int) -> int:
+        if offset >= 8 and threading.current_thread().name != "MainThread":
+            sizes.append(len(data))
+        return pwrite(descriptor, data, offset)
+
+    model = filled(Plain)
+    monkeypatch.setattr(os, "pwrite", watched)
+    export(model, tmp_path, 3)
+    assert max(sizes) == 64
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["first.weight"], model.first.weight)
+
+
+# ------------------------------------------------------------------------------------------------ failures
+
+
+def _fail_on(rank: int, monkeypatch: pytest.MonkeyPatch, name: str = "pwrite", number: int = errno.ENOSPC) -> None:
+    """Make ``os.<name>`` fail on one simulated rank."""
+    real = getattr(os, name)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread().name == f"rank {rank}":
+            raise OSError(number, os.strerror(number))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(os, name, failing)
+
+
+@pytest.mark.parametrize(
+    ("rank", "call"), [(0, "pwrite"), (1, "pwrite"), (2, "fsync"), (0, "ftruncate"), (0, "replace"), (1, "open")]
+)
+def test_failure_on_one_rank_is_raised_on_all(
+    rank: int, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everyone hears which rank failed and why, and no file is left."""
+    model = filled(llama)
+    _fail_on(rank, monkeypatch, call)
+
+    def action(group: ThreadGroup) -> list[str]:
+        return export_shards(model, shards_for(model, group.rank, 3), group, tmp_path, None, "3KB")
+
+    outcomes = on_threads(3, action)
+    monkeypatch.undo()
+    for outcome in outcomes:
+        assert isinstance(outcome, ExportError)
+        assert f"rank {rank}: " in str(outcome)
+        assert "No space left on device" in str(outcome)
+    assert not [name for name in names_in(tmp_path) if name.endswith((".partial", "index.json", "model.safetensors"))]
+
+
+def test_directory_that_other_ranks_do_not_see_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each host has a disk of its own: the message says that the directory must be shared."""
+    monkeypatch.setattr(writer, "VISIBLE_WITHIN_S", 0.0)
+    model = filled(Plain)
+
+    def action(group: ThreadGroup) -> list[str]:
+        own = tmp_path / f"host{group.rank}"
+        own.mkdir()
+        if group.rank == 1:  # left by an earlier run
+            (own / "model.safetensors.partial").write_bytes(b"\0" * 10_000)
+        return export_shards(model, shards_for(model, group.rank, 2), group, own, None, "5GB")
+
+    for outcome in on_threads(2, action):
+        assert isinstance(outcome, ExportError)
+        assert "rank 1: " in str(outcome)
+        assert "must be on storage all ranks share" in str(outcome)
+    assert names_in(tmp_path / "host0") == []
+
+
+def test_ranks_with_different_tensors_do_not_mix_them(tmp_path: Path) -> None:
+    """A rank that plans another file than rank 0 finds out before it writes."""
+
+    def action(group: ThreadGroup) -> list[str]:
+        shape = (4 + group.rank,)
+        entry = TensorEntry("weight", shape, torch.float32, 2 * group.rank, 2 * group.rank + 2, torch.ones(2))
+        return write_sharded([entry], tmp_path, group)
+
+    for outcome in on_threads(2, action):
+        assert isinstance(outcome, ExportError)
+        assert "rank 1: model.safetensors made by rank 0 has another header" in str(outcome)
+    assert names_in(tmp_path) == []
+
+
+def test_directory_that_is_a_file_raises(tmp_path: Path) -> None:
+    """The system's own words come through, on every rank."""
+    (tmp_path / "out").write_text("in the way")
+    for outcome in on_threads(2, lambda group: write_sharded([], tmp_path / "out", group)):
+        assert isinstance(outcome, ExportError)
+        assert "rank 0: FileExistsError" in str(outcome)
+
+
+@pytest.mark.parametrize("range_", [(3, 2), (0, 5), (-1, 1)])
+def test_entry_outside_its_tensor_raises(range_: tuple[int, int], tmp_path: Path) -> None:
+    """A range that is not inside the tensor, or does not have as many elements, is refused with its name."""
+    entry = TensorEntry("weight", (2, 2), torch.float32, *range_, torch.ones(2))
+    (outcome,) = on_threads(1, lambda group: write_sharded([entry], tmp_path / "out", group))
+    assert isinstance(outcome, ExportError)
+    assert "'weight' [2, 2]: 2 elements given" in str(outcome)
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may write less than it was given."""
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: pwrite(descriptor, data[:3], offset))
+    model = filled(Plain)
+    export(model, tmp_path, 2)
+    monkeypatch.undo()
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["first.weight"], model.first.weight)
+
+
+def test_interrupt_removes_the_temporaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of writing leaves nothing behind, and is still an interrupt."""
+
+    def interrupted(*args: object) -> int:
+        raise KeyboardInterrupt
+
+    entry = TensorEntry("weight", (4,), torch.float32, 0, 4, torch.ones(4))
+    group = ThreadGroup(0, threading.Barrier(1), [None])
+    monkeypatch.setattr(writer, "_write_entry", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_sharded([entry], tmp_path, group)
+    assert names_in(tmp_path) == []

@@ -1,0 +1,156 @@
+"""Fences and streams as they are on the CPU: declared, and seen by an observer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from streamshard.comm.streams import Fence, Observer, Rule, StreamName, Streams
+from streamshard.errors import StateError
+
+COMPUTE, COMM = StreamName.COMPUTE, StreamName.COMM
+
+
+class _Log(Observer):
+    """Writes down what it is told, together with what works do."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def on_record(self, fence: Fence) -> None:
+        self.lines.append(f"record {fence.what}")
+
+    def on_wait(self, fence: Fence) -> None:
+        self.lines.append(f"wait {fence.what}")
+
+    def on_access(self, stream: StreamName, tensor: torch.Tensor, *, write: bool, what: str) -> None:
+        self.lines.append(f"{what} {'writes' if write else 'reads'} {tensor.numel()} on {stream.value}")
+
+
+class _FakeWork:
+    """A collective that says when it is completed."""
+
+    def __init__(self, log: _Log, name: str) -> None:
+        self.log = log
+        self.name = name
+
+    def wait(self) -> None:
+        self.log.lines.append(f"complete {self.name}")
+
+
+def _observed() -> tuple[Streams, _Log]:
+    streams, log = Streams(torch.device("cpu")), _Log()
+    streams.observer = log
+    return streams, log
+
+
+def test_a_wait_completes_the_recorded_work_once() -> None:
+    """And is declared each time: whoever comes later is ordered as well."""
+    streams, log = _observed()
+    fence = Fence(streams, Rule.WEIGHTS_ARRIVED, COMM, "slot")
+    fence.record(_FakeWork(log, "gather"))
+    fence.wait()
+    fence.wait()
+    assert log.lines == ["record slot", "complete gather", "wait slot", "wait slot"]
+
+
+def test_a_fence_that_was_never_recorded_waits_for_nothing() -> None:
+    """A slot's first unit has no predecessor."""
+    streams, log = _observed()
+    Fence(streams, Rule.SLOT_RELEASED, COMPUTE, "slot").wait()
+    assert log.lines == []
+
+
+def test_recording_anew_completes_earlier_work_without_declaring_a_wait() -> None:
+    """Nothing stays under way unseen, but only a wait orders the streams."""
+    streams, log = _observed()
+    fence = Fence(streams, Rule.GRADS_DRAINED, COMM, "slot")
+    fence.record(_FakeWork(log, "first"))
+    fence.record(_FakeWork(log, "second"))
+    assert log.lines == ["record slot", "complete first", "record slot"]
+    fence.wait()
+    assert log.lines[3:] == ["complete second", "wait slot"]
+
+
+def test_settling_is_not_a_wait() -> None:
+    """The work is completed, once, and nobody is told."""
+    streams, log = _observed()
+    fence = Fence(streams, Rule.WEIGHTS_ARRIVED, COMM, "slot")
+    fence.record(_FakeWork(log, "gather"))
+    fence.settle()
+    fence.settle()
+    assert log.lines == ["record slot", "complete gather"]
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+def test_a_dropped_rule_drops_its_waits_only(rule: Rule) -> None:
+    """The work is not completed and the wait is not declared; records are, and other rules' waits."""
+    streams, log = _observed()
+    streams.dropped_rules = frozenset({rule})
+    fences = [Fence(streams, each, COMM, each.name) for each in Rule]
+    for fence in fences:
+        fence.record(_FakeWork(log, fence.what))
+    for fence in fences:
+        fence.wait()
+    records = [f"record {each.name}" for each in Rule]
+    waits = [line for each in Rule if each is not rule for line in (f"complete {each.name}", f"wait {each.name}")]
+    assert log.lines == records + waits
+
+
+def test_waits_can_be_dropped_by_what_they_guard() -> None:
+    """For showing that each of a rule's waits is needed by itself."""
+    streams, log = _observed()
+    streams.dropped_rules = frozenset({"slot 1"})
+    for what in ("slot 0", "slot 1"):
+        fence = Fence(streams, Rule.SLOT_RELEASED, COMPUTE, what)
+        fence.record()
+        fence.wait()
+    assert log.lines == ["record slot 0", "wait slot 0", "record slot 1"]
+
+
+def test_a_fence_ties_its_source_to_the_other_stream() -> None:
+    """There are two."""
+    streams = Streams(torch.device("cpu"))
+    assert Fence(streams, Rule.WEIGHTS_ARRIVED, COMM, "slot").target is COMPUTE
+    assert Fence(streams, Rule.SLOT_RELEASED, COMPUTE, "slot").target is COMM
+
+
+def test_the_body_of_on_comm_is_on_the_comm_stream() -> None:
+    """Nested or left by an error, the stream before is the stream after."""
+    streams = Streams(torch.device("cpu"))
+    assert streams.current is COMPUTE
+    with streams.on_comm():
+        with streams.on_comm():
+            pass
+        assert streams.current is COMM
+    with pytest.raises(ZeroDivisionError), streams.on_comm():
+        raise ZeroDivisionError
+    assert streams.current is COMPUTE
+
+
+def test_accesses_are_declared_to_the_observer_if_there_is_one() -> None:
+    """Without one it costs nothing and does nothing."""
+    streams, log = _observed()
+    streams.declare_access(torch.zeros(3), write=True, what="all_gather")
+    streams.declare_access(torch.zeros(4), write=False, what="reduce_scatter")
+    streams.observer = None
+    streams.declare_access(torch.zeros(5), write=True, what="all_gather")
+    assert log.lines == ["all_gather writes 3 on comm", "reduce_scatter reads 4 on comm"]
+
+
+@pytest.mark.parametrize("name", list(StreamName))
+def test_there_is_no_cuda_stream_behind_declared_streams(name: StreamName) -> None:
+    """Asking for one is a bug of the engine, and says so."""
+    with pytest.raises(StateError, match="on cpu, wanted a CUDA device"):
+        Streams(torch.device("cpu")).cuda_stream(name)
+
+
+def test_rules_have_the_numbers_of_the_design() -> None:
+    """Messages name them by number."""
+    assert [(rule.value, rule.name) for rule in Rule] == [
+        (1, "WEIGHTS_ARRIVED"),
+        (2, "SLOT_RELEASED"),
+        (3, "GRADS_DRAINED"),
+        (4, "GRADS_WRITTEN"),
+        (5, "STEP_BOUNDARY"),
+    ]

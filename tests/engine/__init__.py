@@ -1,0 +1,1 @@
+"""The engine, and what it knows about."""

@@ -1,0 +1,548 @@
+"""What the engine keeps to where numbers alone would not show it: who is bound, what is under way, what is left behind.
+
+See `tests.mutants`: each of these notices a change to the engine that all other tests let live.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from streamshard import ShardingError, StreamShard
+from streamshard.engine.engine import Engine
+from streamshard.inspect import engine_inside
+from streamshard.inspect.adversary import make_adversarial
+from streamshard.inspect.races import detect_races
+from streamshard.plan.program import Sweep
+from streamshard.unit.unit import StreamedUnit
+from tests.models import DIM, Layer, Stack, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import EXACT, FP32, Call, adamw, assert_same, full_grads, full_weights, stack_step
+from tests.scenarios import BF16, PRECISIONS, SCENARIOS, RoutedStack, over_sockets, sharded
+
+SLOT_EACH: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
+
+
+def _stack(build: Callable[[], nn.Module] = Stack, **settings: Any) -> Any:
+    torch.manual_seed(3)
+    settings.setdefault("precision", FP32)
+    return StreamShard(build(), **settings)
+
+
+def _call(context: RankContext, step: int) -> Call:
+    return Call(step, context.rank, context.world_size, 1.0)
+
+
+class Trouble(Exception):
+    """What the tests raise."""
+
+
+class Stop(BaseException):
+    """Something like KeyboardInterrupt."""
+
+
+# -- at every event -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _checking(engine: Engine) -> Iterator[None]:
+    """After each event: who is bound has its weights in its slot, and no two blocks wait for backward at once."""
+    events = ("pre_forward", "post_forward", "need", "on_grad", "finish_backward")
+
+    def check(name: str, args: tuple[Any, ...]) -> None:
+        for unit in engine.units:
+            if unit.is_bound:
+                assert unit.weight_slot.content == unit.index, f"{unit.name} is bound after {name}, but not in its slot"
+        bound = [unit.name for unit in engine.units[1:] if unit.is_bound]
+        if name == "need" and not args[0].is_borrowed:
+            assert bound == [args[0].unit.name], f"{bound} are bound where {args[0].unit.name} is needed"
+        if name == "post_forward" and engine._is_recomputing:
+            assert args[0].unit.is_bound, f"{args[0].unit.name} has left before its backward"
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        original = getattr(engine, name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            check(name, args)
+            return result
+
+        return call
+
+    for name in events:
+        engine.__dict__[name] = wrapped(name)
+    try:
+        yield
+    finally:
+        for name in events:
+            del engine.__dict__[name]
+
+
+def _assert_at_rest(engine: Engine) -> None:
+    """Nothing of a pass or a backward is left."""
+    assert (engine.depth, engine._running, engine._entering, engine._pass, engine._forward) == (0, [], None, None, None)
+    assert (engine._backward, engine._swept, engine._closed, engine._computing) == (None, None, [], None)
+    assert engine.reductions.due == set()
+    for unit in engine.units:
+        assert not unit.is_bound and unit.bound_members == 0, unit.name
+        assert not any(unit.used) and not unit.has_unreduced and not unit._has_taken, unit.name
+        assert unit.aside == {}, unit.name
+        assert unit.grad_slot is None or unit.grad_slot.content is None, unit.name
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("scenario", list(SCENARIOS))
+def test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind(context: RankContext, scenario: str) -> None:
+    """At each event of each way of training, and after it; nothing is set aside where layers take turns."""
+    model: Any = sharded(scenario, FP32)
+    engine = engine_inside(model)
+    aside = mock.Mock(side_effect=AssertionError("gradients are set aside"))
+    # What the program did not foresee, and units that are borrowed while others compute.
+    may_set_aside = scenario in ("an order that changes", "weights read elsewhere")
+    with contextlib.nullcontext() if may_set_aside else mock.patch.object(StreamedUnit, "set_grads_aside", aside):
+        for number in range(2):
+            with _checking(engine):
+                SCENARIOS[scenario].step(model, _call(context, number))
+            _assert_at_rest(engine)
+            model.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
+def test_no_gather_is_under_way_where_weights_are_cast_or_gathered_again(context: RankContext, sockets: bool) -> None:
+    """Layers that a rank has skipped were gathered all the same: its part is still being sent, or its slot written."""
+    scenario = "evaluation between steps"
+    with over_sockets() if sockets else contextlib.nullcontext():
+        model = sharded(scenario, BF16)
+    engine = engine_inside(model)
+    transport, refresh = engine.transport, StreamedUnit.refresh
+    start_gather = transport.start_gather
+    checks = []
+
+    def checked_refresh(unit: StreamedUnit) -> None:
+        assert all(other.weight_slot.arrived._work is None for other in engine.units), "weights are cast"
+        checks.append("cast")
+        refresh(unit)
+
+    def checked_gather(shard: Tensor, slot: Tensor, tag: int) -> Any:
+        if tag < len(engine.units):
+            assert engine.units[tag].weight_slot.arrived._work is None, "a slot is gathered into"
+            checks.append("gather")
+        return start_gather(shard, slot, tag)
+
+    transport.start_gather = checked_gather  # type: ignore[method-assign]
+    with mock.patch.object(StreamedUnit, "refresh", checked_refresh):
+        for number in range(3):
+            SCENARIOS[scenario].step(model, _call(context, number))
+    assert {"cast", "gather"} == set(checks)
+
+
+class _Opaque:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class _Shift(nn.Module):
+    """Nothing of it is saved for backward, and nobody sees what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(DIM))
+
+    def forward(self, x: _Opaque) -> _Opaque:
+        return _Opaque(x.value + self.shift)
+
+
+class _Shifts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Shift() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> the same"""
+        value = _Opaque(x)
+        for layer in self.layers:
+            value = layer(value)
+        return value.value
+
+
+@on_ranks(2)
+def test_a_gradient_that_comes_unannounced_ends_the_turns_before_it(context: RankContext) -> None:
+    """Whose gradients are reduced then; they need not be set aside for the next one's."""
+    model = _stack(_Shifts)
+    for number in range(2):
+        with mock.patch.object(StreamedUnit, "set_grads_aside", mock.Mock(side_effect=AssertionError("set aside"))):
+            stack_step(model, _call(context, number))
+        _assert_at_rest(engine_inside(model))
+
+
+# -- what ranks issue ---------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_forward_that_fails_on_one_rank_issues_what_the_others_do(context: RankContext, precision: str) -> None:
+    """They are in step afterwards."""
+    model = _stack(precision=PRECISIONS[precision])
+    stack_step(model, _call(context, 0))
+    with torch.no_grad():
+        model(vector_batch(0, context.rank))  # what a model writes to its weights is agreed on in the first ones
+        if context.rank == 0:
+            with pytest.raises(Trouble):
+                _fail_in_forward(model, context, Trouble)
+        else:
+            model(vector_batch(1, context.rank))
+    digests: list[Any] = engine_inside(model).transport.gather_objects(engine_inside(model).transport.log.digest)
+    assert digests[0] == digests[1]
+    stack_step(model, _call(context, 2))
+
+
+def _fail_in_forward(model: Any, context: RankContext, kind: type[BaseException], before: Any = lambda: None) -> None:
+    def fail(module: nn.Module, args: Any) -> None:
+        before()
+        raise kind
+
+    hook = model.layers[1].register_forward_pre_hook(fail)
+    try:
+        model(vector_batch(1, context.rank))
+    finally:
+        hook.remove()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["interrupted", "the transport has failed"])
+def test_who_cannot_go_on_issues_nothing_more(context: RankContext, what: str) -> None:
+    """Ctrl-C is answered at once, and after a failed exchange there is nobody to exchange with."""
+    model = _stack()
+    stack_step(model, _call(context, 0))
+    engine = engine_inside(model)
+    counts = []
+
+    def before() -> None:
+        if what != "interrupted":
+            engine.transport.failure = "somebody has died"
+        counts.append(engine.transport.log._count)
+
+    kind = Stop if what == "interrupted" else Trouble
+    with pytest.raises(kind):
+        _fail_in_forward(model, context, kind, before)
+    assert engine.transport.log._count == counts[0]
+    engine.transport.failure = None
+    _assert_at_rest(engine)
+
+
+@on_ranks(2)
+def test_an_order_that_ranks_do_not_share_is_not_adopted(context: RankContext) -> None:
+    """The registration order stays."""
+    engine = engine_inside(_stack())
+    before = engine.order
+    sweep = Sweep([], engine._slot_of, reduce=False)
+    sweep.used = [0, 1, 2, 3, 4] if context.rank == 0 else [0, 4, 3, 2, 1]
+    engine._learn(sweep)
+    assert engine.order == before == (0, 1, 2, 3, 4)
+
+
+@on_ranks(2)
+def test_what_is_frozen_later_is_not_reduced(context: RankContext) -> None:
+    """A unit without a trainable parameter costs no collective."""
+    model = _stack()
+    stack_step(model, _call(context, 0))
+    model.layers[1].requires_grad_(False)
+    engine = engine_inside(model)
+    started = []
+    reduce = engine.transport.start_reduce
+
+    def counted(reduction: Any) -> Any:
+        started.append(reduction.tag)
+        return reduce(reduction)
+
+    engine.transport.start_reduce = counted  # type: ignore[method-assign]
+    stack_step(model, _call(context, 1))
+    assert sorted(started) == [0, 1, 3, 4]
+
+
+# -- passes -------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", [{}, SLOT_EACH], ids=["default", "a slot each"])
+def test_weights_changed_behind_torchs_back_after_no_sync_are_seen(
+    context: RankContext, settings: dict[str, Any]
+) -> None:
+    """Contents of slots are reused inside only; an edit through ``.data`` leaves no version behind."""
+    model = _stack(**settings)
+    batch = vector_batch(0, context.rank)
+    with torch.no_grad(), model.no_sync():
+        before = model(batch)
+    for param in model.parameters():
+        param.data.zero_()
+    with torch.no_grad():  # once: at the end of this pass contents are forgotten anyway
+        assert torch.equal(model(batch), torch.zeros_like(before))
+
+
+@on_ranks(1, 2)
+def test_a_pass_that_never_began_is_over(context: RankContext) -> None:
+    """An error in a hook before the root's forward, or in taking over the weights."""
+    model = _stack()
+    engine = engine_inside(model)
+
+    def fail(module: nn.Module, args: Any) -> None:
+        raise Trouble
+
+    hook = model.register_forward_pre_hook(fail)
+    with pytest.raises(Trouble):
+        model(vector_batch(0, context.rank))
+    hook.remove()
+    _assert_at_rest(engine)
+    assert not engine.is_in_pass
+    refused = model.head.weight.register_hook(lambda grad: None)
+    with pytest.raises(ShardingError, match="hook on parameter"):
+        model(vector_batch(0, context.rank))
+    refused.remove()
+    assert engine.depth == 0
+    stack_step(model, _call(context, 0))
+    _assert_at_rest(engine)
+
+
+@on_ranks(1, 2)
+def test_hooks_that_get_gradients_see_the_sharded_parameters(context: RankContext) -> None:
+    """They run inside of autograd's backward, and after ours."""
+    model = _stack()
+    weights = [layer.linear.weight for layer in model.layers]
+    seen = []
+
+    def look(param: nn.Parameter) -> None:
+        seen.append([layer.linear.weight for layer in model.layers])
+
+    model.head.weight.register_post_accumulate_grad_hook(look)
+    stack_step(model, _call(context, 0))
+    assert all(now is was for now, was in zip(seen[0], weights, strict=True))
+
+
+# -- gradients ----------------------------------------------------------------------------------------------------
+
+
+def _grads_of(context: RankContext, *steps: int, **settings: Any) -> dict[str, Any]:
+    model = _stack(**settings)
+    for step in steps:
+        stack_step(model, _call(context, step))
+    return full_grads(model)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("precision", ["fp32", "16-bit wire"])
+@pytest.mark.parametrize("settings", [{}, SLOT_EACH], ids=["default", "a slot each"])
+def test_a_cleared_gradient_beside_kept_ones_begins_at_zero(
+    context: RankContext, settings: dict[str, Any], precision: str
+) -> None:
+    """One of a unit's parameters loses its gradient between two micro-batches."""
+    settings = {**settings, "precision": PRECISIONS[precision]}
+    model = _stack(**settings)
+    stack_step(model, _call(context, 0))
+    cleared = "layers.1.linear.weight"
+    model.get_parameter(cleared).grad = None
+    stack_step(model, _call(context, 1))
+    found = full_grads(model)
+    assert_same({cleared: found[cleared]}, {cleared: _grads_of(context, 1, **settings)[cleared]}, "cleared")
+    both = _grads_of(context, 0, 1, **settings)
+    assert_same({**found, cleared: None}, {**both, cleared: None}, "kept", EXACT)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", [{}, SLOT_EACH], ids=["default", "a slot each"])
+def test_a_gradient_frozen_between_micro_batches_stays_as_it_is(context: RankContext, settings: dict[str, Any]) -> None:
+    """Its range of the grad slot has what other layers have left there."""
+    model = _stack(**settings)
+    stack_step(model, _call(context, 0))
+    wanted = {name: grad for name, grad in full_grads(model).items() if "bias" in name}
+    for name, param in model.named_parameters():
+        param.requires_grad_("bias" not in name)
+    stack_step(model, _call(context, 1))
+    found = full_grads(model)
+    assert_same({name: found[name] for name in wanted}, wanted, "frozen")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_clearing_forgets_what_was_reduced_and_what_waits(
+    context: RankContext, precision: str, set_to_none: bool
+) -> None:
+    """A reduced gradient, one that waits, and then both are cleared."""
+    settings = {**SLOT_EACH, "precision": PRECISIONS[precision]}
+    model = _stack(**settings)
+    stack_step(model, _call(context, 0))
+    with model.no_sync():
+        stack_step(model, _call(context, 1))
+        adamw(model).zero_grad(set_to_none=set_to_none)
+    stack_step(model, _call(context, 2))
+    assert_same(full_grads(model), _grads_of(context, 2, **settings), "gradients", EXACT)
+
+
+@on_ranks(2)
+def test_what_was_cleared_and_is_not_used_again_has_no_gradient(context: RankContext) -> None:
+    """The layer ran in a micro-batch that was given up."""
+    model = _stack(RoutedStack, **SLOT_EACH)
+    with model.no_sync():
+        stack_step(model, _call(context, 0))
+        model.zero_grad()
+    model.route = [0, 1, 3, 4]
+    stack_step(model, _call(context, 1))
+    assert {name for name, grad in full_grads(model).items() if grad is None} == {
+        "layers.2.linear.weight",
+        "layers.2.linear.bias",
+    }
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "16-bit wire"])
+def test_a_gradient_put_in_place_of_one_that_waits_is_added_to(context: RankContext, precision: str) -> None:
+    """And counts once, whatever the number of ranks."""
+    settings = {**SLOT_EACH, "precision": PRECISIONS[precision]}
+    model = _stack(**settings)
+    with model.no_sync():
+        stack_step(model, _call(context, 0))
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+    stack_step(model, _call(context, 1))
+    wanted = {name: grad + 1.0 for name, grad in _grads_of(context, 1, **settings).items()}
+    narrow = precision != "fp32"
+    found = full_grads(model)
+    for name, grad in wanted.items():
+        assert torch.allclose(found[name], grad, atol=2e-2 if narrow else 1e-6), name
+
+
+@on_ranks(2)
+def test_a_layer_that_no_rank_has_run_has_no_gradient_however_late_flags_are(context: RankContext) -> None:
+    """They are read once they are there."""
+    model = _stack(RoutedStack)
+    model.route = [0, 1, 3]
+    with make_adversarial(model):
+        stack_step(model, _call(context, 0))
+        missing = {name.split(".")[1] for name, param in model.named_parameters() if param.grad is None}
+    assert missing == {"2", "4"}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("scenario", ["plain", "two forwards", "a kept graph", "two backwards", "layers used twice"])
+def test_replicas_of_whole_models_are_free_of_races(context: RankContext, scenario: str) -> None:
+    """Where main grads are written by the compute stream itself, an average of before may be under way."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = sharded(scenario, FP32, mesh=mesh)
+    with detect_races(model):
+        for number in range(2):
+            SCENARIOS[scenario].step(model, _call(context, number))
+            adamw(model).step()
+
+
+class _Reading(Stack):
+    """The root reads weights of layers, and layers those of layers that take turns in the same slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Borrower() for _ in range(4))
+        for layer, other in zip(self.layers, [*self.layers[2:], *self.layers[:2]], strict=True):
+            layer.other = (other.linear,)
+
+    def order(self) -> Any:
+        for layer in self.layers:
+            yield layer
+            yield lambda x: x + self.layers[3].linear.bias
+
+
+class _Borrower(Layer):
+    other: tuple[nn.Linear, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x @ self.other[0].weight)
+        return y
+
+
+@on_ranks(2)
+def test_weights_read_elsewhere_are_free_of_races(context: RankContext) -> None:
+    """Whoever borrows a slot has done with it before the next gather."""
+    model = _stack(_Reading, precision=BF16)
+    with detect_races(model) as races:
+        for number in range(2):
+            stack_step(model, _call(context, number))
+    assert races.accesses > 50
+
+
+@on_ranks(2)
+def test_gradients_in_parts_do_not_meet_their_average(context: RankContext) -> None:
+    """Reentrant checkpoints of layers that run twice: each recomputation's backward delivers a part."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = _stack(lambda: RoutedStack(reentrant=True), mesh=mesh)
+    model.route = [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
+    with detect_races(model):
+        for number in range(3):
+            model(vector_batch(number, context.rank).requires_grad_()).square().mean().backward()
+            adamw(model).step()
+
+
+# -- what forwards write ------------------------------------------------------------------------------------------
+
+
+class _Clamped(Layer):
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.mul_(0.5)
+        if self.fails:
+            raise Trouble
+        out: Tensor = super().forward(x)
+        return out
+
+
+class _ClampedStack(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Clamped() for _ in range(4))
+
+
+@on_ranks(2)
+def test_what_a_failed_forward_has_written_stays(context: RankContext) -> None:
+    """As in torch: of the layers up to the one that failed, once."""
+    model = _stack(_ClampedStack)
+    with torch.no_grad():
+        model(vector_batch(0, context.rank))
+        before = full_weights(model)
+        model.layers[2].fails = True
+        with pytest.raises(Trouble):
+            model(vector_batch(0, context.rank))
+        halved = {f"layers.{place}.linear.weight": before[f"layers.{place}.linear.weight"] * 0.5 for place in range(3)}
+        assert_same(full_weights(model), {**before, **halved}, "weights after the error", EXACT)
+        model.layers[2].fails = False
+        model(vector_batch(0, context.rank))
+    wanted = {name: w * 0.5 if name.endswith("linear.weight") else w for name, w in {**before, **halved}.items()}
+    assert_same(full_weights(model), wanted, "weights", EXACT)
+
+
+class _ClampedInEvaluation(Stack):
+    def order(self) -> Any:
+        for layer in self.layers:
+            yield layer
+            if not torch.is_grad_enabled():
+                self.head.weight.data.mul_(0.5)
+
+
+@on_ranks(2)
+def test_what_evaluation_alone_writes_is_learnt_in_its_first_pass(context: RankContext) -> None:
+    """Through ``.data``, which leaves no version behind."""
+    model = _stack(_ClampedInEvaluation)
+    stack_step(model, _call(context, 0))
+    before = full_weights(model)
+    with torch.no_grad():
+        model(vector_batch(0, context.rank))
+    wanted = {name: w * 0.5**4 if name == "head.weight" else w for name, w in before.items()}
+    assert_same(full_weights(model), wanted, "weights", EXACT)

@@ -1,0 +1,173 @@
+"""The adversarial transport: training does not notice it, unless a wait is missing."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from streamshard import Precision, StreamShard
+from streamshard.comm.streams import Rule
+from streamshard.inspect import engine_inside
+from streamshard.inspect.adversary import AdversarialTransport, make_adversarial
+from streamshard.inspect.races import detect_races
+from tests.models import Stack, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import EXACT, FP32, Call, assert_same, full_weights
+from tests.scenarios import BF16, SCENARIOS, dropping, sharded, train
+
+WIRE16 = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+
+def _trained(context: RankContext, scenario: str, precision: Precision) -> dict[str, Tensor]:
+    model = sharded(scenario, precision)
+    train(model, scenario, context)
+    return full_weights(model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("scenario", list(SCENARIOS))
+def test_training_is_the_same_bit_by_bit(context: RankContext, scenario: str) -> None:
+    """However late collectives are, within what the waits allow."""
+    wanted = _trained(context, scenario, BF16)
+    model = sharded(scenario, BF16)
+    with make_adversarial(model):
+        train(model, scenario, context)
+        found = full_weights(model)
+    assert_same(found, wanted, "weights", EXACT)
+
+
+@on_ranks(1, 3)
+@pytest.mark.parametrize("precision", [FP32, WIRE16], ids=["fp32", "bf16 wire"])
+def test_training_is_the_same_at_other_precisions_and_numbers_of_ranks(
+    context: RankContext, precision: Precision
+) -> None:
+    """Also where the compute shards are the main weights themselves."""
+    for scenario in ("plain", "layers unused on some ranks"):
+        wanted = _trained(context, scenario, precision)
+        model = sharded(scenario, precision)
+        with make_adversarial(model):
+            train(model, scenario, context)
+            found = full_weights(model)
+        assert_same(found, wanted, scenario, EXACT)
+
+
+@on_ranks(2)
+def test_ranks_that_used_different_parameters_agree_on_a_norm(context: RankContext) -> None:
+    """One waits for the other's flags while that one is on its way to the norm: neither waits for ever."""
+    norms = []
+    for make in (False, True):
+        model = sharded("layers unused on some ranks", FP32)
+        with make_adversarial(model) if make else contextlib.nullcontext():
+            SCENARIOS["layers unused on some ranks"].step(model, Call(0, context.rank, 2, 1.0))
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+    assert norms[0] == norms[1] > 0.0
+
+
+def _has_nan(weights: dict[str, Tensor]) -> bool:
+    return any(bool(value.isnan().any()) for value in weights.values())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rule", [Rule.WEIGHTS_ARRIVED, Rule.GRADS_DRAINED])
+def test_a_missing_wait_for_a_slot_shows_as_nan(context: RankContext, rule: Rule, precision: Precision) -> None:
+    """Weights that have not arrived, and gradients written into a slot that is still to be reduced."""
+    model = sharded("plain", precision)
+    with make_adversarial(model), dropping(model, rule):
+        train(model, "plain", context)
+        assert _has_nan(full_weights(model))
+
+
+@on_ranks(2)
+def test_a_missing_wait_for_reductions_shows_as_wrong_weights(context: RankContext) -> None:
+    """The optimizer reads the main grads of the step before."""
+    wanted = _trained(context, "plain", FP32)
+    model = sharded("plain", FP32)
+    with make_adversarial(model), dropping(model, Rule.STEP_BOUNDARY, inside="finish_backward"):
+        train(model, "plain", context)
+        found = full_weights(model)
+    assert any(not torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@on_ranks(2)
+def test_the_detector_is_silent_about_the_adversary(context: RankContext) -> None:
+    """Both tools at once: lateness is declared where the collective is issued."""
+    model = sharded("plain", BF16)
+    with make_adversarial(model), detect_races(model) as races:
+        train(model, "plain", context)
+    assert races.accesses > 100
+
+
+@on_ranks(2)
+def test_the_detector_names_what_the_adversary_shows(context: RankContext) -> None:
+    """Both tools at once, and a wait missing."""
+    model = sharded("plain", BF16)
+    with make_adversarial(model), dropping(model, Rule.GRADS_DRAINED):
+        with detect_races(model, raise_at_exit=False) as races:
+            train(model, "plain", context)
+        assert {race.rule for race in races.found} == {Rule.GRADS_DRAINED}
+
+
+# -- what it does -------------------------------------------------------------------------------------------------
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(3)
+    model: nn.Module = StreamShard(Stack(), precision=FP32)
+    return model
+
+
+@on_ranks(2)
+def test_a_slot_holds_nan_until_its_gather_is_waited_for(context: RankContext) -> None:
+    """And what was gathered afterwards; gathers that were started before are done first."""
+    model = _model()
+    engine = engine_inside(model)
+    with make_adversarial(model) as adversary:
+        shards = [torch.full((4,), float(10 * k + context.rank)) for k in range(2)]
+        slots = [torch.zeros(8) for _ in range(2)]
+        works = [adversary.transport.start_gather(shards[k], slots[k], k) for k in range(2)]
+        assert all(bool(slot.isnan().all()) for slot in slots)
+        shards[0].add_(100.0)  # who writes what is still to be sent is seen
+        assert works[1] is not None
+        works[1].wait()
+        assert slots[0].tolist() == [100.0] * 4 + [101.0] * 4
+        assert slots[1].tolist() == [10.0] * 4 + [11.0] * 4
+        works[1].wait()
+        assert slots[1].tolist() == [10.0] * 4 + [11.0] * 4
+        flags = torch.zeros(2, dtype=torch.uint8)
+        work = adversary.transport.start_gather(torch.ones(1, dtype=torch.uint8), flags, 2)
+        assert flags.tolist() == [255, 255]
+        assert work is not None
+        work.wait()
+        assert flags.tolist() == [1, 1]
+    assert not isinstance(engine.transport, AdversarialTransport)
+
+
+@on_ranks(2)
+def test_leaving_completes_what_nobody_waited_for(context: RankContext) -> None:
+    """So that a rank that did wait is answered."""
+    model = _model()
+    adversary = make_adversarial(model)
+    slot = torch.zeros(2)
+    adversary.transport.start_gather(torch.tensor([float(context.rank)]), slot, 0)
+    adversary.restore()
+    adversary.restore()
+    assert slot.tolist() == [0.0, 1.0]
+
+
+@on_ranks(2)
+def test_afterwards_the_model_trains_on_its_own_transport(context: RankContext) -> None:
+    """Debugging leaves nothing behind, after an error neither."""
+    model = _model()
+    engine = engine_inside(model)
+    own = engine.transport
+    with pytest.raises(ZeroDivisionError), make_adversarial(model):
+        model(vector_batch(0, context.rank))
+        raise ZeroDivisionError
+    assert engine.transport is own
+    assert {unit._transport for unit in engine.units} == {engine.buffers._transport} == {own}
+    assert {piece.transport for unit in engine.units for piece in unit.shard.grad_pieces} == {own}
+    model(vector_batch(0, context.rank)).sum().backward()

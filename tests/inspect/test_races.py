@@ -1,0 +1,287 @@
+"""The race detector: silent about the engine as it is, and it names the rule of every wait that is taken away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from streamshard import Precision, StreamShard
+from streamshard.comm.streams import Fence, Rule, StreamName
+from streamshard.errors import RaceError, ShardingError
+from streamshard.inspect import engine_inside
+from streamshard.inspect.races import Race, RaceDetector, detect_races
+from streamshard.plan.memory import Category
+from tests.models import Stack, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import FP32
+from tests.scenarios import BF16, SCENARIOS, dropping, sharded, train
+
+PRECISIONS = {"fp32": FP32, "bf16": BF16}
+COMPUTE, COMM = StreamName.COMPUTE, StreamName.COMM
+
+
+# -- the engine as it is ------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("scenario", list(SCENARIOS))
+def test_the_engine_is_free_of_races(context: RankContext, scenario: str, precision: str) -> None:
+    """Two optimizer steps of each way of training."""
+    model = sharded(scenario, PRECISIONS[precision])
+    with detect_races(model) as races:
+        train(model, scenario, context, steps=2)
+    assert races.accesses > 50
+
+
+@on_ranks(1, 3, 4)
+def test_the_engine_is_free_of_races_at_other_numbers_of_ranks(context: RankContext) -> None:
+    """One rank has no collectives; more than two exchange with several peers."""
+    for scenario in ("plain", "layers unused on some ranks"):
+        model = sharded(scenario, BF16)
+        with detect_races(model):
+            train(model, scenario, context)
+
+
+# -- the engine with a wait taken away ----------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("scenario", ["plain", "micro-batches", "no_sync", "checkpointing"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("rule", list(Rule))
+def test_a_rule_taken_away_is_named(context: RankContext, rule: Rule, precision: str, scenario: str) -> None:
+    """The detector finds races of exactly that rule, on a buffer that the rule protects."""
+    model = sharded(scenario, PRECISIONS[precision])
+    missing = f"missing: rule {rule.value} "
+    with dropping(model, rule), pytest.raises(RaceError, match=missing), detect_races(model) as races:
+        train(model, scenario, context)
+    assert {race.rule for race in races.found} == {rule}
+    assert {race.category for race in races.found} <= _PROTECTED[rule]
+
+
+_PROTECTED = {
+    Rule.WEIGHTS_ARRIVED: {Category.WEIGHT_SLOTS},
+    Rule.SLOT_RELEASED: {Category.WEIGHT_SLOTS},
+    Rule.GRADS_DRAINED: {Category.GRAD_SLOTS},
+    Rule.GRADS_WRITTEN: {Category.GRAD_SLOTS, Category.MAIN_GRADS},
+    Rule.STEP_BOUNDARY: {Category.MAIN_WEIGHTS, Category.COMPUTE_SHARDS, Category.MAIN_GRADS, Category.FLAGS},
+}
+
+
+def _races_without(
+    context: RankContext, scenario: str, precision: Precision, *waits: Rule | str, inside: str | None = None
+) -> list[Race]:
+    model = sharded(scenario, precision)
+    with dropping(model, *waits, inside=inside), detect_races(model, raise_at_exit=False) as races:
+        train(model, scenario, context)
+    return races.found
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("slot", ["weight slot 0", "weight slot 1", "weight slot 2", "grad slot 0", "grad slot 1"])
+def test_waits_of_one_slot_alone_are_missed(context: RankContext, slot: str) -> None:
+    """Every slot's waits are needed, not just some slot's."""
+    found = _races_without(context, "plain", BF16, slot)
+    assert {race.buffer for race in found} == {slot}
+    # Both waits of a slot are gone. The reduction's own wait (rule 4) is hidden in most steps behind that of a gather.
+    rules = {race.rule for race in found}
+    assert (Rule.WEIGHTS_ARRIVED in rules) if slot.startswith("weight") else (Rule.GRADS_DRAINED in rules)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_wait_of_gathers_for_the_cast_is_needed(context: RankContext, precision: str) -> None:
+    """Rule 5: the optimizer and the cast write what gathers read."""
+    found = _races_without(context, "plain", PRECISIONS[precision], "compute shards")
+    wanted = Category.MAIN_WEIGHTS if precision == "fp32" else Category.COMPUTE_SHARDS
+    assert {(race.category, race.rule, race.first.stream) for race in found} == {(wanted, Rule.STEP_BOUNDARY, COMPUTE)}
+
+
+@on_ranks(2)
+def test_the_wait_of_the_cast_for_gathers_is_needed(context: RankContext) -> None:
+    """Rule 5: a gather that no unit waited for still reads what the next pass casts."""
+    found = _races_without(context, "evaluation between steps", BF16, "gathered shards")
+    assert {(race.category, race.rule, race.first.stream) for race in found} == {
+        (Category.COMPUTE_SHARDS, Rule.STEP_BOUNDARY, COMM)
+    }
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_wait_of_the_optimizer_for_reductions_is_needed(context: RankContext, precision: str) -> None:
+    """Rule 5: the optimizer reads what reductions write."""
+    found = _races_without(context, "plain", PRECISIONS[precision], "main grads", "everybody's flags")
+    assert Category.MAIN_GRADS in {race.category for race in found}
+    assert {(race.rule, race.first.stream) for race in found} == {(Rule.STEP_BOUNDARY, COMM)}
+
+
+@on_ranks(2)
+def test_the_wait_for_the_flags_is_needed(context: RankContext) -> None:
+    """Rule 5: which parameters were used is told to the other ranks once it is written down."""
+    found = _races_without(context, "unused layers", BF16, "flags")
+    assert {(race.category, race.rule) for race in found} == {(Category.FLAGS, Rule.STEP_BOUNDARY)}
+
+
+@on_ranks(2)
+def test_the_wait_for_the_flags_of_others_is_needed(context: RankContext) -> None:
+    """Rule 5: which parameters nobody used is read once all flags are there."""
+    found = _races_without(context, "unused layers", BF16, "everybody's flags", "main grads")
+    found = [race for race in found if race.category is not Category.MAIN_GRADS]
+    assert {(race.category, race.rule) for race in found} == {(Category.FLAGS, Rule.STEP_BOUNDARY)}
+
+
+# -- what it says -------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_race_names_buffer_bytes_operations_and_units(context: RankContext) -> None:
+    """Enough to find the place without a debugger."""
+    found = _races_without(context, "two layers", FP32, Rule.GRADS_WRITTEN)
+    race = next(race for race in found if race.buffer == "grad slot 0")
+    numel = 16 * 16 + 16
+    assert (race.start, race.stop) in {(0, 1024), (1024, 4 * numel)}  # weight or bias of the layer
+    assert str(race) == (
+        f"grad slot 0, bytes {race.start} to {race.stop}: aten.copy_.default of 'layers.0' writes on the compute "
+        "stream, then reduce_scatter of 'layers.0' reads on the comm stream; missing: rule 4 (GRADS_WRITTEN)"
+    )
+
+
+@on_ranks(2)
+def test_an_error_of_the_body_is_not_hidden_by_races(context: RankContext) -> None:
+    """What the user's code raised is what comes out."""
+    model = sharded("two layers", FP32)
+    with dropping(model, Rule.WEIGHTS_ARRIVED), pytest.raises(ZeroDivisionError), detect_races(model) as races:
+        train(model, "two layers", context)
+        raise ZeroDivisionError
+    assert races.found
+
+
+@on_ranks(2)
+def test_nothing_is_observed_outside(context: RankContext) -> None:
+    """The engine is left as it was, so that it costs nothing afterwards."""
+    model = sharded("two layers", FP32)
+    with detect_races(model) as races:
+        train(model, "two layers", context, steps=1)
+    seen = races.accesses
+    train(model, "two layers", context, steps=1)
+    assert races.accesses == seen > 0
+    assert engine_inside(model).streams.observer is None
+
+
+def test_a_model_that_is_not_sharded_is_refused() -> None:
+    """Instead of finding nothing in it."""
+    with pytest.raises(ShardingError, match="Stack is not sharded"), detect_races(Stack()):
+        pass
+
+
+# -- happens before, on a bench ------------------------------------------------------------------------------------
+
+
+def _bench(context: RankContext) -> tuple[RaceDetector, torch.Tensor]:
+    """A detector and a weight slot [600 or so] fp32 to play with."""
+    model = StreamShard(Stack(), precision=FP32)
+    with torch.no_grad():
+        model(vector_batch(0, context.rank))
+    engine = engine_inside(model)
+    detector = RaceDetector(engine)
+    return detector, engine.units[1].weight_slot.buffer
+
+
+def _fence(detector: RaceDetector, source: StreamName) -> Fence:
+    return Fence(detector.engine.streams, Rule.STEP_BOUNDARY, source, "bench")
+
+
+@on_ranks(2)
+def test_overlap_is_what_makes_a_race(context: RankContext) -> None:
+    """Ranges of bytes count, not tensors: views, transposed ones and single elements included."""
+    views: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+        "the same": (lambda t: t[64:128], True),
+        "inside": (lambda t: t[100:101], True),
+        "overlapping at the start": (lambda t: t[0:65], True),
+        "transposed": (lambda t: t[96:160].view(8, 8).t(), True),
+        "strided across": (lambda t: t[0:200:100], True),
+        "another alias": (lambda t: t.data.view(-1)[127:], True),
+        "just before": (lambda t: t[0:64], False),
+        "just behind": (lambda t: t[128:], False),
+        "empty": (lambda t: t[64:64], False),
+        "other memory": (lambda t: t[64:128].clone(), False),
+    }
+    for name, (view, races) in views.items():
+        detector, slot = _bench(context)
+        detector.on_access(COMM, slot[64:128], write=True, what="gather")
+        detector.on_operation(view(slot), write=False, what="op")
+        assert bool(detector.found) is races, name
+
+
+@on_ranks(2)
+def test_two_reads_and_one_stream_are_no_race(context: RankContext) -> None:
+    """A race takes a write and two streams."""
+    detector, slot = _bench(context)
+    detector.on_access(COMM, slot, write=False, what="reduce_scatter")
+    detector.on_operation(slot, write=False, what="op")
+    assert detector.found == []
+    detector.on_operation(slot, write=True, what="op")
+    assert len(detector.found) == 1
+    detector, slot = _bench(context)
+    detector.on_operation(slot, write=True, what="op")
+    detector.on_operation(slot, write=True, what="op")
+    assert detector.found == []
+
+
+@on_ranks(2)
+def test_a_fence_orders_what_was_before_its_record(context: RankContext) -> None:
+    """Not what its source does between record and wait."""
+    detector, slot = _bench(context)
+    fence = _fence(detector, COMM)
+    detector.on_access(COMM, slot[:10], write=True, what="before")
+    detector.on_record(fence)
+    detector.on_access(COMM, slot[10:20], write=True, what="after")
+    detector.on_wait(fence)
+    detector.on_operation(slot[:20], write=False, what="op")
+    assert [race.first.what for race in detector.found] == ["after"]
+
+
+@on_ranks(2)
+def test_order_is_passed_on_through_the_other_stream(context: RankContext) -> None:
+    """compute -> comm -> compute: what comm waited for, the next to wait for comm knows as well."""
+    detector, slot = _bench(context)
+    there, back = _fence(detector, COMPUTE), _fence(detector, COMM)
+    detector.on_operation(slot, write=True, what="first")
+    detector.on_record(there)
+    detector.on_wait(there)
+    detector.on_access(COMM, slot, write=True, what="second")
+    detector.on_record(back)
+    detector.on_wait(back)
+    detector.on_operation(slot, write=True, what="third")
+    assert detector.found == []
+
+
+@on_ranks(2)
+def test_a_record_without_a_wait_orders_nothing(context: RankContext) -> None:
+    """Nor does a wait for a fence whose record nobody saw."""
+    detector, slot = _bench(context)
+    fence = _fence(detector, COMM)
+    detector.on_access(COMM, slot, write=True, what="gather")
+    detector.on_record(fence)
+    detector.on_wait(_fence(detector, COMM))
+    detector.on_operation(slot, write=False, what="op")
+    assert len(detector.found) == 1
+
+
+@on_ranks(2)
+def test_an_operation_of_the_comm_stream_that_was_not_declared_counts_where_it_runs(context: RankContext) -> None:
+    """A transport that forgets to declare something is not trusted."""
+    detector, slot = _bench(context)
+    streams = detector.engine.streams
+    detector.on_access(COMM, slot[:10], write=True, what="gather")
+    fence = _fence(detector, COMM)
+    detector.on_record(fence)
+    detector.on_wait(fence)
+    with streams.on_comm():
+        detector.on_operation(slot[:10], write=True, what="declared")
+        detector.on_operation(slot[5:15], write=True, what="forgotten")
+    detector.on_operation(slot[:20], write=False, what="op")
+    assert [race.first.what for race in detector.found] == ["forgotten"]

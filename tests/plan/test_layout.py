@@ -1,0 +1,104 @@
+"""Where parameters lie: nothing overlaps, nothing is lost, every start is aligned."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamshard.plan.layout import ALIGNMENT_BYTES, LocalRange, ParamSize, UnitLayout, plan_unit
+
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+sizes = st.lists(shapes, max_size=8).map(lambda all: [ParamSize(f"p{k}", shape) for k, shape in enumerate(all)])
+world_sizes = st.integers(1, 9)
+element_bytes = st.sampled_from([1, 2, 4, 8, 32])
+
+
+def _plan(params: list[ParamSize], world_size: int, n_bytes: int = 2, pad_numel: int = 1) -> UnitLayout:
+    return plan_unit("unit", params, world_size, element_bytes=n_bytes, pad_numel=pad_numel)
+
+
+@given(sizes, world_sizes, element_bytes)
+def test_parameters_lie_in_order_without_overlap(params: list[ParamSize], world_size: int, n_bytes: int) -> None:
+    """Each starts where the one before it has ended, or after a gap smaller than the alignment."""
+    layout = _plan(params, world_size, n_bytes)
+    align = max(ALIGNMENT_BYTES // n_bytes, 1)
+    end = 0
+    for size, param in zip(params, layout.params, strict=True):
+        assert (param.name, param.shape, param.numel) == (size.name, size.shape, math.prod(size.shape))
+        assert 0 <= param.offset - end < align
+        end = param.offset + param.numel
+    assert end <= layout.padded_numel
+    assert layout.numel == sum(size.numel for size in params)
+
+
+@given(sizes, world_sizes, element_bytes)
+def test_every_start_is_aligned(params: list[ParamSize], world_size: int, n_bytes: int) -> None:
+    """Those of parameters and those of every rank's shard, in bytes."""
+    layout = _plan(params, world_size, n_bytes)
+    for start in [param.offset for param in layout.params] + [r * layout.shard_numel for r in range(world_size)]:
+        assert start * n_bytes % ALIGNMENT_BYTES == 0
+
+
+@given(sizes, world_sizes, element_bytes, st.sampled_from([1, 3, 128, 2**16]))
+def test_padding_is_no_more_than_needed(params: list[ParamSize], world_size: int, n_bytes: int, pad_numel: int) -> None:
+    """The smallest size that N aligned shards and `pad_numel` divide."""
+    layout = _plan(params, world_size, n_bytes, pad_numel)
+    end = max((param.offset + param.numel for param in layout.params), default=0)
+    multiple = math.lcm(world_size * max(ALIGNMENT_BYTES // n_bytes, 1), pad_numel)
+    assert layout.padded_numel % multiple == 0
+    assert 0 <= layout.padded_numel - end < multiple
+    assert layout.shard_numel * world_size == layout.padded_numel
+
+
+@given(sizes, world_sizes)
+def test_the_ranks_ranges_tile_every_parameter(params: list[ParamSize], world_size: int) -> None:
+    """In rank order, each element once, at the place in the shard that the flat buffer gives it."""
+    layout = _plan(params, world_size)
+    for param in layout.params:
+        owned = []
+        for rank in range(world_size):
+            local = layout.local_range(param, rank)
+            owned += range(local.start, local.stop)
+            assert 0 <= local.shard_offset <= local.shard_offset + local.numel <= layout.shard_numel
+            if local.numel:
+                assert rank * layout.shard_numel + local.shard_offset == param.offset + local.start
+            else:
+                assert local == LocalRange(0, 0, 0)
+        assert owned == list(range(param.numel))
+
+
+@given(sizes, world_sizes)
+def test_the_layout_is_a_function_of_its_arguments(params: list[ParamSize], world_size: int) -> None:
+    """Equal arguments give equal layouts: ranks and readers of checkpoints can rely on it."""
+    assert _plan(params, world_size) == _plan(params, world_size)
+
+
+def test_an_example_by_hand() -> None:
+    """Two ranks, bf16: starts are multiples of 8 elements, the end is a multiple of 16."""
+    layout = _plan([ParamSize("weight", (3, 5)), ParamSize("bias", (3,)), ParamSize("scale", ())], 2)
+    assert [(param.offset, param.numel) for param in layout.params] == [(0, 15), (16, 3), (24, 1)]
+    assert (layout.padded_numel, layout.shard_numel, layout.numel) == (32, 16, 19)
+    weight, bias, scale = layout.params
+    assert [layout.local_range(weight, rank) for rank in (0, 1)] == [LocalRange(0, 15, 0), LocalRange(0, 0, 0)]
+    assert layout.local_range(bias, 1) == LocalRange(0, 3, 0)
+    assert layout.local_range(scale, 1) == LocalRange(0, 1, 8)
+
+
+def test_a_parameter_can_be_split_between_ranks() -> None:
+    """The partition does not respect parameters: rank 1's part starts inside."""
+    layout = _plan([ParamSize("weight", (40,))], 2)
+    assert layout.shard_numel == 24
+    assert [layout.local_range(layout.params[0], rank) for rank in (0, 1)] == [
+        LocalRange(0, 24, 0),
+        LocalRange(24, 40, 0),
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_a_unit_without_parameters_takes_no_memory(world_size: int) -> None:
+    """As the edge unit of a model that has nothing outside its layers."""
+    layout = _plan([], world_size)
+    assert (layout.padded_numel, layout.shard_numel, layout.numel) == (0, 0, 0)

@@ -1,0 +1,320 @@
+"""What the engine holds: known before, reported exactly, and allocated once."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streamshard import Precision, StreamShard
+from streamshard.inspect import engine_inside
+from streamshard.inspect.memory import MemoryReport
+from streamshard.plan.memory import Category
+from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM
+from tests.ranks import RankContext, on_ranks
+from tests.reference import FP32, Call, adamw, lm_step, stack_step
+from tests.scenarios import SCENARIOS, RoutedStack, over_sockets, sharded, train
+
+HALF = torch.bfloat16
+PRECISIONS = {
+    "fp32": FP32,
+    "bf16, reduced in fp32": Precision(param_dtype=HALF),
+    "bf16, 16-bit wire": Precision(param_dtype=HALF, grad_dtype=HALF),
+    "bf16, reduced in bf16": Precision(param_dtype=HALF, reduce_dtype=HALF),
+}
+
+
+def _report(model: nn.Module) -> MemoryReport:
+    assert isinstance(model, StreamShard)
+    report = model.memory_report()
+    assert isinstance(report, MemoryReport)
+    return report
+
+
+# -- the formula --------------------------------------------------------------------------------------------------
+
+
+def _padded(numels: list[int], world_size: int, param_bytes: int) -> int:
+    """A unit's elements: parameters aligned to 16 bytes, padded to N aligned shards. Written down anew, on purpose."""
+    align = 16 // param_bytes
+    end = 0
+    for numel in numels:
+        end = -(-end // align) * align + numel
+    return -(-end // (world_size * align)) * world_size * align
+
+
+def _formula(
+    edge: list[int], blocks: list[list[int]], world_size: int, precision: Precision, *, receives: bool
+) -> dict[str, int]:
+    """Bytes by category: 8/N a parameter (Adam has as much again), 2/N in half precision, and the slots."""
+    param_bytes, grad_bytes = precision.param_dtype.itemsize, precision.slot_grad_dtype.itemsize
+    units = [_padded(numels, world_size, param_bytes) for numels in (edge, *blocks)]
+    shards = sum(units) // world_size
+    # Blocks take turns in two slots, each as large as its largest; the edge unit has one of its own.
+    slots = [units[0], max(units[1::2], default=0), max(units[2::2], default=0)]
+    # The other ranks' chunks; through shared memory they are read where they are.
+    scratch = [slot * (world_size - 1) // world_size if receives else 0 for slot in slots]
+    flags = (world_size + 1) * sum(len(numels) for numels in (edge, *blocks))
+    is_alone = world_size == 1
+    return {
+        "main weights": 4 * shards,
+        "main grads": 4 * shards,
+        "compute shards": 2 * shards if param_bytes == 2 else 0,
+        "weight slots": 0 if is_alone else param_bytes * sum(slots),
+        "grad slots": 0 if is_alone else grad_bytes * sum(slots),
+        "scratch": 0 if is_alone else grad_bytes * sum(scratch),
+        "flags": 0 if is_alone else flags,
+    }
+
+
+def _numels(module: nn.Module, inside: str) -> list[int]:
+    return [param.numel() for name, param in module.named_parameters() if name.startswith(inside)]
+
+
+MODELS = {
+    "a language model": lambda: TinyLM(TinyConfig(depth=3)),
+    "layers of different sizes": lambda: Stack((16, 3, 40, 1, 24)),
+    "two layers": lambda: Stack((DIM, DIM, DIM)),
+}
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("way", ["shared memory", "sockets"])
+def test_the_report_equals_the_formula_and_what_is_held(context: RankContext, way: str, precision: str) -> None:
+    """Category by category, before the first step and after two."""
+    for name, build in MODELS.items():
+        plain = build()
+        container = "blocks" if isinstance(plain, TinyLM) else "layers"
+        depth = len(getattr(plain, container))
+        blocks = [_numels(plain, f"{container}.{k}.") for k in range(depth)]
+        edge = [param.numel() for key, param in plain.named_parameters() if not key.startswith(container)]
+        wanted = _formula(edge, blocks, context.world_size, PRECISIONS[precision], receives=way == "sockets")
+        with over_sockets() if way == "sockets" else nullcontext():
+            model = StreamShard(plain, precision=PRECISIONS[precision])
+        assert dict(_report(model).held_bytes) == wanted, name
+        _train(model, context, steps=2)
+        report = _report(model)
+        assert dict(report.held_bytes) == dict(report.formula_bytes) == wanted, name
+        assert report.total_bytes == sum(wanted.values()) == sum(_reachable_storages(model).values())
+        assert report.numel == sum(edge) + sum(map(sum, blocks))
+        assert report.world_size == context.world_size
+
+
+def _train(model: nn.Module, context: RankContext, steps: int) -> None:
+    optimizer = adamw(model)
+    for number in range(steps):
+        call = Call(number, context.rank, context.world_size, 1.0)
+        lm_step(model, call) if isinstance(model, TinyLM) else stack_step(model, call)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _reachable_storages(model: nn.Module) -> dict[int, int]:
+    """Bytes by address of every storage that the engine's objects lead to, the model's own buffers aside."""
+    storages: dict[int, int] = {}
+    buffers = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
+    for tensor in _tensors_behind(engine_inside(model)):
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in buffers:
+            storages[storage.data_ptr()] = storage.nbytes()
+    return storages
+
+
+def _tensors_behind(start: object) -> Iterator[torch.Tensor]:
+    """Every tensor that objects of the package hold, directly or in containers."""
+    seen: set[int] = set()
+    todo = [start]
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            yield thing
+        elif isinstance(thing, list | tuple | set | frozenset):
+            todo.extend(thing)
+        elif isinstance(thing, dict):
+            todo.extend(thing.values())
+        elif type(thing).__module__.startswith("streamshard") and not isinstance(thing, nn.Module | type):
+            todo.extend(getattr(thing, "__dict__", {}).values())
+            slots = getattr(type(thing), "__slots__", ())
+            todo.extend(getattr(thing, slot, None) for slot in ([slots] if isinstance(slots, str) else slots))
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_frozen_takes_no_gradient_memory_until_it_is_trained(context: RankContext) -> None:
+    """Main grads of a unit appear when it is unfrozen, and in the report."""
+    model = Stack()
+    model.layers[1].requires_grad_(False)
+    sharded = StreamShard(model, precision=FP32)
+    before = _report(sharded)
+    unit = engine_inside(sharded).units[2].shard.layout
+    assert before.held_bytes["main grads"] == before.held_bytes["main weights"] - 4 * unit.shard_numel
+    assert dict(before.held_bytes) == dict(before.formula_bytes)
+    model.requires_grad_(True)
+    _train(sharded, context, steps=1)
+    after = _report(sharded)
+    assert after.held_bytes["main grads"] == after.held_bytes["main weights"]
+    assert dict(after.held_bytes) == dict(after.formula_bytes)
+
+
+@on_ranks(2)
+def test_a_lone_large_unit_does_not_size_the_slots_of_the_others(context: RankContext) -> None:
+    """It has slots of its own."""
+    model = nn.Sequential(nn.Linear(DIM, 40 * DIM), nn.Linear(40 * DIM, DIM), *(Layer() for _ in range(4)))
+    model = StreamShard(model, units=["0", "2", "3", "4", "5"], precision=FP32)
+    engine = engine_inside(model)
+    sizes = {unit.name: unit.weight_slot.buffer.numel() for unit in engine.units}
+    assert sizes["2"] == sizes["3"] == DIM * DIM + DIM
+    assert sizes["0"] == 41 * DIM * DIM - DIM * DIM + 40 * DIM
+    assert len({unit.weight_slot.buffer.data_ptr() for unit in engine.units}) == 4
+
+
+@on_ranks(2)
+def test_the_report_can_be_read(context: RankContext) -> None:
+    """One line for each category, in MiB and bytes per parameter, beside the formula; and the setting."""
+    text = str(_report(StreamShard(TinyLM(), precision=FP32)))
+    lines = text.splitlines()
+    numel = sum(p.numel() for p in TinyLM().parameters())
+    assert lines[0] == f"memory of this rank, 1 of 2; bytes per parameter of all {numel:,}"
+    assert all(line.endswith("as computed") for line in lines[1:-2])
+    assert [line.split("  ")[1].strip() for line in lines[1:-1]] == [
+        *(category.value for category in Category),
+        "total",
+        "(Adam moments)",
+    ]
+    assert lines[-1] == "  weight_slots=2, grad_slots=2"
+
+
+# -- allocated once -----------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name not in ("freezing", "weights elsewhere")])
+def test_the_engine_allocates_nothing_after_the_first_step(context: RankContext, scenario: str) -> None:
+    """The same buffers at the same addresses, and no other memory behind the engine's objects."""
+    model = sharded(scenario, PRECISIONS["bf16, 16-bit wire"])
+    engine = engine_inside(model)
+    at_start = _reachable_storages(model)
+    train(model, scenario, context, steps=1)
+    buffers = [(category, buffer.data_ptr()) for category, buffer in engine.ledger.buffers]
+    storages = _reachable_storages(model)
+    train(model, scenario, context, steps=3)
+    assert [(category, buffer.data_ptr()) for category, buffer in engine.ledger.buffers] == buffers
+    assert _reachable_storages(model) == storages == at_start
+
+
+class _Made:
+    """Memory that operations have made. Looks at storages: autograd keeps those and not the tensors.
+
+    Attributes:
+        refs: to each storage, and the shape it was made for.
+        largest_numel: elements of the largest.
+    """
+
+    def __init__(self) -> None:
+        self.refs: list[tuple[StorageWeakRef, tuple[int, ...]]] = []
+        self.largest_numel = 0
+
+    def alive(self) -> list[tuple[int, ...]]:
+        """Shapes of what still exists."""
+        gc.collect()
+        return [shape for ref, shape in self.refs if not ref.expired()]
+
+
+@contextmanager
+def _watched() -> Iterator[_Made]:
+    """What is made inside."""
+    made = _Made()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            given = {t.untyped_storage().data_ptr() for t in _flat((args, kwargs or {}))}
+            for tensor in _flat(result):
+                if tensor.numel() and tensor.untyped_storage().data_ptr() not in given:
+                    made.refs.append((StorageWeakRef(tensor.untyped_storage()), tuple(tensor.shape)))
+                    made.largest_numel = max(made.largest_numel, tensor.numel())
+            return result
+
+    with Watch():
+        yield made
+
+
+def _flat(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _flat(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _flat(item)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_no_tensor_made_in_a_step_outlives_it(context: RankContext, precision: str) -> None:
+    """Neither activations nor anything of the engine's; the optimizer's state is older."""
+    for scenario in ("plain", "no_sync", "reentrant checkpointing", "layers unused on some ranks"):
+        model = sharded(scenario, PRECISIONS[precision])
+        optimizer = adamw(model)
+        for number in range(2):
+            SCENARIOS[scenario].step(model, Call(number, context.rank, context.world_size, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        with _watched() as made:
+            SCENARIOS[scenario].step(model, Call(2, context.rank, context.world_size, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(made.refs) > 20
+        assert made.alive() == [], scenario
+
+
+def test_a_tensor_that_is_kept_is_noticed() -> None:
+    """By Python or by autograd only: the test above would see it."""
+    weight = torch.ones(3, requires_grad=True)
+    with _watched() as made:
+        kept = weight * 2
+        graph = (weight.exp() * 3).sum()
+        (weight + 1).sum()
+    assert made.alive() == [(3,), (3,), ()]  # `kept`, the result of exp, which its backward needs, and `graph`
+    del kept, graph
+    assert made.alive() == []
+
+
+@on_ranks(2)
+def test_forward_and_backward_allocate_no_whole_unit(context: RankContext) -> None:
+    """Weights are gathered and gradients reduced in place: a step makes activations and gradients, not copies."""
+    model = StreamShard(RoutedStack(), precision=FP32)
+    call = Call(0, context.rank, 2, 1.0)
+    stack_step(model, call)
+    unit_numel = engine_inside(model).units[1].shard.layout.padded_numel
+    with _watched() as made:
+        stack_step(model, call)
+    assert made.largest_numel == DIM * DIM < unit_numel  # autograd's gradient of one weight
+
+
+@on_ranks(1, 2)
+def test_a_model_that_nobody_uses_any_more_is_freed(context: RankContext) -> None:
+    """Buffers go with it, so that the next model has room: before and after it was trained."""
+    for steps in (0, 2):
+        model = sharded("plain", PRECISIONS["bf16, reduced in fp32"])
+        held = [StorageWeakRef(storage) for storage in _storages_of(model)]
+        assert len(held) > 5
+        train(model, "plain", context, steps=steps)
+        del model
+        gc.collect()
+        assert all(ref.expired() for ref in held)
+
+
+def _storages_of(model: nn.Module) -> list[torch.UntypedStorage]:
+    return [buffer.untyped_storage() for _, buffer in engine_inside(model).ledger.buffers]

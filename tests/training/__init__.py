@@ -1,0 +1,1 @@
+"""Whole training steps, compared with plain PyTorch and DDP."""

@@ -1,0 +1,350 @@
+"""Gradients of a sharded model are pieces: what is computed from them is of all ranks, or raises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from streamshard import GradScaler, StreamShard
+from streamshard.errors import ShardingError
+from streamshard.unit.pieces import ShardedGrad
+from tests.models import Stack
+from tests.ranks import RankContext, on_ranks
+from tests.reference import FP32, Call, assert_same, full_grads, full_weights, stack_step
+
+
+def _pair() -> tuple[Any, nn.Module]:
+    """The same model sharded and plain, with the same gradients."""
+    torch.manual_seed(3)
+    plain = Stack()
+    torch.manual_seed(3)
+    model = StreamShard(Stack(), precision=FP32)
+    for each in (plain, model):
+        stack_step(each, Call(0, 0, 1, 1.0))
+    return model, plain
+
+
+def _grads(model: nn.Module) -> list[Tensor]:
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+# -- what comes of a gradient -----------------------------------------------------------------------------------------
+
+# Of one gradient: a number.
+NUMBERS: dict[str, Callable[[Tensor], Any]] = {
+    "norm": lambda g: g.norm(),
+    "norm of order 1": lambda g: g.norm(1),
+    "largest norm": lambda g: torch.linalg.vector_norm(g, math.inf),
+    "smallest norm": lambda g: torch.linalg.vector_norm(g, -math.inf),
+    "norm of a product": lambda g: (g * 0.5).norm(),
+    "norm of a sum": lambda g: torch.add(input=g, other=g.data).norm(),
+    "norm, by keyword": lambda g: torch.norm(input=g, p=2),
+    "norm in another dtype and shape": lambda g: g.double().flatten().norm().float(),
+    "norm of a clamped copy": lambda g: g.clone().clamp_(-0.01, 0.01).norm(),
+    "norm after foreach": lambda g: torch._foreach_mul([g], 3.0)[0].norm(),
+    "norms of foreach": lambda g: torch._foreach_norm(list(torch._foreach_add([g, g], [g, g])))[1],
+    "norm of noise and it": lambda g: (g + torch.zeros_like(g)).norm(),
+    "norm of what is large": lambda g: g[g.abs() > 1e-2].norm(),
+    "norm where": lambda g: torch.where(g > 0, g, -g).norm(),
+    "sum": lambda g: g.sum(),
+    "sum along no dimension": lambda g: g.sum(dim=None, keepdim=False, dtype=torch.float64),
+    "count by norm": lambda g: g.norm(0),
+    "sum of squares": lambda g: g.pow(2).sum(),
+    "mean": lambda g: g.abs().mean(),
+    "max": lambda g: g.max(),
+    "largest": lambda g: g.abs().amax(),
+    "min": lambda g: torch.min(g),
+    "larger of two": lambda g: torch.max(g, -g).sum(),
+    "any nan": lambda g: float(g.isnan().any()),
+    "all finite": lambda g: float(torch.isfinite(g).all()),
+    "positive ones": lambda g: float((g > 0).sum()),
+    "count": lambda g: float(torch.count_nonzero(g)),
+    "dot": lambda g: torch.dot(g.flatten(), 2 * g.flatten()),
+    "equal": lambda g: float(torch.equal(g, 2 * g)),
+    "close": lambda g: float(torch.allclose(g, g + 1e-12)),
+}
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("name", list(NUMBERS))
+def test_numbers_of_a_gradient_are_of_all_ranks(context: RankContext, name: str) -> None:
+    """As of the whole one, on every rank, although ranks hold different and some no elements."""
+    model, plain = _pair()
+    for ours, theirs in zip(_grads(model), _grads(plain), strict=True):
+        assert float(NUMBERS[name](ours)) == pytest.approx(float(NUMBERS[name](theirs)), rel=1e-5, abs=1e-7)
+
+
+# Of two lists of gradients, of one model each: a number.
+VECTORS: dict[str, Callable[[list[Tensor], list[Tensor]], Tensor]] = {
+    "norm of all in one": lambda a, b: torch.cat([g.view(-1) for g in a]).norm(),
+    "vector": lambda a, b: nn.utils.parameters_to_vector([x + y for x, y in zip(a, b, strict=True)]).norm(),
+    "dot": lambda a, b: torch.cat([g.flatten() for g in a]).dot(torch.cat([g.flatten() for g in b])),
+    "total norm": lambda a, b: nn.utils.get_total_norm(a),
+    "total norm, one by one": lambda a, b: nn.utils.get_total_norm(a, norm_type=math.inf, foreach=False),
+    "by hand": lambda a, b: sum((g.norm() ** 2 for g in a), torch.zeros(())).sqrt(),
+}
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", list(VECTORS))
+def test_numbers_of_all_gradients_are_of_all_ranks(context: RankContext, name: str) -> None:
+    """Gradients put one behind the other, and two such vectors together."""
+    model, plain = _pair()
+    ours, theirs = _grads(model), _grads(plain)
+    found, wanted = (float(VECTORS[name](grads, [g.abs() for g in grads])) for grads in (ours, theirs))
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def _project(grads: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """PCGrad: what of `grads` points against `others` is taken away."""
+    a, b = (torch.cat([g.flatten() for g in each]) for each in (grads, others))
+    a = a - torch.dot(a, b) / b.norm() ** 2 * b
+    parts, place = [], 0
+    for grad in grads:
+        parts.append(a[place : place + grad.numel()].view(grad.shape))
+        place += grad.numel()
+    assert sum(part.numel() for part in torch.split(a, [g.numel() for g in grads])) == place
+    return parts
+
+
+@on_ranks(2)
+def test_projected_gradients_are_clipped_and_stepped_like_plain_ones(context: RankContext) -> None:
+    """Flattened, projected on another vector, cut again, clipped."""
+    model, plain = _pair()
+    norms = []
+    for each in (model, plain):
+        grads = _grads(each)
+        for param, part in zip(each.parameters(), _project(grads, [g.abs() for g in grads]), strict=True):
+            param.grad = part
+        norms.append(float(nn.utils.clip_grad_norm_(list(each.parameters()), 0.01)))
+        torch.optim.SGD(each.parameters(), lr=1.0).step()
+    assert norms[0] == pytest.approx(norms[1])
+    assert_same(full_weights(model), dict(plain.state_dict()), "weights")
+
+
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "a row": lambda g: g[0],
+    "some elements": lambda g: g.view(-1)[:3],
+    "rows overwritten": lambda g: g.__setitem__(slice(0, 1), 0.0),
+    "sum along a dimension": lambda g: g.sum(-1),
+    "norm along a dimension": lambda g: g.norm(dim=-1),
+    "spectral norm": lambda g: torch.linalg.norm(g, 2),
+    "nuclear norm": lambda g: torch.norm(g, "nuc"),
+    "product of matrices": lambda g: g @ g.T,
+    "outer product": lambda g: g.T * g,
+    "softmax": lambda g: g.softmax(-1),
+    "normalized": lambda g: nn.functional.normalize(g, dim=-1),
+    "cumulative sum": lambda g: g.cumsum(-1),
+    "sorted": lambda g: g.flatten().sort(),
+    "quantile": lambda g: torch.quantile(g, 0.5),
+    "standard deviation": lambda g: g.std(),
+    "histogram": lambda g: torch.histc(g),
+    "numpy": lambda g: g.numpy(),
+    "list": lambda g: g.tolist(),
+    "stacked": lambda g: torch.stack([g, g]),
+    "beside others": lambda g: torch.cat([g.flatten(), torch.zeros(3)]),
+    "a whole mask": lambda g: g * torch.ones(16, 16),
+    "a whole mask, in place": lambda g: g.mul_(torch.ones(16, 16)),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_would_be_of_one_piece_raises(context: RankContext, name: str) -> None:
+    """By the operation's name, with what to do instead."""
+    model, _ = _pair()
+    with pytest.raises(ShardingError, match=r"of a gradient.*piece.*summon_full_params"):
+        REFUSED[name](model.layers[1].linear.weight.grad)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_one_rank_has_whole_gradients(context: RankContext, name: str) -> None:
+    """Where nothing is a piece, everything works."""
+    model, _ = _pair()
+    REFUSED[name](model.layers[1].linear.weight.grad)
+
+
+@on_ranks(2)
+def test_nan_in_one_piece_is_the_largest_element_everywhere(context: RankContext) -> None:
+    """A backend's maximum may lose it."""
+    model, _ = _pair()
+    grad = model.layers[1].linear.weight.grad
+    if context.rank == 1:
+        grad.as_subclass(Tensor)[...] = math.nan
+    assert math.isnan(grad.max())
+    assert math.isnan(grad.norm(math.inf))
+    assert math.isnan(model.clip_grad_norm_(1.0, math.inf))
+
+
+# -- tensors of the user's own ----------------------------------------------------------------------------------------
+
+
+def _clip(model: Any, way: str) -> Tensor:
+    if way == "the model's":
+        return model.clip_grad_norm_(0.5)  # type: ignore[no-any-return]
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=way == "torch's")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["torch's", "torch's, one by one", "the model's"])
+def test_gradients_of_the_users_own_are_clipped_by_their_global_norm(context: RankContext, way: str) -> None:
+    """Plain tensors put in their place; in some, or in all parameters."""
+    model, plain = _pair()
+    for every in (1, 2):
+        norms = []
+        for each in (model, plain):
+            for number, param in enumerate(each.parameters()):
+                if number % every == 0:
+                    param.grad = torch.full_like(param, 0.3)
+        norms = [float(_clip(model, way)), float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))]
+        assert norms[0] == pytest.approx(norms[1])
+        assert_same(full_grads(model), full_grads(plain), "gradients")
+
+
+@on_ranks(2)
+def test_units_tell_what_is_a_piece_too(context: RankContext) -> None:
+    """Parameters taken from a layer, or a list of layers."""
+    model, _ = _pair()
+    for part in (model.layers[1], model.layers):
+        for param in part.parameters():
+            param.grad = torch.full_like(param, 0.3)
+        assert {type(param.grad) for param in part.parameters()} == {ShardedGrad}
+
+
+@on_ranks(2)
+def test_gradients_clipped_unknown_raise_at_the_step(context: RankContext) -> None:
+    """Through a list made before; nothing has stepped, and gradients left alone are fine."""
+    model, _ = _pair()
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    for param in params:
+        param.grad = torch.full_like(param, 0.3)
+    optimizer.step()
+    before = full_weights(model)
+    for param in params:
+        param.grad = torch.full_like(param, 0.3)
+    nn.utils.clip_grad_norm_(params, 0.5)
+    with pytest.raises(ShardingError, match=r"'layers\.0\.linear\.weight' is a tensor of your own.*model\.parameters"):
+        optimizer.step()
+    assert_same(full_weights(model), before, "weights")
+
+
+@on_ranks(2)
+def test_a_scaler_sees_gradients_of_the_users_own_on_all_ranks(context: RankContext) -> None:
+    """An overflow that only one rank's pieces hold skips the step on both."""
+    model, _ = _pair()
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    scaler = GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.zeros(()))
+    for param in params:
+        param.grad = torch.full_like(param, math.inf if context.rank else 0.3)
+    before = full_weights(model)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 1.0
+    assert_same(full_weights(model), before, "weights")
+
+
+@on_ranks(2)
+def test_closures_may_clip_in_the_first_step(context: RankContext) -> None:
+    """What a closure does to gradients is not the optimizer's doing."""
+    model, plain = _pair()
+    for each in (model, plain):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.01, eps=1e-3)
+
+        def closure(each: nn.Module = each, optimizer: Any = optimizer) -> float:
+            optimizer.zero_grad()
+            loss = stack_step(each, Call(1, 0, 1, 1.0))
+            nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+            return float(loss)
+
+        optimizer.step(closure)
+    assert_same(full_weights(model), dict(plain.state_dict()), "weights")
+
+
+# -- what sharding forbids --------------------------------------------------------------------------------------------
+
+
+def _fully_shard(model: nn.Module) -> object:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model)
+
+
+def _fully_shard_a_layer(model: nn.Module) -> object:
+    return _fully_shard(model.get_submodule("layers.1"))
+
+
+def _fsdp(model: nn.Module) -> object:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def _replica(model: Any) -> object:
+    return model._replicate_for_data_parallel()  # what DataParallel calls where there are two GPUs
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], object]] = {
+    "fully_shard of Stack": _fully_shard,
+    "fully_shard of Layer": _fully_shard_a_layer,
+    "FullyShardedDataParallel": _fsdp,
+    "DataParallel": _replica,
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", list(WRAPPERS))
+def test_other_wrappers_raise_at_once_and_change_nothing(context: RankContext, name: str) -> None:
+    """Each would take pieces for whole parameters."""
+    model, plain = _pair()
+    with pytest.raises(ShardingError, match=f"{name}.*sharded by StreamShard already"):
+        WRAPPERS[name](model)
+    model.zero_grad()
+    plain.zero_grad()
+    for each in (model, plain):
+        stack_step(each, Call(1, 0, 1, 1.0))
+    assert_same(full_grads(model), full_grads(plain), "gradients")
+
+
+@on_ranks(2)
+def test_zero_redundancy_optimizer_of_pieces_raises(context: RankContext) -> None:
+    """Before it sends anything."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model, _ = _pair()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    with pytest.raises(ShardingError, match="ZeroRedundancyOptimizer shares out whole parameters"):
+        optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_optimizer_that_waits_for_autograd_raises(context: RankContext, when: str) -> None:
+    """`_apply_optimizer_in_backward` would never step."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    model: Any = Stack()
+    if when == "after":
+        model = StreamShard(model, precision=FP32)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    with pytest.raises(ShardingError, match="would never step.*register_post_accumulate_grad_hook"):
+        stack_step(StreamShard(model, precision=FP32) if when == "before" else model, Call(0, 0, 1, 1.0))
+
+
+@on_ranks(2)
+def test_gradients_from_before_sharding_raise(context: RankContext) -> None:
+    """They are of one rank's loss, never averaged."""
+    model = Stack()
+    stack_step(model, Call(0, context.rank, 1, 1.0))
+    with pytest.raises(ShardingError, match=r"'layers\.0\.linear\.weight' has a gradient from before"):
+        StreamShard(model, precision=FP32)
+    model.zero_grad()
+    stack_step(StreamShard(model, precision=FP32), Call(0, 0, 1, 1.0))
