@@ -14,9 +14,11 @@ settings.register_profile("streamshard", derandomize=True, deadline=None, databa
 settings.load_profile("streamshard")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Declare the markers the tests use."""
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped with a reason where there is none")
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs rank processes by what it asks for."""
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("ranks")
 
 
 @pytest.fixture(scope="session")

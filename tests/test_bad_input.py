@@ -477,6 +477,7 @@ def _finish(processes: list[subprocess.Popen[str]], timeout_s: float = 60.0) -> 
     return results
 
 
+@pytest.mark.ranks
 def test_without_a_process_group_and_a_launcher_the_error_says_how_to_start() -> None:
     """A plain `python train.py` gets a sentence about torchrun, not a stack of c10d."""
     script = """
@@ -491,6 +492,7 @@ def test_without_a_process_group_and_a_launcher_the_error_says_how_to_start() ->
     assert "torchrun" in last
 
 
+@pytest.mark.ranks
 def test_under_a_launcher_the_process_group_is_made() -> None:
     """Two processes with torchrun's variables and nothing else."""
     script = """
@@ -541,6 +543,7 @@ WHEN = {
 }
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_when_a_rank_dies_the_others_stop_with_an_error(when: str, world_size: int) -> None:
@@ -556,6 +559,7 @@ def test_when_a_rank_dies_the_others_stop_with_an_error(when: str, world_size: i
             assert "Error" in output
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="this system cannot stop processes")
 def test_when_a_rank_stands_still_the_others_stop_with_an_error() -> None:
     """No closed connection tells them: the group's timeout does."""
@@ -570,6 +574,7 @@ def test_when_a_rank_stands_still_the_others_stop_with_an_error() -> None:
         processes[1].communicate()
 
 
+@pytest.mark.ranks
 def test_when_a_rank_raises_and_leaves_the_others_stop_with_an_error() -> None:
     """An exception on one rank that its script does not catch ends that process."""
     script = _DYING.format(how="raise ValueError('mine alone')", when=WHEN["in forward"])

@@ -76,6 +76,7 @@ def test_a_rank_that_dies_is_named(ranks: RankPool) -> None:
     assert ranks(2).run(_sum_of_ranks, 0) == [1, 1]
 
 
+@pytest.mark.ranks
 def test_a_rank_that_hangs_is_killed_and_its_place_named() -> None:
     """The failure shows the function the rank was in, and the pool works afterwards."""
     with open_pool(run_timeout_s=8.0) as pool:

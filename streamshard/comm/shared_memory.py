@@ -3,7 +3,7 @@
 What other ranks read (compute shards, grad slots) lies in one anonymous memory file per rank, its *arena*, which every
 peer maps. A gather then is one copy out of each peer's compute shard, a reduction one sum over all ranks' grad slots,
 and who is how far is told by counters in the arenas ([Note: counters]). NCCL does the same between the GPUs of one
-machine. Through gloo's sockets the same exchange cost three to four times the CPU time (docs/log.md).
+machine. Through gloo's sockets the same exchange cost three to four times the CPU time (docs/internals/log.md).
 
 [Note: counters]
 Each rank has five counters, which only it increments:

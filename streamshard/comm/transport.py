@@ -9,7 +9,7 @@ misbehaves on purpose (`streamshard.inspect.adversary`) implements the same meth
 Every reduction ends in main grads, fp32, as the mean over ranks. Where chunks are exchanged (16-bit wire with fp32
 accumulation, and everything on gloo), rank r receives its chunk from every other rank and sums in rank order, so
 results do not depend on a ring's rounding or on timing (Megatron-LM: ``reduce_scatter_with_fp32_accumulation``).
-gloo's own reduce_scatter was 4 to 14 times slower than this exchange (docs/log.md).
+gloo's own reduce_scatter was 4 to 14 times slower than this exchange (docs/internals/log.md).
 
 [Note: ranks that do not do the same]
 All ranks issue the same exchanges in the same order. A transport logs what it issues (`streamshard.comm.issued`); who

@@ -5,8 +5,8 @@ units'. Hooks call in, units are told what to do. See [Note: one program], [Note
 
 [Note: need]
 Backward needs a unit's weights when one of its saved tensors is unpacked: each unit's forward runs under saved-tensor
-hooks which hold back the slot's views (0.03 ms of host time per layer, docs/log.md). That is exact whatever the loss
-is made of. A hook on the outputs' graph nodes says it earlier, and also when recomputation inside the unit
+hooks which hold back the slot's views (0.03 ms of host time per layer, docs/internals/log.md). That is exact whatever
+the loss is made of. A hook on the outputs' graph nodes says it earlier, and also when recomputation inside the unit
 (torch.utils.checkpoint) has hidden its saved tensors from us. Being needed closes every unit before: their gradients
 are complete, because autograd runs nodes latest-created first, and what a unit used twice still has to come is known
 from the program: its reduction stands behind its last visit.

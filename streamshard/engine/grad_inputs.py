@@ -3,7 +3,7 @@
 [Note: gradients that are asked for]
 Layers compute with compute views, so a graph leads to those and never to the user's parameters: autograd would find
 them unused. Every backward that Python starts goes through one function of torch's, where sharded parameters among its
-``inputs`` are joined by their compute views. docs/decisions/0013 says why there.
+``inputs`` are joined by their compute views. docs/internals/decisions/0013 says why there.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def choose_slots(needs: Needs, budget: int) -> tuple[SlotPlan, str]:
         name = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
         if total <= budget:
             reason = f"{name}: {_gib(total)} of {_gib(budget)}"
-            return plan, reason + (f"; {rejected} would not fit" if rejected else "; more slots there are not")
+            return plan, reason + (f"; {rejected} would not fit" if rejected else "; the model has no use for more")
         rejected = f"{name} ({_gib(total)})"
     ranks = needs.layouts[0].world_size
     raise ConfigError(

@@ -160,6 +160,7 @@ def test_export_killed_anywhere_leaves_the_old_one_or_the_new(
     assert names_in(directory) == names_in(exports.new)
 
 
+@pytest.mark.ranks
 def test_export_killed_after_one_that_was_killed(tmp_path: Path, at_call: Callable[..., Any]) -> None:
     """What the first leaves, from any moment, is as good an old export as any other."""
     exports = make_exports(tmp_path, 150, 150)
@@ -183,6 +184,7 @@ def test_export_killed_after_one_that_was_killed(tmp_path: Path, at_call: Callab
         assert names_in(directory) == names_in(exports.new)
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_export_killed_by_the_system(tmp_path: Path) -> None:
     """The same with processes that are really killed, after every third call of publishing."""

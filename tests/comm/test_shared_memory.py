@@ -573,6 +573,7 @@ def _die(context: RankContext, where: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("where", ["forward", "backward", "publish_shards", "_sum_next"])
 def test_a_rank_that_is_killed_ends_the_others(where: str) -> None:
     """At any point; only the one that was killed has no answer."""
@@ -594,6 +595,7 @@ def _wait_for_rank_1(context: RankContext) -> str:
     return str(caught.value)
 
 
+@pytest.mark.ranks
 def test_a_rank_that_does_not_come_ends_in_an_error_after_the_groups_timeout() -> None:
     """It says who was waited for, and for how long."""
     pool = RankPool(group_timeout_s=4.0)
