@@ -21,7 +21,7 @@ from streamshard.build import engine_at_rest, engine_of, shard_model
 from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.load import load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
-from streamshard.config import Precision
+from streamshard.config import MemoryBudget, Precision, SlotCount
 from streamshard.engine.hooks import HANDLE, Uncopyable, call_shell, handle_of
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.full import summon, whole_of
@@ -31,10 +31,10 @@ from streamshard.join import UnevenInputs, make_hook
 from streamshard.optim.wrapper import engine_of_both
 from streamshard.plan.discovery import UnitsArgument
 from streamshard.plan.layout import LocalRange
-from streamshard.plan.memory import MemoryBudget
-from streamshard.plan.slots import SlotCount
 from streamshard.plan.structure import join_names, leave_inference_mode, modules_of, params_of
-from streamshard.unit.pieces import HeldGrad, forget_piece, piece_of, reduce_norms, remember_piece
+from streamshard.unit.held_grad import HeldGrad
+from streamshard.unit.norms import reduce_norms
+from streamshard.unit.pieces import forget_piece, piece_of, remember_piece
 from streamshard.unit.shard import ParamShard
 
 __all__ = [
@@ -63,7 +63,7 @@ class StreamShard(Uncopyable):
         mesh: a 1-D DeviceMesh or a process group to shard over, or a 2-D DeviceMesh, replicate x shard: shards within
             the second axis, averages gradients over the first (hybrid sharding). None takes the default group, made
             from the launcher's environment if there is none.
-        precision: dtypes of weights, gradients and reductions.
+        precision: dtypes of weights, gradients and reductions; None is ``Precision()``, bf16 and fp32.
         weight_slots: number of full-layer weight buffers that layers take turns in, at least 2. The last layers of
             forward that fit stay for backward; with "all" nothing is gathered twice in a step (ZeRO-2).
         grad_slots: likewise for gradients. With "all" they are accumulated locally inside `no_sync` and reduced once
@@ -87,11 +87,12 @@ class StreamShard(Uncopyable):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is StreamShard:
             try:
-                _SIGNATURE.bind(None, *args, **kwargs)  # an error that knows what may be given
+                given = _SIGNATURE.bind(None, *args, **kwargs).arguments  # an error that knows what may be given
             except TypeError as error:
                 raise TypeError(f"StreamShard(): {error}") from None
+            del given["self"]
             with leave_inference_mode():
-                return shard_model(StreamShard, *args, **kwargs)
+                return shard_model(StreamShard, **given)
         return super().__new__(cls, *args, **kwargs)
 
     def __init__(
@@ -100,7 +101,7 @@ class StreamShard(Uncopyable):
         units: UnitsArgument = None,
         *,
         mesh: DeviceMesh | dist.ProcessGroup | None = None,
-        precision: Precision = Precision(),  # noqa: B008  # frozen
+        precision: Precision | None = None,
         weight_slots: SlotCount = 2,
         grad_slots: SlotCount = 2,
         memory_budget: MemoryBudget | None = None,

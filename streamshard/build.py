@@ -8,7 +8,7 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from streamshard.comm.groups import Groups, groups_of, refuse_together, resolve_
 from streamshard.comm.shared_memory import share_memory
 from streamshard.comm.streams import Streams
 from streamshard.comm.transport import Transport
-from streamshard.config import Precision, parse_bytes
+from streamshard.config import Precision, Settings
 from streamshard.engine.away import Home, Place, ShardedParameters
 from streamshard.engine.buffer_sync import BufferSync, check_buffers, describe_state
 from streamshard.engine.engine import EDGE, Engine
@@ -31,7 +31,7 @@ from streamshard.engine.hooks import Handle, handle_of, registered_names, watch
 from streamshard.engine.outside import BeforeSaving
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
-from streamshard.errors import ConfigError, RankMismatchError, ShardingError
+from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.plan.discovery import (
     FoundParam,
     FoundUnit,
@@ -43,8 +43,8 @@ from streamshard.plan.discovery import (
     warn_of_edge,
 )
 from streamshard.plan.layout import ParamSize, UnitLayout, plan_unit
-from streamshard.plan.memory import Category, MemoryBudget, Needs, choose_slots, holds_main_grads, read_budget
-from streamshard.plan.slots import SlotCount, SlotPlan, plan_slots
+from streamshard.plan.memory import Category, Needs, choose_slots, holds_main_grads, read_budget
+from streamshard.plan.slots import SlotPlan, plan_slots
 from streamshard.plan.structure import (
     Structure,
     check_params,
@@ -103,95 +103,90 @@ def engine_at_rest(model: nn.Module, what: str, *, accepts_whole: bool = False) 
     return engine
 
 
+class _Checked(NamedTuple):
+    """What one rank wants to shard, before it has heard of the others.
+
+    Attributes:
+        settings: the user's.
+        device: where the parameters are.
+        budget: bytes, None if slots are counted.
+        found: the units.
+        groups: parameters by unit, those of the edge unit first.
+    """
+
+    settings: Settings
+    device: torch.device
+    budget: int | None
+    found: list[FoundUnit]
+    groups: list[list[FoundParam]]
+
+
 def shard_model(
     base: type,
     module: nn.Module,
     units: UnitsArgument = None,
     *,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
-    precision: Precision | None = None,
-    weight_slots: SlotCount = 2,
-    grad_slots: SlotCount = 2,
-    memory_budget: MemoryBudget | None = None,
-    min_unit_size: int | str = 0,
-    pad_units_to: int = 1,
-    broadcast_weights: bool = True,
-    check_grads: bool = False,
+    **given: Any,
 ) -> nn.Module:
-    """Shard `module` in place and let its class derive from `base`. Arguments and errors: see `StreamShard`."""
+    """Shard `module` in place and let its class derive from `base`. Arguments and errors: see `StreamShard`.
+
+    Args:
+        base, module, units, mesh: see there.
+        **given: what the user has said of `Settings`.
+    """
     refuse_transforms()  # not together with other ranks: a transform wraps the tensors of collectives too
-    precision = Precision() if precision is None else precision
     ranks = None if mesh is None else groups_of(mesh)
     try:
-        _check_module(module)
-        _check_arguments(precision, weight_slots, grad_slots, memory_budget, pad_units_to)
-        for name, flag in (("broadcast_weights", broadcast_weights), ("check_grads", check_grads)):
-            if not isinstance(flag, bool):
-                raise ConfigError(f"{name}={flag!r}: wanted True or False")
-        device = check_params(module)
-        check_buffers(module)
-        budget = None if memory_budget is None else read_budget(memory_budget, device)
-        min_unit_bytes = parse_bytes("min_unit_size", min_unit_size, at_least=0)
-        found, groups = _find_groups(module, units, precision, min_unit_bytes)
+        checked = _check(module, units, given)
     except Exception as error:  # a predicate of the user's may raise anything
         if ranks is not None or dist.is_initialized():
             refuse_together(ranks.everyone if ranks is not None else None, error)
         raise
-    transport, replicas = _connect(ranks, device)
-    _check_ranks_agree(
-        transport,
-        module,
-        groups,
-        precision=precision,
-        weight_slots=weight_slots,
-        grad_slots=grad_slots,
-        memory_budget=memory_budget,
-        min_unit_size=min_unit_bytes,
-        pad_units_to=pad_units_to,
-        check_grads=check_grads,
-    )
+    transport, replicas = _connect(ranks, checked.device)
+    _check_ranks_agree(transport, module, checked)
+    engine = _make_engine(module, checked, transport, replicas)
+    _fill(engine, module, checked.groups, checked.settings.broadcast_weights)
+    if checked.settings.check_grads:
+        shards = {shard.param: shard for shard in engine.param_shards}
+        ordered = [shards[param] for param in params_of(module).values()]
+        engine.reductions.check = GradCheck(ordered, engine.transport).check
+    _attach(base, module, checked.found, engine)
+    answer_for(engine)
+    return module
 
-    layouts = _plan_layouts(found, groups, transport.world_size, precision, pad_units_to)
-    transport = share_memory(transport, _most_bytes(layouts), len(groups))
+
+def _make_engine(module: nn.Module, checked: _Checked, transport: Transport, replicas: Replicas | None) -> Engine:
+    """Plan, and allocate what was planned."""
+    settings, found = checked.settings, checked.found
+    layouts = _plan_layouts(found, checked.groups, transport.world_size, settings)
+    transport = share_memory(transport, _most_bytes(layouts), len(layouts))
     transport.names = [layout.name or "the edge unit" for layout in layouts]
     ledger = Ledger(transport.streams.device, transport.allocate_visible)
-    trains = [any(found_param.param.requires_grad for found_param in params) for params in groups]
+    trains = [any(found_param.param.requires_grad for found_param in params) for params in checked.groups]
     copies = transport.total_size // transport.world_size
-    needs = Needs(layouts, _share_slots(found), trains, precision, _scratch_numel(transport, precision), copies)
-    plan, reason = _choose_slots(needs, weight_slots, grad_slots, budget, transport)
+    scratch_numel = _scratch_numel(transport, settings.precision)
+    needs = Needs(layouts, _share_slots(found), trains, settings.precision, scratch_numel, copies)
+    plan, reason = _choose_slots(needs, settings, checked.budget, transport)
     streamed = _allocate(needs, plan, transport, ledger)
     reductions = Reductions(streamed, transport, ledger, replicas)
     buffers = BufferSync(module, transport)
     engine = Engine(streamed, plan, transport, transport.streams, ledger, buffers, needs, reductions)
     engine.why_slots = reason
-    _fill(engine, module, groups, broadcast_weights)
-    if check_grads:
-        shards = {shard.param: shard for shard in engine.param_shards}
-        engine.reductions.check = GradCheck([shards[param] for param in params_of(module).values()], transport).check
-    _attach(base, module, found, engine)
-    answer_for(engine)
-    return module
+    return engine
 
 
 # -- validate -----------------------------------------------------------------------------------------------------
 
 
-def _check_arguments(
-    precision: Precision,
-    weight_slots: SlotCount,
-    grad_slots: SlotCount,
-    memory_budget: MemoryBudget | None,
-    pad_units_to: int,
-) -> None:
-    if not isinstance(precision, Precision):
-        raise ConfigError(f"precision={precision!r}: wanted a streamshard.Precision")
-    for name, count in (("weight_slots", weight_slots), ("grad_slots", grad_slots)):
-        if count != "all" and (not isinstance(count, int) or isinstance(count, bool) or count < 2):
-            raise ConfigError(f"{name}={count!r}: wanted an integer of at least 2, or 'all'")
-        if memory_budget is not None and count != 2:
-            raise ConfigError(f"{name}={count!r} and memory_budget={memory_budget!r}: the budget chooses the slots")
-    if not isinstance(pad_units_to, int) or isinstance(pad_units_to, bool) or pad_units_to < 1:
-        raise ConfigError(f"pad_units_to={pad_units_to!r}: wanted a positive number of elements")
+def _check(module: nn.Module, units: UnitsArgument, given: Mapping[str, Any]) -> _Checked:
+    """Everything that one rank can see by itself."""
+    _check_module(module)
+    settings = Settings(**{name: value for name, value in given.items() if name != "precision" or value is not None})
+    device = check_params(module)
+    check_buffers(module)
+    budget = None if settings.memory_budget is None else read_budget(settings.memory_budget, device)
+    return _Checked(settings, device, budget, *_find_groups(module, units, settings))
 
 
 def _check_module(module: nn.Module) -> None:
@@ -229,13 +224,14 @@ def _check_names(module: nn.Module) -> None:
 
 
 def _find_groups(
-    module: nn.Module, units: UnitsArgument, precision: Precision, min_unit_bytes: int
+    module: nn.Module, units: UnitsArgument, settings: Settings
 ) -> tuple[list[FoundUnit], list[list[FoundParam]]]:
     """The units, small ones put together, and the parameters of each; those of the edge unit first."""
     found = find_units(module, units)
     groups = group_params(module, found)
-    if min_unit_bytes:
-        found = coalesce(found, [_param_bytes(params, precision) for params in groups[1:]], min_unit_bytes)
+    if settings.min_unit_bytes:
+        sizes = [_param_bytes(params, settings.precision) for params in groups[1:]]
+        found = coalesce(found, sizes, settings.min_unit_bytes)
         groups = group_params(module, found)
     if units is None and found:
         warn_of_edge(module, groups)
@@ -256,15 +252,13 @@ def _connect(ranks: Groups | None, device: torch.device) -> tuple[Transport, Rep
     return transport, Replicas(make_transport(ranks.replicate, streams, ranks.everyone))
 
 
-def _check_ranks_agree(
-    transport: Transport, module: nn.Module, groups: Sequence[Sequence[FoundParam]], **settings: object
-) -> None:
+def _check_ranks_agree(transport: Transport, module: nn.Module, checked: _Checked) -> None:
     """Compare what every rank is about to shard, by a hash that does not depend on the process."""
-    rows = [f"{name}={value!r}" for name, value in settings.items()]
-    rows += [
+    settings = checked.settings.rows()
+    rows = settings + [
         f"unit {place} {' = '.join(p.names)} {tuple(p.param.shape)} {p.param.dtype} "
         f"requires_grad={p.param.requires_grad}"
-        for place, params in enumerate(groups)
+        for place, params in enumerate(checked.groups)
         for p in params
     ]
     rows += describe_state(module)
@@ -273,9 +267,10 @@ def _check_ranks_agree(
         return
     everyone = transport.gather_objects(rows)
     for rank, theirs in enumerate(everyone):
-        for first, other in zip(everyone[0] + ["no more"], theirs + ["no more"], strict=False):
+        pairs = zip(everyone[0] + ["no more"], theirs + ["no more"], strict=False)
+        for number, (first, other) in enumerate(pairs):
             if first != other:
-                what = "settings" if first.split("=")[0] in settings else "models"
+                what = "settings" if number < len(settings) else "models"
                 raise RankMismatchError(f"ranks have different {what}: rank 0 has {first}, rank {rank} has {other}")
 
 
@@ -296,26 +291,23 @@ def _plan_layouts(
     found: Sequence[FoundUnit],
     groups: Sequence[Sequence[FoundParam]],
     world_size: int,
-    precision: Precision,
-    pad_numel: int,
+    settings: Settings,
 ) -> list[UnitLayout]:
     names = ["", *(unit.name for unit in found)]
     layouts = []
     for name, params in zip(names, groups, strict=True):
         sizes = [ParamSize(p.names[0], tuple(p.param.shape)) for p in params]
-        element_bytes = precision.param_dtype.itemsize
-        layouts.append(plan_unit(name, sizes, world_size, element_bytes=element_bytes, pad_numel=pad_numel))
+        itemsize = settings.precision.param_dtype.itemsize
+        layouts.append(plan_unit(name, sizes, world_size, element_bytes=itemsize, pad_numel=settings.pad_units_to))
     return layouts
 
 
-def _choose_slots(
-    needs: Needs, weight_slots: SlotCount, grad_slots: SlotCount, budget: int | None, transport: Transport
-) -> tuple[SlotPlan, str]:
+def _choose_slots(needs: Needs, settings: Settings, budget: int | None, transport: Transport) -> tuple[SlotPlan, str]:
     """The slots that were asked for, or as many as fit on the rank with the least memory; and why."""
     if budget is not None:
         return choose_slots(needs, min(transport.gather_objects(budget)))
-    plan = plan_slots(needs.shared, weight_slots, grad_slots)
-    return plan, f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
+    plan = plan_slots(needs.shared, settings.weight_slots, settings.grad_slots)
+    return plan, f"weight_slots={settings.weight_slots!r}, grad_slots={settings.grad_slots!r}"
 
 
 def _scratch_numel(transport: Transport, precision: Precision) -> Callable[[int, bool], int]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 
 from streamshard.errors import ConfigError
 
-__all__ = ["Precision", "parse_bytes"]
+__all__ = ["MemoryBudget", "Precision", "Settings", "SlotCount", "parse_bytes"]
+
+SlotCount = int | Literal["all"]
+MemoryBudget = int | float | str  # bytes, "70GiB", or a share of the free memory: 0.9
 
 _PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -67,6 +71,55 @@ def _want(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         choices = ", ".join(str(choice) for choice in dict.fromkeys(allowed))
         raise ConfigError(f"{name}={value!r}: wanted one of {choices}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `streamshard.StreamShard` can be told, beside the model and who trains it; see there for what each means.
+
+    Raises:
+        ConfigError: one is none of its values, or two of them contradict each other.
+    """
+
+    precision: Precision = Precision()
+    weight_slots: SlotCount = 2
+    grad_slots: SlotCount = 2
+    memory_budget: MemoryBudget | None = None
+    min_unit_size: int | str = 0
+    pad_units_to: int = 1
+    broadcast_weights: bool = True
+    check_grads: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.precision, Precision):
+            raise ConfigError(f"precision={self.precision!r}: wanted a streamshard.Precision")
+        for name in ("weight_slots", "grad_slots"):
+            count = getattr(self, name)
+            if count != "all" and (not _is_int(count) or count < 2):
+                raise ConfigError(f"{name}={count!r}: wanted an integer of at least 2, or 'all'")
+            if self.memory_budget is not None and count != 2:
+                raise ConfigError(
+                    f"{name}={count!r} and memory_budget={self.memory_budget!r}: the budget chooses the slots"
+                )
+        if not _is_int(self.pad_units_to) or self.pad_units_to < 1:
+            raise ConfigError(f"pad_units_to={self.pad_units_to!r}: wanted a positive number of elements")
+        for name in ("broadcast_weights", "check_grads"):
+            if not isinstance(flag := getattr(self, name), bool):
+                raise ConfigError(f"{name}={flag!r}: wanted True or False")
+        parse_bytes("min_unit_size", self.min_unit_size, at_least=0)
+
+    @property
+    def min_unit_bytes(self) -> int:
+        """`min_unit_size` in bytes."""
+        return parse_bytes("min_unit_size", self.min_unit_size, at_least=0)
+
+    def rows(self) -> list[str]:
+        """A line for each, ``name=value``; the same on all ranks."""
+        return [f"{field.name}={getattr(self, field.name)!r}" for field in fields(self)]
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 _BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -16,14 +16,12 @@ from typing import NamedTuple
 
 import torch
 
-from streamshard.config import Precision, parse_bytes
+from streamshard.config import MemoryBudget, Precision, SlotCount, parse_bytes
 from streamshard.errors import ConfigError
 from streamshard.plan.layout import UnitLayout
-from streamshard.plan.slots import SlotCount, SlotPlan, plan_slots
+from streamshard.plan.slots import SlotPlan, plan_slots
 
-__all__ = ["Category", "MemoryBudget", "Needs", "choose_slots", "expected_bytes", "holds_main_grads", "read_budget"]
-
-MemoryBudget = int | float | str  # bytes, "70GiB", or a share of the free memory: 0.9
+__all__ = ["Category", "Needs", "choose_slots", "expected_bytes", "holds_main_grads", "read_budget"]
 
 _MOMENTS_BYTES = 8  # a parameter: Adam's two moments in fp32
 

@@ -15,11 +15,11 @@ there are no slots: views bind to the compute shard, gradients go to the main gr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-__all__ = ["SlotCount", "SlotPlan", "plan_slots"]
+from streamshard.config import SlotCount
 
-SlotCount = int | Literal["all"]
+__all__ = ["SlotPlan", "plan_slots"]
 
 
 class SlotPlan(NamedTuple):
