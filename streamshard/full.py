@@ -18,8 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
 from streamshard.plan.structure import leave_inference_mode
-from streamshard.unit.pieces import HeldGrad, ShardedGrad, forget_piece, remember_piece
+from streamshard.unit.held_grad import HeldGrad
+from streamshard.unit.pieces import forget_piece, remember_piece
 from streamshard.unit.shard import ParamShard
+from streamshard.unit.sharded_grad import ShardedGrad
 
 __all__ = ["summon", "whole_of"]
 

@@ -939,8 +939,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/reductions",
         "the optimizer does not wait",
-        "            self._done.wait()  # rule 5",
-        "            pass  # rule 5",
+        "            self._done.wait()  # rule 7",
+        "            pass  # rule 7",
         "races",
     ),
     Mutant(
@@ -1003,8 +1003,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/replicas",
         "more gradients do not wait for an average under way",
-        "                self._averaged.wait()  # rule 5\n\n",
-        "                pass  # rule 5\n\n",
+        "                self._averaged.wait()  # rule 7\n\n",
+        "                pass  # rule 7\n\n",
         "replicas",
     ),
     # -- edits

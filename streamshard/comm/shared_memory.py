@@ -9,7 +9,7 @@ machine. Through gloo's sockets the same exchange cost three to four times the C
 Each rank has five counters, which only it increments:
 
 - PUBLISHED: my compute shards are cast and may be read. Peers wait for it before they copy.
-- RETRACTED: I have read all I was going to read. Peers wait for it before they cast anew (rule 5).
+- RETRACTED: I have read all I was going to read. Peers wait for it before they cast anew (rule 6).
 - WRITTEN: reductions whose grad slot I have filled. Peers wait for it before they sum.
 - SUMMED: reductions that I have summed. Peers wait for it before they write that slot again (rule 3).
 - VOTED: votes that I have given. A rank gives its next one when it has read all of the last, so two places are enough.

@@ -10,8 +10,10 @@ See [Note: ordering rules].
 2. SLOT_RELEASED: a slot is not gathered into while an earlier unit in it is still computing.
 3. GRADS_DRAINED: a unit's backward does not write a grad slot until the reduction of the slot's earlier unit is done.
 4. GRADS_WRITTEN: a reduction does not start until every gradient of its unit is written.
-5. STEP_BOUNDARY: no gather reads a compute shard before the cast of it is done, no cast writes one that a gather still
-   reads, and no optimizer step reads main grads before their reduction is done.
+5. SHARDS_WRITTEN: no gather reads a shard before it is written (the cast, the optimizer), nor an exchange its flags.
+6. SHARDS_READ: no cast writes a compute shard that a gather still reads.
+7. RESULTS_ARRIVED: what arrives outside of slots is not read before it is complete: main grads by the optimizer, flags
+   by the host, whole tensors by whoever asked for them.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Rule(enum.IntEnum):
     SLOT_RELEASED = 2
     GRADS_DRAINED = 3
     GRADS_WRITTEN = 4
-    STEP_BOUNDARY = 5
+    SHARDS_WRITTEN = 5
+    SHARDS_READ = 6
+    RESULTS_ARRIVED = 7
 
 
 class Work(Protocol):

@@ -186,10 +186,10 @@ class Transport(abc.ABC):
 
     def gather_now(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> None:
         """An all-gather outside of steps: in place, for the compute stream, on return."""
-        fence = Fence(self.streams, Rule.STEP_BOUNDARY, StreamName.COMPUTE, "full tensors")
+        fence = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "full tensors")
         fence.record()
         fence.wait()
-        arrived = Fence(self.streams, Rule.STEP_BOUNDARY, StreamName.COMM, "full tensors")
+        arrived = Fence(self.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "full tensors")
         with self.guard("a gather of full tensors"):
             arrived.record(self.start_gather_full(shard, full, tag))
             arrived.wait()

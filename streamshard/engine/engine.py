@@ -155,8 +155,8 @@ class Engine:
         self._slot_starts = [slot.first_byte for slot in self._shared_slots]
         # [first, last) byte between which all of them lie.
         self.slots_span = (self._slot_starts[0], max(slot.last_byte for slot in slots)) if slots else (0, 0)
-        self._cast_done = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMPUTE, "compute shards")
-        self._gathers_done = Fence(streams, Rule.STEP_BOUNDARY, StreamName.COMM, "gathered shards")
+        self._cast_done = Fence(streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "compute shards")
+        self._gathers_done = Fence(streams, Rule.SHARDS_READ, StreamName.COMM, "gathered shards")
 
     @property
     def edge(self) -> StreamedUnit:
@@ -256,7 +256,7 @@ class Engine:
         self._bind(self.edge.members[0])
 
     def _cast(self) -> None:
-        """Main weights to compute shards, between the last pass's gathers and this one's (rule 5)."""
+        """Main weights to compute shards, between the last pass's gathers and this one's (rules 5 and 6)."""
         self.check_structure()
         self._drain_gathers()
         self._await_readers()
@@ -274,7 +274,7 @@ class Engine:
     def _await_readers(self) -> None:
         with self.transport.guard("waiting for all ranks between two forwards"):
             self._gathers_done.record(self.transport.retract_shards())
-            self._gathers_done.wait()  # rule 5: no cast writes what a gather still reads
+            self._gathers_done.wait()  # rule 6: no cast writes what a gather still reads
 
     def pre_forward(self, member: Member) -> Run:
         """`member` is about to compute: its weights are in place and bound afterwards."""
@@ -600,7 +600,7 @@ class Engine:
             self.reductions.start_late_ones()
 
     def finish_backward(self) -> None:
-        """The end of backward: last reductions, then gradients for the optimizer (rule 5)."""
+        """The end of backward: last reductions, then gradients for the optimizer (rule 7)."""
         if self._backward is None:
             return
         self._close_all()

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
-from streamshard.unit.pieces import HeldGrad
+from streamshard.unit.held_grad import HeldGrad
 from streamshard.unit.unit import StreamedUnit, take_grad
 
 __all__ = ["answer_for"]

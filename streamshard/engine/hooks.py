@@ -27,7 +27,7 @@ from streamshard.engine.engine import Engine
 from streamshard.engine.passes import Pass, Run
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.plan.structure import modules_inside
-from streamshard.unit.pieces import know_grads
+from streamshard.unit.sharded_grad import know_grads
 from streamshard.unit.unit import Member
 
 __all__ = [

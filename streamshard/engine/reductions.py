@@ -47,7 +47,7 @@ class Reductions:
         self._units = units
         self._under_way: list[Work] = []
         self.used = UsedParams(units, transport, ledger, None if replicas is None else replicas.transport)
-        self._done = Fence(transport.streams, Rule.STEP_BOUNDARY, StreamName.COMM, "main grads")
+        self._done = Fence(transport.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "main grads")
 
     def take(self, unit: StreamedUnit, place: int, grad: torch.Tensor) -> None:
         """A complete gradient moves into the unit's grad slot, which is opened for it (rule 3)."""
@@ -115,4 +115,4 @@ class Reductions:
             if self.replicas is not None:
                 works += self.replicas.take_works()
             self._done.record(AllWork(works))
-            self._done.wait()  # rule 5: no optimizer step reads main grads that are still being reduced
+            self._done.wait()  # rule 7: no optimizer step reads main grads that are still being reduced

@@ -40,7 +40,7 @@ class Replicas:
         self._last: tuple[StreamedUnit, Work | None] | None = None  # reduced, not averaged yet
         self._under_way: dict[int, Work | None] = {}  # by unit
         self._reduced = Fence(transport.streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, "main grads to average")
-        self._averaged = Fence(transport.streams, Rule.STEP_BOUNDARY, StreamName.COMM, "averaged main grads")
+        self._averaged = Fence(transport.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "averaged main grads")
 
     def add(self, unit: StreamedUnit, reduction: Work | None) -> None:
         """`unit`'s reduction has been started (None: on CUDA, or one rank has the whole shard)."""
@@ -69,7 +69,7 @@ class Replicas:
         if unit.index in self._under_way:
             with self.transport.guard("the average over replicas of", unit.name):
                 self._averaged.record(self._under_way.pop(unit.index))
-                self._averaged.wait()  # rule 5
+                self._averaged.wait()  # rule 7
 
     def average(self, parts: Iterable[list[torch.Tensor]]) -> None:
         """Replace tensors by their means over replicas, on the compute stream: one collective for each part.
@@ -88,7 +88,7 @@ class Replicas:
         with torch.no_grad(), self.transport.guard("an average over replicas"):
             for tensors, flat, work in under_way:
                 self._averaged.record(work)
-                self._averaged.wait()  # rule 5
+                self._averaged.wait()  # rule 7
                 for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
                     tensor.copy_(part.view(tensor.shape))
 

@@ -42,8 +42,8 @@ class UsedParams:
             count *= stage.world_size
             self._flags.append(ledger.allocate(Category.FLAGS, count, torch.uint8))
         self._sent: list[bool] = []
-        self._written = Fence(transport.streams, Rule.STEP_BOUNDARY, StreamName.COMPUTE, "flags")
-        self._arrived = Fence(transport.streams, Rule.STEP_BOUNDARY, StreamName.COMM, "everybody's flags")
+        self._written = Fence(transport.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "flags")
+        self._arrived = Fence(transport.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "everybody's flags")
 
     @property
     def _stages(self) -> list[Transport]:
@@ -73,7 +73,7 @@ class UsedParams:
         if not self._stages:
             return here
         with self._transport.guard("the exchange of which parameters were used"):
-            # rule 5. Not left for later: gloo's work objects must not outlive a profiler that saw them being made.
+            # rule 7. Not left for later: gloo's work objects must not outlive a profiler that saw them being made.
             self._arrived.wait()
             for stage in range(1, len(self._stages)):
                 self._start(stage)

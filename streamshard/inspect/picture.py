@@ -29,7 +29,9 @@ _RULE_COLORS = {
     Rule.SLOT_RELEASED: "#0550ae",
     Rule.GRADS_DRAINED: "#bc4c00",
     Rule.GRADS_WRITTEN: "#8250df",
-    Rule.STEP_BOUNDARY: "#57606a",
+    Rule.SHARDS_WRITTEN: "#57606a",
+    Rule.SHARDS_READ: "#b8860b",
+    Rule.RESULTS_ARRIVED: "#cf222e",
 }
 _LETTERS = {  # of a unit's spans; its number follows
     Kind.FORWARD: "F",

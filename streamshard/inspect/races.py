@@ -333,7 +333,9 @@ def _missing_rule(category: Category, first: Access) -> Rule | None:
         return Rule.GRADS_DRAINED if is_comm_first else Rule.GRADS_WRITTEN
     if category is Category.MAIN_GRADS and not is_comm_first:
         return Rule.GRADS_WRITTEN  # a reduction into main grads that the optimizer still reads starts too early
-    return Rule.STEP_BOUNDARY
+    if category in (Category.MAIN_GRADS, Category.FLAGS):
+        return Rule.RESULTS_ARRIVED if is_comm_first else Rule.SHARDS_WRITTEN
+    return Rule.SHARDS_READ if is_comm_first else Rule.SHARDS_WRITTEN
 
 
 # -- what computes ------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The dynamic loss scaler for fp16: torch's, with Megatron's hysteresis.
 
 That an overflow in one rank's piece skips the step on all ranks is not done here but where gradients are checked (see
-`streamshard.unit.pieces.ShardedGrad`), so torch's own scaler is right as well; this one knows plain tensors that the
+`streamshard.unit.sharded_grad`), so torch's own scaler is right as well; this one knows plain tensors that the
 user put in the place of gradients, too.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from streamshard.errors import ConfigError
-from streamshard.unit.pieces import know_grads
+from streamshard.unit.sharded_grad import know_grads
 
 __all__ = ["GradScaler"]
 

@@ -1,7 +1,7 @@
 """What is seen of the user's optimizers: hooks of torch around the steps of all, and around the state of each.
 
 Before a step gradients and state are what the optimizer takes them for, this rank's pieces. The first step is watched
-(see `streamshard.unit.pieces.FirstStep`).
+(see `streamshard.unit.first_step`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,9 @@ from torch._dynamo.decorators import skip
 from torch.optim import Optimizer
 
 from streamshard.errors import ShardingError
-from streamshard.unit.pieces import (
-    FirstStep,
-    Piece,
-    ShardedGrad,
-    StatePiece,
-    first_step,
-    know_grads,
-    piece_of,
-    refuse_optimizer,
-)
+from streamshard.unit.first_step import FirstStep, first_step, refuse_optimizer
+from streamshard.unit.pieces import Piece, StatePiece, piece_of
+from streamshard.unit.sharded_grad import ShardedGrad, know_grads
 
 __all__ = ["NUMBERS", "after_step", "before_step", "take_over_state"]
 

@@ -18,7 +18,8 @@ from streamshard.errors import ShardingError
 from streamshard.plan.layout import LocalRange, ParamLayout, UnitLayout
 from streamshard.plan.memory import Category
 from streamshard.unit.buffers import Ledger
-from streamshard.unit.pieces import Piece, ShardedGrad, remember_piece
+from streamshard.unit.pieces import Piece, remember_piece
+from streamshard.unit.sharded_grad import ShardedGrad
 
 __all__ = ["ParamShard", "UnitShard"]
 

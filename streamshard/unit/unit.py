@@ -21,7 +21,7 @@ from streamshard.comm.transport import Reduction, Transport
 from streamshard.errors import ShardingError, StateError
 from streamshard.plan.structure import refuse_step_in_backward
 from streamshard.unit.buffers import GradSlot, WeightSlot
-from streamshard.unit.pieces import HeldGrad
+from streamshard.unit.held_grad import HeldGrad
 from streamshard.unit.shard import UnitShard
 
 __all__ = ["Member", "StreamedUnit", "take_grad"]

@@ -152,5 +152,7 @@ def test_rules_have_the_numbers_of_the_design() -> None:
         (2, "SLOT_RELEASED"),
         (3, "GRADS_DRAINED"),
         (4, "GRADS_WRITTEN"),
-        (5, "STEP_BOUNDARY"),
+        (5, "SHARDS_WRITTEN"),
+        (6, "SHARDS_READ"),
+        (7, "RESULTS_ARRIVED"),
     ]

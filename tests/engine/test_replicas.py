@@ -120,9 +120,9 @@ def test_the_wait_of_averages_for_gradients_is_needed(context: RankContext) -> N
 
 @on_ranks(4)
 def test_the_wait_of_more_gradients_for_an_average_is_needed(context: RankContext) -> None:
-    """Rule 5: gradients that come in several parts are added to what is being averaged."""
+    """Rule 7: gradients that come in several parts are added to what is being averaged."""
     found = _races_without(context, "a kept graph", "averaged main grads", _mesh(4, 1))
-    assert (Category.MAIN_GRADS, Rule.STEP_BOUNDARY) in found
+    assert (Category.MAIN_GRADS, Rule.RESULTS_ARRIVED) in found
 
 
 @on_ranks(4)

@@ -86,7 +86,7 @@ def test_a_missing_wait_for_reductions_shows_as_wrong_weights(context: RankConte
     """The optimizer reads the main grads of the step before."""
     wanted = _trained(context, "plain", FP32)
     model = sharded("plain", FP32)
-    with make_adversarial(model), dropping(model, Rule.STEP_BOUNDARY, inside="finish_backward"):
+    with make_adversarial(model), dropping(model, Rule.RESULTS_ARRIVED, inside="finish_backward"):
         train(model, "plain", context)
         found = full_weights(model)
     assert any(not torch.equal(found[name], wanted[name]) for name in wanted)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from streamshard import GradScaler, StreamShard
 from streamshard.errors import ShardingError
-from streamshard.unit.pieces import ShardedGrad
+from streamshard.unit.sharded_grad import ShardedGrad
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, assert_same, full_grads, full_weights, stack_step

@@ -1,0 +1,69 @@
+"""What stands for a gradient that has not been reduced yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from streamshard.errors import ShardingError
+
+__all__ = ["HeldGrad", "flat"]
+
+# What Optimizer.zero_grad and printing ask.
+_QUESTIONS = ("__get__", "requires_grad_", "detach_", "dim", "size", "numel", "data_ptr", "is_floating_point")
+
+
+class HeldGrad(torch.Tensor):
+    """Stands for a gradient that waits in a grad slot for its reduction: ``grad_slots="all"`` inside ``no_sync()``.
+
+    Clearing it or setting it to zero forgets the gradient. Its values are nobody's yet: looking at them raises.
+
+    Attributes:
+        on_zero: what ``zero_()`` does.
+    """
+
+    on_zero: Callable[[], None]
+    param_name: str
+
+    @classmethod
+    def wrap(cls, piece: torch.Tensor, name: str) -> HeldGrad:
+        """A stand-in of the shape of `piece`, for messages that of parameter `name`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            held = piece.detach().as_subclass(cls)
+        held.param_name = name
+        return held
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What ``zero_grad`` does, and questions about shape, dtype and device; anything else raises."""
+        name = getattr(func, "__name__", "")
+        if name in ("zero_", "_foreach_zero_"):
+            for held in args[0] if name == "_foreach_zero_" else args[:1]:
+                if isinstance(held, cls):
+                    held.on_zero()
+                else:
+                    held.zero_()
+            return args[0]
+        if name in _QUESTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        next(arg for arg in flat(args) if isinstance(arg, cls)).refuse(name or str(func))
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise: `what` cannot be done with it."""
+        raise ShardingError(
+            f"{what}: the gradient of {self.param_name!r} was accumulated inside no_sync() and has not been reduced "
+            "over ranks: run the last backward outside of it before using gradients"
+        )
+
+
+def flat(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from flat(value)
+        else:
+            yield value
