@@ -32,10 +32,10 @@ from streamshard.optim.wrapper import engine_of_both
 from streamshard.plan.discovery import UnitsArgument
 from streamshard.plan.layout import LocalRange
 from streamshard.plan.structure import join_names, leave_inference_mode, modules_of, params_of
-from streamshard.unit.held_grad import HeldGrad
 from streamshard.unit.norms import reduce_norms
 from streamshard.unit.pieces import forget_piece, piece_of, remember_piece
 from streamshard.unit.shard import ParamShard
+from streamshard.unit.unreduced_grad import UnreducedGrad
 
 __all__ = [
     "StreamShard",
@@ -170,7 +170,7 @@ class StreamShard(Uncopyable):
         params = params_of(self).values()
         found = [grad for grad in (param.grad for param in params) if grad is not None]
         for grad in found:
-            if isinstance(grad, HeldGrad):
+            if isinstance(grad, UnreducedGrad):
                 grad.refuse("clip_grad_norm_")
         grads = [grad.as_subclass(torch.Tensor) for grad in found]
         filled = [grad for grad in grads if grad.numel()]

@@ -54,6 +54,7 @@ from streamshard.plan.structure import (
     refuse_transforms,
 )
 from streamshard.unit.buffers import GradSlot, Ledger, Scratch, WeightSlot
+from streamshard.unit.grads import UnitGrads
 from streamshard.unit.optimizer_hooks import after_step, before_step
 from streamshard.unit.pieces import StatePiece, piece_of
 from streamshard.unit.shard import UnitShard
@@ -356,7 +357,8 @@ def _allocate(needs: Needs, plan: SlotPlan, transport: Transport, ledger: Ledger
         if weight_slot is None:
             weight_slot = WeightSlot(shard.compute, streams, f"compute shard {index}", is_shared=False)
         name = layout.name or "the edge unit"
-        units.append(StreamedUnit(index, name, shard, weight_slot, grad_slot, transport, scratch[index]))
+        grads = UnitGrads(index, shard, grad_slot, transport, ledger, scratch[index])
+        units.append(StreamedUnit(index, name, shard, weight_slot, grads, transport))
     return units
 
 
@@ -373,7 +375,7 @@ def _fill(engine: Engine, module: nn.Module, groups: Sequence[Sequence[FoundPara
         _take_weights(unit, params, engine.transport, broadcast)
         unit.make_views(_on_grad_of(engine))
         if is_trained:
-            unit.allocate_grads()
+            unit.grads.allocate()
     _place_buffers(module, engine.streams.device, engine.precision.buffer_dtype)
     engine.buffers.start(send=broadcast)
 

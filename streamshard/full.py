@@ -18,10 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
 from streamshard.plan.structure import leave_inference_mode
-from streamshard.unit.held_grad import HeldGrad
 from streamshard.unit.pieces import forget_piece, remember_piece
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_grad import ShardedGrad
+from streamshard.unit.unreduced_grad import UnreducedGrad
 
 __all__ = ["summon", "whole_of"]
 
@@ -112,7 +112,7 @@ class _Summoned:
     def open_grads(self) -> None:
         """Put whole gradients beside the whole parameters. Collective."""
         for shard, _, grad in self._sharded:
-            if isinstance(grad, HeldGrad):
+            if isinstance(grad, UnreducedGrad):
                 grad.refuse("summon_full_params(with_grads=True)")
             if shard.param.grad is not None:
                 _refuse_grad(shard)

@@ -326,8 +326,8 @@ def dropping(model: nn.Module, *waits: Rule | str, inside: str | None = None) ->
         engine.settle()
         for unit in engine.units:  # nothing may be under way when its buffers go
             unit.weight_slot.arrived.settle()
-            if unit.grad_slot is not None:
-                unit.grad_slot.drained.settle()
+            if unit.grads.slot is not None:
+                unit.grads.slot.drained.settle()
 
 
 def _drop_inside(engine: Engine, method: str, dropped: frozenset[Rule | str]) -> None:

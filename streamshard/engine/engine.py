@@ -149,7 +149,7 @@ class Engine:
         self._swept: Pass | None = None  # the pass whose visits `_backward` walks
         self._closed: list[Pass] = []  # passes that this backward has been through
         self._computing: StreamedUnit | None = None  # the unit whose backward is running
-        self._holds_grads = False  # this backward leaves its gradients in their slots
+        self._leaves_unreduced = False  # this backward leaves its gradients in their slots
         slots = {unit.weight_slot for unit in units if unit.weight_slot.is_shared}
         self._shared_slots = sorted(slots, key=lambda slot: slot.first_byte)
         self._slot_starts = [slot.first_byte for slot in self._shared_slots]
@@ -190,7 +190,7 @@ class Engine:
         return not self._weights_are_current
 
     @property
-    def holds_grads_next(self) -> bool:
+    def leaves_unreduced_next(self) -> bool:
         """Whether the next backward leaves its gradients in their slots."""
         return self.plan.keeps_grads and not self.is_synced and not self.is_alone
 
@@ -451,7 +451,7 @@ class Engine:
             unit = self.units[op.unit]
             if op.kind is OpKind.REDUCE:
                 self.reductions.due.discard(op.unit)
-                if not self._holds_grads:
+                if not self._leaves_unreduced:
                     self.reductions.start(unit)
             elif unit.weight_slot.content != unit.index:
                 self._gather(unit)
@@ -494,11 +494,11 @@ class Engine:
         self._sweep_back([unit for unit in reversed(pass_.visits) if unit != EDGE])
 
     def _open_backward(self) -> None:
-        self._holds_grads = self.holds_grads_next
+        self._leaves_unreduced = self.leaves_unreduced_next
         for unit in self.units:
             unit.take_trainability()
             if self.plan.keeps_grads:
-                unit.resume_grads()
+                unit.grads.resume()
         self._sweep_back([])
         Variable._execution_engine.queue_callback(self.finish_backward)
         self._acquire(self.edge)
@@ -596,7 +596,7 @@ class Engine:
                 unit.release()
         self._computing = None
         self._issue(sweep.finish())
-        if not self._holds_grads:
+        if not self._leaves_unreduced:
             self.reductions.start_late_ones()
 
     def finish_backward(self) -> None:
@@ -607,9 +607,9 @@ class Engine:
         self._reduce_edge()
         if self._forward is None:
             self.edge.release()
-        if self._holds_grads:
+        if self._leaves_unreduced:
             for unit in self.units:
-                unit.hold_grads()
+                unit.grads.leave_unreduced()
             self._leave_backward()
             return
         given = self.reductions.finish()
@@ -627,7 +627,7 @@ class Engine:
             self._is_delivering = False
 
     def _reduce_edge(self) -> None:
-        if not self._holds_grads:
+        if not self._leaves_unreduced:
             self.reductions.start(self.edge)
 
     def _leave_backward(self) -> None:
@@ -653,11 +653,9 @@ class Engine:
             for unit in self.units:
                 if unit.is_bound:
                     unit.release()
-                if self._holds_grads:
-                    unit.hold_grads()
-                    continue
-                unit.finish_reduce([False] * len(unit.views))
-                if unit.grad_slot is not None:
-                    unit.grad_slot.content = None
+                if self._leaves_unreduced:
+                    unit.grads.leave_unreduced()
+                else:
+                    unit.grads.give_up()
             self._leave_backward()
             self._computing = None

@@ -19,8 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
-from streamshard.unit.held_grad import HeldGrad
 from streamshard.unit.unit import StreamedUnit, take_grad
+from streamshard.unit.unreduced_grad import UnreducedGrad
 
 __all__ = ["answer_for"]
 
@@ -150,7 +150,7 @@ def _check(asked: Iterable[_Asked], grad_tensors: Sequence[torch.Tensor | None])
             raise ShardingError(
                 f"{of} inside a forward or a backward: its gradient is reduced at the end of a backward"
             )
-        if isinstance(place.param.grad, HeldGrad) or place.engine.holds_grads_next:
+        if isinstance(place.param.grad, UnreducedGrad) or place.engine.leaves_unreduced_next:
             raise ShardingError(f"{of} while gradients accumulate inside no_sync(): they are not reduced until its end")
         if any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grad_tensors if grad is not None):
             raise ShardingError(f"{of} with is_grads_batched=True: gradients are reduced one backward at a time")

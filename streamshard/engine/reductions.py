@@ -51,44 +51,36 @@ class Reductions:
 
     def take(self, unit: StreamedUnit, place: int, grad: torch.Tensor) -> None:
         """A complete gradient moves into the unit's grad slot, which is opened for it (rule 3)."""
-        slot = unit.grad_slot
-        if slot is not None:
-            if slot.content != unit.index:
-                self._open(unit)
-        elif not any(unit.used):
+        if not unit.grads.is_open:
             self._open(unit)
-        elif self.replicas is not None:
+        elif unit.grads.slot is None and self.replicas is not None:
             self.replicas.settle(unit)
-        unit.write_grad(place, grad if self.grad_scale == 1.0 else grad * self.grad_scale)
+        unit.grads.write(place, grad if self.grad_scale == 1.0 else grad * self.grad_scale)
         self.transport.progress()
 
     def _open(self, unit: StreamedUnit) -> None:
-        slot = unit.grad_slot
+        slot = unit.grads.slot
         if slot is not None and slot.content is not None:  # gradients that come in several parts
             earlier = self._units[slot.content]
             if earlier.index in self.due:  # not on every rank, perhaps: the program has one place for its reduction
-                earlier.set_grads_aside()
+                earlier.grads.park()
             else:
                 self.start(earlier)
         if self.replicas is not None:
             self.replicas.settle(unit)
         with self.transport.guard("the reduction before that of", unit.name):
-            unit.open_grads()
+            unit.grads.open()
 
     def start(self, unit: StreamedUnit) -> None:
         """The unit's gradients are all written (rule 4). Zeros where this rank has none: others may have some."""
         if not unit.is_trainable:
             return
-        slot = unit.grad_slot
-        if slot is None:
-            if not any(unit.used):
-                if self.replicas is None:
-                    return
-                self._open(unit)
-        elif slot.content != unit.index:
+        if not unit.grads.is_open:
+            if unit.grads.slot is None and self.replicas is None:
+                return
             self._open(unit)
         with self.transport.guard("the reduction of", unit.name):
-            work = unit.start_reduce()
+            work = unit.grads.start_reduce()
         if work is not None:
             self._under_way.append(work)
         if self.replicas is not None:
@@ -97,16 +89,16 @@ class Reductions:
     def start_late_ones(self) -> None:
         """Reduce gradients of blocks that came after their unit's turn."""
         for unit in self._units[1:]:
-            if unit.has_unreduced and (unit.grad_slot is None or unit.grad_slot.content == unit.index):
+            if unit.grads.has_unreduced and unit.grads.is_open:
                 self.start(unit)
 
     def finish(self) -> list[nn.Parameter]:
         """Let the optimizer go on once all is reduced; the parameters that have a new gradient."""
-        reduced = [unit for unit in self._units if unit.reductions]
+        reduced = [unit for unit in self._units if unit.grads.reductions]
         self.used.start()
         self.complete()
         used = self.used.finish()
-        return [param for unit in reduced for param in unit.finish_reduce(used[unit.index])]
+        return [param for unit in reduced for param in unit.grads.finish(used[unit.index])]
 
     def complete(self) -> None:
         """Wait for all that is under way."""

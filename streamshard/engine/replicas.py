@@ -55,12 +55,12 @@ class Replicas:
         (unit, reduction), self._last = self._last, None
         if reduction is not None:
             reduction.wait()
-        if unit.grad_slot is None:  # the compute stream itself has written the main grads
+        if unit.grads.slot is None:  # the compute stream itself has written the main grads
             self._reduced.record()
             self._reduced.wait()  # rule 4
-        assert unit.shard.grad is not None
+        assert unit.grads.main is not None
         with self.transport.guard("the average over replicas of", unit.name):
-            self._under_way[unit.index] = self.transport.start_average(unit.shard.grad)
+            self._under_way[unit.index] = self.transport.start_average(unit.grads.main)
 
     def settle(self, unit: StreamedUnit) -> None:
         """More gradients of `unit` are about to be written: its average comes first."""

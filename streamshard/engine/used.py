@@ -55,7 +55,7 @@ class UsedParams:
         if not self._stages:
             return
         with self._transport.guard("the exchange of which parameters were used"):
-            flags = [used for unit in self._units for used in unit.used]
+            flags = [grad.is_used for unit in self._units for grad in unit.grads.params]
             if flags != self._sent:
                 self._sent = flags
                 self._flags[0].copy_(torch.tensor(flags, dtype=torch.uint8))
@@ -69,7 +69,7 @@ class UsedParams:
 
     def finish(self) -> list[list[bool]]:
         """For each unit, which parameters some rank used. On CUDA the host waits only if this rank left one out."""
-        here = [unit.used for unit in self._units]
+        here = [[grad.is_used for grad in unit.grads.params] for unit in self._units]
         if not self._stages:
             return here
         with self._transport.guard("the exchange of which parameters were used"):
@@ -79,15 +79,14 @@ class UsedParams:
                 self._start(stage)
                 self._arrived.wait()
         is_complete = all(
-            used or not view.requires_grad
-            for unit in self._units
-            for used, view in zip(unit.used, unit.views, strict=True)
+            grad.is_used or not grad.view.requires_grad for unit in self._units for grad in unit.grads.params
         )
         if is_complete:
             return here
         anywhere = self._flags[-1].view(-1, self._flags[0].numel()).amax(0).tolist()
         result, start = [], 0
         for unit in self._units:
-            result.append([bool(flag) for flag in anywhere[start : start + len(unit.used)]])
-            start += len(unit.used)
+            stop = start + len(unit.views)
+            result.append([bool(flag) for flag in anywhere[start:stop]])
+            start = stop
         return result

@@ -81,10 +81,10 @@ class Adversary:
         """Wherever the engine's objects hold the one transport, they hold the other."""
         other = self.transport.inner if transport is self.transport else self.transport
         transport.failure = transport.failure or other.failure
-        units = self._engine.units
+        engine, units = self._engine, self._engine.units
         shards = [unit.shard for unit in units]
-        pieces = [piece for shard in shards for piece in shard.grad_pieces]
-        engine = self._engine
+        grads = [unit.grads for unit in units]
+        pieces = [grad.in_main for unit in grads if unit.main is not None for grad in unit.params]
         for holder in (
             engine,
             engine.reductions,
@@ -93,6 +93,7 @@ class Adversary:
             engine.edits,
             *units,
             *shards,
+            *grads,
             *pieces,
         ):
             for name, value in vars(holder).items():

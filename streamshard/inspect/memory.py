@@ -52,7 +52,7 @@ class MemoryReport:
 
 def report_memory(engine: Engine) -> MemoryReport:
     """What `engine` holds beside what `expected_bytes` says."""
-    trains = [unit.shard.grad is not None for unit in engine.units]
+    trains = [unit.grads.main is not None for unit in engine.units]
     layouts = engine.needs.layouts
     expected = expected_bytes(engine.needs._replace(trains=trains), engine.plan)
     return MemoryReport(

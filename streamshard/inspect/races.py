@@ -284,7 +284,7 @@ class RaceDetector(Observer):
         self._buffers = buffers
         self._slices = {}
         for streamed in self.engine.units:
-            for part in (streamed.weights, streamed._grads):
+            for part in (streamed.weights, streamed.grads.all):
                 if part is not None:
                     self._slices[id(part)] = streamed.name
 
@@ -308,7 +308,7 @@ def _describe(engine: Engine) -> dict[int, tuple[str, str | None, Any]]:
     """By address: a buffer's name, the unit it belongs to, and the slot object that knows whose data it holds."""
     owners: dict[int, tuple[str, str | None, Any]] = {}
     for unit in engine.units:
-        shard, weights, grads = unit.shard, unit.weight_slot, unit.grad_slot
+        shard, weights, grads = unit.shard, unit.weight_slot, unit.grads.slot
         owners.setdefault(weights.buffer.data_ptr(), (weights.arrived.what, None, weights))
         if grads is not None:
             for buffer, what in ((grads.buffer, ""), (grads.scratch.buffer, "scratch of ")):
@@ -316,7 +316,7 @@ def _describe(engine: Engine) -> dict[int, tuple[str, str | None, Any]]:
                     owners.setdefault(buffer.data_ptr(), (what + grads.drained.what, None, grads))
         for category, tensor in (
             (Category.MAIN_WEIGHTS, shard.main),
-            (Category.MAIN_GRADS, shard.grad),
+            (Category.MAIN_GRADS, unit.grads.main),
             (Category.COMPUTE_SHARDS, shard.compute),
         ):
             if tensor is not None:

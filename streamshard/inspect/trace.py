@@ -168,7 +168,7 @@ class _Recorder(Observer):
             (engine, "_advance", self._advance),
             (engine, "_acquire", self._acquire),
             (engine, "_close_all", self._close_all),
-            *((unit, "write_grad", self._write_grad_of(unit)) for unit in engine.units),
+            *((unit.grads, "write", self._write_grad_of(unit)) for unit in engine.units),
         ]
         hooks = [
             register_optimizer_step_pre_hook(self._before_optimizer),

@@ -1,4 +1,4 @@
-"""What one rank owns of one unit: main weights, main grads, and the compute shard that its gathers send.
+"""What one rank owns of one unit's weights: the main weights, and the compute shard that its gathers send.
 
 The user's Parameter objects stay what they were, so an optimizer built before sharding keeps working; their data become
 pieces of the main weights.
@@ -6,8 +6,6 @@ pieces of the main weights.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +17,6 @@ from streamshard.plan.layout import LocalRange, ParamLayout, UnitLayout
 from streamshard.plan.memory import Category
 from streamshard.unit.buffers import Ledger
 from streamshard.unit.pieces import Piece, remember_piece
-from streamshard.unit.sharded_grad import ShardedGrad
 
 __all__ = ["ParamShard", "UnitShard"]
 
@@ -73,7 +70,6 @@ class UnitShard:
     Attributes:
         main: [shard_numel] fp32.
         compute: [shard_numel] param_dtype.
-        grad: [shard_numel] fp32; None until `place_grad` (a unit that is frozen altogether needs none).
         params: filled by `add`.
         is_in_slot: the compute shard is a range of a weight slot.
     """
@@ -88,8 +84,6 @@ class UnitShard:
     ) -> None:
         self.layout = layout
         self.params: list[ParamShard] = []
-        self.grad_pieces: list[ShardedGrad] = []
-        self.held: list[bool] = []  # which parameters' gradients lie in the main grads during a backward
         self.is_in_slot = weights is not None
         numel, is_cast = layout.shard_numel, param_dtype is not torch.float32
         if weights is None:
@@ -97,7 +91,6 @@ class UnitShard:
             weights = ledger.allocate(category, numel, param_dtype, is_visible=True, is_users=not is_cast)
         self.compute = weights
         self.main = ledger.allocate(Category.MAIN_WEIGHTS, numel, torch.float32) if is_cast else weights
-        self.grad: torch.Tensor | None = None
         self._transport = transport
         self._ledger = ledger
 
@@ -120,14 +113,6 @@ class UnitShard:
         self.params.append(shard)
         remember_piece(param, shard.what(self._transport))
         return shard
-
-    def place_grad(self, memory: torch.Tensor | None) -> torch.Tensor:
-        """Make the main grads: `memory` [shard_numel] fp32, this rank's range of the unit's own grad slot, or new."""
-        if memory is None:
-            memory = self._ledger.allocate(Category.MAIN_GRADS, self.layout.shard_numel, torch.float32)
-        self.grad = memory
-        self.grad_pieces = [ShardedGrad.wrap(p.shaped(memory), self._transport) for p in self.params]
-        return memory
 
     def cast(self) -> None:
         """Main weights to compute shard, for all gathers of the pass that begins. Runs on the compute stream.
@@ -166,51 +151,6 @@ class UnitShard:
             main = shard.param.data.view(-1)
             kept = main.to(self.compute.dtype).float() == values[own]  # finer than what was computed with
             main.copy_(torch.where(mask[own] & ~kept, values[own], main))
-
-    def take_grads(self) -> bool:
-        """Move the gradients that parameters hold into the main grads, to be added to; whether there were any.
-
-        Until `give_grads` the parameters hold none: what autograd puts there meanwhile (a penalty on the sharded
-        parameters, say) is told apart from what was moved. A grad the user replaced is copied, a cleared one is zero.
-        One that was cleared and is kept elsewhere becomes its keeper's own: main grads are about to be written.
-        """
-        for place, shard in enumerate(self.params):
-            piece = self.grad_pieces[place]
-            if sys.getrefcount(piece) > _OWN_REFERENCES and shard.param.grad is not piece and piece.numel():
-                self.grad_pieces[place] = ShardedGrad.wrap(piece.as_subclass(torch.Tensor).detach(), self._transport)
-                piece.data = piece.clone()
-        self.held = [shard.param.grad is not None for shard in self.params]
-        if not any(self.held):
-            return False
-        for shard, piece in zip(self.params, self.grad_pieces, strict=True):
-            grad, shard.param.grad = shard.param.grad, None
-            if grad is None:
-                piece.zero_()
-            elif grad.data_ptr() != piece.data_ptr():
-                piece.copy_(grad)
-        return True
-
-    def give_grads(self, used: Sequence[bool]) -> list[nn.Parameter]:
-        """Make main grads the ``.grad`` of the parameters that held one or, by `used`, have got one; returns these."""
-        given = []
-        for shard, piece, held, is_used in zip(self.params, self.grad_pieces, self.held, used, strict=True):
-            if held or is_used:
-                if shard.param.grad is not None:
-                    piece.add_(shard.param.grad)
-                shard.param.grad = piece
-                given.append(shard.param)
-        self.held = [False] * len(self.params)
-        return given
-
-
-def _own_references() -> int:
-    """What `sys.getrefcount` says of an element that only a list and a local name have: Python's versions differ."""
-    pieces = [object()]
-    piece = pieces[0]
-    return sys.getrefcount(piece)
-
-
-_OWN_REFERENCES = _own_references()
 
 
 def _check_moved(shard: ParamShard) -> None:

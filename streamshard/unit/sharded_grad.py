@@ -19,9 +19,9 @@ from streamshard.comm.transport import Transport
 from streamshard.errors import ShardingError
 from streamshard.unit.first_step import refuse_stepping
 from streamshard.unit.grad_ops import OpKind, kind_of
-from streamshard.unit.held_grad import HeldGrad, flat
 from streamshard.unit.norms import PartialNorm, local_norm, maximum, refuse_uneven
 from streamshard.unit.pieces import StatePiece, piece_of
+from streamshard.unit.unreduced_grad import UnreducedGrad, flat
 
 __all__ = ["ShardedGrad", "know_grads"]
 
@@ -56,7 +56,7 @@ class ShardedGrad(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """See `streamshard.unit.grad_ops` for what is told apart."""
-        if HeldGrad in types:
+        if UnreducedGrad in types:
             return NotImplemented  # whatever it is, such gradients answer it: a list of both is no list of ours
         kwargs = kwargs or {}
         kind = kind_of(func)

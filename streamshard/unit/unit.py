@@ -1,27 +1,25 @@
 """StreamedUnit: one unit's journey, its methods in the order of travel.
 
     main weights -cast-> compute shard -all-gather-> weight slot -forward, backward->
-    grad slot -reduce-scatter (mean)-> main grads -optimizer-> main weights
+    [gradients: `streamshard.unit.grads`] -optimizer-> main weights
 
 The unit knows how each step is done, the engine knows when. See [Note: slots] and [Note: ordering rules].
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from streamshard.comm.streams import Work
-from streamshard.comm.transport import Reduction, Transport
+from streamshard.comm.transport import Transport
 from streamshard.errors import ShardingError, StateError
 from streamshard.plan.structure import refuse_step_in_backward
-from streamshard.unit.buffers import GradSlot, WeightSlot
-from streamshard.unit.held_grad import HeldGrad
+from streamshard.unit.buffers import WeightSlot
+from streamshard.unit.grads import UnitGrads
 from streamshard.unit.shard import UnitShard
 
 __all__ = ["Member", "StreamedUnit", "take_grad"]
@@ -102,20 +100,15 @@ class StreamedUnit:
         name: fully qualified name of its module, for messages.
         shard: this rank's state.
         weight_slot: where its weights are gathered to.
-        grad_slot: where its gradients are collected; None with one rank, which writes to the main grads.
+        grads: its gradients.
         transport: moves its bytes.
-        scratch_numel: elements of scratch that its reductions need.
 
     Attributes:
         weights: [padded_numel] param_dtype, its part of the weight slot.
         views: its compute views, one nn.Parameter per parameter, made once.
-        written: which parameters have a gradient in the grad slot in this backward.
         members: its layers; the edge unit has one for all its modules.
         bound_members: how many of them hold the compute views (else the sharded parameters).
         is_bound: whether any does; kept beside the count because it is asked at every saved weight of a backward.
-        aside: by place, gradients that had to leave the grad slot before their reduction.
-        reductions: how many of its reductions this backward has started.
-        has_unreduced: whether gradients were written since the last of them.
         on_grad: called with each complete gradient of a compute view; set by `make_views`.
     """
 
@@ -125,39 +118,24 @@ class StreamedUnit:
         name: str,
         shard: UnitShard,
         weight_slot: WeightSlot,
-        grad_slot: GradSlot | None,
+        grads: UnitGrads,
         transport: Transport,
-        scratch_numel: int,
     ) -> None:
         self.index = index
         self.name = name
         self.shard = shard
         self.weight_slot = weight_slot
-        self.grad_slot = grad_slot
+        self.grads = grads
         self.on_grad: Callable[[StreamedUnit, int, torch.Tensor], None]
         self.views: list[nn.Parameter] = []
         self._params: list[nn.Parameter] = []  # the sharded ones, in the same order
-        self.written: list[bool] = []
-        self.used: list[bool] = []
-        self.aside: dict[int, torch.Tensor] = {}
-        self.reductions = 0
-        self.has_unreduced = False
-        self._has_taken = False  # whether this backward has taken over what parameters held
-        self._adds = False  # whether main grads hold something that the next reduction adds to
-        self._held: list[HeldGrad | None] = []  # by parameter, what stands for gradients left in the slot
-        # By place, of parameters that have been held: their graph nodes, which live and keep their hook while these do.
-        self._own_grad_hooks: dict[int, Any] = {}
         self.members: list[Member] = []
         self.bound_members = 0
         self.is_bound = False
         self.is_trainable = False
         self._transport = transport
-        self._grad_views: list[torch.Tensor] = []
         self.weights = weight_slot.buffer.narrow(0, 0, shard.layout.padded_numel)
         self._seen_version = 0  # of the compute views, which share one counter
-        self._grads: torch.Tensor | None = None  # its part of the grad slot
-        self._main_grads_are_in_slot = False
-        self.scratch_numel = scratch_numel
 
     # -- construction ---------------------------------------------------------------------------------------------
 
@@ -174,23 +152,8 @@ class StreamedUnit:
             view = nn.Parameter(flat.view(param.layout.shape), requires_grad=True)
             view.register_post_accumulate_grad_hook(_grad_taker(self, place))
             self.views.append(view)
+            self.grads.add(param, view)
         self._params = [param.param for param in self.shard.params]
-        self.written = [False] * len(self.views)
-        self.used = [False] * len(self.views)
-        self._held = [None] * len(self.views)
-
-    def allocate_grads(self) -> None:
-        """Make the main grads, and what gradients are written to, when the unit first trains."""
-        layout, slot = self.shard.layout, self.grad_slot
-        if slot is None:
-            flat = self.shard.place_grad(None)
-        else:
-            flat = self._grads = slot.allocate().narrow(0, 0, layout.padded_numel)
-            self._main_grads_are_in_slot = slot.holds_main_grads
-            own = flat.narrow(0, self._transport.rank * layout.shard_numel, layout.shard_numel)
-            self.shard.place_grad(own if self._main_grads_are_in_slot else None)
-        for param in self.shard.params:
-            self._grad_views.append(flat.narrow(0, param.layout.offset, param.layout.numel).view(param.layout.shape))
 
     def add_member(self) -> Member:
         """Another layer of it, to which bindings are still to be added."""
@@ -214,7 +177,7 @@ class StreamedUnit:
             if "_in_backward_optimizers" in param.param.__dict__:
                 refuse_step_in_backward(param.name)
         self.shard.cast()
-        if self.grad_slot is None and self.shard.compute is not self.weights:
+        if self.grads.slot is None and self.shard.compute is not self.weights:
             self._follow_moved_weights()
 
     def take_trainability(self) -> None:
@@ -230,8 +193,8 @@ class StreamedUnit:
             if view.requires_grad is not wanted:
                 view.requires_grad_(wanted)
         self.is_trainable = trainable
-        if trainable and self.shard.grad is None:
-            self.allocate_grads()
+        if trainable and self.grads.main is None:
+            self.grads.allocate()
 
     def give_trainability(self) -> None:
         """The unit is about to be released: what was frozen or thawed in a forward stays so."""
@@ -313,149 +276,6 @@ class StreamedUnit:
             copy = weight.clone()
         self.weight_slot.released.record()
         return copy
-
-    def open_grads(self) -> None:
-        """Make the grad slot this unit's. Compute stream; with one rank the main grads themselves are written.
-
-        Gradients that parameters hold from an earlier backward are moved into the main grads first, to be added to.
-        """
-        is_first, self._has_taken = not self._has_taken, True
-        if is_first:
-            self._adds = self.shard.take_grads()
-        slot = self.grad_slot
-        if slot is None:
-            if is_first:
-                self.written = [self._adds] * len(self.views)
-            return
-        slot.drained.wait()  # rule 3
-        slot.content = self.index
-        self.written = [self._adds and self._main_grads_are_in_slot] * len(self.views)
-        if self.written[0]:
-            self._spread_main_grads()
-        for place, grad in self.aside.items():
-            self.write_grad(place, grad)
-        self.aside = {}
-
-    def set_grads_aside(self) -> None:
-        """Leave the grad slot, which another unit needs, until this unit opens it again. Compute stream.
-
-        Only where layers of one unit run on both sides of another's: what came first is kept in memory of its own.
-        """
-        assert self.grad_slot is not None
-        self.grad_slot.content = None
-        self.aside = {place: self._grad_views[place].clone() for place, done in enumerate(self.written) if done}
-
-    def _spread_main_grads(self) -> None:
-        """Main grads in the slot are to be added to: N times them here and zeros elsewhere have them as their mean."""
-        layout, grads = self.shard.layout, self._grads
-        assert grads is not None
-        for rank, chunk in enumerate(grads.view(layout.world_size, -1)):
-            chunk.mul_(layout.world_size) if rank == self._transport.rank else chunk.zero_()
-
-    def write_grad(self, place: int, grad: torch.Tensor) -> None:
-        """Gradient `place` [shape of the parameter] into the grad slot: the one copy gradients see. Compute stream."""
-        target = self._grad_views[place]
-        self.used[place] = self.has_unreduced = True
-        if grad.is_sparse:
-            grad = grad.to_dense()
-        if self.written[place]:
-            target.add_(grad)
-        else:
-            target.copy_(grad)
-            self.written[place] = True
-
-    def start_reduce(self) -> Work | None:
-        """Grad slot to main grads. Parameters without a gradient contribute zeros, never another unit's leftovers."""
-        self.reductions += 1
-        self.has_unreduced = False
-        for place, (view, is_held) in enumerate(zip(self.views, self.shard.held, strict=True)):
-            if (view.requires_grad or is_held) and not self.written[place]:  # a frozen one may have kept a gradient
-                self._grad_views[place].zero_()
-        slot, out = self.grad_slot, self.shard.grad
-        if slot is None or self._grads is None or out is None:
-            self.written = [True] * len(self.views)
-            return None
-        slot.written.record()
-        slot.written.wait()  # rule 4
-        accumulate, self._adds = self._adds and not self._main_grads_are_in_slot, True
-        scratch = slot.scratch.take(self.scratch_numel)
-        work = self._transport.start_reduce(Reduction(self._grads, out, scratch, accumulate, self.index))
-        slot.content = None
-        slot.scratch.work = work
-        slot.drained.record(work)
-        return work
-
-    def hold_grads(self) -> None:
-        """Leave gradients in the slot, not reduced: parameters get a stand-in that says so, until the next backward."""
-        if not self._has_taken:
-            return
-        if not self._main_grads_are_in_slot and not self._adds and self.shard.grad is not None:
-            self.shard.grad.zero_()
-            self._adds = True
-        for place, param in enumerate(self._params):
-            if param.grad is not None:
-                self._add_own_grad(place, param.grad)
-            if self.used[place] or self.shard.held[place]:
-                if place not in self._own_grad_hooks:
-                    self._watch_own_grads(place)
-                stand_in = HeldGrad.wrap(self.shard.grad_pieces[place], self.shard.params[place].name)
-                stand_in.on_zero = functools.partial(self._forget, place)
-                self._held[place] = param.grad = stand_in
-
-    def resume_grads(self) -> None:
-        """Take the stand-ins back. Gradients whose stand-in was cleared meanwhile are forgotten."""
-        for place, stand_in in enumerate(self._held):
-            if stand_in is None:
-                continue
-            param, self._held[place] = self._params[place], None
-            grad, param.grad = param.grad, None
-            if grad is not stand_in:
-                self._forget(place)
-                self.used[place] = self.shard.held[place] = False
-                if grad is not None:
-                    self._add_own_grad(place, grad)
-
-    def _forget(self, place: int) -> None:
-        """The gradient of parameter `place` that waits in the slot, or in the main grads, is zero from now on."""
-        self._grad_views[place].zero_()
-        self.shard.grad_pieces[place].zero_()
-        self.written[place] = True
-
-    def _add_own_grad(self, place: int, grad: torch.Tensor) -> None:
-        """Add what autograd, or the user, has given to the sharded parameter itself: no other rank has a part in it."""
-        if self._main_grads_are_in_slot:
-            if not self.written[place]:
-                self._grad_views[place].zero_()
-                self.written[place] = True
-            self.shard.grad_pieces[place].add_(grad, alpha=self.shard.layout.world_size)  # of which the mean is taken
-        else:
-            self.shard.grad_pieces[place].add_(grad)
-        self.shard.held[place] = True
-
-    def _watch_own_grads(self, place: int) -> None:
-        """While a stand-in is held, autograd adds to it in place: to what it stands for, of which the mean is taken."""
-        node = torch.autograd.graph.get_gradient_edge(self._params[place]).node
-        unit_of, factor = weakref.ref(self), self.shard.layout.world_size
-
-        def scale(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
-            unit = unit_of()
-            if unit is None or grads[0] is None or unit._held[place] is None or not unit._main_grads_are_in_slot:
-                return None
-            return (grads[0] * factor,) if unit._params[place].grad is unit._held[place] else None
-
-        node.register_prehook(scale)
-        self._own_grad_hooks[place] = node
-
-    def finish_reduce(self, used: Sequence[bool]) -> list[nn.Parameter]:
-        """Main grads become the sharded parameters' ``.grad``, for those that some rank used, which are returned."""
-        trained = [view.requires_grad and is_used for view, is_used in zip(self.views, used, strict=True)]
-        self.reductions = 0
-        self.has_unreduced = False
-        self.used = [False] * len(self.views)
-        if not self._has_taken:
-            return []
-        self._has_taken = False
-        return self.shard.give_grads(trained)
 
     # -- outside of steps -----------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from streamshard.plan.program import Sweep
+from streamshard.unit.grads import UnitGrads
 from streamshard.unit.unit import StreamedUnit
 from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
@@ -94,9 +95,10 @@ def _assert_at_rest(engine: Engine) -> None:
     assert engine.reductions.due == set()
     for unit in engine.units:
         assert not unit.is_bound and unit.bound_members == 0, unit.name
-        assert not any(unit.used) and not unit.has_unreduced and not unit._has_taken, unit.name
-        assert unit.aside == {}, unit.name
-        assert unit.grad_slot is None or unit.grad_slot.content is None, unit.name
+        assert not any(grad.is_used for grad in unit.grads.params), unit.name
+        assert not unit.grads.has_unreduced and not unit.grads._has_taken, unit.name
+        assert all(grad.parked is None for grad in unit.grads.params), unit.name
+        assert unit.grads.slot is None or unit.grads.slot.content is None, unit.name
 
 
 @on_ranks(2)
@@ -108,7 +110,7 @@ def test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind(context: RankCon
     aside = mock.Mock(side_effect=AssertionError("gradients are set aside"))
     # What the program did not foresee, and units that are borrowed while others compute.
     may_set_aside = scenario in ("an order that changes", "weights read elsewhere")
-    with contextlib.nullcontext() if may_set_aside else mock.patch.object(StreamedUnit, "set_grads_aside", aside):
+    with contextlib.nullcontext() if may_set_aside else mock.patch.object(UnitGrads, "park", aside):
         for number in range(2):
             with _checking(engine):
                 SCENARIOS[scenario].step(model, _call(context, number))
@@ -180,7 +182,7 @@ def test_a_gradient_that_comes_unannounced_ends_the_turns_before_it(context: Ran
     """Whose gradients are reduced then; they need not be set aside for the next one's."""
     model = _stack(_Shifts)
     for number in range(2):
-        with mock.patch.object(StreamedUnit, "set_grads_aside", mock.Mock(side_effect=AssertionError("set aside"))):
+        with mock.patch.object(UnitGrads, "park", mock.Mock(side_effect=AssertionError("set aside"))):
             stack_step(model, _call(context, number))
         _assert_at_rest(engine_inside(model))
 

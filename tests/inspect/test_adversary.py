@@ -169,5 +169,7 @@ def test_afterwards_the_model_trains_on_its_own_transport(context: RankContext) 
         raise ZeroDivisionError
     assert engine.transport is own
     assert {unit._transport for unit in engine.units} == {engine.buffers._transport} == {own}
-    assert {piece.transport for unit in engine.units for piece in unit.shard.grad_pieces} == {own}
+    assert {
+        grad.in_main.transport for unit in engine.units for grad in unit.grads.params if unit.grads.main is not None
+    } == {own}
     model(vector_batch(0, context.rank)).sum().backward()

@@ -9,13 +9,13 @@ import torch
 
 from streamshard.errors import ShardingError
 
-__all__ = ["HeldGrad", "flat"]
+__all__ = ["UnreducedGrad", "flat"]
 
 # What Optimizer.zero_grad and printing ask.
 _QUESTIONS = ("__get__", "requires_grad_", "detach_", "dim", "size", "numel", "data_ptr", "is_floating_point")
 
 
-class HeldGrad(torch.Tensor):
+class UnreducedGrad(torch.Tensor):
     """Stands for a gradient that waits in a grad slot for its reduction: ``grad_slots="all"`` inside ``no_sync()``.
 
     Clearing it or setting it to zero forgets the gradient. Its values are nobody's yet: looking at them raises.
@@ -28,7 +28,7 @@ class HeldGrad(torch.Tensor):
     param_name: str
 
     @classmethod
-    def wrap(cls, piece: torch.Tensor, name: str) -> HeldGrad:
+    def wrap(cls, piece: torch.Tensor, name: str) -> UnreducedGrad:
         """A stand-in of the shape of `piece`, for messages that of parameter `name`."""
         with torch._C.DisableTorchFunctionSubclass():
             held = piece.detach().as_subclass(cls)
