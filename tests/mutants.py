@@ -154,8 +154,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "what was issued last is left out at the end of a pass",
-        "        self._issue(sweep.finish())\n        if self.precision",
-        "        sweep.finish()\n        if self.precision",
+        "        self._issue(forward.sweep.finish())\n        if self.precision",
+        "        forward.sweep.finish()\n        if self.precision",
         "cases_execution",
     ),
     Mutant(
@@ -172,13 +172,6 @@ MUTANTS: list[Mutant] = [
         "        if error",
         "        if error",
         "cases_exceptions",
-    ),
-    Mutant(
-        "engine/engine",
-        "the layers that ran when a forward failed still run",
-        "        self._running.clear()\n",
-        "",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions",
     ),
     Mutant(
         "engine/engine",
@@ -211,22 +204,22 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "a pass that could not begin stays entered",
-        "            self.depth -= 1\n            self._forward = self._pass = self._entering = None\n",
-        "            self._forward = self._pass = self._entering = None\n",
+        "            self.depth -= 1\n            self._forward = self._entering = None\n",
+        "            self._forward = self._entering = None\n",
         "invariants::test_a_pass_that_never_began_is_over cases_exceptions bad_input",
     ),
     Mutant(
         "engine/engine",
         "a layer around a layer goes on without its weights",
-        "            self._ask(outer.unit)\n            self._bind(outer)\n",
+        "            self._ask(forward, outer.unit)\n            self._bind(outer)\n",
         "            pass\n",
         "cases_graphs",
     ),
     Mutant(
         "engine/engine",
         "`post_forward` releases in backward",
-        "        if self._is_recomputing:  # it stays until its reduction\n",
-        "        if self._is_recomputing:  # it stays until its reduction\n            member.unit.release()\n",
+        "            backward.running.pop()\n",
+        "            backward.running.pop()\n            member.unit.release()\n",
         "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes",
     ),
     Mutant(
@@ -297,15 +290,15 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "a borrowed unit is not noted for backward",
-        "            self._depart(unit)\n            unit.take_trainability()\n",
+        "            self._depart(self._forward, unit)\n            unit.take_trainability()\n",
         "            unit.take_trainability()\n",
         "away",
     ),
     Mutant(
         "engine/engine",
         "what trains is not asked of a borrowed unit",
-        "            self._depart(unit)\n            unit.take_trainability()\n",
-        "            self._depart(unit)\n",
+        "            self._depart(self._forward, unit)\n            unit.take_trainability()\n",
+        "            self._depart(self._forward, unit)\n",
         "away",
     ),
     Mutant(
@@ -318,15 +311,14 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "a borrowed unit is not among the pass's",
-        "            self._pass.borrowed.add(unit.index)\n",
+        "            forward.pass_.borrowed.add(unit.index)\n",
         "",
         "away",
     ),
     Mutant(
         "engine/engine",
         "a gradient of a borrowed unit ends the turn of the one that computes",
-        "            if unit is not self.edge and not (self._swept is not None and unit.index in "
-        "self._swept.borrowed):\n",
+        "            if unit is not self.edge and not (backward.swept is not None and unit.index in backward.swept.borrowed):\n",
         "            if unit is not self.edge:\n",
         "away",
     ),
@@ -334,8 +326,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "a first gradient without `_advance`",
-        "unit.index in self._swept.borrowed):\n                self._advance(unit)\n",
-        "unit.index in self._swept.borrowed):\n                pass\n",
+        "unit.index in backward.swept.borrowed):\n                self._advance(backward, unit)\n",
+        "unit.index in backward.swept.borrowed):\n                pass\n",
         "invariants::test_a_gradient_that_comes_unannounced_ends_the_turns_before_it cases_values cases_graphs",
     ),
     Mutant(
@@ -349,29 +341,29 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "`need` ignores whether the unit is bound",
-        "        if self._computing is unit and unit.is_bound and not run.is_borrowed:\n",
-        "        if self._computing is unit and not run.is_borrowed:\n",
+        "        if backward is not None and backward.computing is unit and unit.is_bound and not run.is_borrowed:\n",
+        "        if backward is not None and backward.computing is unit and not run.is_borrowed:\n",
         "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes away",
     ),
     Mutant(
         "engine/engine",
         "`need` ignores that it is borrowed",
-        "        if self._computing is unit and unit.is_bound and not run.is_borrowed:\n",
-        "        if self._computing is unit and unit.is_bound:\n",
+        "        if backward is not None and backward.computing is unit and unit.is_bound and not run.is_borrowed:\n",
+        "        if backward is not None and backward.computing is unit and unit.is_bound:\n",
         "away invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind",
     ),
     Mutant(
         "engine/engine",
         "what is borrowed moves the sweep on",
-        "            if run.pass_ is self._swept and not run.is_borrowed:\n",
-        "            if run.pass_ is self._swept:\n",
+        "            if backward is not None and run.pass_ is backward.swept and not run.is_borrowed:\n",
+        "            if backward is not None and run.pass_ is backward.swept:\n",
         "away",
     ),
     Mutant(
         "engine/engine",
         "a pass that is over moves the sweep of another on",
-        "            if run.pass_ is self._swept and not run.is_borrowed:\n",
-        "            if not run.is_borrowed:\n",
+        "            if backward is not None and run.pass_ is backward.swept and not run.is_borrowed:\n",
+        "            if backward is not None and not run.is_borrowed:\n",
         "cases_passes cases_graphs",
     ),
     Mutant(
@@ -391,29 +383,15 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "passes that a backward has been through are forgotten",
-        "            self._closed.append(self._swept)\n",
+        "            backward.closed.append(backward.swept)\n",
         "",
         "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes cases_graphs",
     ),
     Mutant(
         "engine/engine",
-        "passes of an earlier backward are remembered",
-        "        self._swept = None\n        self._closed = []\n",
-        "        self._swept = None\n",
-        "cases_passes",
-    ),
-    Mutant(
-        "engine/engine",
-        "the pass that was swept is remembered",
-        "        self._swept = None\n        self._closed = []\n",
-        "        self._closed = []\n",
-        "cases_passes",
-    ),
-    Mutant(
-        "engine/engine",
         "a pass is left without closing it",
-        "            self._closed.append(self._swept)\n            self._close_all()\n",
-        "            self._closed.append(self._swept)\n",
+        "            backward.closed.append(backward.swept)\n            self._close_all(backward)\n",
+        "            backward.closed.append(backward.swept)\n",
         "cases_passes cases_graphs",
     ),
     Mutant(
@@ -468,21 +446,22 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "gradients that are to wait are reduced",
-        "                if not self._leaves_unreduced:\n                    self.reductions.start(unit)\n",
+        "                if self._backward is None or not self._backward.leaves_unreduced:\n"
+        "                    self.reductions.start(unit)\n",
         "                self.reductions.start(unit)\n",
         "dial",
     ),
     Mutant(
         "engine/engine",
         "a recomputation does not move the sweep on",
-        "                self._advance(unit)\n        self._acquire(unit)\n        unit.bind()\n",
+        "                self._advance(backward, unit)\n        self._acquire(unit)\n        unit.bind()\n",
         "                pass\n        self._acquire(unit)\n        unit.bind()\n",
         "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes races dial",
     ),
     Mutant(
         "engine/engine",
         "a recomputation is one visit late",
-        "            start = sweep.released + (self._computing is not None)\n",
+        "            start = sweep.released + (backward.computing is not None)\n",
         "            start = sweep.released\n",
         "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes races dial",
     ),
@@ -496,15 +475,17 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "units stay bound when a sweep is over",
-        "        for unit in self.units[1:]:\n            if unit.is_bound:\n                unit.release()\n"
-        "        self._computing = None\n",
-        "        self._computing = None\n",
+        "        for unit in self.units[1:]:\n"
+        "            if unit.is_bound:\n"
+        "                unit.release()\n"
+        "        backward.computing = None\n",
+        "        backward.computing = None\n",
         "cases_graphs",
     ),
     Mutant(
         "engine/engine",
         "the last unit still computes when a sweep is over",
-        "                unit.release()\n        self._computing = None\n",
+        "                unit.release()\n        backward.computing = None\n",
         "                unit.release()\n",
         "cases_graphs invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind",
     ),
@@ -547,43 +528,39 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "`settle` does not close the sweep",
-        "                self._close_all()\n                self._reduce_edge()\n"
+        "                self._close_all(backward)\n"
+        "                self._reduce_edge(backward)\n"
         "                self.reductions.complete()\n",
-        "                self._reduce_edge()\n                self.reductions.complete()\n",
+        "                self._reduce_edge(backward)\n                self.reductions.complete()\n",
         "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions",
     ),
     Mutant(
         "engine/engine",
         "`settle` does not reduce the edge unit",
-        "                self._close_all()\n                self._reduce_edge()\n"
+        "                self._close_all(backward)\n"
+        "                self._reduce_edge(backward)\n"
         "                self.reductions.complete()\n",
-        "                self._close_all()\n                self.reductions.complete()\n",
+        "                self._close_all(backward)\n                self.reductions.complete()\n",
         "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions dial",
     ),
     Mutant(
         "engine/engine",
         "`settle` does not wait",
-        "                self._close_all()\n                self._reduce_edge()\n"
+        "                self._close_all(backward)\n"
+        "                self._reduce_edge(backward)\n"
         "                self.reductions.complete()\n",
-        "                self._close_all()\n                self._reduce_edge()\n",
+        "                self._close_all(backward)\n                self._reduce_edge(backward)\n",
         "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions races",
     ),
     Mutant(
         "engine/engine",
         "`settle` forgets gradients that wait",
-        "                if self._leaves_unreduced:\n"
+        "                if backward.leaves_unreduced:\n"
         "                    unit.grads.leave_unreduced()\n"
         "                else:\n"
         "                    unit.grads.give_up()\n",
         "                unit.grads.give_up()\n",
         "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind dial",
-    ),
-    Mutant(
-        "engine/engine",
-        "`settle` leaves who computes",
-        "            self._leave_backward()\n            self._computing = None\n",
-        "            self._leave_backward()\n",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions",
     ),
     # -- shard
     Mutant(

@@ -1,7 +1,8 @@
 """When everything happens: one short method per event of a training step, from enter to finish_backward.
 
-The engine owns the sweeps (which unit is next), the phase, and nothing else: buffers are the ledger's, journeys the
-units'. Hooks call in, units are told what to do. See [Note: one program], [Note: ordering rules], [Note: need].
+The engine owns the phase, a `Forward` and a `Backward` while there are such, and nothing else: buffers are the
+ledger's, journeys the units'. Hooks call in, units are told what to do. See [Note: one program], [Note: ordering
+rules], [Note: need].
 
 [Note: need]
 Backward needs a unit's weights when one of its saved tensors is unpacked: each unit's forward runs under saved-tensor
@@ -33,7 +34,7 @@ from streamshard.comm.streams import Fence, Rule, StreamName, Streams
 from streamshard.comm.transport import Transport
 from streamshard.engine.buffer_sync import BufferSync
 from streamshard.engine.edits import Edits
-from streamshard.engine.passes import Pass, Run
+from streamshard.engine.passes import Backward, Forward, Pass, Run
 from streamshard.engine.reductions import Reductions
 from streamshard.errors import ShardingError
 from streamshard.plan.memory import Needs
@@ -139,17 +140,11 @@ class Engine:
         self.precision = needs.precision
         self._slot_of = plan.weights
         self._weights_are_current = False
-        self._forward: Sweep | None = None
-        self._pass: Pass | None = None
+        self._forward: Forward | None = None
+        self._backward: Backward | None = None
         self._entering: frozenset[int] | None = None  # the units of a pass that begins when weights are first read
         self._is_delivering = False  # gradients are final: hooks of the sharded parameters run
-        self._running: list[Member] = []  # layers whose forward is running, one inside the other
         self._cast_versions: list[list[int]] = []  # of the weights that were cast last, inside no_sync()
-        self._backward: Sweep | None = None
-        self._swept: Pass | None = None  # the pass whose visits `_backward` walks
-        self._closed: list[Pass] = []  # passes that this backward has been through
-        self._computing: StreamedUnit | None = None  # the unit whose backward is running
-        self._leaves_unreduced = False  # this backward leaves its gradients in their slots
         slots = {unit.weight_slot for unit in units if unit.weight_slot.is_shared}
         self._shared_slots = sorted(slots, key=lambda slot: slot.first_byte)
         self._slot_starts = [slot.first_byte for slot in self._shared_slots]
@@ -209,7 +204,7 @@ class Engine:
             at_first_read: the pass begins only when weights are asked for: hooks that run before may change them.
         """
         self.depth += 1
-        if self.depth > 1 or self._is_recomputing:
+        if self.depth > 1 or self._recomputing is not None:
             return
         try:
             self._meet(units)
@@ -218,7 +213,7 @@ class Engine:
                 self._begin_if_entering()
         except BaseException:
             self.depth -= 1
-            self._forward = self._pass = self._entering = None
+            self._forward = self._entering = None
             raise
 
     def _meet(self, units: frozenset[int]) -> None:
@@ -249,10 +244,10 @@ class Engine:
         if not self._weights_are_current or self._cast_versions != [unit.versions() for unit in self.units]:
             self._cast()
         visits = [index for index in self.order if index in units or index == EDGE]
-        self._forward = Sweep(visits, self._slot_of, reduce=False)
-        self._pass = Pass(self.edge.versions() if torch.is_grad_enabled() else [])
+        pass_ = Pass(self.edge.versions() if torch.is_grad_enabled() else [])
+        self._forward = Forward(Sweep(visits, self._slot_of, reduce=False), pass_)
         self.edits.begin_pass()
-        self._ask(self.edge)
+        self._ask(self._forward, self.edge)
         self._bind(self.edge.members[0])
 
     def _cast(self) -> None:
@@ -279,30 +274,33 @@ class Engine:
     def pre_forward(self, member: Member) -> Run:
         """`member` is about to compute: its weights are in place and bound afterwards."""
         unit = member.unit
-        if self._is_recomputing:
-            self._recompute(unit)
-            run = Run(unit, self._recomputed_pass(), unit.versions())
-        else:
-            self._begin_if_entering()
-            assert self._pass is not None
-            self._ask(unit)
-            self._bind(member)
-            run = Run(unit, self._pass, unit.versions() if torch.is_grad_enabled() else [])
-        self._running.append(member)
-        return run
+        if (backward := self._recomputing) is not None:
+            self._recompute(backward, unit)
+            backward.running.append(member)
+            return Run(unit, self._recomputed_pass(backward), unit.versions())
+        self._begin_if_entering()
+        forward = self._forward
+        assert forward is not None
+        self._ask(forward, unit)
+        self._bind(member)
+        forward.running.append(member)
+        return Run(unit, forward.pass_, unit.versions() if torch.is_grad_enabled() else [])
 
     def post_forward(self, member: Member) -> None:
         """`member` has computed. Its slot goes to another unit once one is asked for."""
-        self._running.pop()
-        outer = self._running[-1] if self._running else None
-        if self._is_recomputing:  # it stays until its reduction
-            if outer is not None:
-                self._recompute(outer.unit)
+        if (backward := self._recomputing) is not None:  # it stays until its reduction
+            backward.running.pop()
+            if backward.running:
+                self._recompute(backward, backward.running[-1].unit)
             return
+        forward = self._forward
+        assert forward is not None
+        forward.running.pop()
         self._take_edits(member.unit)
         member.unit.release(member)
-        if outer is not None:  # a layer inside a layer: the outer one goes on, with weights that may have left
-            self._ask(outer.unit)
+        if forward.running:  # a layer inside a layer: the outer one goes on, with weights that may have left
+            outer = forward.running[-1]
+            self._ask(forward, outer.unit)
             self._bind(outer)
 
     def _bind(self, member: Member) -> None:
@@ -320,31 +318,30 @@ class Engine:
             self.edits.keep(unit)
 
     @property
-    def _is_recomputing(self) -> bool:
-        """Whether what runs forward now does so for a backward, rather than in a pass."""
-        return self._backward is not None and in_backward()
+    def _recomputing(self) -> Backward | None:
+        """The backward that what runs forward now does so for; None in a pass."""
+        return self._backward if self._backward is not None and in_backward() else None
 
-    def _recomputed_pass(self) -> Pass:
+    def _recomputed_pass(self, backward: Backward) -> Pass:
         """The pass that is being swept; of a graph of edge parameters alone, one without visits."""
-        if self._swept is None:
-            self._swept = Pass(self.edge.versions())
-        return self._swept
+        if backward.swept is None:
+            backward.swept = Pass(self.edge.versions())
+        return backward.swept
 
-    def _ask(self, unit: StreamedUnit) -> None:
+    def _ask(self, forward: Forward, unit: StreamedUnit) -> None:
         """Issue what the program has up to `unit`, and let compute wait for its weights (rule 1)."""
-        assert self._forward is not None
-        self._issue(self._forward.ask(unit.index))
+        self._issue(forward.sweep.ask(unit.index))
         self._acquire(unit)
 
     @property
     def is_in_forward(self) -> bool:
         """Whether a pass is under way."""
-        return self._pass is not None
+        return self._forward is not None
 
     @property
     def is_in_pass(self) -> bool:
         """Whether weights may be asked for: in a pass, and in a backward, which may recompute."""
-        if self._pass is not None or self._entering is not None:
+        if self._forward is not None or self._entering is not None:
             return True
         return not self._is_delivering and in_backward()
 
@@ -354,28 +351,31 @@ class Engine:
         content = unit.weight_slot.content
         holder = None if content is None or content == unit.index else self.units[content]
         evicted = [member for member in holder.members if member.is_bound] if holder is not None else []
-        if self._pass is None and self._backward is None:  # nobody has said yet that backward has begun
+        if self._forward is None and self._backward is None:  # nobody has said yet that backward has begun
             self.begin_backward(None)
+        phase = self._recomputing or self._forward
+        is_inside = phase is not None and bool(phase.running)
         # Only the innermost saved-tensor hooks are called. A running layer's are ours, in a recomputation too; others',
         # such as a checkpoint's around the root's own code, have to see the same number of tensors both times.
-        is_ours = self._running or torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        is_ours = is_inside or torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         self._acquire(unit)  # beside the program, which would take the running layer's turn to be over
-        if self._pass is not None:
-            self._depart(unit)
+        if self._forward is not None:
+            self._depart(self._forward, unit)
             unit.take_trainability()
             return Borrowed(self, unit, evicted, self.borrowing(unit) if is_ours else None)
-        return Borrowed(self, unit, evicted, self.borrowing(unit) if self._running else None)
+        return Borrowed(self, unit, evicted, self.borrowing(unit) if is_inside else None)
 
     def borrowing(self, unit: StreamedUnit) -> Run:
         """What refers to weights of `unit` that are read in the pass under way, or the one that is recomputed."""
-        pass_ = self._recomputed_pass() if self._pass is None else self._pass
-        return Run(unit, pass_, unit.versions(), is_borrowed=True)
+        if self._forward is not None:
+            return Run(unit, self._forward.pass_, unit.versions(), is_borrowed=True)
+        assert self._backward is not None
+        return Run(unit, self._recomputed_pass(self._backward), unit.versions(), is_borrowed=True)
 
-    def _depart(self, unit: StreamedUnit) -> None:
-        assert self._forward is not None and self._pass is not None
+    def _depart(self, forward: Forward, unit: StreamedUnit) -> None:
         if unit is not self.edge:
-            self._forward.depart(unit.index)
-            self._pass.borrowed.add(unit.index)
+            forward.sweep.depart(unit.index)
+            forward.pass_.borrowed.add(unit.index)
 
     def unit_at(self, address: int) -> StreamedUnit | None:
         """The unit whose weights lie at `address`, of those that share their slots."""
@@ -390,16 +390,14 @@ class Engine:
         unit.weight_slot.released.record()
         for member in evicted:
             self._acquire(member.unit)
-            if self._is_recomputing:
+            if self._recomputing is not None:
                 member.bind()
             else:
                 self._bind(member)
 
     def _end_pass(self, error: BaseException | None) -> Pass | None:
-        sweep, pass_ = self._forward, self._pass
-        assert sweep is not None
-        self._forward = self._pass = None
-        self._running.clear()
+        forward, self._forward = self._forward, None
+        assert forward is not None
         refused: ShardingError | None = None
         if error is None:
             try:
@@ -411,23 +409,23 @@ class Engine:
                 unit.release()
         if error is not None and (self.transport.has_failed or not isinstance(error, Exception)):
             return None
-        self._issue(sweep.finish())
+        self._issue(forward.sweep.finish())
         if self.precision.param_dtype is torch.float32:  # gathers read the main weights, which the user may edit now
             self._drain_gathers()
             self._await_readers()
         self._weights_are_current = not self.is_synced
         # A rank whose forward has failed takes part in what ranks tell each other.
-        has_failed = error is not None or pass_ is None
+        has_failed = error is not None
         if self.edits.end_pass(has_failed=has_failed):
             self._cast()  # backward computes with what forward has left
         if torch.is_grad_enabled() and not self._has_learnt:
-            self._learn(None if has_failed else sweep)
+            self._learn(None if has_failed else forward.sweep)
         if refused is not None:
             raise refused
-        if has_failed or pass_ is None or not torch.is_grad_enabled():
+        if has_failed or not torch.is_grad_enabled():
             return None
-        pass_.visits = tuple(sweep.log)
-        return pass_
+        forward.pass_.visits = tuple(forward.sweep.log)
+        return forward.pass_
 
     def _learn(self, sweep: Sweep | None) -> None:
         """After the first training pass: adopt the order in which units ran if it was the same on all ranks.
@@ -451,7 +449,7 @@ class Engine:
             unit = self.units[op.unit]
             if op.kind is OpKind.REDUCE:
                 self.reductions.due.discard(op.unit)
-                if not self._leaves_unreduced:
+                if self._backward is None or not self._backward.leaves_unreduced:
                     self.reductions.start(unit)
             elif unit.weight_slot.content != unit.index:
                 self._gather(unit)
@@ -482,58 +480,59 @@ class Engine:
         Args:
             pass_: None for a graph in which no unit's weights are needed and no output of a pass occurs.
         """
-        if self._backward is None:
-            self._open_backward()
-        if pass_ is None or pass_ is self._swept or pass_ in self._closed:
+        backward = self._backward or self._open_backward()
+        if pass_ is None or pass_ is backward.swept or pass_ in backward.closed:
             return
-        if self._swept is not None:
-            self._closed.append(self._swept)
-            self._close_all()
+        if backward.swept is not None:
+            backward.closed.append(backward.swept)
+            self._close_all(backward)
         self._check_versions(self.edge, pass_.edge_versions)
-        self._swept = pass_
-        self._sweep_back([unit for unit in reversed(pass_.visits) if unit != EDGE])
+        backward.swept = pass_
+        visits = [unit for unit in reversed(pass_.visits) if unit != EDGE]
+        backward.sweep = Sweep(visits, self._slot_of, reduce=True)
+        self.reductions.due = set(visits)
+        self._issue(backward.sweep.release_before(0))
 
-    def _open_backward(self) -> None:
-        self._leaves_unreduced = self.leaves_unreduced_next
+    def _open_backward(self) -> Backward:
         for unit in self.units:
             unit.take_trainability()
             if self.plan.keeps_grads:
                 unit.grads.resume()
-        self._sweep_back([])
+        nothing = Sweep([], self._slot_of, reduce=True)
+        backward = self._backward = Backward(nothing, leaves_unreduced=self.leaves_unreduced_next)
+        self.reductions.due = set()
         Variable._execution_engine.queue_callback(self.finish_backward)
         self._acquire(self.edge)
         self.edge.bind()
-
-    def _sweep_back(self, visits: list[int]) -> None:
-        self._backward = Sweep(visits, self._slot_of, reduce=True)
-        self.reductions.due = set(visits)
-        self._issue(self._backward.release_before(0))
+        return backward
 
     def need(self, run: Run) -> None:
         """Backward is about to read the weights of `run`'s unit (rule 1). Called any number of times."""
         unit = run.unit
-        if self._computing is unit and unit.is_bound and not run.is_borrowed:
+        backward, forward = self._backward, self._forward
+        if backward is not None and backward.computing is unit and unit.is_bound and not run.is_borrowed:
             return
-        is_inside_forward = run.pass_ is self._pass
+        is_inside_forward = forward is not None and run.pass_ is forward.pass_
         if torch.is_grad_enabled() and not self.is_alone and not (is_inside_forward and self._runs(unit)):
             raise ShardingError(
                 f"backward(create_graph=True) through {unit.name!r}: its weights leave their slot afterwards, so "
                 "with more than one rank gradients cannot be differentiated again"
             )
         self._check_versions(unit, run.versions)
-        if is_inside_forward:  # torch.autograd.grad() in the model's own forward
-            self._depart(unit)
+        if is_inside_forward and forward is not None:  # torch.autograd.grad() in the model's own forward
+            self._depart(forward, unit)
         else:
             self.begin_backward(run.pass_)
-            if run.pass_ is self._swept and not run.is_borrowed:
-                self._advance(unit)
+            backward = self._backward
+            if backward is not None and run.pass_ is backward.swept and not run.is_borrowed:
+                self._advance(backward, unit)
         self._acquire(unit)
         if not run.is_borrowed:
             unit.bind()
 
     def _runs(self, unit: StreamedUnit) -> bool:
         """Whether a layer of `unit` is in its forward."""
-        return any(member.unit is unit for member in self._running)
+        return self._forward is not None and any(member.unit is unit for member in self._forward.running)
 
     def _check_versions(self, unit: StreamedUnit, versions: list[int]) -> None:
         """Raise, as autograd does, if weights were changed in place since the forward whose backward this is."""
@@ -545,75 +544,71 @@ class Engine:
                 "weights: run the backward first, or the forward again"
             )
 
-    def _recompute(self, unit: StreamedUnit) -> None:
+    def _recompute(self, backward: Backward, unit: StreamedUnit) -> None:
         """Forward inside backward. The next unit of the program is simply early; any other is fetched beside it."""
-        sweep = self._backward
-        assert sweep is not None
-        if self._computing is not unit:
-            start = sweep.released + (self._computing is not None)
+        sweep = backward.sweep
+        if backward.computing is not unit:
+            start = sweep.released + (backward.computing is not None)
             if start < len(sweep.visits) and sweep.visits[start] == unit.index:
-                self._advance(unit)
+                self._advance(backward, unit)
         self._acquire(unit)
         unit.bind()
 
-    def _advance(self, unit: StreamedUnit) -> None:
+    def _advance(self, backward: Backward, unit: StreamedUnit) -> None:
         """Move on to `unit`'s next visit: units before it are over, so their slots and gradients go (rules 2 and 4)."""
-        sweep = self._backward
-        assert sweep is not None
-        if self._computing is unit:
+        if backward.computing is unit:
             return
-        visit = sweep.find(unit.index)
+        visit = backward.sweep.find(unit.index)
         if visit is None:  # outside the program, or needed again after its turn
             return
-        self._computing = unit
+        backward.computing = unit
         for other in self.units[1:]:
             if other.is_bound and other is not unit:
                 other.release()
-        self._issue(sweep.release_before(visit))
+        self._issue(backward.sweep.release_before(visit))
 
     def on_grad(self, unit: StreamedUnit, place: int, grad: torch.Tensor) -> None:
         """A gradient is complete, as far as this graph goes: it moves into the grad slot (rule 3)."""
-        if self._computing is not unit:
-            if self._pass is not None:
+        backward = self._backward
+        if backward is None or backward.computing is not unit:
+            if self._forward is not None:
                 raise ShardingError(
                     f"backward() inside the model's forward has made a gradient of {unit.shard.params[place].name!r}, "
                     "which is reduced over ranks only in a backward after it: use torch.autograd.grad(..., inputs) for "
                     "what the forward needs"
                 )
-            if self._backward is None:
-                self.begin_backward(None)
+            backward = backward or self._open_backward()
             # Of a unit that was borrowed a part comes while others compute, whose turn is not over.
-            if unit is not self.edge and not (self._swept is not None and unit.index in self._swept.borrowed):
-                self._advance(unit)
+            if unit is not self.edge and not (backward.swept is not None and unit.index in backward.swept.borrowed):
+                self._advance(backward, unit)
         self.reductions.take(unit, place, grad)
 
-    def _close_all(self) -> None:
+    def _close_all(self, backward: Backward) -> None:
         """The sweep is over: issue what is left, let go of every unit."""
-        sweep = self._backward
-        assert sweep is not None
         for unit in self.units[1:]:
             if unit.is_bound:
                 unit.release()
-        self._computing = None
-        self._issue(sweep.finish())
-        if not self._leaves_unreduced:
+        backward.computing = None
+        self._issue(backward.sweep.finish())
+        if not backward.leaves_unreduced:
             self.reductions.start_late_ones()
 
     def finish_backward(self) -> None:
         """The end of backward: last reductions, then gradients for the optimizer (rule 7)."""
-        if self._backward is None:
+        backward = self._backward
+        if backward is None:
             return
-        self._close_all()
-        self._reduce_edge()
+        self._close_all(backward)
+        self._reduce_edge(backward)
         if self._forward is None:
             self.edge.release()
-        if self._leaves_unreduced:
+        if backward.leaves_unreduced:
             for unit in self.units:
                 unit.grads.leave_unreduced()
-            self._leave_backward()
+            self._backward = None
             return
         given = self.reductions.finish()
-        self._leave_backward()
+        self._backward = None
         if self.reductions.check is not None:
             self.reductions.check()
         if not self.delivers:
@@ -626,14 +621,9 @@ class Engine:
         finally:
             self._is_delivering = False
 
-    def _reduce_edge(self) -> None:
-        if not self._leaves_unreduced:
+    def _reduce_edge(self, backward: Backward) -> None:
+        if not backward.leaves_unreduced:
             self.reductions.start(self.edge)
-
-    def _leave_backward(self) -> None:
-        self._backward = None
-        self._swept = None
-        self._closed = []
 
     # -- when things go wrong -------------------------------------------------------------------------------------
 
@@ -642,20 +632,20 @@ class Engine:
 
         What the program has left is issued first: ranks that failed at different points stay in step.
         """
-        if self._backward is None or in_backward():
+        backward = self._backward
+        if backward is None or in_backward():
             return
         try:
             if not self.transport.has_failed:
-                self._close_all()
-                self._reduce_edge()
+                self._close_all(backward)
+                self._reduce_edge(backward)
                 self.reductions.complete()
         finally:
             for unit in self.units:
                 if unit.is_bound:
                     unit.release()
-                if self._leaves_unreduced:
+                if backward.leaves_unreduced:
                     unit.grads.leave_unreduced()
                 else:
                     unit.grads.give_up()
-            self._leave_backward()
-            self._computing = None
+            self._backward = None

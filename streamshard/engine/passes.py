@@ -1,10 +1,15 @@
-"""What an autograd graph remembers of the forward that made it, so that its backward can be served."""
+"""What is under way: one `Forward`, one `Backward`; and what an autograd graph remembers of the forward that made it.
+
+A `Pass` and its `Run`s belong to the graph, and live as long as it does. A `Forward` and a `Backward` belong to the
+engine and last until it leaves them, by whatever way: nothing of either has to be reset.
+"""
 
 from __future__ import annotations
 
-from streamshard.unit.unit import StreamedUnit
+from streamshard.plan.program import Sweep
+from streamshard.unit.unit import Member, StreamedUnit
 
-__all__ = ["Pass", "Run"]
+__all__ = ["Backward", "Forward", "Pass", "Run"]
 
 
 class Pass:
@@ -39,3 +44,43 @@ class Run:
         self.unit = unit
         self.pass_ = pass_
         self.versions = versions
+
+
+class Forward:
+    """One outermost forward while it runs.
+
+    Attributes:
+        sweep: hands out its gathers.
+        pass_: what its graph will remember.
+        running: layers whose forward is running, one inside the other.
+    """
+
+    __slots__ = ("pass_", "running", "sweep")
+
+    def __init__(self, sweep: Sweep, pass_: Pass) -> None:
+        self.sweep = sweep
+        self.pass_ = pass_
+        self.running: list[Member] = []
+
+
+class Backward:
+    """One backward while it runs. See [Note: several passes] in `streamshard.engine.engine`.
+
+    Attributes:
+        sweep: hands out gathers and reductions of the pass that it has reached last.
+        swept: that pass; None while none was reached.
+        closed: passes that it has been through.
+        computing: the unit whose backward is running; None between units.
+        running: layers that are being recomputed, one inside the other.
+        leaves_unreduced: gradients stay in their slots.
+    """
+
+    __slots__ = ("closed", "computing", "leaves_unreduced", "running", "sweep", "swept")
+
+    def __init__(self, sweep: Sweep, *, leaves_unreduced: bool) -> None:
+        self.sweep = sweep
+        self.swept: Pass | None = None
+        self.closed: list[Pass] = []
+        self.computing: StreamedUnit | None = None
+        self.running: list[Member] = []
+        self.leaves_unreduced = leaves_unreduced

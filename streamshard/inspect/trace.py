@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from streamshard.comm.streams import Fence, Observer, StreamName, Streams, Work
 from streamshard.engine.engine import Engine, in_backward
+from streamshard.engine.passes import Backward
 from streamshard.inspect import engine_inside
 from streamshard.inspect.timeline import Kind, Mark, Span, Trace
 from streamshard.unit.unit import Member, StreamedUnit
@@ -164,7 +165,7 @@ class _Recorder(Observer):
             (engine, "pre_forward", self._pre_forward),
             (engine, "post_forward", self._post_forward),
             (engine, "_end_pass", self._end_pass),
-            (engine, "begin_backward", self._begin_backward),
+            (engine, "_open_backward", self._open_backward),
             (engine, "_advance", self._advance),
             (engine, "_acquire", self._acquire),
             (engine, "_close_all", self._close_all),
@@ -245,16 +246,15 @@ class _Recorder(Observer):
         self._close()
         return original(error)
 
-    def _begin_backward(self, original: Any, pass_: Any) -> None:
-        has_begun = self._engine._backward is not None
-        original(pass_)
-        if not has_begun:
-            self._open(Kind.BACKWARD, self._engine.edge)
+    def _open_backward(self, original: Any) -> Backward:
+        backward: Backward = original()
+        self._open(Kind.BACKWARD, self._engine.edge)
+        return backward
 
-    def _advance(self, original: Any, unit: StreamedUnit) -> None:
-        before, now = self._engine._computing, self._clock.now(StreamName.COMPUTE)
-        original(unit)
-        if self._engine._computing is not before:
+    def _advance(self, original: Any, backward: Backward, unit: StreamedUnit) -> None:
+        before, now = backward.computing, self._clock.now(StreamName.COMPUTE)
+        original(backward, unit)
+        if backward.computing is not before:
             self._close(now)
             self._open(Kind.BACKWARD, unit)
             self._has_weights = False
@@ -264,9 +264,9 @@ class _Recorder(Observer):
         if not self._has_weights and self._computing is not None and self._computing.unit is unit:
             self._open(self._computing.kind, unit)  # it has only waited so far
 
-    def _close_all(self, original: Any) -> None:
+    def _close_all(self, original: Any, backward: Backward) -> None:
         self._close()
-        original()
+        original(backward)
 
     def _write_grad_of(self, unit: StreamedUnit) -> Callable[..., None]:
         """A gradient shows whose backward was running: after the last of the blocks' ones it is the edge unit's."""

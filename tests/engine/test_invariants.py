@@ -65,7 +65,7 @@ def _checking(engine: Engine) -> Iterator[None]:
         bound = [unit.name for unit in engine.units[1:] if unit.is_bound]
         if name == "need" and not args[0].is_borrowed:
             assert bound == [args[0].unit.name], f"{bound} are bound where {args[0].unit.name} is needed"
-        if name == "post_forward" and engine._is_recomputing:
+        if name == "post_forward" and engine._recomputing is not None:
             assert args[0].unit.is_bound, f"{args[0].unit.name} has left before its backward"
 
     def wrapped(name: str) -> Callable[..., Any]:
@@ -90,8 +90,7 @@ def _checking(engine: Engine) -> Iterator[None]:
 
 def _assert_at_rest(engine: Engine) -> None:
     """Nothing of a pass or a backward is left."""
-    assert (engine.depth, engine._running, engine._entering, engine._pass, engine._forward) == (0, [], None, None, None)
-    assert (engine._backward, engine._swept, engine._closed, engine._computing) == (None, None, [], None)
+    assert (engine.depth, engine._entering, engine._forward, engine._backward) == (0, None, None, None)
     assert engine.reductions.due == set()
     for unit in engine.units:
         assert not unit.is_bound and unit.bound_members == 0, unit.name
