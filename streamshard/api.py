@@ -178,7 +178,7 @@ class StreamShard(Uncopyable):
             local = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(filled, order)), order)
         else:
             local = torch.zeros((), device=engine.streams.device)
-        total = reduce_norms(local, order, engine.transport)
+        total = reduce_norms(local, order, engine.ranks)
         if skip_above is not None and not (math.isfinite(norm := total.item()) and norm <= skip_above):
             for param in params:
                 param.grad = None
@@ -216,7 +216,7 @@ class StreamShard(Uncopyable):
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """All ranks that train this model."""
-        return engine_of(self).transport.everyone
+        return engine_of(self).ranks.everyone
 
     # -- full tensors -----------------------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class StreamShard(Uncopyable):
             ShardingError: a module's own part in it failed on another rank. On that rank, what it raised.
         """
         engine = engine_at_rest(self, "full_state_dict", accepts_whole=True)
-        wanted = not rank0_only or engine.transport.is_first
+        wanted = not rank0_only or engine.ranks.is_first
         whole: list[tuple[ParamShard, torch.Tensor]] = []
         for unit in engine.units:
             shards = unit.shard.params
@@ -268,7 +268,7 @@ class StreamShard(Uncopyable):
                 state = _state_dict_of(self, whole)
         except Exception as raised:
             error = raised
-        errors = engine.transport.gather_errors(None if error is None else f"{type(error).__name__}: {error}")
+        errors = engine.ranks.gather_errors(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
         for rank, story in enumerate(errors):
@@ -381,7 +381,7 @@ def export_safetensors(
             it went wrong. An earlier export is still there then, or the new one is, whole.
     """
     engine = engine_at_rest(_all_of(model), "export_safetensors")
-    return export_shards(model, engine.param_shards, engine.transport, directory, dtype, max_shard_size)
+    return export_shards(model, engine.param_shards, engine.ranks, directory, dtype, max_shard_size)
 
 
 def load_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> None:
@@ -404,7 +404,7 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> Non
             that cannot be read or is damaged, or the rank that sees other files.
     """
     engine = engine_at_rest(_all_of(model), "load_safetensors")
-    load_shards(model, engine.param_shards, engine.transport, directory)
+    load_shards(model, engine.param_shards, engine.ranks, directory)
 
 
 def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only: bool = True) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from streamshard.comm.connect import make_transport
+from streamshard.comm.connect import connect
 from streamshard.comm.groups import Groups, groups_of, refuse_together, resolve_group
+from streamshard.comm.ranks import Ranks
 from streamshard.comm.shared_memory import share_memory
 from streamshard.comm.streams import Streams
-from streamshard.comm.transport import Transport
 from streamshard.config import Precision, Settings
 from streamshard.engine.away import Home, Place, ShardedParameters
 from streamshard.engine.buffer_sync import BufferSync, check_buffers, describe_state
@@ -137,42 +137,42 @@ def shard_model(
         **given: what the user has said of `Settings`.
     """
     refuse_transforms()  # not together with other ranks: a transform wraps the tensors of collectives too
-    ranks = None if mesh is None else groups_of(mesh)
+    who = None if mesh is None else groups_of(mesh)
     try:
         checked = _check(module, units, given)
     except Exception as error:  # a predicate of the user's may raise anything
-        if ranks is not None or dist.is_initialized():
-            refuse_together(ranks.everyone if ranks is not None else None, error)
+        if who is not None or dist.is_initialized():
+            refuse_together(who.everyone if who is not None else None, error)
         raise
-    transport, replicas = _connect(ranks, checked.device)
-    _check_ranks_agree(transport, module, checked)
-    engine = _make_engine(module, checked, transport, replicas)
+    ranks, replicas = _connect(who, checked.device)
+    _check_ranks_agree(ranks, module, checked)
+    engine = _make_engine(module, checked, ranks, replicas)
     _fill(engine, module, checked.groups, checked.settings.broadcast_weights)
     if checked.settings.check_grads:
         shards = {shard.param: shard for shard in engine.param_shards}
         ordered = [shards[param] for param in params_of(module).values()]
-        engine.reductions.check = GradCheck(ordered, engine.transport).check
+        engine.reductions.check = GradCheck(ordered, engine.ranks).check
     _attach(base, module, checked.found, engine)
     answer_for(engine)
     return module
 
 
-def _make_engine(module: nn.Module, checked: _Checked, transport: Transport, replicas: Replicas | None) -> Engine:
+def _make_engine(module: nn.Module, checked: _Checked, ranks: Ranks, replicas: Replicas | None) -> Engine:
     """Plan, and allocate what was planned."""
     settings, found = checked.settings, checked.found
-    layouts = _plan_layouts(found, checked.groups, transport.world_size, settings)
-    transport = share_memory(transport, _most_bytes(layouts), len(layouts))
-    transport.names = [layout.name or "the edge unit" for layout in layouts]
-    ledger = Ledger(transport.streams.device, transport.allocate_visible)
+    layouts = _plan_layouts(found, checked.groups, ranks.world_size, settings)
+    share_memory(ranks, _most_bytes(layouts), len(layouts))
+    ranks.names = [layout.name or "the edge unit" for layout in layouts]
+    ledger = Ledger(ranks.streams.device, ranks.transport.allocate_visible)
     trains = [any(found_param.param.requires_grad for found_param in params) for params in checked.groups]
-    copies = transport.total_size // transport.world_size
-    scratch_numel = _scratch_numel(transport, settings.precision)
+    copies = ranks.total_size // ranks.world_size
+    scratch_numel = _scratch_numel(ranks, settings.precision)
     needs = Needs(layouts, _share_slots(found), trains, settings.precision, scratch_numel, copies)
-    plan, reason = _choose_slots(needs, settings, checked.budget, transport)
-    streamed = _allocate(needs, plan, transport, ledger)
-    reductions = Reductions(streamed, transport, ledger, replicas)
-    buffers = BufferSync(module, transport)
-    engine = Engine(streamed, plan, transport, transport.streams, ledger, buffers, needs, reductions)
+    plan, reason = _choose_slots(needs, settings, checked.budget, ranks)
+    streamed = _allocate(needs, plan, ranks, ledger)
+    reductions = Reductions(streamed, ranks, ledger, replicas)
+    buffers = BufferSync(module, ranks)
+    engine = Engine(streamed, plan, ranks, ranks.streams, ledger, buffers, needs, reductions)
     engine.why_slots = reason
     return engine
 
@@ -239,21 +239,21 @@ def _find_groups(
     return found, groups
 
 
-def _connect(ranks: Groups | None, device: torch.device) -> tuple[Transport, Replicas | None]:
+def _connect(who: Groups | None, device: torch.device) -> tuple[Ranks, Replicas | None]:
     """Meet the other ranks, none of which refuses its model. With NCCL a model on the CPU moves to the GPU."""
-    if ranks is None:
-        ranks = groups_of(resolve_group(device))
-    refuse_together(ranks.everyone, None)
-    if device.type == "cpu" and dist.get_backend(ranks.shard) == "nccl":
+    if who is None:
+        who = groups_of(resolve_group(device))
+    refuse_together(who.everyone, None)
+    if device.type == "cpu" and dist.get_backend(who.shard) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
     streams = Streams(device)
-    transport = make_transport(ranks.shard, streams, ranks.everyone, ranks.replica)
-    if ranks.replicate is None:
-        return transport, None
-    return transport, Replicas(make_transport(ranks.replicate, streams, ranks.everyone))
+    ranks = connect(who.shard, streams, who.everyone, who.replica)
+    if who.replicate is None:
+        return ranks, None
+    return ranks, Replicas(connect(who.replicate, streams, who.everyone))
 
 
-def _check_ranks_agree(transport: Transport, module: nn.Module, checked: _Checked) -> None:
+def _check_ranks_agree(ranks: Ranks, module: nn.Module, checked: _Checked) -> None:
     """Compare what every rank is about to shard, by a hash that does not depend on the process."""
     settings = checked.settings.rows()
     rows = settings + [
@@ -264,9 +264,9 @@ def _check_ranks_agree(transport: Transport, module: nn.Module, checked: _Checke
     ]
     rows += describe_state(module)
     digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
-    if len(set(transport.gather_objects(digest))) == 1:
+    if len(set(ranks.gather_objects(digest))) == 1:
         return
-    everyone = transport.gather_objects(rows)
+    everyone = ranks.gather_objects(rows)
     for rank, theirs in enumerate(everyone):
         pairs = zip(everyone[0] + ["no more"], theirs + ["no more"], strict=False)
         for number, (first, other) in enumerate(pairs):
@@ -303,17 +303,17 @@ def _plan_layouts(
     return layouts
 
 
-def _choose_slots(needs: Needs, settings: Settings, budget: int | None, transport: Transport) -> tuple[SlotPlan, str]:
+def _choose_slots(needs: Needs, settings: Settings, budget: int | None, ranks: Ranks) -> tuple[SlotPlan, str]:
     """The slots that were asked for, or as many as fit on the rank with the least memory; and why."""
     if budget is not None:
-        return choose_slots(needs, min(transport.gather_objects(budget)))
+        return choose_slots(needs, min(ranks.gather_objects(budget)))
     plan = plan_slots(needs.shared, settings.weight_slots, settings.grad_slots)
     return plan, f"weight_slots={settings.weight_slots!r}, grad_slots={settings.grad_slots!r}"
 
 
-def _scratch_numel(transport: Transport, precision: Precision) -> Callable[[int, bool], int]:
+def _scratch_numel(ranks: Ranks, precision: Precision) -> Callable[[int, bool], int]:
     def scratch_numel(shard_numel: int, adds: bool) -> int:
-        return transport.scratch_numel(shard_numel, precision.slot_grad_dtype, precision.reduce_dtype, adds=adds)
+        return ranks.transport.scratch_numel(shard_numel, precision.slot_grad_dtype, precision.reduce_dtype, adds=adds)
 
     return scratch_numel
 
@@ -323,10 +323,10 @@ def _most_bytes(layouts: Sequence[UnitLayout]) -> int:
     return sum(16 * layout.padded_numel + 4096 for layout in layouts)
 
 
-def _allocate(needs: Needs, plan: SlotPlan, transport: Transport, ledger: Ledger) -> list[StreamedUnit]:
+def _allocate(needs: Needs, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> list[StreamedUnit]:
     """Slots, each as large as its largest unit, and the units that take turns in them."""
     layouts, precision = needs.layouts, needs.precision
-    streams, grad_dtype, is_alone = transport.streams, precision.slot_grad_dtype, transport.world_size == 1
+    streams, grad_dtype, is_alone = ranks.streams, precision.slot_grad_dtype, ranks.world_size == 1
     in_slots = holds_main_grads(needs, plan)
     scratch = [needs.scratch_numel(layout.shard_numel, not in_slots) for layout in layouts]
     padded = [layout.padded_numel for layout in layouts]
@@ -352,13 +352,13 @@ def _allocate(needs: Needs, plan: SlotPlan, transport: Transport, ledger: Ledger
         if not is_alone:
             weight_slot, grad_slot = weight_slots[plan.weights[index]], grad_slots[plan.grads[index]]
             if plan.keeps_weights:
-                own = weight_slot.buffer.narrow(0, transport.rank * layout.shard_numel, layout.shard_numel)
-        shard = UnitShard(layout, transport, ledger, precision.param_dtype, own)
+                own = weight_slot.buffer.narrow(0, ranks.rank * layout.shard_numel, layout.shard_numel)
+        shard = UnitShard(layout, ranks, ledger, precision.param_dtype, own)
         if weight_slot is None:
             weight_slot = WeightSlot(shard.compute, streams, f"compute shard {index}", is_shared=False)
         name = layout.name or "the edge unit"
-        grads = UnitGrads(index, shard, grad_slot, transport, ledger, scratch[index])
-        units.append(StreamedUnit(index, name, shard, weight_slot, grads, transport))
+        grads = UnitGrads(index, shard, grad_slot, ranks, ledger, scratch[index])
+        units.append(StreamedUnit(index, name, shard, weight_slot, grads, ranks))
     return units
 
 
@@ -372,7 +372,7 @@ def _largest(slot_of: Sequence[int], numel: Sequence[int]) -> dict[int, int]:
 def _fill(engine: Engine, module: nn.Module, groups: Sequence[Sequence[FoundParam]], broadcast: bool) -> None:
     """Weights into shards, views onto slots, room for the gradients of what trains, buffers to the device."""
     for unit, params, is_trained in zip(engine.units, groups, engine.needs.trains, strict=True):
-        _take_weights(unit, params, engine.transport, broadcast)
+        _take_weights(unit, params, engine.ranks, broadcast)
         unit.make_views(_on_grad_of(engine))
         if is_trained:
             unit.grads.allocate()
@@ -391,13 +391,13 @@ def _on_grad_of(engine: Engine) -> Callable[[StreamedUnit, int, torch.Tensor], N
     return on_grad
 
 
-def _take_weights(unit: StreamedUnit, params: Sequence[FoundParam], transport: Transport, broadcast: bool) -> None:
+def _take_weights(unit: StreamedUnit, params: Sequence[FoundParam], ranks: Ranks, broadcast: bool) -> None:
     """Cut rank 0's (or this rank's own) weights into pieces, one parameter at a time."""
     shard = unit.shard
     for found, layout in zip(params, shard.layout.params, strict=True):
         full = _trainable(found.param.detach()).to(shard.main.device).contiguous()
         if broadcast:
-            transport.broadcast(full)
+            ranks.broadcast(full)
         shard.add(layout, found.names[1:], found.param, full.view(-1))
 
 
@@ -561,7 +561,7 @@ class _LoadWhole:
                 )
             if param.shape == value.shape:
                 continue  # a piece for a piece, or inside summon_full_params the whole for the whole
-            what = shard.what(self._engine.transport)
+            what = shard.what(self._engine.ranks)
             if tuple(value.shape) == what.shape:
                 state_dict[name] = what.cut(value)
                 continue

@@ -104,7 +104,7 @@ class _Summoned:
             shard.param.grad = None
             shard.param.data = piece
             shard.param.grad = grad
-            remember_piece(shard.param, shard.what(self._engine.transport))
+            remember_piece(shard.param, shard.what(self._engine.ranks))
         self._engine.check_structure = self._check_structure
         self._engine.is_whole = False
         del _open[self._engine]
@@ -161,7 +161,7 @@ class _Summoned:
                 grad = None
             else:
                 if grad is None:
-                    grad = ShardedGrad.wrap(torch.empty_like(piece), self._engine.transport)
+                    grad = ShardedGrad.wrap(torch.empty_like(piece), self._engine.ranks)
                 grad.view(-1).copy_(whole.detach().reshape(-1)[local])
             self._sharded[place] = _Sharded(shard, piece, grad)
         self._meet_next_pass()

@@ -84,7 +84,7 @@ class UnevenInputs(JoinHook):
         self._is_shadow = False
         ref: weakref.ref[UnevenSteps] = weakref.ref(self)
         engine.uneven = ref
-        engine.transport.is_uneven = repeat is None
+        engine.ranks.is_uneven = repeat is None
         handle = register_optimizer_step_pre_hook(_weakly(self))
         # When Join lets go of its hooks, also because of an exception, of which it tells nobody.
         self._end = weakref.finalize(self, _leave, engine, ref, weakref.ref(model), handle)
@@ -201,20 +201,20 @@ class UnevenInputs(JoinHook):
     # -- both -----------------------------------------------------------------------------------------------------
 
     def _meet(self, has_grad: bool, is_synced: bool, casts: bool) -> _PassKind:
-        engine, transport = self._engine, self._engine.transport
-        ranks = range(transport.total_size)
-        flags = torch.zeros(2 * len(ranks) + _FLAGS, device=engine.streams.device)
+        engine, ranks = self._engine, self._engine.ranks
+        places = range(ranks.total_size)
+        flags = torch.zeros(2 * len(places) + _FLAGS, device=engine.streams.device)
         if self._is_shadow:
             knows = self._last or self._repeat is not None
-            flags[len(ranks) + transport.place] = 0.0 if knows else _PUPIL if self._given else _LOST
+            flags[len(places) + ranks.place] = 0.0 if knows else _PUPIL if self._given else _LOST
         else:
-            flags[transport.place] = 1.0
+            flags[ranks.place] = 1.0
             flags[-_FLAGS:] = torch.tensor([has_grad, is_synced, casts], dtype=flags.dtype)
-        transport.all_reduce(flags, everyone=True)
+        ranks.all_reduce(flags, everyone=True)
         said = flags.tolist()
-        active, lost = [r for r in ranks if said[r]], [r for r in ranks if said[len(ranks) + r] == _LOST]
+        active, lost = [r for r in places if said[r]], [r for r in places if said[len(places) + r] == _LOST]
         kind = _PassKind(*(flag > 0.0 for flag in said[-_FLAGS:]))
-        self._teaches = _PUPIL in said[len(ranks) :] and kind.has_grad and kind.is_synced
+        self._teaches = _PUPIL in said[len(places) :] and kind.has_grad and kind.is_synced
         if lost and kind.has_grad:
             raise ShardingError(
                 f"uneven inputs (Join): rank {lost[0]} has run out before its first optimizer step, so it does not "
@@ -222,15 +222,15 @@ class UnevenInputs(JoinHook):
             )
         if kind.has_grad and kind.is_synced:
             self._settings = [_settings_of(what) for name, what in self._last or self._given if name == "step"]
-            if len(active) < len(ranks):
-                self._settings = transport.gather_objects(self._settings)[active[0]]
-        engine.reductions.grad_scale = 1.0 if self._divides_by_all else len(ranks) / len(active)
+            if len(active) < len(places):
+                self._settings = ranks.gather_objects(self._settings)[active[0]]
+        engine.reductions.grad_scale = 1.0 if self._divides_by_all else len(places) / len(active)
         engine.buffers.source = active[-1]  # a rank that has inputs now, the same one as under DDP
         return kind
 
     def _tell(self, what: tuple[str, Any] | None) -> tuple[str, Any]:
         """`what` is next; what the first rank with inputs says."""
-        told: list[tuple[str, Any] | None] = self._engine.transport.gather_objects(what)
+        told: list[tuple[str, Any] | None] = self._engine.ranks.gather_objects(what)
         return next(each for each in told if each is not None)
 
 
@@ -262,7 +262,7 @@ def _leave(engine: Engine, hook: object, model: weakref.ref[nn.Module], handle: 
     if engine.uneven is not hook:
         return
     engine.uneven = None
-    engine.transport.is_uneven = False
+    engine.ranks.is_uneven = False
     engine.reductions.grad_scale = 1.0
     engine.buffers.source = 0
     if (root := model()) is not None:

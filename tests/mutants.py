@@ -133,22 +133,22 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "a failed forward issues nothing",
-        "        if error is not None and (self.transport.has_failed or not isinstance(error, Exception)):\n",
+        "        if error is not None and (self.ranks.has_failed or not isinstance(error, Exception)):\n",
         "        if error is not None:\n",
         "invariants::test_a_forward_that_fails_on_one_rank_issues_what_the_others_do cases_exceptions adversary",
     ),
     Mutant(
         "engine/engine",
         "a failed transport still issues what is left of a forward",
-        "        if error is not None and (self.transport.has_failed or not isinstance(error, Exception)):\n",
+        "        if error is not None and (self.ranks.has_failed or not isinstance(error, Exception)):\n",
         "        if error is not None and not isinstance(error, Exception):\n",
         "invariants::test_who_cannot_go_on_issues_nothing_more cases_exceptions",
     ),
     Mutant(
         "engine/engine",
         "a KeyboardInterrupt still issues what is left of a forward",
-        "        if error is not None and (self.transport.has_failed or not isinstance(error, Exception)):\n",
-        "        if error is not None and self.transport.has_failed:\n",
+        "        if error is not None and (self.ranks.has_failed or not isinstance(error, Exception)):\n",
+        "        if error is not None and self.ranks.has_failed:\n",
         "invariants::test_who_cannot_go_on_issues_nothing_more cases_exceptions",
     ),
     Mutant(

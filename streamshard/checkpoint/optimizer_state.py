@@ -25,13 +25,13 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     """See `streamshard.full_optimizer_state_dict`."""
     engine.settle()
     take_over_state(optimizer)
-    wanted = not rank0_only or engine.transport.is_first
+    wanted = not rank0_only or engine.ranks.is_first
     numbers = {param: number for number, param in enumerate(_params_of(optimizer))}
     packed = optimizer.state_dict()
     state = {number: {name: _copied(v) for name, v in values.items()} for number, values in packed["state"].items()}
     for unit in engine.units:
         names = names_of_moments(unit.shard.params, optimizer)
-        if len({tuple(other) for other in engine.transport.gather_objects(names)}) > 1:
+        if len({tuple(other) for other in engine.ranks.gather_objects(names)}) > 1:
             raise RankMismatchError(f"the optimizer's state of {unit.name!r} differs between ranks: here it is {names}")
         for name in names:
             moments = [moment_of(shard, optimizer, name) for shard in unit.shard.params]
@@ -49,10 +49,10 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
 def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
     """See `streamshard.load_optimizer_state_dict`."""
     engine.settle()
-    transport, params = engine.transport, _params_of(optimizer)
+    ranks, params = engine.ranks, _params_of(optimizer)
     shards = {shard.param: shard for shard in engine.param_shards}
-    given: Mapping[str, Any] = (state_dict if transport.is_first else None) or {"state": {}, "param_groups": []}
-    errors = transport.gather_errors(_format_error(given))
+    given: Mapping[str, Any] = (state_dict if ranks.is_first else None) or {"state": {}, "param_groups": []}
+    errors = ranks.gather_errors(_format_error(given))
     if errors[0] is not None:
         raise ShardingError(errors[0])
     # Everything but tensors with elements, which follow one by one.
@@ -62,7 +62,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
         if number < len(params)
     }
     others = {key: value for key, value in given.items() if key != "state"}  # param groups; counters of wrappers
-    outline, others = transport.gather_objects((outline, others))[0]
+    outline, others = ranks.gather_objects((outline, others))[0]
     groups = others["param_groups"]
     _check(outline, groups, params, shards)
     state: dict[int, dict[str, Any]] = {}
@@ -74,9 +74,9 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
                 state[number][name] = value
                 continue
             full = torch.empty(value.shape, dtype=value.dtype, device=engine.streams.device)
-            if transport.is_first:
+            if ranks.is_first:
                 full.copy_(given["state"][number][name])
-            transport.broadcast(full)
+            ranks.broadcast(full)
             if shard is not None and value.shape == shard.layout.shape:
                 full = full.view(-1)[shard.local.start : shard.local.stop].view(shard.piece.shape).clone()
             state[number][name] = full

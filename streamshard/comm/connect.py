@@ -6,24 +6,24 @@ import torch.distributed as dist
 
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.nccl import NcclTransport
+from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Streams
-from streamshard.comm.transport import Transport
 from streamshard.errors import ConfigError
 
-__all__ = ["make_transport"]
+__all__ = ["connect"]
 
 
-def make_transport(
+def connect(
     group: dist.ProcessGroup, streams: Streams, everyone: dist.ProcessGroup | None = None, replica: int = 0
-) -> Transport:
-    """The transport for `group` and the device of `streams`. Arguments: see `Transport`.
+) -> Ranks:
+    """The ranks of `group`, with the transport for the device of `streams`. Arguments: see `Ranks`.
 
     Raises:
         ConfigError: CUDA parameters over a group that has no NCCL backend.
     """
-    if not streams.is_cuda:
-        return PairwiseTransport(group, streams, everyone, replica)
     backend = dist.get_backend(group)
-    if "nccl" not in backend:
+    if streams.is_cuda and "nccl" not in backend:
         raise ConfigError(f"parameters are on {streams.device}, the process group's backend is {backend!r}: use nccl")
-    return NcclTransport(group, streams, everyone, replica)
+    ranks = Ranks(group, streams, everyone, replica)
+    ranks.transport = NcclTransport(ranks) if streams.is_cuda else PairwiseTransport(ranks)
+    return ranks

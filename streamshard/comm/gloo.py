@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from streamshard.comm.issued import Board, Kind, describe_difference
-from streamshard.comm.streams import Streams, Work
-from streamshard.comm.transport import Reduction, Transport, sum_in_rank_order
+from streamshard.comm.streams import Work
+from streamshard.comm.transport import Peers, Reduction, Transport, sum_in_rank_order
 
 __all__ = ["PairwiseTransport", "sum_in_pieces"]
 
@@ -25,83 +25,82 @@ _NOBODYS_TAG = (1 << 31) - 1  # of a message that is never sent
 class PairwiseTransport(Transport):
     """CPU ranks over gloo: every pair of ranks exchanges its chunks directly, without staging copies."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, streams: Streams, everyone: dist.ProcessGroup | None = None, replica: int = 0
-    ) -> None:
-        super().__init__(group, streams, everyone, replica)
-        self._board = Board(group, self.rank, self.world_size)
+    def __init__(self, ranks: Peers) -> None:
+        super().__init__(ranks)
+        self._board = Board(ranks.group, ranks.rank, ranks.world_size)
 
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
         """See `Transport.start_gather`. Other ranks' shards are received in place; this rank's is copied."""
-        self.log.add(Kind.GATHER, tag)
+        self.ranks.log.add(Kind.GATHER, tag)
         return self._exchange(shard, slot, tag * _TAGS_PER_UNIT)
 
     def start_gather_full(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> Work | None:
         """See `Transport.start_gather_full`."""
-        self.log.add(Kind.GATHER_FULL, tag)
+        self.ranks.log.add(Kind.GATHER_FULL, tag)
         return self._exchange(shard, full, tag * _TAGS_PER_UNIT + 2)
 
     def _exchange(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work:
-        chunks = slot.view(self.world_size, -1)
+        chunks = slot.view(self.ranks.world_size, -1)
         self.streams.declare_access(shard, write=False, what="all_gather")
         self.streams.declare_access(slot, write=True, what="all_gather")
         messages = []
         for peer in self._peers():
-            messages.append(self.group.send([shard], peer, tag))
-            messages.append(self.group.recv([chunks[peer]], peer, tag))
-        if chunks[self.rank].data_ptr() != shard.data_ptr():
+            messages.append(self.ranks.group.send([shard], peer, tag))
+            messages.append(self.ranks.group.recv([chunks[peer]], peer, tag))
+        if chunks[self.ranks.rank].data_ptr() != shard.data_ptr():
             with self.streams.on_comm():
-                chunks[self.rank].copy_(shard)
+                chunks[self.ranks.rank].copy_(shard)
         return _Exchange(messages)
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. Sums in rank order, in fp32, when the work is waited for."""
-        chunks = reduction.slot.view(self.world_size, -1)
-        received = reduction.scratch.view(self.world_size - 1, -1)
+        chunks = reduction.slot.view(self.ranks.world_size, -1)
+        received = reduction.scratch.view(self.ranks.world_size - 1, -1)
         self.streams.declare_access(reduction.slot, write=False, what="reduce_scatter")
         self.streams.declare_access(reduction.scratch, write=True, what="reduce_scatter")
         self.streams.declare_access(reduction.out, write=True, what="reduce_scatter")
-        self.log.add(Kind.REDUCE, reduction.tag)
+        self.ranks.log.add(Kind.REDUCE, reduction.tag)
         messages = []
         for place, peer in enumerate(self._peers()):
             tag = reduction.tag * _TAGS_PER_UNIT + 1
-            messages.append(self.group.send([chunks[peer]], peer, tag))
-            messages.append(self.group.recv([received[place]], peer, tag))
-        return _Exchange(messages, lambda: self._sum(chunks[self.rank], received, reduction))
+            messages.append(self.ranks.group.send([chunks[peer]], peer, tag))
+            messages.append(self.ranks.group.recv([received[place]], peer, tag))
+        return _Exchange(messages, lambda: self._sum(chunks[self.ranks.rank], received, reduction))
 
     def start_average(self, tensor: torch.Tensor) -> Work | None:
         """See `Transport.start_average`. The backend's own sum; divided when it is waited for."""
         self.streams.declare_access(tensor, write=True, what="all_reduce")
-        self.log.add(Kind.AVERAGE)
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        self.ranks.log.add(Kind.AVERAGE)
+        work = dist.all_reduce(tensor, group=self.ranks.group, async_op=True)
         return _Exchange([work], lambda: self._divide(tensor))
 
     def _divide(self, tensor: torch.Tensor) -> None:
         with self.streams.on_comm(), torch.no_grad():
-            tensor.div_(self.world_size)
+            tensor.div_(self.ranks.world_size)
 
     def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
         """Every other rank's chunk is received before the sum."""
-        return shard_numel * (self.world_size - 1)
+        return shard_numel * (self.ranks.world_size - 1)
 
     def _sum(self, own: torch.Tensor, received: torch.Tensor, reduction: Reduction) -> None:
         others = list(received)
         with self.streams.on_comm():
-            sum_in_pieces([*others[: self.rank], own, *others[self.rank :]], reduction.out, reduction.accumulate)
+            sum_in_pieces(
+                [*others[: self.ranks.rank], own, *others[self.ranks.rank :]], reduction.out, reduction.accumulate
+            )
 
     def _peers(self) -> list[int]:
         """The other ranks, in rank order: `received` is laid out in this order."""
-        return [peer for peer in range(self.world_size) if peer != self.rank]
+        return [peer for peer in range(self.ranks.world_size) if peer != self.ranks.rank]
 
     def find_difference(self) -> str | None:
         """See `Transport.find_difference`. Ranks put their logs up where the others can see them, once they wait."""
-        return describe_difference(self._board.exchange(self.log), self.names)
+        return describe_difference(self._board.exchange(self.ranks.log), self.ranks.names)
 
     def hang_up(self) -> None:
         """See `Transport.hang_up`. gloo has no word for it, but closes all connections when a message is overdue."""
-        for group_of in {self._group_of, self._everyone_of}:
-            group = group_of()
-            if group is None or group.size() == 1:
+        for group in self.ranks.alive_groups():
+            if group.size() == 1:
                 continue
             peer = (group.rank() + 1) % group.size()
             with contextlib.suppress(RuntimeError):

@@ -25,7 +25,7 @@ class NcclTransport(Transport):
         self.streams.declare_access(shard, write=False, what="all_gather")
         self.streams.declare_access(slot, write=True, what="all_gather")
         with self.streams.on_comm():
-            _all_gather_single(slot, shard, group=self.group)
+            _all_gather_single(slot, shard, group=self.ranks.group)
         return None
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
@@ -38,9 +38,9 @@ class NcclTransport(Transport):
             if scratch.numel() > out.numel():
                 self._exchange(reduction, scratch)
             elif reduction.slot.dtype is out.dtype and not reduction.accumulate:
-                _reduce_scatter_single(out, reduction.slot, op=dist.ReduceOp.AVG, group=self.group)
+                _reduce_scatter_single(out, reduction.slot, op=dist.ReduceOp.AVG, group=self.ranks.group)
             else:
-                _reduce_scatter_single(scratch, reduction.slot, op=dist.ReduceOp.AVG, group=self.group)
+                _reduce_scatter_single(scratch, reduction.slot, op=dist.ReduceOp.AVG, group=self.ranks.group)
                 out.add_(scratch) if reduction.accumulate else out.copy_(scratch)
         return None
 
@@ -48,16 +48,16 @@ class NcclTransport(Transport):
         """See `Transport.start_average`."""
         self.streams.declare_access(tensor, write=True, what="all_reduce")
         with self.streams.on_comm():
-            dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self.group)
+            dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self.ranks.group)
         return None
 
     def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
         """N chunks where a 16-bit wire is summed in fp32, one shard to add from, or to convert from."""
         if wire is not accumulate:
-            return shard_numel * self.world_size
+            return shard_numel * self.ranks.world_size
         return shard_numel if adds or wire is not torch.float32 else 0
 
     def _exchange(self, reduction: Reduction, scratch: torch.Tensor) -> None:
-        dist.all_to_all_single(scratch, reduction.slot, group=self.group)
-        chunks = scratch.view(self.world_size, -1)  # in rank order, this rank's among them
+        dist.all_to_all_single(scratch, reduction.slot, group=self.ranks.group)
+        chunks = scratch.view(self.ranks.world_size, -1)  # in rank order, this rank's among them
         sum_in_rank_order(list(chunks), reduction.out, accumulate=reduction.accumulate)

@@ -34,8 +34,9 @@ import torch.distributed as dist
 from streamshard.comm.arena import Arena, Counter, State, arena_bytes, map_all, offer_memory
 from streamshard.comm.gloo import PairwiseTransport, sum_in_pieces
 from streamshard.comm.issued import Kind, describe_difference
+from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Work
-from streamshard.comm.transport import Reduction, Transport
+from streamshard.comm.transport import Reduction
 from streamshard.errors import StateError
 
 __all__ = ["SharedMemoryTransport", "share_memory"]
@@ -64,16 +65,16 @@ class SharedMemoryTransport(PairwiseTransport):
     """CPU ranks of one machine. Made by `share_memory`.
 
     Args:
-        other: what ranks had before; its groups and streams are used.
+        ranks: between whom; their log is kept where the others can read it from here on.
         arenas: all ranks', by rank.
     """
 
-    def __init__(self, other: PairwiseTransport, arenas: Sequence[Arena]) -> None:
-        super().__init__(other.group, other.streams, other.everyone, other.replica)
+    def __init__(self, ranks: Ranks, arenas: Sequence[Arena]) -> None:
+        super().__init__(ranks)
         self._arenas = arenas
-        self._own = arenas[self.rank]
-        self.log = self._own.log
-        self._timeout_s = _timeout_s(other.group)
+        self._own = arenas[ranks.rank]
+        ranks.log = self._own.log
+        self._timeout_s = _timeout_s(ranks.group)
         self._started: deque[Reduction] = deque()  # not summed yet
         self._compared = 0  # publications
         weakref.finalize(self, _leave, self._own, os.getpid())
@@ -100,7 +101,7 @@ class SharedMemoryTransport(PairwiseTransport):
         for place, shard in enumerate(shards):
             self._own.shards[place] = self._offset_of(shard) if shard.numel() else 0
         count = self._own.counters[Counter.PUBLISHED] + 1
-        self._own.published[count % len(self._own.published)] = self.log.digest
+        self._own.published[count % len(self._own.published)] = self.ranks.log.digest
         self._advance(Counter.PUBLISHED)
 
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
@@ -109,7 +110,7 @@ class SharedMemoryTransport(PairwiseTransport):
             return super().start_gather(shard, slot, tag)
         self.streams.declare_access(shard, write=False, what="all_gather")
         self.streams.declare_access(slot, write=True, what="all_gather")
-        self.log.add(Kind.GATHER, tag)
+        self.ranks.log.add(Kind.GATHER, tag)
         return _Once(lambda: self._copy(shard, slot, tag))
 
     def _copy(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> None:
@@ -119,22 +120,21 @@ class SharedMemoryTransport(PairwiseTransport):
             self._compare([arena.published[count % len(arena.published)] for arena in self._arenas])
             self._compared = count
         with self.streams.on_comm(), torch.no_grad():
-            for arena, chunk in zip(self._arenas, slot.view(self.world_size, -1), strict=True):
+            for arena, chunk in zip(self._arenas, slot.view(self.ranks.world_size, -1), strict=True):
                 if chunk.data_ptr() != shard.data_ptr():  # a slot that is its unit's alone holds the compute shard
                     chunk.copy_(arena.view(arena.shards[tag], shard.numel(), shard.dtype))
 
     # -- votes ------------------------------------------------------------------------------------------------------
 
     def any_rank(self, value: bool) -> bool:
-        """See `Transport.any_rank`. Replicas may be on other machines."""
-        if self.total_size > self.world_size:
+        """See `Ranks.any_rank`. Replicas may be on other machines."""
+        if self.ranks.total_size > self.ranks.world_size:
             return super().any_rank(value)
-        self.log.add(Kind.VOTE)
+        self.ranks.log.add(Kind.VOTE)
         place = self._own.counters[Counter.VOTED] % len(self._own.votes)
         self._own.votes[place] = value
         count = self._advance(Counter.VOTED)
-        with self.guard("a vote of all ranks"):
-            self._await(Counter.VOTED, count)
+        self._await(Counter.VOTED, count)
         return any(arena.votes[place] for arena in self._arenas)
 
     # -- reductions -------------------------------------------------------------------------------------------------
@@ -144,15 +144,15 @@ class SharedMemoryTransport(PairwiseTransport):
         self.streams.declare_access(reduction.slot, write=False, what="reduce_scatter")
         self.streams.declare_access(reduction.out, write=True, what="reduce_scatter")
         self._started.append(reduction)
-        self.log.add(Kind.REDUCE, reduction.tag)
-        self._own.written[self._own.counters[Counter.WRITTEN] % len(self._own.written)] = self.log.digest
+        self.ranks.log.add(Kind.REDUCE, reduction.tag)
+        self._own.written[self._own.counters[Counter.WRITTEN] % len(self._own.written)] = self.ranks.log.digest
         count = self._advance(Counter.WRITTEN)
         return _Once(lambda: self._finish(count))
 
     def progress(self) -> None:
         """See `Transport.progress`. Sums what all ranks have written, so that nobody has to wait for it later."""
         while self._started and self._is_everywhere(Counter.WRITTEN, self._own.counters[Counter.SUMMED] + 1):
-            with self.guard("a reduction"):
+            with self.ranks.guard("a reduction"):
                 self._sum_next()
 
     def _finish(self, count: int) -> None:
@@ -166,7 +166,7 @@ class SharedMemoryTransport(PairwiseTransport):
         self._compare([arena.written[place % len(arena.written)] for arena in self._arenas])
         slot, out, _, accumulate, _ = self._started.popleft()
         # Grad slots are allocated in the same order on all ranks, so they lie at the same place in every arena.
-        start = self._offset_of(slot) + self.rank * out.numel() * slot.element_size()
+        start = self._offset_of(slot) + self.ranks.rank * out.numel() * slot.element_size()
         with self.streams.on_comm():
             sum_in_pieces([arena.view(start, out.numel(), slot.dtype) for arena in self._arenas], out, accumulate)
         self._advance(Counter.SUMMED)
@@ -227,16 +227,15 @@ class SharedMemoryTransport(PairwiseTransport):
 
     def find_difference(self) -> str | None:
         """See `Transport.find_difference`."""
-        return describe_difference([arena.log.words for arena in self._arenas], self.names)
+        return describe_difference([arena.log.words for arena in self._arenas], self.ranks.names)
 
-    def fail(self, failure: str) -> None:
-        """See `Transport.fail`."""
+    def on_failure(self) -> None:
+        """See `Transport.on_failure`."""
         self._own.leave(State.HAS_FAILED)
-        super().fail(failure)
 
     def _compare(self, digests: Sequence[int]) -> None:
         """Raise if ranks have come to the same count on different ways."""
-        if any(digest != digests[self.rank] for digest in digests):
+        if any(digest != digests[self.ranks.rank] for digest in digests):
             raise RuntimeError(self.find_difference() or "ranks have not done the same, some time ago")
 
 
@@ -259,29 +258,28 @@ def _timeout_s(group: dist.ProcessGroup) -> float:
     return timeout.total_seconds() if timeout is not None else 1800.0
 
 
-def share_memory(transport: Transport, nbytes: int, units: int) -> Transport:
-    """A transport through shared memory where a shard group's ranks can map each other's, else `transport`. Blocks.
+def share_memory(ranks: Ranks, nbytes: int, units: int) -> None:
+    """Let ranks of a shard group that can map each other's memory move bytes through it. Blocks.
 
     Args:
-        transport: what ranks have now.
+        ranks: whose transport is replaced.
         nbytes: the most that will be asked for with `Transport.allocate_visible`; memory is taken only when touched.
         units: how many shards will be published.
     """
-    if not isinstance(transport, PairwiseTransport) or transport.world_size == 1:
-        return transport
+    if not isinstance(ranks.transport, PairwiseTransport) or ranks.world_size == 1:
+        return
     nbytes = arena_bytes(nbytes, units)
     mine = None
     if os.environ.get(_DISABLE, "1") != "0" and platform.machine() in _ORDERED:
         mine = offer_memory(nbytes)
     arenas = None
     try:
-        offers = transport.gather_objects(None if mine is None else mine[1], everyone=False)
+        offers = ranks.gather_objects(None if mine is None else mine[1], everyone=False)
         if mine is not None:
-            arenas = map_all(offers, transport.rank, mine[0], units)
-        all_can = all(transport.gather_objects(arenas is not None, everyone=False))
+            arenas = map_all(offers, ranks.rank, mine[0], units)
+        all_can = all(ranks.gather_objects(arenas is not None, everyone=False))
     finally:
         if mine is not None:
             os.close(mine[1].descriptor)  # mappings stay
-    if not all_can or arenas is None:
-        return transport
-    return SharedMemoryTransport(transport, arenas)
+    if all_can and arenas is not None:
+        ranks.transport = SharedMemoryTransport(ranks, arenas)

@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from streamshard.comm.transport import Transport
+from streamshard.comm.ranks import Ranks
 from streamshard.errors import RankMismatchError, ShardingError
 
 __all__ = ["BufferSync", "check_buffers", "describe_state", "digest"]
@@ -116,15 +116,15 @@ class BufferSync:
 
     Args:
         root: the model.
-        transport: of all ranks that have them.
+        ranks: of all ranks that have them.
 
     Attributes:
         source: place of the rank whose buffers count.
     """
 
-    def __init__(self, root: nn.Module, transport: Transport) -> None:
+    def __init__(self, root: nn.Module, ranks: Ranks) -> None:
         self._root_of = weakref.ref(root)  # which holds the engine that holds this
-        self._transport = transport
+        self._ranks = ranks
         self.source = 0
         self._is_needed = False
         self._is_due = True
@@ -153,7 +153,7 @@ class BufferSync:
             RankMismatchError, ShardingError: on all ranks; see `check_buffers`.
         """
         buffers = _buffers_of(self._root)
-        self._is_needed = self._transport.total_size > 1 and self._transport.any_rank(bool(buffers))
+        self._is_needed = self._ranks.total_size > 1 and self._ranks.any_rank(bool(buffers))
         if self._is_needed:
             self._make_list(buffers, compares=False)
             if send:
@@ -183,7 +183,7 @@ class BufferSync:
         is_review = self._has_trained and self._has_tables and self._until_review == 0
         if is_review:
             self._until_review, self._interval = self._interval, 2 * self._interval
-        has_news = self._transport.any_rank(self._has_news(buffers))  # asked first: it hears of ranks that are gone
+        has_news = self._ranks.any_rank(self._has_news(buffers))  # asked first: it hears of ranks that are gone
         if is_review or has_news:
             self._make_list(buffers, compares=is_review)
         self._until_review = max(self._until_review - 1, 0)
@@ -208,7 +208,7 @@ class BufferSync:
 
     def _make_list(self, buffers: dict[str, torch.Tensor], *, compares: bool) -> None:
         """What is sent from now on. The decision is a function of what all ranks say, so it is the same on all."""
-        everyone: list[dict[str, _Row]] = self._transport.gather_objects(self._rows(buffers, compares=compares))
+        everyone: list[dict[str, _Row]] = self._ranks.gather_objects(self._rows(buffers, compares=compares))
         sent: dict[str, _Form] = {}
         equal: list[str] = []
         for name in sorted({name for rows in everyone for name in rows}):
@@ -250,7 +250,7 @@ class BufferSync:
         if not nbytes:
             return
         with torch.no_grad(), torch.inference_mode(any(buffers[name].is_inference() for name in self._sent)):
-            message = torch.empty(nbytes, dtype=torch.uint8, device=self._transport.streams.device)
+            message = torch.empty(nbytes, dtype=torch.uint8, device=self._ranks.streams.device)
             own: dict[torch.dtype, list[torch.Tensor]] = {}
             sent: dict[torch.dtype, list[torch.Tensor]] = {}
             for (name, form), start in zip(self._sent.items(), starts, strict=True):
@@ -258,11 +258,11 @@ class BufferSync:
                     part = message.narrow(0, start, form.nbytes).view(form.dtype).view(form.shape)
                     own.setdefault(form.dtype, []).append(_once(buffers[name].data))
                     sent.setdefault(form.dtype, []).append(part)
-            is_source = self._transport.place == self.source
+            is_source = self._ranks.place == self.source
             if is_source:
                 for dtype, parts in sent.items():
                     torch._foreach_copy_(parts, own[dtype])
-            self._transport.broadcast(message, self.source)
+            self._ranks.broadcast(message, self.source)
             if not is_source:
                 for dtype, parts in sent.items():
                     torch._foreach_copy_(own[dtype], parts)

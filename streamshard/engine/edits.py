@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from streamshard.comm.transport import Transport
+from streamshard.comm.ranks import Ranks
 from streamshard.errors import ShardingError
 from streamshard.unit.unit import StreamedUnit
 
@@ -28,16 +28,16 @@ class Edits:
 
     Args:
         units: all units.
-        transport: of all ranks that train the model.
+        ranks: of all ranks that train the model.
 
     Attributes:
         is_learning: the pass under way shows what is changed in passes like it.
     """
 
-    def __init__(self, units: Sequence[StreamedUnit], transport: Transport) -> None:
+    def __init__(self, units: Sequence[StreamedUnit], ranks: Ranks) -> None:
         self.is_learning = True
         self._units = units
-        self._transport = transport
+        self._ranks = ranks
         self._known: set[int] = set()  # units that forwards change
         self._learnt: set[bool] = set()  # from passes with gradients, without
         self._changed: dict[int, torch.Tensor] = {}  # by unit, [padded_numel] param_dtype: this rank's weights
@@ -90,14 +90,14 @@ class Edits:
         if self.is_learning:
             self.is_learning = False
             # In most models there is nothing to tell.
-            if self._transport.any_rank(has_failed or bool(self._changed)):
-                told = self._transport.gather_objects((has_failed, sorted(self._changed)))
+            if self._ranks.any_rank(has_failed or bool(self._changed)):
+                told = self._ranks.gather_objects((has_failed, sorted(self._changed)))
                 self._known.update(*(changed for _, changed in told))
                 has_failed = any(failed for failed, _ in told)
             if not has_failed:
                 self._learnt.add(torch.is_grad_enabled())
         for index in sorted(self._known):
-            if self._units[index].shard.is_in_slot and self._transport.world_size > 1:
+            if self._units[index].shard.is_in_slot and self._ranks.world_size > 1:
                 raise ShardingError(
                     f"weights of {self._units[index].name!r} are changed in place inside a forward. With "
                     "weight_slots='all' what a rank owns is a part of what it computes with, and others read it before "
@@ -114,7 +114,7 @@ class Edits:
             mask = mine != before
             values[0] = torch.where(mask, mine.float(), values[0])
             values[1] = torch.where(mask, -mine.float(), values[1])
-        self._transport.all_reduce(values, maximum=True, everyone=True)
+        self._ranks.all_reduce(values, maximum=True, everyone=True)
         largest, smallest = values[0], -values[1]
         is_changed = largest > -math.inf
         conflict = is_changed & (largest != smallest)

@@ -30,8 +30,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.autograd import Variable
 
+from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams
-from streamshard.comm.transport import Transport
 from streamshard.engine.buffer_sync import BufferSync
 from streamshard.engine.edits import Edits
 from streamshard.engine.passes import Backward, Forward, Pass, Run
@@ -91,7 +91,7 @@ class Engine:
     Args:
         units: all units; the edge unit first, then blocks in registration order.
         plan: which unit uses which slot.
-        transport, streams, ledger, buffers: see there. The engine owns the two step-boundary fences.
+        ranks, streams, ledger, buffers: see there. The engine owns the two step-boundary fences.
         needs: what memory depends on, the dtypes in force among it; for reports.
         reductions: where a backward's gradients go.
 
@@ -111,7 +111,7 @@ class Engine:
         self,
         units: Sequence[StreamedUnit],
         plan: SlotPlan,
-        transport: Transport,
+        ranks: Ranks,
         streams: Streams,
         ledger: Ledger,
         buffers: BufferSync,
@@ -119,12 +119,12 @@ class Engine:
         reductions: Reductions,
     ) -> None:
         self.units = list(units)
-        self.transport = transport
+        self.ranks = ranks
         self.streams = streams
         self.ledger = ledger
         self.buffers = buffers
         self.reductions = reductions
-        self.edits = Edits(self.units, transport)
+        self.edits = Edits(self.units, ranks)
         self.why_slots = ""
         self.check_structure: Callable[[], None] = lambda: None
         self.is_whole = False
@@ -166,7 +166,7 @@ class Engine:
     @property
     def is_alone(self) -> bool:
         """Whether this rank holds the whole model: nothing is gathered or reduced."""
-        return self.transport.world_size == 1
+        return self.ranks.world_size == 1
 
     def set_synced(self, is_synced: bool) -> None:
         """Leave (True) or enter (False) a stretch of passes between which weights do not change."""
@@ -263,12 +263,12 @@ class Engine:
             self._cast_versions = [unit.versions() for unit in self.units]
         self._cast_done.record()
         self._cast_done.wait()  # rule 5: no gather reads what is still being cast
-        with self.transport.guard("the start of a forward"):
-            self.transport.publish_shards([unit.shard.compute for unit in self.units])
+        with self.ranks.guard("the start of a forward"):
+            self.ranks.transport.publish_shards([unit.shard.compute for unit in self.units])
 
     def _await_readers(self) -> None:
-        with self.transport.guard("waiting for all ranks between two forwards"):
-            self._gathers_done.record(self.transport.retract_shards())
+        with self.ranks.guard("waiting for all ranks between two forwards"):
+            self._gathers_done.record(self.ranks.transport.retract_shards())
             self._gathers_done.wait()  # rule 6: no cast writes what a gather still reads
 
     def pre_forward(self, member: Member) -> Run:
@@ -407,7 +407,7 @@ class Engine:
         for unit in self.units:
             if unit.is_bound:
                 unit.release()
-        if error is not None and (self.transport.has_failed or not isinstance(error, Exception)):
+        if error is not None and (self.ranks.has_failed or not isinstance(error, Exception)):
             return None
         self._issue(forward.sweep.finish())
         if self.precision.param_dtype is torch.float32:  # gathers read the main weights, which the user may edit now
@@ -434,8 +434,8 @@ class Engine:
             sweep: None if the forward has failed here: then the next one counts.
         """
         order = None if sweep is None else merge_order(range(len(self.units)), sweep.used)
-        if self.transport.any_rank(order != self.order):  # most models run as they are registered
-            orders = set(self.transport.gather_objects(order))
+        if self.ranks.any_rank(order != self.order):  # most models run as they are registered
+            orders = set(self.ranks.gather_objects(order))
             self._has_learnt = None not in orders
             if len(orders) == 1 and order is not None:
                 self.order = order
@@ -458,18 +458,18 @@ class Engine:
         holder = unit.weight_slot.content
         if holder is not None and self.units[holder].is_bound and self.units[holder] is not unit:
             self.units[holder].release()
-        with self.transport.guard("the gather of", unit.name):
+        with self.ranks.guard("the gather of", unit.name):
             unit.start_gather()
 
     def _acquire(self, unit: StreamedUnit) -> None:
         if unit.weight_slot.content != unit.index:
             self._gather(unit)
-        with self.transport.guard("the gather of", unit.name):
+        with self.ranks.guard("the gather of", unit.name):
             unit.finish_gather()
 
     def _drain_gathers(self) -> None:
         for unit in self.units:
-            with self.transport.guard("the gather of", unit.name):
+            with self.ranks.guard("the gather of", unit.name):
                 unit.weight_slot.arrived.settle()
 
     # -- backward -------------------------------------------------------------------------------------------------
@@ -636,7 +636,7 @@ class Engine:
         if backward is None or in_backward():
             return
         try:
-            if not self.transport.has_failed:
+            if not self.ranks.has_failed:
                 self._close_all(backward)
                 self._reduce_edge(backward)
                 self.reductions.complete()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from streamshard.comm.transport import Transport
+from streamshard.comm.ranks import Ranks
 from streamshard.errors import GradientError
 from streamshard.unit.shard import ParamShard
 
@@ -21,12 +21,12 @@ class GradCheck:
 
     Args:
         params: in the order in which the first bad one is looked for.
-        transport: its ranks hold the other pieces.
+        ranks: its ranks hold the other pieces.
     """
 
-    def __init__(self, params: Sequence[ParamShard], transport: Transport) -> None:
+    def __init__(self, params: Sequence[ParamShard], ranks: Ranks) -> None:
         self._params = params
-        self._transport = transport
+        self._ranks = ranks
 
     def check(self) -> None:
         """Raise on all ranks if a gradient on any of them is not finite. Compute stream; collective.
@@ -37,14 +37,14 @@ class GradCheck:
         grads = [(place, shard.param.grad) for place, shard in enumerate(self._params)]
         filled = [(place, grad.as_subclass(torch.Tensor)) for place, grad in grads if grad is not None and grad.numel()]
         # The maximum norm of finite numbers is finite, an inf or nan among them survives in it.
-        peaks = [torch.zeros((), device=self._transport.streams.device)] * len(self._params)
+        peaks = [torch.zeros((), device=self._ranks.streams.device)] * len(self._params)
         if filled:
             norms = torch._foreach_norm([grad for _, grad in filled], math.inf)
             for (place, _), norm in zip(filled, norms, strict=True):
                 peaks[place] = norm
         peak = torch.stack(peaks)
         codes = peak.isnan().to(torch.uint8).mul_(2).add_(peak.isinf())
-        self._transport.all_reduce(codes, maximum=True, everyone=True)
+        self._ranks.all_reduce(codes, maximum=True, everyone=True)
         bad = [(code, shard.name) for code, shard in zip(codes.tolist(), self._params, strict=True) if code]
         if bad:
             code, name = bad[0]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import AllWork, Fence, Rule, StreamName, Work
-from streamshard.comm.transport import Transport
 from streamshard.engine.replicas import Replicas
 from streamshard.engine.used import UsedParams
 from streamshard.unit.buffers import Ledger
@@ -25,7 +25,7 @@ class Reductions:
 
     Args:
         units: all units.
-        transport: reduces.
+        ranks: reduces.
         ledger: allocates the flags of `UsedParams`.
         replicas: of a 2-D mesh.
 
@@ -36,18 +36,16 @@ class Reductions:
         check: raises if a reduced gradient is not finite; None: nobody asked.
     """
 
-    def __init__(
-        self, units: Sequence[StreamedUnit], transport: Transport, ledger: Ledger, replicas: Replicas | None
-    ) -> None:
-        self.transport = transport
+    def __init__(self, units: Sequence[StreamedUnit], ranks: Ranks, ledger: Ledger, replicas: Replicas | None) -> None:
+        self.ranks = ranks
         self.replicas = replicas
         self.due: set[int] = set()
         self.grad_scale = 1.0
         self.check: Callable[[], None] | None = None
         self._units = units
         self._under_way: list[Work] = []
-        self.used = UsedParams(units, transport, ledger, None if replicas is None else replicas.transport)
-        self._done = Fence(transport.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "main grads")
+        self.used = UsedParams(units, ranks, ledger, None if replicas is None else replicas.ranks)
+        self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "main grads")
 
     def take(self, unit: StreamedUnit, place: int, grad: torch.Tensor) -> None:
         """A complete gradient moves into the unit's grad slot, which is opened for it (rule 3)."""
@@ -56,7 +54,7 @@ class Reductions:
         elif unit.grads.slot is None and self.replicas is not None:
             self.replicas.settle(unit)
         unit.grads.write(place, grad if self.grad_scale == 1.0 else grad * self.grad_scale)
-        self.transport.progress()
+        self.ranks.transport.progress()
 
     def _open(self, unit: StreamedUnit) -> None:
         slot = unit.grads.slot
@@ -68,7 +66,7 @@ class Reductions:
                 self.start(earlier)
         if self.replicas is not None:
             self.replicas.settle(unit)
-        with self.transport.guard("the reduction before that of", unit.name):
+        with self.ranks.guard("the reduction before that of", unit.name):
             unit.grads.open()
 
     def start(self, unit: StreamedUnit) -> None:
@@ -79,7 +77,7 @@ class Reductions:
             if unit.grads.slot is None and self.replicas is None:
                 return
             self._open(unit)
-        with self.transport.guard("the reduction of", unit.name):
+        with self.ranks.guard("the reduction of", unit.name):
             work = unit.grads.start_reduce()
         if work is not None:
             self._under_way.append(work)
@@ -102,7 +100,7 @@ class Reductions:
 
     def complete(self) -> None:
         """Wait for all that is under way."""
-        with self.transport.guard("the last reductions of a backward"):
+        with self.ranks.guard("the last reductions of a backward"):
             works, self._under_way = self._under_way, []
             if self.replicas is not None:
                 works += self.replicas.take_works()

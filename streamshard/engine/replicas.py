@@ -15,8 +15,8 @@ from collections.abc import Iterable
 
 import torch
 
+from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Fence, Rule, StreamName, Work
-from streamshard.comm.transport import Transport
 from streamshard.errors import ConfigError
 from streamshard.unit.unit import StreamedUnit
 
@@ -27,20 +27,20 @@ class Replicas:
     """The other holders of this rank's shard. Owns its two fences.
 
     Args:
-        transport: over the replicate axis.
+        ranks: over the replicate axis.
 
     Attributes:
         averages_grads: False while replicas train on their own (local SGD).
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
         self.averages_grads = True
         self._warmup_steps: int | None = None
         self._last: tuple[StreamedUnit, Work | None] | None = None  # reduced, not averaged yet
         self._under_way: dict[int, Work | None] = {}  # by unit
-        self._reduced = Fence(transport.streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, "main grads to average")
-        self._averaged = Fence(transport.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "averaged main grads")
+        self._reduced = Fence(ranks.streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, "main grads to average")
+        self._averaged = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "averaged main grads")
 
     def add(self, unit: StreamedUnit, reduction: Work | None) -> None:
         """`unit`'s reduction has been started (None: on CUDA, or one rank has the whole shard)."""
@@ -59,15 +59,15 @@ class Replicas:
             self._reduced.record()
             self._reduced.wait()  # rule 4
         assert unit.grads.main is not None
-        with self.transport.guard("the average over replicas of", unit.name):
-            self._under_way[unit.index] = self.transport.start_average(unit.grads.main)
+        with self.ranks.guard("the average over replicas of", unit.name):
+            self._under_way[unit.index] = self.ranks.transport.start_average(unit.grads.main)
 
     def settle(self, unit: StreamedUnit) -> None:
         """More gradients of `unit` are about to be written: its average comes first."""
         if self._last is not None and self._last[0] is unit:
             self.flush()
         if unit.index in self._under_way:
-            with self.transport.guard("the average over replicas of", unit.name):
+            with self.ranks.guard("the average over replicas of", unit.name):
                 self._averaged.record(self._under_way.pop(unit.index))
                 self._averaged.wait()  # rule 7
 
@@ -83,9 +83,9 @@ class Replicas:
             if flat.numel():
                 self._reduced.record()
                 self._reduced.wait()  # rule 4
-                with self.transport.guard("an average over replicas"):
-                    under_way.append((tensors, flat, self.transport.start_average(flat)))
-        with torch.no_grad(), self.transport.guard("an average over replicas"):
+                with self.ranks.guard("an average over replicas"):
+                    under_way.append((tensors, flat, self.ranks.transport.start_average(flat)))
+        with torch.no_grad(), self.ranks.guard("an average over replicas"):
             for tensors, flat, work in under_way:
                 self._averaged.record(work)
                 self._averaged.wait()  # rule 7

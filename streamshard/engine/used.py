@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Fence, Rule, StreamName
-from streamshard.comm.transport import Transport
 from streamshard.plan.memory import Category
 from streamshard.unit.buffers import Ledger
 from streamshard.unit.unit import StreamedUnit
@@ -25,16 +25,14 @@ class UsedParams:
 
     Args:
         units: all units; each knows which of its parameters were used here.
-        transport: exchanges within the shard group.
+        ranks: exchanges within the shard group.
         ledger: allocates [F] and [N * F] uint8, F the number of parameters; with R replicas [R * N * F] too.
         replicas: exchanges what each shard group has found.
     """
 
-    def __init__(
-        self, units: Sequence[StreamedUnit], transport: Transport, ledger: Ledger, replicas: Transport | None
-    ) -> None:
+    def __init__(self, units: Sequence[StreamedUnit], ranks: Ranks, ledger: Ledger, replicas: Ranks | None) -> None:
         self._units = units
-        self._transport = transport
+        self._ranks = ranks
         self._replicas = replicas
         count = sum(len(unit.shard.layout.params) for unit in units) if self._stages else 0
         self._flags = [ledger.allocate(Category.FLAGS, count, torch.uint8)]
@@ -42,19 +40,19 @@ class UsedParams:
             count *= stage.world_size
             self._flags.append(ledger.allocate(Category.FLAGS, count, torch.uint8))
         self._sent: list[bool] = []
-        self._written = Fence(transport.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "flags")
-        self._arrived = Fence(transport.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "everybody's flags")
+        self._written = Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "flags")
+        self._arrived = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "everybody's flags")
 
     @property
-    def _stages(self) -> list[Transport]:
+    def _stages(self) -> list[Ranks]:
         """The exchanges, one after the other."""
-        return [stage for stage in (self._transport, self._replicas) if stage is not None and stage.world_size > 1]
+        return [stage for stage in (self._ranks, self._replicas) if stage is not None and stage.world_size > 1]
 
     def start(self) -> None:
         """Send this rank's flags. Compute stream; the exchange runs on the comm stream."""
         if not self._stages:
             return
-        with self._transport.guard("the exchange of which parameters were used"):
+        with self._ranks.guard("the exchange of which parameters were used"):
             flags = [grad.is_used for unit in self._units for grad in unit.grads.params]
             if flags != self._sent:
                 self._sent = flags
@@ -65,14 +63,14 @@ class UsedParams:
 
     def _start(self, stage: int) -> None:
         here, everywhere = self._flags[stage : stage + 2]
-        self._arrived.record(self._stages[stage].start_gather(here, everywhere, len(self._units)))
+        self._arrived.record(self._stages[stage].transport.start_gather(here, everywhere, len(self._units)))
 
     def finish(self) -> list[list[bool]]:
         """For each unit, which parameters some rank used. On CUDA the host waits only if this rank left one out."""
         here = [[grad.is_used for grad in unit.grads.params] for unit in self._units]
         if not self._stages:
             return here
-        with self._transport.guard("the exchange of which parameters were used"):
+        with self._ranks.guard("the exchange of which parameters were used"):
             # rule 7. Not left for later: gloo's work objects must not outlive a profiler that saw them being made.
             self._arrived.wait()
             for stage in range(1, len(self._stages)):

@@ -19,14 +19,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import nn
 
+from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Streams, Work
 from streamshard.comm.transport import Reduction, Transport
-from streamshard.engine.engine import Engine
 from streamshard.inspect import engine_inside
 
 __all__ = ["AdversarialTransport", "Adversary", "make_adversarial"]
@@ -46,25 +45,24 @@ def make_adversarial(model: nn.Module) -> Adversary:
     Returns:
         What ends it: call ``restore()``, or use it as a context manager.
     """
-    return Adversary(engine_inside(model))
+    return Adversary(engine_inside(model).ranks)
 
 
 class Adversary:
-    """The adversarial transport in the place of an engine's own one.
+    """The adversarial transport in the place of a model's own one.
 
     Args:
-        engine: whose transport is replaced.
+        ranks: whose transport is replaced.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.transport = AdversarialTransport(engine.transport)
-        self._engine = engine
-        self._install(self.transport)
+    def __init__(self, ranks: Ranks) -> None:
+        self.transport = ranks.transport = AdversarialTransport(ranks)
+        self._ranks = ranks
 
     def restore(self) -> None:
-        """Complete what is pending and give the engine its own transport back. Twice is once."""
+        """Complete what is pending and give the ranks their own transport back. Twice is once."""
         self.transport.complete()
-        self._install(self.transport.inner)
+        self._ranks.transport = self.transport.inner
 
     def __enter__(self) -> Adversary:
         return self
@@ -75,30 +73,7 @@ class Adversary:
         if error is None:
             self.restore()
         else:
-            self._install(self.transport.inner)  # the other ranks may not be there to complete anything with
-
-    def _install(self, transport: Transport) -> None:
-        """Wherever the engine's objects hold the one transport, they hold the other."""
-        other = self.transport.inner if transport is self.transport else self.transport
-        transport.failure = transport.failure or other.failure
-        engine, units = self._engine, self._engine.units
-        shards = [unit.shard for unit in units]
-        grads = [unit.grads for unit in units]
-        pieces = [grad.in_main for unit in grads if unit.main is not None for grad in unit.params]
-        for holder in (
-            engine,
-            engine.reductions,
-            engine.reductions.used,
-            engine.buffers,
-            engine.edits,
-            *units,
-            *shards,
-            *grads,
-            *pieces,
-        ):
-            for name, value in vars(holder).items():
-                if value is other:
-                    setattr(holder, name, transport)
+            self._ranks.transport = self.transport.inner  # the others may not be there to complete anything with
 
 
 class AdversarialTransport(Transport):
@@ -108,13 +83,12 @@ class AdversarialTransport(Transport):
     all earlier ones first. So ranks stay in step although each is late in its own way.
 
     Args:
-        inner: what really moves bytes.
+        ranks: whose transport really moves bytes.
     """
 
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner.group, inner.streams, inner.everyone, inner.replica)
-        self.inner = inner
-        self.log, self.names, self.vigil = inner.log, inner.names, inner.vigil
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(ranks)
+        self.inner = ranks.transport
         self._pending: deque[_Late] = deque()
 
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
@@ -164,35 +138,29 @@ class AdversarialTransport(Transport):
         """See `Transport.find_difference`."""
         return self.inner.find_difference()
 
-    def fail(self, failure: str) -> None:
-        """See `Transport.fail`."""
-        super().fail(failure)
-        self.inner.fail(failure)
+    def hang_up(self) -> None:
+        """See `Transport.hang_up`."""
+        self.inner.hang_up()
+
+    def on_failure(self) -> None:
+        """See `Transport.on_failure`."""
+        self.inner.on_failure()
 
     def complete(self, until: _Late | None = None) -> None:
         """Do what is pending, in order, up to `until` (None: all)."""
         while self._pending and (until is None or not until.is_done):
             self._pending.popleft().complete(self.streams)
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """See `Transport.broadcast`. Talking to other ranks, who may wait for our part of something, completes it."""
+    def before_talk(self) -> None:
+        """See `Transport.before_talk`. The others may wait for our part of something."""
         self.complete()
-        self.inner.broadcast(tensor, source)
-
-    def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False, everyone: bool = False) -> None:
-        """See `Transport.all_reduce`."""
-        self.complete()
-        self.inner.all_reduce(tensor, maximum=maximum, everyone=everyone)
 
     def any_rank(self, value: bool) -> bool:
         """See `Transport.any_rank`."""
-        self.complete()
         return self.inner.any_rank(value)
 
-    def gather_objects(self, value: object, *, everyone: bool = True) -> list[Any]:
-        """See `Transport.gather_objects`."""
-        self.complete()
-        return self.inner.gather_objects(value, everyone=everyone)
+    def progress(self) -> None:
+        """See `Transport.progress`: nothing is early here."""
 
     def _start(self, start: Callable[[], Work | None], after: Callable[[], None] | None = None) -> Work | None:
         late = _Late(self, start, after)

@@ -23,7 +23,7 @@ def compare_weights(engine: Engine) -> None:
     """
     engine.settle()
     mine = dict(_hashes(engine))
-    everyone: list[dict[str, str]] = engine.transport.gather_objects(mine)
+    everyone: list[dict[str, str]] = engine.ranks.gather_objects(mine)
     for name, value in everyone[0].items():
         others = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != value]
         if others:

@@ -219,7 +219,7 @@ class RaceDetector(Observer):
         if self.found:
             shown = "\n  ".join(str(race) for race in self.found[:20])
             more = f"\n  and {len(self.found) - 20} more" if len(self.found) > 20 else ""
-            raise RaceError(f"{len(self.found)} race(s) on rank {self.engine.transport.rank}\n  {shown}{more}")
+            raise RaceError(f"{len(self.found)} race(s) on rank {self.engine.ranks.rank}\n  {shown}{more}")
 
     # -- happens before ---------------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ def trace_step(model: nn.Module) -> Iterator[Trace]:
     """
     engine = engine_inside(model)
     recorder = _Recorder(engine)
-    trace = Trace(engine.transport.rank, [unit.name for unit in engine.units], _slots(engine))
+    trace = Trace(engine.ranks.rank, [unit.name for unit in engine.units], _slots(engine))
     outer, engine.streams.observer = engine.streams.observer, recorder
     recorder.outer = outer
     try:
@@ -156,7 +156,7 @@ class _Recorder(Observer):
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Wrap, and unwrap at the end."""
-        engine, transport = self._engine, self._engine.transport
+        engine, transport = self._engine, self._engine.ranks.transport
         wrappers: list[tuple[Any, str, Callable[..., Any]]] = [
             (transport, "start_gather", self._start_gather),
             (transport, "start_reduce", self._start_reduce),

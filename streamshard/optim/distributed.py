@@ -61,22 +61,22 @@ class DistributedOptimizer(WrappedOptimizer):
                 stepped. The model can be used: with their new weights, or after loading others.
             CommunicationError: a rank has died, or did not step.
         """
-        device, transport = self.engine.streams.device, self.engine.transport
+        device, ranks = self.engine.streams.device, self.engine.ranks
         with self.engine.step_lock, torch.cuda.device(device if device.type == "cuda" else -1):
             result, error = None, None
             try:
                 result = super().step(*args, **kwargs)
             except Exception as raised:
-                if transport.has_failed:  # the others cannot be told
+                if ranks.has_failed:  # the others cannot be told
                     raise
                 error = raised
             has_failed = torch.full((), error is not None, dtype=torch.int32, device=device)
-            transport.all_reduce(has_failed, maximum=True, everyone=True)
+            ranks.all_reduce(has_failed, maximum=True, everyone=True)
             if has_failed.item():
                 raise self._error_of_all(error) from error
             return result
 
     def _error_of_all(self, error: Exception | None) -> OptimizerError:
-        heard = self.engine.transport.gather_errors(None if error is None else f"{type(error).__name__}: {error}")
+        heard = self.engine.ranks.gather_errors(None if error is None else f"{type(error).__name__}: {error}")
         stories = [f"on rank {rank}: {story}" for rank, story in enumerate(heard) if story is not None]
         return OptimizerError(f"the optimizer's step failed {', '.join(stories)}")

@@ -70,7 +70,7 @@ class LocalSGD(WrappedOptimizer):
                 "LocalSGD averages over replicas, this model has one: shard it with a 2-D mesh, replicate x shard, "
                 "such as mesh=init_device_mesh(device_type, (replicas, ranks in each))"
             )
-        heard = self.engine.transport.gather_objects((period, warmup_steps, average_moments))
+        heard = self.engine.ranks.gather_objects((period, warmup_steps, average_moments))
         for rank, theirs in enumerate(heard):
             if theirs != heard[0]:
                 raise RankMismatchError(

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Work
-from streamshard.comm.transport import Reduction, Transport
+from streamshard.comm.transport import Reduction
 from streamshard.plan.memory import Category
 from streamshard.unit.buffers import GradSlot, Ledger
 from streamshard.unit.shard import ParamShard, UnitShard
@@ -87,7 +88,7 @@ class ParamGrad:
     def disown(self) -> None:
         """Whoever has the gradient keeps it as it is; `in_main` is another tensor from now on, on the same memory."""
         kept = self.in_main
-        self.in_main = ShardedGrad.wrap(kept.as_subclass(torch.Tensor).detach(), kept.transport)
+        self.in_main = ShardedGrad.wrap(kept.as_subclass(torch.Tensor).detach(), kept.ranks)
         kept.data = kept.clone()
 
     def give(self) -> nn.Parameter:
@@ -112,7 +113,7 @@ class UnitGrads:
         index: of the unit, the tag of its reductions.
         shard: this rank's state.
         slot: where gradients are collected; None with one rank, which writes to the main grads.
-        transport: reduces.
+        ranks: reduces.
         ledger: allocates main grads.
         scratch_numel: elements of scratch that its reductions need.
 
@@ -129,7 +130,7 @@ class UnitGrads:
         index: int,
         shard: UnitShard,
         slot: GradSlot | None,
-        transport: Transport,
+        ranks: Ranks,
         ledger: Ledger,
         scratch_numel: int,
     ) -> None:
@@ -140,7 +141,7 @@ class UnitGrads:
         self.has_unreduced = False
         self._index = index
         self._shard = shard
-        self._transport = transport
+        self._ranks = ranks
         self._ledger = ledger
         self._scratch_numel = scratch_numel
         self.all: torch.Tensor | None = None
@@ -160,7 +161,7 @@ class UnitGrads:
             self.all = slot.allocate().narrow(0, 0, layout.padded_numel)
             self._is_main_in_slot = slot.holds_main_grads
             if self._is_main_in_slot:
-                own = self.all.narrow(0, self._transport.rank * layout.shard_numel, layout.shard_numel)
+                own = self.all.narrow(0, self._ranks.rank * layout.shard_numel, layout.shard_numel)
         self.main = own
         if own is None:
             self.main = self._ledger.allocate(Category.MAIN_GRADS, layout.shard_numel, torch.float32)
@@ -169,7 +170,7 @@ class UnitGrads:
         for grad in self.params:
             place = grad.shard.layout
             grad.in_slot = flat.narrow(0, place.offset, place.numel).view(place.shape)
-            grad.in_main = ShardedGrad.wrap(grad.shard.shaped(self.main), self._transport)
+            grad.in_main = ShardedGrad.wrap(grad.shard.shaped(self.main), self._ranks)
 
     @property
     def is_open(self) -> bool:
@@ -220,7 +221,7 @@ class UnitGrads:
         layout = self._shard.layout
         assert self.all is not None
         for rank, chunk in enumerate(self.all.view(layout.world_size, -1)):
-            chunk.mul_(layout.world_size) if rank == self._transport.rank else chunk.zero_()
+            chunk.mul_(layout.world_size) if rank == self._ranks.rank else chunk.zero_()
 
     def write(self, place: int, value: torch.Tensor) -> None:
         """Gradient `place` [shape of the view] into the slot: the one copy that gradients see. Compute stream."""
@@ -260,7 +261,7 @@ class UnitGrads:
         slot.written.wait()  # rule 4
         accumulate, self._adds = self._adds and not self._is_main_in_slot, True
         scratch = slot.scratch.take(self._scratch_numel)
-        work = self._transport.start_reduce(Reduction(self.all, self.main, scratch, accumulate, self._index))
+        work = self._ranks.transport.start_reduce(Reduction(self.all, self.main, scratch, accumulate, self._index))
         slot.content = None
         slot.scratch.work = work
         slot.drained.record(work)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from streamshard.comm.transport import Transport
+from streamshard.comm.ranks import Ranks
 from streamshard.errors import ShardingError
 from streamshard.unit.grad_ops import OpKind, kind_of
 
@@ -21,14 +21,14 @@ class PartialNorm(torch.Tensor):
     Shape [] for one piece, [k] for k stacked ones.
     """
 
-    transport: Transport
+    ranks: Ranks
     order: float
 
     @classmethod
-    def wrap(cls, norm: torch.Tensor, order: float, transport: Transport) -> PartialNorm:
+    def wrap(cls, norm: torch.Tensor, order: float, ranks: Ranks) -> PartialNorm:
         """`norm`, of order `order` over this rank's elements, still to be reduced over ranks."""
         partial = norm.as_subclass(cls)
-        partial.transport = transport
+        partial.ranks = ranks
         partial.order = order
         return partial
 
@@ -42,17 +42,17 @@ class PartialNorm(torch.Tensor):
             parts = list(args[0]) if func is torch.stack else [args[0]]
             if all(isinstance(part, cls) and part._adds_to(parts[0]) for part in parts):
                 with torch._C.DisableTorchFunctionSubclass():
-                    return cls.wrap(func(*args, **kwargs), parts[0].order, parts[0].transport)
+                    return cls.wrap(func(*args, **kwargs), parts[0].order, parts[0].ranks)
         if kind_of(func) is OpKind.NORM and isinstance(args[0], cls) and _is_norm_of_all(func, args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():
-                refuse_uneven(args[0].transport, "the norm of gradients")
+                refuse_uneven(args[0].ranks, "the norm of gradients")
                 local = torch.linalg.vector_norm(args[0], args[0].order)
-                return reduce_norms(local, args[0].order, args[0].transport)
+                return reduce_norms(local, args[0].order, args[0].ranks)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*_reduced(args), **{key: _reduced_one(value) for key, value in kwargs.items()})
 
     def _adds_to(self, other: PartialNorm) -> bool:
-        return self.order == other.order and self.transport.group is other.transport.group
+        return self.order == other.order and self.ranks.group is other.ranks.group
 
 
 def _is_norm_of_all(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -62,9 +62,9 @@ def _is_norm_of_all(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 
 def _reduced_one(value: Any) -> Any:
     if isinstance(value, PartialNorm):
-        refuse_uneven(value.transport, "the norm of a gradient")
+        refuse_uneven(value.ranks, "the norm of a gradient")
         plain = value.as_subclass(torch.Tensor)
-        return reduce_norms(plain, value.order, value.transport)
+        return reduce_norms(plain, value.order, value.ranks)
     if isinstance(value, list | tuple):
         return type(value)(_reduced(value))
     return value
@@ -74,34 +74,34 @@ def _reduced(values: Iterable[Any]) -> list[Any]:
     return [_reduced_one(value) for value in values]
 
 
-def reduce_norms(local: torch.Tensor, order: float, transport: Transport) -> torch.Tensor:
+def reduce_norms(local: torch.Tensor, order: float, ranks: Ranks) -> torch.Tensor:
     """The norm over all ranks from each rank's own.
 
     Args:
         local: norms of order `order` over this rank's elements, any shape.
         order: any real number; ``inf`` is the maximum, ``0`` counts nonzeros.
-        transport: its shard group is summed over. One collective.
+        ranks: its shard group is summed over. One collective.
 
     Returns:
         Norms of the same shape, equal on all ranks.
     """
     if math.isinf(order):
-        return maximum(local, transport) if order > 0 else -maximum(-local, transport)
+        return maximum(local, ranks) if order > 0 else -maximum(-local, ranks)
     total = local.clone() if order == 0 else local.pow(order)
-    transport.all_reduce(total)
+    ranks.all_reduce(total)
     return total if order == 0 else total.pow(1.0 / order)
 
 
-def maximum(local: torch.Tensor, transport: Transport) -> torch.Tensor:
+def maximum(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """The maximum over ranks; nan counts as the largest, as torch has it, whatever a backend makes of it."""
     is_nan = local.isnan()
     both = torch.stack([local.masked_fill(is_nan, -math.inf), is_nan.to(local.dtype)])
-    transport.all_reduce(both, maximum=True)
+    ranks.all_reduce(both, maximum=True)
     return both[0].masked_fill(both[1] > 0, math.nan)
 
 
-def refuse_uneven(transport: Transport, what: str) -> None:
-    if transport.is_uneven:
+def refuse_uneven(ranks: Ranks, what: str) -> None:
+    if ranks.is_uneven:
         raise ShardingError(
             f"{what} is taken over all ranks, and one that has run out of inputs (Join) cannot know that it is asked "
             "for: use model.clip_grad_norm_, which it repeats; train in bf16 rather than with a loss scaler"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from streamshard.comm.transport import Transport
+from streamshard.comm.ranks import Ranks
 from streamshard.errors import ShardingError
 
 __all__ = ["Piece", "StatePiece", "forget_piece", "piece_of", "remember_piece"]
@@ -23,14 +23,14 @@ class Piece(NamedTuple):
         name: of the parameter.
         shape: of the whole.
         start, stop: which elements of the flattened whole this rank has.
-        transport: of the shard group.
+        ranks: of the shard group.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
     stop: int
-    transport: Transport
+    ranks: Ranks
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's elements of `whole`, in new memory: [1, .., 1, stop - start]."""
@@ -43,7 +43,7 @@ _pieces: MutableMapping[torch.Tensor, Piece] = WeakIdKeyDictionary()
 
 def remember_piece(param: nn.Parameter, piece: Piece) -> None:
     """`param` holds `piece` from now on: its gradients are known as pieces, and it is not saved as if it were whole."""
-    if piece.transport.world_size > 1:
+    if piece.ranks.world_size > 1:
         _pieces[param] = piece
         # The one thing a pickler asks an object, rather than its class, for.
         param.__dict__["__getstate__"] = functools.partial(_refuse_pickle, piece)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from streamshard.comm.transport import Transport
+from streamshard.comm.ranks import Ranks
 from streamshard.errors import ShardingError
 from streamshard.plan.layout import LocalRange, ParamLayout, UnitLayout
 from streamshard.plan.memory import Category
@@ -47,9 +47,9 @@ class ParamShard(NamedTuple):
         """[local.numel] fp32: this rank's main weights, wherever the user has put them since."""
         return self.param.detach().view(-1)
 
-    def what(self, transport: Transport) -> Piece:
-        """What the parameter is a piece of; `transport` is the shard group's."""
-        return Piece(self.name, self.layout.shape, self.local.start, self.local.stop, transport)
+    def what(self, ranks: Ranks) -> Piece:
+        """What the parameter is a piece of; `ranks` is the shard group's."""
+        return Piece(self.name, self.layout.shape, self.local.start, self.local.stop, ranks)
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """The range of `flat` [shard_numel] that is this parameter's, in the sharded parameter's shape."""
@@ -61,7 +61,7 @@ class UnitShard:
 
     Args:
         layout: the unit's layout.
-        transport: names this rank and the shard group.
+        ranks: names this rank and the shard group.
         ledger: allocates.
         param_dtype: dtype of the compute shard; with fp32 it is the main weights themselves.
         weights: [shard_numel] param_dtype, this rank's range of a weight slot that is the unit's alone: the compute
@@ -77,7 +77,7 @@ class UnitShard:
     def __init__(
         self,
         layout: UnitLayout,
-        transport: Transport,
+        ranks: Ranks,
         ledger: Ledger,
         param_dtype: torch.dtype,
         weights: torch.Tensor | None = None,
@@ -91,7 +91,7 @@ class UnitShard:
             weights = ledger.allocate(category, numel, param_dtype, is_visible=True, is_users=not is_cast)
         self.compute = weights
         self.main = ledger.allocate(Category.MAIN_WEIGHTS, numel, torch.float32) if is_cast else weights
-        self._transport = transport
+        self._ranks = ranks
         self._ledger = ledger
 
     def add(self, layout: ParamLayout, aliases: tuple[str, ...], param: nn.Parameter, full: torch.Tensor) -> ParamShard:
@@ -103,15 +103,15 @@ class UnitShard:
             param: the user's Parameter; its data are replaced.
             full: [numel], the weights to shard, any dtype and device.
         """
-        local = self.layout.local_range(layout, self._transport.rank)
+        local = self.layout.local_range(layout, self._ranks.rank)
         piece = self.main.narrow(0, local.shard_offset, local.numel)
-        piece = piece.view(self.layout.local_shape(layout, self._transport.rank))
+        piece = piece.view(self.layout.local_shape(layout, self._ranks.rank))
         piece.view(-1).copy_(full[local.start : local.stop])
         shard = ParamShard(layout.name, aliases, param, layout, local, param.dtype, piece)
         param.grad = None
         param.data = piece
         self.params.append(shard)
-        remember_piece(param, shard.what(self._transport))
+        remember_piece(param, shard.what(self._ranks))
         return shard
 
     def cast(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from streamshard.comm.transport import Transport
+from streamshard.comm.ranks import Ranks
 from streamshard.errors import ShardingError
 from streamshard.unit.first_step import refuse_stepping
 from streamshard.unit.grad_ops import OpKind, kind_of
@@ -30,25 +30,25 @@ def know_grads(params: Iterable[torch.Tensor]) -> None:
     """Gradients of pieces that the user has put there as plain tensors know that they are pieces from now on."""
     for param in params:
         if type(param.grad) is torch.Tensor and (piece := piece_of(param)) is not None:
-            param.grad = ShardedGrad.wrap(param.grad, piece.transport)
+            param.grad = ShardedGrad.wrap(param.grad, piece.ranks)
 
 
 class ShardedGrad(torch.Tensor):
     """This rank's piece of a parameter's gradient: shape of the sharded parameter, fp32, a view of the main grads.
 
     Attributes:
-        transport: norms and sums are collectives of it.
+        ranks: norms and sums are collectives of it.
         cuts: of several gradients put one behind the other, where each begins and ends; only there it is cut again.
     """
 
-    transport: Transport
+    ranks: Ranks
     cuts: frozenset[int] | None = None
 
     @classmethod
-    def wrap(cls, piece: torch.Tensor, transport: Transport) -> ShardedGrad:
-        """`piece` as a ShardedGrad on the same memory; its norms are collectives of `transport`."""
+    def wrap(cls, piece: torch.Tensor, ranks: Ranks) -> ShardedGrad:
+        """`piece` as a ShardedGrad on the same memory; its norms are collectives of `ranks`."""
         grad = piece.as_subclass(cls)
-        grad.transport = transport
+        grad.ranks = ranks
         return grad
 
     @classmethod
@@ -69,7 +69,7 @@ class ShardedGrad(torch.Tensor):
                     raise
                 return result if kind is OpKind.QUESTION else _known(func, result, args, kwargs)
         grad = _first_of(args, kwargs)
-        if grad.transport.world_size == 1:
+        if grad.ranks.world_size == 1:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         answer: Callable[..., Any] = _ANSWERS.get(kind, _refuse_op)
@@ -78,11 +78,11 @@ class ShardedGrad(torch.Tensor):
 
     def __deepcopy__(self, memo: object) -> ShardedGrad:
         """Optimizers keep clones of gradients, and people copy their state."""
-        return ShardedGrad.wrap(self.as_subclass(torch.Tensor).clone(), self.transport)
+        return ShardedGrad.wrap(self.as_subclass(torch.Tensor).clone(), self.ranks)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """One rank's gradient is whole and saved as a tensor; a piece is not saved as if it were the whole."""
-        if self.transport.world_size == 1:
+        if self.ranks.world_size == 1:
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
         return self.as_subclass(StatePiece).__reduce_ex__(protocol)
 
@@ -113,13 +113,13 @@ def _known(func: Callable[..., Any], result: Any, args: tuple[Any, ...], kwargs:
 
 def _derived(func: Callable[..., Any], result: torch.Tensor, grad: ShardedGrad) -> torch.Tensor:
     """`result` has an element for each of `grad`."""
-    if grad.transport.world_size == 1:
+    if grad.ranks.world_size == 1:
         return result
     if result.numel() != grad.numel():
         if func.__name__ == "__get__":  # ``_base``: the main grads
             return result
         _refuse_op(func, grad)
-    derived = ShardedGrad.wrap(result, grad.transport)
+    derived = ShardedGrad.wrap(result, grad.ranks)
     if grad.cuts is not None and result.ndim == 1:
         derived.cuts = grad.cuts
     return derived
@@ -137,12 +137,12 @@ def _norm(func: Callable[..., Any], grad: ShardedGrad, args: Any, kwargs: Mappin
 
 
 def _norm_of(grad: ShardedGrad, order: float) -> PartialNorm:
-    return PartialNorm.wrap(local_norm(grad.as_subclass(torch.Tensor), order), order, grad.transport)
+    return PartialNorm.wrap(local_norm(grad.as_subclass(torch.Tensor), order), order, grad.ranks)
 
 
 def _reduce(func: Callable[..., Any], grad: ShardedGrad, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """One number over all ranks. A collective, like the value of a norm."""
-    name, transport = func.__name__, grad.transport
+    name, ranks = func.__name__, grad.ranks
     if len(args) > 1 and isinstance(args[1], torch.Tensor):
         if name in ("max", "min"):
             return _known(func, func(*args, **kwargs), args, kwargs)
@@ -151,32 +151,32 @@ def _reduce(func: Callable[..., Any], grad: ShardedGrad, args: Any, kwargs: Mapp
     elif any(value not in (None, False) for value in (*args[1:], *(kwargs[key] for key in kwargs if key in _ALONG))):
         _refuse_op(func, grad)  # along a dimension, of which a piece has none
     refuse_stepping()
-    refuse_uneven(transport, f"{name} of a gradient")
+    refuse_uneven(ranks, f"{name} of a gradient")
     if name in ("max", "min", "amax", "amin"):
-        return _extreme(grad.as_subclass(torch.Tensor), "max" in name, transport)
+        return _extreme(grad.as_subclass(torch.Tensor), "max" in name, ranks)
     if name in ("any", "all", "equal", "allclose"):
         holds = bool(func(*args, **kwargs))
         found = torch.tensor(holds is (name == "any"), dtype=torch.int32, device=grad.device)
-        transport.all_reduce(found, maximum=True)
+        ranks.all_reduce(found, maximum=True)
         answer = found.bool() if name == "any" else ~found.bool()
         return answer if name in ("any", "all") else bool(answer)
     if name == "mean":
         dtype = kwargs.get("dtype") or grad.dtype
         both = torch.stack([grad.sum(dtype=torch.float64), grad.new_tensor(grad.numel(), dtype=torch.float64)])
-        transport.all_reduce(both)
+        ranks.all_reduce(both)
         return (both[0] / both[1]).to(dtype)
     total = func(*args, **kwargs).as_subclass(torch.Tensor)
-    transport.all_reduce(total)
+    ranks.all_reduce(total)
     return total
 
 
 _ALONG = ("dim", "axis", "keepdim", "keepdims", "other", "tensor", "out")
 
 
-def _extreme(piece: torch.Tensor, largest: bool, transport: Transport) -> torch.Tensor:
+def _extreme(piece: torch.Tensor, largest: bool, ranks: Ranks) -> torch.Tensor:
     signed = piece if largest else -piece
     local = signed.amax() if piece.numel() else piece.new_full((), -math.inf)
-    found = maximum(local, transport)
+    found = maximum(local, ranks)
     return found if largest else -found
 
 
@@ -186,7 +186,7 @@ def _join(func: Callable[..., Any], grad: ShardedGrad, args: Any, kwargs: Mappin
     parts = list(args[0] if args else kwargs["tensors"])
     if not all(isinstance(part, ShardedGrad) and part.ndim == 1 for part in parts):
         _refuse_op(func, grad)
-    whole = ShardedGrad.wrap(func(*args, **kwargs), grad.transport)
+    whole = ShardedGrad.wrap(func(*args, **kwargs), grad.ranks)
     whole.cuts = frozenset(itertools.accumulate((part.numel() for part in parts), initial=0))
     return whole
 
@@ -211,8 +211,8 @@ def _part(func: Callable[..., Any], grad: ShardedGrad, args: Any, kwargs: Mappin
     if cuts and (grad.cuts is None or not grad.cuts.issuperset(cuts)):
         _refuse_op(func, grad)
     if isinstance(result, torch.Tensor):
-        return ShardedGrad.wrap(result, grad.transport)
-    return type(result)(ShardedGrad.wrap(part, grad.transport) for part in result)
+        return ShardedGrad.wrap(result, grad.ranks)
+    return type(result)(ShardedGrad.wrap(part, grad.ranks) for part in result)
 
 
 def _assign(func: Callable[..., Any], grad: ShardedGrad, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -243,8 +243,8 @@ def _is_one_element(index: Any, tensor: torch.Tensor) -> bool:
 def _check_finite(func: Callable[..., Any], grad: ShardedGrad, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The check saw this rank's pieces only; an overflow anywhere must skip the step everywhere."""
     result = func(*args, **kwargs)
-    refuse_uneven(grad.transport, "a loss scaler")
-    grad.transport.all_reduce(args[1], maximum=True, everyone=True)
+    refuse_uneven(grad.ranks, "a loss scaler")
+    grad.ranks.all_reduce(args[1], maximum=True, everyone=True)
     return result
 
 
@@ -266,7 +266,7 @@ def _explain(func: Callable[..., Any], error: RuntimeError, args: Any, kwargs: M
         return
     grad = _first_of(args, kwargs)
     given = [value for value in flat((*args, *kwargs.values())) if isinstance(value, torch.Tensor) and value.ndim]
-    if grad.transport.world_size > 1 and any(value.shape != grad.shape for value in given):
+    if grad.ranks.world_size > 1 and any(value.shape != grad.shape for value in given):
         shapes = ", ".join(str(tuple(value.shape)) for value in given[:3])
         raise ShardingError(
             f"{func.__name__} of a gradient, with shapes {shapes}: this rank has one piece of it, "

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Work
-from streamshard.comm.transport import Transport
 from streamshard.errors import ShardingError, StateError
 from streamshard.plan.structure import refuse_step_in_backward
 from streamshard.unit.buffers import WeightSlot
@@ -101,7 +101,7 @@ class StreamedUnit:
         shard: this rank's state.
         weight_slot: where its weights are gathered to.
         grads: its gradients.
-        transport: moves its bytes.
+        ranks: moves its bytes.
 
     Attributes:
         weights: [padded_numel] param_dtype, its part of the weight slot.
@@ -119,7 +119,7 @@ class StreamedUnit:
         shard: UnitShard,
         weight_slot: WeightSlot,
         grads: UnitGrads,
-        transport: Transport,
+        ranks: Ranks,
     ) -> None:
         self.index = index
         self.name = name
@@ -133,7 +133,7 @@ class StreamedUnit:
         self.bound_members = 0
         self.is_bound = False
         self.is_trainable = False
-        self._transport = transport
+        self._ranks = ranks
         self.weights = weight_slot.buffer.narrow(0, 0, shard.layout.padded_numel)
         self._seen_version = 0  # of the compute views, which share one counter
 
@@ -218,9 +218,7 @@ class StreamedUnit:
 
     def differs_from_shard(self) -> bool:
         """Whether this rank's range of the slot is something else than its compute shard. The host waits."""
-        own = self.weights.narrow(
-            0, self._transport.rank * self.shard.layout.shard_numel, self.shard.layout.shard_numel
-        )
+        own = self.weights.narrow(0, self._ranks.rank * self.shard.layout.shard_numel, self.shard.layout.shard_numel)
         return not torch.equal(own, self.shard.compute)
 
     def put_back_views(self) -> str | None:
@@ -251,7 +249,7 @@ class StreamedUnit:
         slot = self.weight_slot
         slot.released.wait()  # rule 2
         slot.arrived.settle()  # a unit that was gathered and then skipped: its messages are still under way
-        work: Work | None = self._transport.start_gather(self.shard.compute, self.weights, self.index)
+        work: Work | None = self._ranks.transport.start_gather(self.shard.compute, self.weights, self.index)
         slot.content = self.index
         slot.arrived.record(work)
 
@@ -286,7 +284,7 @@ class StreamedUnit:
             for shard in self.shard.params:
                 shard.shaped(full).copy_(shard.param.detach())
             return full
-        self._transport.gather_now(self.shard.compute, full, self.index)
+        self._ranks.transport.gather_now(self.shard.compute, full, self.index)
         return full
 
     def gather_full(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -302,7 +300,7 @@ class StreamedUnit:
         if layout.world_size == 1:
             return flat
         full = torch.empty(layout.padded_numel, dtype=flat.dtype, device=flat.device)
-        self._transport.gather_now(flat, full, self.index)
+        self._ranks.transport.gather_now(flat, full, self.index)
         return full
 
 

@@ -116,7 +116,7 @@ def test_a_rank_that_is_only_late_is_waited_for(context: RankContext, over: str)
     """However long: it may write a checkpoint. Looked at many times here, in the middle of everything."""
     model = _model(over)
     looked = []
-    transport = engine_inside(model).transport
+    transport = engine_inside(model).ranks.transport
     find = transport.find_difference
 
     def look() -> str | None:
@@ -136,15 +136,15 @@ def test_a_rank_that_is_only_late_is_waited_for(context: RankContext, over: str)
 def test_an_error_in_the_middle_of_an_exchange_ends_the_others_wait(context: RankContext, over: str) -> None:
     """Ctrl-C on one rank: the others hear of it."""
     model = _model(over)
-    transport = engine_inside(model).transport
+    ranks = engine_inside(model).ranks
     if context.rank == 0:
-        with pytest.raises(KeyboardInterrupt), transport.guard("something"):
+        with pytest.raises(KeyboardInterrupt), ranks.guard("something"):
             raise KeyboardInterrupt
     else:
         with pytest.raises(CommunicationError, match="losed|reset by peer"):  # not: timed out
-            transport.gather_objects(None)
+            ranks.gather_objects(None)
     with pytest.raises(CommunicationError, match="not possible any more"):
-        transport.gather_objects(None)
+        ranks.gather_objects(None)
 
 
 # -- logs ---------------------------------------------------------------------------------------------------------

@@ -25,8 +25,9 @@ import streamshard.comm.arena as arena
 from streamshard import Precision, StreamShard
 from streamshard.comm.arena import Counter, State, offer_memory
 from streamshard.comm.gloo import PairwiseTransport
+from streamshard.comm.ranks import Ranks
 from streamshard.comm.shared_memory import SharedMemoryTransport, _leave
-from streamshard.comm.transport import Reduction, Transport
+from streamshard.comm.transport import Reduction
 from streamshard.errors import CommunicationError
 from streamshard.inspect import engine_inside
 from tests.models import Stack, vector_batch
@@ -37,7 +38,7 @@ from tests.scenarios import BF16, PRECISIONS, SCENARIOS, over_sockets, sharded, 
 
 def _trained(context: RankContext, scenario: str, precision: Precision, wanted: type) -> dict[str, torch.Tensor]:
     model = sharded(scenario, precision)
-    assert type(engine_inside(model).transport) is wanted
+    assert type(engine_inside(model).ranks.transport) is wanted
     train(model, scenario, context)
     return full_weights(model)
 
@@ -69,13 +70,13 @@ def test_more_ranks_and_other_precisions_do_so_too(context: RankContext, precisi
 # -- votes --------------------------------------------------------------------------------------------------------
 
 
-def _vote(context: RankContext, transport: Transport) -> None:
+def _vote(context: RankContext, ranks: Ranks) -> None:
     """Ranks come late in turn, so that each is ahead of the others once."""
     for number in range(60):
         if number % (7 * context.world_size) == 7 * context.rank:
             time.sleep(0.01)
         voters = [rank for rank in range(context.world_size) if (number * 7 + 3 * rank) % 5 == 0]
-        assert transport.any_rank(context.rank in voters) == bool(voters)
+        assert ranks.any_rank(context.rank in voters) == bool(voters)
 
 
 @on_ranks(1, 2, 4)
@@ -86,9 +87,9 @@ def test_any_rank_hears_of_every_vote(context: RankContext) -> None:
         kinds.append((SharedMemoryTransport, {"mesh": init_device_mesh("cpu", (2, 2))}))
     for kind, settings in kinds:
         with over_sockets() if kind is PairwiseTransport else contextlib.nullcontext():
-            transport = engine_inside(StreamShard(Stack(), **settings)).transport
-        assert context.world_size == 1 or type(transport) is kind
-        _vote(context, transport)
+            ranks = engine_inside(StreamShard(Stack(), **settings)).ranks
+        assert context.world_size == 1 or type(ranks.transport) is kind
+        _vote(context, ranks)
 
 
 @on_ranks(2)
@@ -102,11 +103,11 @@ def test_hosts_vote_over_gloo_where_the_group_moves_what_is_on_devices_only(cont
         return get_backend(self, device)
 
     with over_sockets():
-        transports = [engine_inside(StreamShard(Stack())).transport for _ in range(2)]
+        both = [engine_inside(StreamShard(Stack())).ranks for _ in range(2)]
     with mock.patch.object(dist.ProcessGroup, "_get_backend", without_cpu):
         before = len(dist.distributed_c10d._world.pg_map)
-        for transport in transports:
-            _vote(context, transport)
+        for ranks in both:
+            _vote(context, ranks)
         assert len(dist.distributed_c10d._world.pg_map) == before + 1
 
 
@@ -233,7 +234,7 @@ def test_one_rank_that_cannot_share_makes_all_use_sockets(context: RankContext, 
         model: nn.Module = StreamShard(Stack(), precision=FP32)
     finally:
         arena.os = original  # type: ignore[attr-defined]
-    assert type(engine_inside(model).transport) is PairwiseTransport
+    assert type(engine_inside(model).ranks.transport) is PairwiseTransport
     assert (_open_files(), _mappings()) == (files, mappings)
     model(vector_batch(0, context.rank)).sum().backward()
 
@@ -248,7 +249,7 @@ def test_a_rank_that_may_write_no_large_files_makes_all_use_sockets(context: Ran
         model: nn.Module = StreamShard(Stack(), precision=FP32)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert type(engine_inside(model).transport) is PairwiseTransport
+    assert type(engine_inside(model).ranks.transport) is PairwiseTransport
     assert _open_files() == files
     model(vector_batch(0, context.rank)).sum().backward()
 
@@ -290,7 +291,7 @@ def _recording(transport: SharedMemoryTransport) -> list[tuple[str, int]]:
 
 
 def _shared(model: nn.Module) -> SharedMemoryTransport:
-    transport = engine_inside(model).transport
+    transport = engine_inside(model).ranks.transport
     assert isinstance(transport, SharedMemoryTransport)
     return transport
 
@@ -344,7 +345,7 @@ def test_reductions_of_different_layers_are_never_added_up(context: RankContext)
     model = sharded("plain", FP32)
     transport, out = _shared(model), torch.zeros(4)
     said = "rank 0 reduces the gradients of '.*0', rank 1 .* '.*1'"
-    with pytest.raises(CommunicationError, match=said), transport.guard("a sum"):
+    with pytest.raises(CommunicationError, match=said), transport.ranks.guard("a sum"):
         work = transport.start_reduce(_transports_reduction(model, 1 + context.rank, out))
         assert work is not None
         work.wait()
@@ -520,7 +521,7 @@ def test_a_rank_that_has_failed_is_not_waited_for(context: RankContext) -> None:
     """Although it lives and has its model."""
     model = StreamShard(Stack(), precision=FP32)
     if context.rank == 0:
-        with pytest.raises(KeyboardInterrupt), _shared(model).guard("something"):
+        with pytest.raises(KeyboardInterrupt), _shared(model).ranks.guard("something"):
             raise KeyboardInterrupt
         kept.append(model)
     else:
@@ -561,7 +562,7 @@ def _die(context: RankContext, where: str) -> str:
         if context.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    transport = engine_inside(model).transport
+    transport = engine_inside(model).ranks.transport
     if where in ("forward", "backward"):
         layer = model.layers[1]
         layer.register_forward_hook(kill) if where == "forward" else layer.register_full_backward_hook(kill)

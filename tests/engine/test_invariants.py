@@ -125,7 +125,7 @@ def test_no_gather_is_under_way_where_weights_are_cast_or_gathered_again(context
     with over_sockets() if sockets else contextlib.nullcontext():
         model = sharded(scenario, BF16)
     engine = engine_inside(model)
-    transport, refresh = engine.transport, StreamedUnit.refresh
+    transport, refresh = engine.ranks.transport, StreamedUnit.refresh
     start_gather = transport.start_gather
     checks = []
 
@@ -202,7 +202,7 @@ def test_a_forward_that_fails_on_one_rank_issues_what_the_others_do(context: Ran
                 _fail_in_forward(model, context, Trouble)
         else:
             model(vector_batch(1, context.rank))
-    digests: list[Any] = engine_inside(model).transport.gather_objects(engine_inside(model).transport.log.digest)
+    digests: list[Any] = engine_inside(model).ranks.gather_objects(engine_inside(model).ranks.log.digest)
     assert digests[0] == digests[1]
     stack_step(model, _call(context, 2))
 
@@ -230,14 +230,14 @@ def test_who_cannot_go_on_issues_nothing_more(context: RankContext, what: str) -
 
     def before() -> None:
         if what != "interrupted":
-            engine.transport.failure = "somebody has died"
-        counts.append(engine.transport.log._count)
+            engine.ranks.failure = "somebody has died"
+        counts.append(engine.ranks.log._count)
 
     kind = Stop if what == "interrupted" else Trouble
     with pytest.raises(kind):
         _fail_in_forward(model, context, kind, before)
-    assert engine.transport.log._count == counts[0]
-    engine.transport.failure = None
+    assert engine.ranks.log._count == counts[0]
+    engine.ranks.failure = None
     _assert_at_rest(engine)
 
 
@@ -260,13 +260,13 @@ def test_what_is_frozen_later_is_not_reduced(context: RankContext) -> None:
     model.layers[1].requires_grad_(False)
     engine = engine_inside(model)
     started = []
-    reduce = engine.transport.start_reduce
+    reduce = engine.ranks.transport.start_reduce
 
     def counted(reduction: Any) -> Any:
         started.append(reduction.tag)
         return reduce(reduction)
 
-    engine.transport.start_reduce = counted  # type: ignore[method-assign]
+    engine.ranks.transport.start_reduce = counted  # type: ignore[method-assign]
     stack_step(model, _call(context, 1))
     assert sorted(started) == [0, 1, 3, 4]
 

@@ -222,7 +222,7 @@ def test_nothing_of_the_trace_is_left_behind(context: RankContext) -> None:
     """No wrapper on any object, no observer, no hook: after an error neither."""
     model = sharded("plain", BF16)
     engine = engine_inside(model)
-    objects: list[Any] = [engine, engine.transport, *engine.units]
+    objects: list[Any] = [engine, engine.ranks.transport, *engine.units]
     before = [set(thing.__dict__) for thing in objects]
     with pytest.raises(ZeroDivisionError), trace_step(model) as trace:
         train(model, "plain", context, steps=1)

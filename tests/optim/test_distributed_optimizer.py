@@ -233,7 +233,7 @@ def test_a_failed_collective_inside_a_step_is_not_exchanged(context: RankContext
         return
 
     def closure() -> None:
-        with optimizer.engine.transport.guard("a sum"):
+        with optimizer.engine.ranks.guard("a sum"):
             raise RuntimeError("connection closed by peer")
 
     with pytest.raises(CommunicationError, match="a sum failed on rank 0 of 2: connection closed by peer"):

@@ -1,0 +1,222 @@
+"""Who trains a model together: who this rank is, what ranks agree on, and whether something between them has failed.
+
+[Note: ranks that do not do the same]
+All ranks issue the same exchanges in the same order. A transport logs what it issues (`streamshard.comm.issued`); who
+has waited for long compares the logs of all ranks, and if they differ, waits no longer. Whoever fails, for this reason
+or another, says so to those who wait for it: it closes its connections, which ends their waits, and has its log read.
+So all ranks end soon, with the same words.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from streamshard.comm.guard import Guard
+from streamshard.comm.issued import Kind, Log
+from streamshard.comm.streams import Streams
+from streamshard.comm.transport import Transport
+from streamshard.comm.watch import Vigil
+from streamshard.errors import CommunicationError
+
+__all__ = ["Ranks"]
+
+
+class Ranks:
+    """The ranks of a shard group, among all that train the model. Holds the one transport between them.
+
+    Args:
+        group: the shard group: gathers, reductions and norms are among its ranks.
+        streams: the engine's streams.
+        everyone: all ranks that train this model, replicas included, who agree on things; None: the shard group.
+        replica: place of this rank's replica among them, on the replicate axis.
+
+    Attributes:
+        transport: moves bytes between them. Whoever wants to watch or disturb that puts another one here.
+        rank: this rank within the shard group.
+        world_size: N.
+        replica: see above; weights are written to files by replica 0.
+        place: of this rank among everyone.
+        is_first: whether this is the rank whose weights count at the start and that writes what is written once.
+        total_size: number of ranks in `everyone`.
+        is_uneven: whether ranks may run out of inputs, see `streamshard.join`.
+        failure: how a collective has failed; None: none has.
+        vigil: how long this rank has been waiting for others.
+        log: what this rank has issued.
+        names: of units, by tag; for messages.
+    """
+
+    transport: Transport
+
+    def __init__(
+        self, group: dist.ProcessGroup, streams: Streams, everyone: dist.ProcessGroup | None = None, replica: int = 0
+    ) -> None:
+        self.failure: str | None = None
+        self.is_uneven = False
+        self.log = Log()
+        self.names: Sequence[str] = ()
+        # Weak: destroy_process_group() has to end gloo's threads, which must not outlive Python (they take its lock).
+        self._group_of = weakref.ref(group)
+        self._everyone_of = weakref.ref(everyone or group)
+        self.streams = streams
+        self.rank: int = dist.get_rank(group)
+        self.world_size: int = dist.get_world_size(group)
+        self.replica = replica
+        self.place: int = dist.get_rank(self.everyone)
+        self.is_first = self.place == 0
+        self.total_size: int = dist.get_world_size(self.everyone)
+        self.vigil = Vigil(self)
+        _alive_ones.add(self)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a collective has failed: nothing more is issued."""
+        return self.failure is not None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The shard group.
+
+        Raises:
+            CommunicationError: it has been destroyed.
+        """
+        return _alive(self._group_of)
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """All ranks that train this model.
+
+        Raises:
+            CommunicationError: the group has been destroyed.
+        """
+        return _alive(self._everyone_of)
+
+    def alive_groups(self) -> list[dist.ProcessGroup]:
+        """The groups that have not been destroyed."""
+        groups = [group_of() for group_of in {self._group_of, self._everyone_of}]
+        return [group for group in groups if group is not None]
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        """All ranks, for tensors in CPU memory. Collective the first time."""
+        return _host_group(self.everyone)
+
+    def guard(self, action: str, subject: str = "") -> Guard:
+        """A context around collectives and waits for them: says what failed, see `Guard`."""
+        return Guard(self, action, subject)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Overwrite `tensor` on every rank by that of the rank at place `source`. Blocks."""
+        if self.total_size > 1:
+            self.transport.before_talk()
+            with self.guard("a broadcast"):
+                self.log.add(Kind.BROADCAST)
+                dist.broadcast(tensor, src=dist.get_global_rank(self.everyone, source), group=self.everyone)
+
+    def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False, everyone: bool = False) -> None:
+        """Replace `tensor` by the sum (or maximum) over ranks, on the compute stream.
+
+        Args:
+            tensor: any shape.
+            maximum: instead of the sum.
+            everyone: over replicas too.
+        """
+        if (self.total_size if everyone else self.world_size) > 1:
+            self.transport.before_talk()
+            group = self.everyone if everyone else self.group
+            with self.guard("a sum over all ranks"):
+                self.log.add(Kind.SUM)
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
+
+    def any_rank(self, value: bool) -> bool:
+        """Whether `value` is true on any rank, replicas included. Blocks the host; no device waits or is waited for."""
+        if self.total_size == 1:
+            return value
+        self.transport.before_talk()
+        with self.guard("a vote of all ranks"):
+            return self.transport.any_rank(value)
+
+    def gather_objects(self, value: object, *, everyone: bool = True) -> list[Any]:
+        """Every rank's `value`, in rank order. Blocks; for set-up and errors, not for steps.
+
+        Args:
+            value: can be pickled.
+            everyone: from replicas too.
+        """
+        values: list[Any] = [value] * (self.total_size if everyone else self.world_size)
+        if len(values) > 1:
+            self.transport.before_talk()
+            with self.guard("a meeting of all ranks"):
+                self.log.add(Kind.MEETING)
+                dist.all_gather_object(values, value, group=self.everyone if everyone else self.group)
+        return values
+
+    def gather_errors(self, error: str | None) -> list[str | None]:
+        """Every rank's error, None where there is none. Blocks."""
+        return self.gather_objects(error)
+
+    def barrier(self) -> None:
+        """Return once every rank has called this."""
+        self.gather_objects(None)
+
+    # -- when ranks do not do the same ------------------------------------------------------------------------------
+
+    def find_difference(self) -> str | None:
+        """See `Transport.find_difference`."""
+        return self.transport.find_difference()
+
+    def give_up_if_in_vain(self) -> None:
+        """Called from another thread while this rank has been waiting for long."""
+        if self.failure is None and self.find_difference() is not None:
+            self.transport.hang_up()
+
+    def fail(self, failure: str) -> None:
+        """A collective has failed: issue nothing more, let nobody wait for this rank. The first failure counts."""
+        self.transport.on_failure()
+        if self.failure is None:
+            self.failure = failure
+            self.transport.hang_up()
+
+
+# Groups over which hosts talk, beside those that only move what is on devices. Kept by torch until it destroys them.
+_host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """`group` if it takes tensors in CPU memory, else one of the same ranks that does. Collective the first time."""
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        if group not in _host_groups:
+            ranks = dist.get_process_group_ranks(group)
+            _host_groups[group] = weakref.ref(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+        return _alive(_host_groups[group])
+    return group
+
+
+def _alive(group_of: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    group = group_of()
+    if group is None:
+        raise CommunicationError("the process group was destroyed (destroy_process_group) while the model needs it")
+    return group
+
+
+_alive_ones: weakref.WeakSet[Ranks] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for ranks in _alive_ones:
+        if ranks.total_size > 1:
+            ranks.failure = (
+                f"this process was forked from rank {ranks.rank} and is none of its own: it has the weights that "
+                "it was forked with, but no connection to other ranks"
+            )
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
