@@ -22,10 +22,20 @@ from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from streamshard.plan.program import Sweep
-from streamshard.unit.unit import StreamedUnit
+from streamshard.unit.unit import Member, StreamedUnit
 from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, adamw, assert_same, full_grads, full_weights, stack_step
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    adamw,
+    assert_same,
+    counted_collectives,
+    full_grads,
+    full_weights,
+    stack_step,
+)
 from tests.scenarios import BF16, PRECISIONS, SCENARIOS, RoutedStack, over_sockets, sharded
 
 SLOT_EACH: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
@@ -240,6 +250,23 @@ def test_who_cannot_go_on_issues_nothing_more(context: RankContext, what: str) -
     _assert_at_rest(engine)
 
 
+@on_ranks(1, 2)
+def test_an_interrupt_just_before_a_layers_forward_leaves_nothing_running(context: RankContext) -> None:
+    """It comes where nobody is there to take the layer off again."""
+    model = _stack()
+    engine = engine_inside(model)
+    begin = engine.pre_forward
+
+    def interrupted(member: Member) -> Any:
+        begin(member)
+        raise Stop
+
+    with mock.patch.object(engine, "pre_forward", interrupted), pytest.raises(Stop):
+        model(vector_batch(0, context.rank))
+    _assert_at_rest(engine)
+    stack_step(model, _call(context, 0))
+
+
 @on_ranks(2)
 def test_an_order_that_ranks_do_not_share_is_not_adopted(context: RankContext) -> None:
     """The registration order stays."""
@@ -311,6 +338,91 @@ def test_a_pass_that_never_began_is_over(context: RankContext) -> None:
     assert engine.depth == 0
     stack_step(model, _call(context, 0))
     _assert_at_rest(engine)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("settings", [{}, SLOT_EACH], ids=["default", "a slot each"])
+def test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing(
+    context: RankContext, settings: dict[str, Any]
+) -> None:
+    """The next step is right: of what lies in grad slots nothing is taken for its own."""
+    model = _stack(**settings)
+    stack_step(model, _call(context, 0))
+    model.zero_grad()
+    engine = engine_inside(model)
+
+    def fail(*_: Any) -> None:
+        raise Trouble
+
+    model.layers[2].register_full_backward_hook(fail)
+    with pytest.raises(Trouble):
+        stack_step(model, _call(context, 1))
+    with mock.patch.object(engine, "_close_all", mock.Mock(side_effect=Stop)), pytest.raises(Stop):
+        engine.settle()
+    assert (engine._backward, engine._swept, engine._computing) == (None, None, None)
+    model.zero_grad()
+    model.layers[2]._backward_hooks.clear()
+    stack_step(model, _call(context, 2))
+    assert_same(full_grads(model), _grads_of(context, 2, **settings), "gradients", EXACT)
+
+
+class _Remembering(Layer):
+    """Computes with what was left here, and returns it too."""
+
+    memory: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        y: Tensor = super().forward(x if self.memory is None else x + self.memory)
+        return y, self.memory
+
+
+class _Recurrent(Stack):
+    """The first layer remembers what the last one has made of the segment before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Remembering() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        y, memory = self.layers[0](x)
+        for layer in list(self.layers)[1:]:
+            y, _ = layer(y)
+        self.layers[0].memory = y
+        return self.head(y), memory
+
+
+@on_ranks(2)
+def test_a_pass_that_backward_has_left_is_not_begun_again(context: RankContext) -> None:
+    """Outputs of the later of two passes are the earlier one's nodes: each unit is reduced once in each pass."""
+    model = _stack(_Recurrent)
+    for number in range(2):
+        outputs = [model(vector_batch(2 * number + part, context.rank))[0] for part in range(2)]
+        with counted_collectives() as counts:
+            torch.cat(outputs).square().mean().backward()
+        assert counts["start_reduce"] == 2 * 4 + 1
+        model.layers[0].memory = None
+
+
+@on_ranks(2)
+def test_gradients_are_on_their_way_while_the_layer_before_is_recomputed(context: RankContext) -> None:
+    """A recomputation is the beginning of its layer's turn: what comes behind does not wait for it."""
+    model = _stack(lambda: RoutedStack(4, reentrant=True))
+    x = vector_batch(0, context.rank).requires_grad_()
+    model(x).square().mean().backward()
+    log = []
+    for place, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(lambda module, args, place=place: log.append(f"run {place}"))
+    reductions = engine_inside(model).reductions
+    start = reductions.start
+
+    def logged(unit: StreamedUnit) -> None:
+        log.append(f"reduce {unit.index - 1}")
+        start(unit)
+
+    with mock.patch.object(reductions, "start", logged):
+        model(x).square().mean().backward()
+    turns = ["run 3", "reduce 3", "run 2", "reduce 2", "run 1", "reduce 1", "run 0", "reduce 0"]
+    assert log == ["run 0", "run 1", "run 2", "run 3", *turns, "reduce -1"]
 
 
 @on_ranks(1, 2)
@@ -546,3 +658,14 @@ def test_what_evaluation_alone_writes_is_learnt_in_its_first_pass(context: RankC
         model(vector_batch(0, context.rank))
     wanted = {name: w * 0.5**4 if name == "head.weight" else w for name, w in before.items()}
     assert_same(full_weights(model), wanted, "weights", EXACT)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
+def test_backward_gathers_anew_what_a_forward_has_written(context: RankContext, sockets: bool) -> None:
+    """The edge unit too: ranks have changed different elements, and it lies in its slot as this rank has left it."""
+    with over_sockets() if sockets else contextlib.nullcontext():
+        model = _stack(_ClampedStack)
+    with _checking(engine_inside(model)):
+        for number in range(2):
+            stack_step(model, _call(context, number))
