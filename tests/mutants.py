@@ -100,7 +100,7 @@ MUTANTS: list[Mutant] = [
         "a pass begins without `settle`",
         "        self.settle()\n        refuse_transforms()",
         "        refuse_transforms()",
-        "cases_exceptions",
+        "cases_exceptions::test_after_an_exception_the_optimizer_alone_may_clear_gradients",
     ),
     Mutant(
         "engine/engine",
@@ -163,7 +163,7 @@ MUTANTS: list[Mutant] = [
         "fp32 weights are not retracted at the end of a pass",
         "            self._drain_gathers()\n            self._await_readers()\n        self._weights",
         "            self._drain_gathers()\n        self._weights",
-        "races",
+        "cases_edits::test_edits_after_an_evaluation_are_not_seen_by_ranks_that_are_still_at_it",
     ),
     Mutant(
         "engine/engine",
@@ -178,7 +178,7 @@ MUTANTS: list[Mutant] = [
         "the layers that ran when a forward failed still run",
         "        self._running.clear()\n",
         "",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions",
+        "invariants::test_an_interrupt_just_before_a_layers_forward_leaves_nothing_running",
     ),
     Mutant(
         "engine/engine",
@@ -192,7 +192,7 @@ MUTANTS: list[Mutant] = [
         "no cast after edits",
         "            self._cast()  # backward computes",
         "            pass  # backward computes",
-        "edits",
+        "edits::test_backward_computes_with_what_a_forward_has_written",
     ),
     Mutant(
         "engine/engine",
@@ -220,7 +220,7 @@ MUTANTS: list[Mutant] = [
         "a layer around a layer goes on without its weights",
         "            self._ask(outer.unit)\n            self._bind(outer)\n",
         "            pass\n",
-        "cases_graphs",
+        "edits::test_backward_computes_with_what_a_forward_has_written",
     ),
     Mutant(
         "engine/engine",
@@ -241,7 +241,7 @@ MUTANTS: list[Mutant] = [
         "what a pass has changed is not there when a unit comes again",
         "        self.edits.restore(unit)\n",
         "",
-        "edits",
+        "edits::test_changes_in_param_dtype_leave_what_they_do_not_touch",
     ),
     Mutant(
         "engine/engine",
@@ -299,7 +299,7 @@ MUTANTS: list[Mutant] = [
         "a borrowed unit is not noted for backward",
         "            self._depart(unit)\n            unit.take_trainability()\n",
         "            unit.take_trainability()\n",
-        "away",
+        "away::test_reading_weights_costs_no_reduction",
     ),
     Mutant(
         "engine/engine",
@@ -320,7 +320,7 @@ MUTANTS: list[Mutant] = [
         "a borrowed unit is not among the pass's",
         "            self._pass.borrowed.add(unit.index)\n",
         "",
-        "away",
+        "away::test_reading_weights_costs_no_reduction",
     ),
     Mutant(
         "engine/engine",
@@ -328,7 +328,7 @@ MUTANTS: list[Mutant] = [
         "            if unit is not self.edge and not (self._swept is not None and unit.index in "
         "self._swept.borrowed):\n",
         "            if unit is not self.edge:\n",
-        "away",
+        "away::test_reading_weights_costs_no_reduction",
     ),
     # -- engine: backward
     Mutant(
@@ -351,35 +351,35 @@ MUTANTS: list[Mutant] = [
         "`need` ignores whether the unit is bound",
         "        if self._computing is unit and unit.is_bound and not run.is_borrowed:\n",
         "        if self._computing is unit and not run.is_borrowed:\n",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes away",
+        "away::test_a_layer_finds_its_weights_again_in_backward",
     ),
     Mutant(
         "engine/engine",
         "`need` ignores that it is borrowed",
         "        if self._computing is unit and unit.is_bound and not run.is_borrowed:\n",
         "        if self._computing is unit and unit.is_bound:\n",
-        "away invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind",
+        "away::test_a_weight_that_was_read_and_changed_since_raises",
     ),
     Mutant(
         "engine/engine",
         "what is borrowed moves the sweep on",
         "            if run.pass_ is self._swept and not run.is_borrowed:\n",
         "            if run.pass_ is self._swept:\n",
-        "away",
+        "away::test_reading_weights_costs_no_reduction",
     ),
     Mutant(
         "engine/engine",
         "a pass that is over moves the sweep of another on",
         "            if run.pass_ is self._swept and not run.is_borrowed:\n",
         "            if not run.is_borrowed:\n",
-        "cases_passes cases_graphs",
+        "invariants::test_a_pass_that_backward_has_left_is_not_begun_again",
     ),
     Mutant(
         "engine/engine",
         "versions of a unit are not compared",
         "        self._check_versions(unit, run.versions)\n",
         "",
-        "cases_graphs",
+        "cases_graphs::test_weights_changed_between_a_forward_and_its_backward_raise",
     ),
     Mutant(
         "engine/engine",
@@ -393,28 +393,28 @@ MUTANTS: list[Mutant] = [
         "passes that a backward has been through are forgotten",
         "            self._closed.append(self._swept)\n",
         "",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes cases_graphs",
+        "invariants::test_a_pass_that_backward_has_left_is_not_begun_again",
     ),
     Mutant(
         "engine/engine",
         "passes of an earlier backward are remembered",
         "        self._swept = None\n        self._closed = []\n",
         "        self._swept = None\n",
-        "cases_passes",
+        "cases_execution::test_ranks_may_run_different_layers_in_graphs_that_are_used_twice",
     ),
     Mutant(
         "engine/engine",
         "the pass that was swept is remembered",
         "        self._swept = None\n        self._closed = []\n",
         "        self._closed = []\n",
-        "cases_passes",
+        "cases_execution::test_ranks_may_run_different_layers_in_graphs_that_are_used_twice",
     ),
     Mutant(
         "engine/engine",
         "a pass is left without closing it",
         "            self._closed.append(self._swept)\n            self._close_all()\n",
         "            self._closed.append(self._swept)\n",
-        "cases_passes cases_graphs",
+        "cases_execution::test_ranks_may_run_different_layers_in_graphs_that_are_used_twice",
     ),
     Mutant(
         "engine/engine",
@@ -442,14 +442,14 @@ MUTANTS: list[Mutant] = [
         "the edge unit is not acquired when backward begins",
         "        self._acquire(self.edge)\n        self.edge.bind()\n",
         "        self.edge.bind()\n",
-        "edits dial cases_graphs",
+        "invariants::test_backward_gathers_anew_what_a_forward_has_written",
     ),
     Mutant(
         "engine/engine",
         "the edge unit is not bound when backward begins",
         "        self._acquire(self.edge)\n        self.edge.bind()\n",
         "        self._acquire(self.edge)\n",
-        "cases_passes invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind",
+        "cases_passes::test_parameters_in_lists_are_whole_in_a_recomputation",
     ),
     Mutant(
         "engine/engine",
@@ -477,14 +477,14 @@ MUTANTS: list[Mutant] = [
         "a recomputation does not move the sweep on",
         "                self._advance(unit)\n        self._acquire(unit)\n        unit.bind()\n",
         "                pass\n        self._acquire(unit)\n        unit.bind()\n",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes races dial",
+        "invariants::test_gradients_are_on_their_way_while_the_layer_before_is_recomputed",
     ),
     Mutant(
         "engine/engine",
         "a recomputation is one visit late",
         "            start = sweep.released + (self._computing is not None)\n",
         "            start = sweep.released\n",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes races dial",
+        "invariants::test_gradients_are_on_their_way_while_the_layer_before_is_recomputed",
     ),
     Mutant(
         "engine/engine",
@@ -520,7 +520,7 @@ MUTANTS: list[Mutant] = [
         "a backward inside a forward releases the edge unit",
         "        if self._forward is None:\n            self.edge.release()\n",
         "        self.edge.release()\n",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_graphs",
+        "cases_passes::test_a_forward_may_differentiate_an_earlier_one",
     ),
     Mutant(
         "engine/engine",
@@ -535,7 +535,7 @@ MUTANTS: list[Mutant] = [
         "`settle` leaves a grad slot's content",
         "                if unit.grad_slot is not None:\n                    unit.grad_slot.content = None\n",
         "",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions",
+        "invariants::test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing",
     ),
     Mutant(
         "engine/engine",
@@ -558,7 +558,7 @@ MUTANTS: list[Mutant] = [
         "                self._close_all()\n                self._reduce_edge()\n"
         "                self.reductions.complete()\n",
         "                self._close_all()\n                self.reductions.complete()\n",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions dial",
+        "cases_exceptions::test_gradients_of_before_stay_when_a_backward_fails",
     ),
     Mutant(
         "engine/engine",
@@ -573,14 +573,14 @@ MUTANTS: list[Mutant] = [
         "`settle` forgets gradients that wait",
         "                if self._holds_grads:\n                    unit.hold_grads()\n                    continue\n",
         "",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind dial",
+        "cases_exceptions::test_gradients_of_before_stay_when_a_backward_fails",
     ),
     Mutant(
         "engine/engine",
         "`settle` leaves who computes",
         "            self._leave_backward()\n            self._computing = None\n",
         "            self._leave_backward()\n",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions",
+        "invariants::test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing",
     ),
     # -- shard
     Mutant(
@@ -609,7 +609,7 @@ MUTANTS: list[Mutant] = [
         "`give_grads` drops what autograd has put on the sharded parameter",
         "                if shard.param.grad is not None:\n                    piece.add_(shard.param.grad)\n",
         "",
-        "cases_graphs",
+        "cases_graphs::test_penalties_on_the_parameters_accumulate_with_everything_else",
     ),
     Mutant(
         "unit/shard",
