@@ -630,7 +630,7 @@ MUTANTS: list[Mutant] = [
         "main weights finer than what was computed with are rounded",
         "torch.where(mask[own] & ~kept,",
         "torch.where(mask[own],",
-        "edits",
+        "edits::test_changes_on_another_replica_round_nothing_here",
     ),
     # -- unit
     Mutant(
@@ -764,7 +764,7 @@ MUTANTS: list[Mutant] = [
         "`_adds` is not set after a first reduction",
         "        accumulate, self._adds = self._adds and not self._main_grads_are_in_slot, True\n",
         "        accumulate = self._adds and not self._main_grads_are_in_slot\n",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes adversary",
+        "cases_passes::test_recomputed_layers_with_several_forwards_and_backwards",
     ),
     Mutant(
         "unit/unit",
@@ -785,14 +785,14 @@ MUTANTS: list[Mutant] = [
         "scratch does not know who uses it",
         "        slot.scratch.work = work\n",
         "",
-        "dial adversary",
+        "dial::test_over_sockets_too",
     ),
     Mutant(
         "unit/unit",
         "main grads are not zeroed where gradients wait for the first time",
         "            self.shard.grad.zero_()\n            self._adds = True\n",
         "            self._adds = True\n",
-        "dial",
+        "invariants::test_gradients_that_wait_are_not_added_to_those_of_a_step_before",
     ),
     Mutant(
         "unit/unit",
@@ -800,14 +800,14 @@ MUTANTS: list[Mutant] = [
         "            if param.grad is not None:\n                self._add_own_grad(place, param.grad)\n"
         "            if self.used",
         "            if self.used",
-        "cases_graphs",
+        "cases_graphs::test_penalties_on_the_parameters_accumulate_with_everything_else",
     ),
     Mutant(
         "unit/unit",
         "`hold_grads` leaves out what only waits",
         "            if self.used[place] or self.shard.held[place]:\n                if place",
         "            if self.used[place]:\n                if place",
-        "cases_graphs dial",
+        "invariants::test_a_reduced_gradient_can_be_cleared_while_others_of_its_layer_wait",
     ),
     Mutant(
         "unit/unit",
@@ -863,14 +863,14 @@ MUTANTS: list[Mutant] = [
         "the reductions of a backward are not counted anew",
         "        self.reductions = 0\n        self.has_unreduced = False\n        self.used",
         "        self.has_unreduced = False\n        self.used",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_training",
+        "invariants::test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing",
     ),
     Mutant(
         "unit/unit",
         "a backward leaves `has_unreduced`",
         "        self.reductions = 0\n        self.has_unreduced = False\n        self.used",
         "        self.reductions = 0\n        self.used",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions",
+        "invariants::test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing",
     ),
     Mutant(
         "unit/unit",

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import Precision, StreamShard
@@ -144,6 +145,29 @@ def test_changes_in_param_dtype_leave_what_they_do_not_touch(context: RankContex
     limit = torch.tensor(0.1, dtype=torch.bfloat16).float()
     is_inside = was.bfloat16().float().abs() <= limit
     assert torch.equal(weight[is_inside], was[is_inside]) and bool((weight[~is_inside].abs() == limit).all())
+
+
+@on_ranks(2)
+def test_changes_on_another_replica_round_nothing_here(context: RankContext) -> None:
+    """Replicas that train on their own have weights of their own: one's clamped element may be finer than another's."""
+
+    class Clamping(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.linear.bias.clamp_(max=1.0)
+            return super().forward(x)
+
+    stack = Stack()
+    stack.layers = nn.ModuleList(Clamping() for _ in range(3))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model: Any = StreamShard(stack, precision=Precision(), mesh=mesh)
+    before, after = ((1.5, 1.0), (1.001, 1.001))[context.rank]
+    for layer in model.layers:
+        layer.linear.bias.data.fill_(before)
+    with torch.no_grad():
+        model(vector_batch(0, context.rank))
+    for layer in model.layers:
+        assert torch.equal(layer.linear.bias, torch.full_like(layer.linear.bias, after))
 
 
 class HalvingLayer(Layer):

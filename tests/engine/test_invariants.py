@@ -102,9 +102,14 @@ def _assert_at_rest(engine: Engine) -> None:
     assert (engine.depth, engine._running, engine._entering, engine._pass, engine._forward) == (0, [], None, None, None)
     assert (engine._backward, engine._swept, engine._closed, engine._computing) == (None, None, [], None)
     assert engine.reductions.due == set()
+    _assert_units_at_rest(engine)
+
+
+def _assert_units_at_rest(engine: Engine) -> None:
     for unit in engine.units:
         assert not unit.is_bound and unit.bound_members == 0, unit.name
         assert not any(unit.used) and not unit.has_unreduced and not unit._has_taken, unit.name
+        assert unit.reductions == 0, unit.name
         assert unit.aside == {}, unit.name
         assert unit.grad_slot is None or unit.grad_slot.content is None, unit.name
 
@@ -360,6 +365,7 @@ def test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing(
     with mock.patch.object(engine, "_close_all", mock.Mock(side_effect=Stop)), pytest.raises(Stop):
         engine.settle()
     assert (engine._backward, engine._swept, engine._computing) == (None, None, None)
+    _assert_units_at_rest(engine)
     model.zero_grad()
     model.layers[2]._backward_hooks.clear()
     stack_step(model, _call(context, 2))
@@ -498,6 +504,61 @@ def test_clearing_forgets_what_was_reduced_and_what_waits(
         adamw(model).zero_grad(set_to_none=set_to_none)
     stack_step(model, _call(context, 2))
     assert_same(full_grads(model), _grads_of(context, 2, **settings), "gradients", EXACT)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_gradients_that_wait_are_not_added_to_those_of_a_step_before(context: RankContext, precision: str) -> None:
+    """Which have been stepped with and cleared; their memory is the same."""
+    settings = {**SLOT_EACH, "precision": PRECISIONS[precision]}
+    found = []
+    for steps in ((0,), ()):
+        model = _stack(**settings)
+        for step in steps:
+            stack_step(model, _call(context, step))
+            model.zero_grad()
+        with model.no_sync():
+            stack_step(model, _call(context, 1))
+        stack_step(model, _call(context, 2))
+        found.append(full_grads(model))
+    assert_same(found[0], found[1], "gradients", EXACT)
+
+
+class _WithoutBias(Layer):
+    has_bias = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.linear.bias if self.has_bias else None
+        return x + torch.tanh(nn.functional.linear(x, self.linear.weight, bias))
+
+
+class _StackWithoutBias(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_WithoutBias() for _ in range(4))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_reduced_gradient_can_be_cleared_while_others_of_its_layer_wait(
+    context: RankContext, precision: str, set_to_none: bool
+) -> None:
+    """It waits with them, although the micro-batch has none of its own."""
+    settings = {**SLOT_EACH, "precision": PRECISIONS[precision]}
+    model = _stack(_StackWithoutBias, **settings)
+    stack_step(model, _call(context, 0))
+    with model.no_sync():
+        for layer in model.layers:
+            layer.has_bias = False
+        stack_step(model, _call(context, 1))
+        adamw(model).zero_grad(set_to_none=set_to_none)
+    for layer in model.layers:
+        layer.has_bias = True
+    stack_step(model, _call(context, 2))
+    fresh = _stack(_StackWithoutBias, **settings)
+    stack_step(fresh, _call(context, 2))
+    assert_same(full_grads(model), full_grads(fresh), "gradients", EXACT)
 
 
 @on_ranks(2)

@@ -405,14 +405,18 @@ def test_forwards_and_backwards_at_other_numbers_of_ranks(context: RankContext, 
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("what", ["two forwards, one backward", "retain_graph", "two losses"])
-def test_recomputed_layers_with_several_forwards_and_backwards(context: RankContext, what: str) -> None:
-    """Checkpoints and repeated passes together."""
+def test_recomputed_layers_with_several_forwards_and_backwards(
+    context: RankContext, what: str, reentrant: bool
+) -> None:
+    """Checkpoints and repeated passes together. Those of the old kind give each pass's gradients by themselves."""
 
     class CheckpointedStack(Stack):
         def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
             for layer in self.layers:
-                y: Any = checkpoint(layer, x, use_reentrant=False)
+                y: Any = checkpoint(layer, x, use_reentrant=reentrant)
                 x = y
             out: Tensor = self.head(x)
             return out
