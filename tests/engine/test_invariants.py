@@ -651,15 +651,30 @@ def test_weights_read_elsewhere_are_free_of_races(context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_gradients_in_parts_do_not_meet_their_average(context: RankContext) -> None:
-    """Reentrant checkpoints of layers that run twice: each recomputation's backward delivers a part."""
+@pytest.mark.parametrize("route", [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]], ids=["once", "twice"])
+def test_gradients_in_parts_do_not_meet_their_average(context: RankContext, route: list[int]) -> None:
+    """Reentrant checkpoints, in two forwards, of layers that run twice: each recomputation delivers a part."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = _stack(lambda: RoutedStack(reentrant=True), mesh=mesh)
-    model.route = [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
-    with detect_races(model):
+    model.route = route
+    with detect_races(model), make_adversarial(model):
         for number in range(3):
-            model(vector_batch(number, context.rank).requires_grad_()).square().mean().backward()
+            outputs = [model(vector_batch(2 * number + k, context.rank).requires_grad_()) for k in range(2)]
+            torch.cat(outputs).square().mean().backward()
             adamw(model).step()
+
+
+@on_ranks(2)
+def test_a_unit_is_averaged_over_replicas_once(context: RankContext) -> None:
+    """Also where one rank has the whole shard, and nothing tells a slot that was reduced from one that was not."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = _stack(mesh=mesh)
+    replicas = engine_inside(model).reductions.replicas
+    assert replicas is not None
+    for number in range(2):
+        with mock.patch.object(replicas.transport, "start_average", wraps=replicas.transport.start_average) as average:
+            stack_step(model, _call(context, number))
+        assert average.call_count == 5
 
 
 # -- what forwards write ------------------------------------------------------------------------------------------
