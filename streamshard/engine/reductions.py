@@ -97,7 +97,7 @@ class Reductions:
     def start_late_ones(self) -> None:
         """Reduce gradients of blocks that came after their unit's turn."""
         for unit in self._units[1:]:
-            if unit.has_unreduced and (unit.grad_slot is None or unit.grad_slot.content == unit.index):
+            if unit.has_unreduced:
                 self.start(unit)
 
     def finish(self) -> list[nn.Parameter]:

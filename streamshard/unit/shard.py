@@ -198,7 +198,6 @@ class UnitShard:
                     piece.add_(shard.param.grad)
                 shard.param.grad = piece
                 given.append(shard.param)
-        self.held = [False] * len(self.params)
         return given
 
 

@@ -419,7 +419,6 @@ class StreamedUnit:
         """The gradient of parameter `place` that waits in the slot, or in the main grads, is zero from now on."""
         self._grad_views[place].zero_()
         self.shard.grad_pieces[place].zero_()
-        self.written[place] = True
 
     def _add_own_grad(self, place: int, grad: torch.Tensor) -> None:
         """Add what autograd, or the user, has given to the sharded parameter itself: no other rank has a part in it."""
