@@ -452,6 +452,56 @@ def test_a_recomputation_that_nobody_announces_finds_its_weights(
     assert_trains_like_plain(context, build, step, **SETTINGS[settings])
 
 
+class Giving(Layer):
+    """Gives its weight to the layer that it ends with, if there is one, and returns an object that nobody knows."""
+
+    last: tuple[nn.Module, ...] = ()
+
+    def forward(self, x: Tensor, given: Tensor | None = None) -> Any:
+        """[rows, DIM] -> Wrapped [rows, DIM]; with a weight that is given, [rows, DIM]"""
+        y = super().forward(x)
+        if given is not None:
+            return torch.tanh(F.linear(y, given))
+        for layer in self.last:
+            y = layer(y, self.linear.weight)
+        return Wrapped(y)
+
+
+class GivingStack(Stack):
+    """The last layer runs inside the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Giving() for _ in range(4))
+        self.layers[2].last = (self.layers[3],)  # type: ignore[assignment]  # a tuple, not a module
+
+    def order(self) -> Any:
+        """All but the last."""
+        return [lambda x, layer=layer: layer(x).x for layer in list(self.layers)[:3]]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_layer_may_be_given_a_weight_that_is_in_its_slot(context: RankContext, settings: str) -> None:
+    """Backward finds it again, although a second forward has had the slot since."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        losses = [model(vector_batch(call.step + 50 * part, call.rank)).square().mean() for part in range(2)]
+        return call.backward(losses[0] + losses[1])
+
+    assert_trains_like_plain(context, GivingStack, step, **SETTINGS[settings])
+
+
+@on_ranks(2)
+def test_a_weight_that_was_given_ends_no_turn(context: RankContext) -> None:
+    """Of the layer that reads it: each unit is reduced once."""
+    model = StreamShard(GivingStack(), precision=FP32)
+    for number in range(2):
+        with counted_collectives() as counts:
+            stack_step(model, Call(number, context.rank, 2, 1.0))
+        assert counts["start_reduce"] == 5
+
+
 # ---------------------------------------------------------------------------------------------- methods beside forward
 
 

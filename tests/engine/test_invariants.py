@@ -716,6 +716,26 @@ def test_what_a_failed_forward_has_written_stays(context: RankContext) -> None:
     assert_same(full_weights(model), wanted, "weights", EXACT)
 
 
+@on_ranks(2)
+def test_what_an_interrupted_forward_has_written_is_not_there_in_the_next(context: RankContext) -> None:
+    """Ranks have not compared it."""
+    model = _stack(_ClampedStack)
+    with torch.no_grad():
+        model(vector_batch(0, context.rank))
+        before = full_weights(model)
+        with pytest.raises(Stop):
+            hook = model.layers[2].register_forward_pre_hook(_stop)
+            model(vector_batch(0, context.rank))
+        hook.remove()
+        model(vector_batch(0, context.rank))
+    wanted = {name: w * 0.5 if name.endswith("linear.weight") else w for name, w in before.items()}
+    assert_same(full_weights(model), wanted, "weights", EXACT)
+
+
+def _stop(*_: Any) -> None:
+    raise Stop
+
+
 class _ClampedInEvaluation(Stack):
     def order(self) -> Any:
         for layer in self.layers:
