@@ -992,7 +992,7 @@ MUTANTS: list[Mutant] = [
         "edits of a pass that was given up are left",
         "        self._changed.clear()\n",
         "",
-        "invariants::test_what_a_failed_forward_has_written_stays edits",
+        "invariants::test_what_an_interrupted_forward_has_written_is_not_there_in_the_next",
     ),
     Mutant(
         "engine/edits",
@@ -1034,7 +1034,7 @@ MUTANTS: list[Mutant] = [
         "engine/edits",
         "every pass is learnt from",
         "            self._learnt.add(torch.is_grad_enabled())\n",
-        "",
+        "            pass\n",
         "edits dial cases_training",
     ),
     Mutant(
@@ -1078,14 +1078,14 @@ MUTANTS: list[Mutant] = [
         "another unit's weight is saved as an activation",
         "                if (other := engine.unit_at(address)) is not None:  #",
         "                if (other := engine.unit_at(address)) is None and other:  #",
-        "away",
+        "away::test_a_weight_that_was_given_ends_no_turn",
     ),
     Mutant(
         "engine/hooks",
         "a borrowed weight is unpacked in place",
         "            return mark.unit.copy_out(saved) if mark.is_borrowed else saved\n",
         "            return saved\n",
-        "away",
+        "invariants::test_weights_read_elsewhere_are_free_of_races",
     ),
     Mutant(
         "engine/hooks",
@@ -1099,14 +1099,14 @@ MUTANTS: list[Mutant] = [
         "versions of activations are not compared",
         "        if saved._version != mark:\n",
         "        if False:\n",
-        "cases_values",
+        "cases_values::test_an_activation_that_is_modified_and_was_saved_raises",
     ),
     Mutant(
         "engine/hooks",
         "the node behind a view is not watched",
         "            tensor._base.grad_fn.register_prehook(prehook)\n",
         "            pass\n",
-        "cases_values cases_passes",
+        "cases_values::test_a_view_that_is_modified_announces_its_layer_all_the_same",
     ),
     Mutant(
         "engine/hooks",
