@@ -899,7 +899,7 @@ MUTANTS: list[Mutant] = [
         "what is not due is set aside",
         "            if earlier.index in self.due:  #",
         "            if True:  #",
-        "cases_passes::test_recomputed_activations_give_the_same_numbers",
+        "invariants::test_gradients_that_come_late_are_reduced_where_another_unit_needs_their_slot",
     ),
     Mutant(
         "engine/reductions",

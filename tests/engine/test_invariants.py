@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from streamshard import ShardingError, StreamShard
 from streamshard.engine.engine import Engine
@@ -194,6 +195,25 @@ class _Shifts(nn.Module):
 def test_a_gradient_that_comes_unannounced_ends_the_turns_before_it(context: RankContext) -> None:
     """Whose gradients are reduced then; they need not be set aside for the next one's."""
     model = _stack(_Shifts)
+    for number in range(2):
+        with mock.patch.object(StreamedUnit, "set_grads_aside", mock.Mock(side_effect=AssertionError("set aside"))):
+            stack_step(model, _call(context, number))
+        _assert_at_rest(engine_inside(model))
+
+
+class _RecomputedInPairs(Stack):
+    def order(self) -> Any:
+        layers = list(self.layers)
+        for first, second in zip(layers[::2], layers[1::2], strict=True):
+            yield lambda x, first=first, second=second: checkpoint(
+                lambda y: second(first(y)), x.requires_grad_(), use_reentrant=False
+            )
+
+
+@on_ranks(2)
+def test_gradients_that_come_late_are_reduced_where_another_unit_needs_their_slot(context: RankContext) -> None:
+    """Memory of their own is for those whose place in the program is still to come."""
+    model = _stack(_RecomputedInPairs)
     for number in range(2):
         with mock.patch.object(StreamedUnit, "set_grads_aside", mock.Mock(side_effect=AssertionError("set aside"))):
             stack_step(model, _call(context, number))
