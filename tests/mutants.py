@@ -100,7 +100,7 @@ MUTANTS: list[Mutant] = [
         "a pass begins without `settle`",
         "        self.settle()\n        refuse_transforms()",
         "        refuse_transforms()",
-        "cases_exceptions",
+        "cases_exceptions::test_after_an_exception_the_optimizer_alone_may_clear_gradients",
     ),
     Mutant(
         "engine/engine",
@@ -163,7 +163,7 @@ MUTANTS: list[Mutant] = [
         "fp32 weights are not retracted at the end of a pass",
         "            self._drain_gathers()\n            self._await_readers()\n        self._weights",
         "            self._drain_gathers()\n        self._weights",
-        "races",
+        "cases_edits::test_edits_after_an_evaluation_are_not_seen_by_ranks_that_are_still_at_it",
     ),
     Mutant(
         "engine/engine",
@@ -185,7 +185,7 @@ MUTANTS: list[Mutant] = [
         "no cast after edits",
         "            self._cast()  # backward computes",
         "            pass  # backward computes",
-        "edits",
+        "edits::test_backward_computes_with_what_a_forward_has_written",
     ),
     Mutant(
         "engine/engine",
@@ -213,7 +213,7 @@ MUTANTS: list[Mutant] = [
         "a layer around a layer goes on without its weights",
         "            self._ask(forward, outer.unit)\n            self._bind(outer)\n",
         "            pass\n",
-        "cases_graphs",
+        "edits::test_backward_computes_with_what_a_forward_has_written",
     ),
     Mutant(
         "engine/engine",
@@ -234,7 +234,7 @@ MUTANTS: list[Mutant] = [
         "what a pass has changed is not there when a unit comes again",
         "        self.edits.restore(unit)\n",
         "",
-        "edits",
+        "edits::test_changes_in_param_dtype_leave_what_they_do_not_touch",
     ),
     Mutant(
         "engine/engine",
@@ -292,7 +292,7 @@ MUTANTS: list[Mutant] = [
         "a borrowed unit is not noted for backward",
         "            self._depart(self._forward, unit)\n            unit.take_trainability()\n",
         "            unit.take_trainability()\n",
-        "away",
+        "away::test_reading_weights_costs_no_reduction",
     ),
     Mutant(
         "engine/engine",
@@ -313,14 +313,14 @@ MUTANTS: list[Mutant] = [
         "a borrowed unit is not among the pass's",
         "            forward.pass_.borrowed.add(unit.index)\n",
         "",
-        "away",
+        "away::test_reading_weights_costs_no_reduction",
     ),
     Mutant(
         "engine/engine",
         "a gradient of a borrowed unit ends the turn of the one that computes",
-        "            if unit is not self.edge and not (backward.swept is not None and unit.index in backward.swept.borrowed):\n",
-        "            if unit is not self.edge:\n",
-        "away",
+        "unit is not self.edge and not (backward.swept is not None and unit.index in backward.swept.borrowed):\n",
+        "unit is not self.edge:\n",
+        "away::test_reading_weights_costs_no_reduction",
     ),
     # -- engine: backward
     Mutant(
@@ -343,35 +343,35 @@ MUTANTS: list[Mutant] = [
         "`need` ignores whether the unit is bound",
         "        if backward is not None and backward.computing is unit and unit.is_bound and not run.is_borrowed:\n",
         "        if backward is not None and backward.computing is unit and not run.is_borrowed:\n",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes away",
+        "away::test_a_layer_finds_its_weights_again_in_backward",
     ),
     Mutant(
         "engine/engine",
         "`need` ignores that it is borrowed",
         "        if backward is not None and backward.computing is unit and unit.is_bound and not run.is_borrowed:\n",
         "        if backward is not None and backward.computing is unit and unit.is_bound:\n",
-        "away invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind",
+        "away::test_a_weight_that_was_read_and_changed_since_raises",
     ),
     Mutant(
         "engine/engine",
         "what is borrowed moves the sweep on",
         "            if backward is not None and run.pass_ is backward.swept and not run.is_borrowed:\n",
         "            if backward is not None and run.pass_ is backward.swept:\n",
-        "away",
+        "away::test_reading_weights_costs_no_reduction",
     ),
     Mutant(
         "engine/engine",
         "a pass that is over moves the sweep of another on",
         "            if backward is not None and run.pass_ is backward.swept and not run.is_borrowed:\n",
         "            if backward is not None and not run.is_borrowed:\n",
-        "cases_passes cases_graphs",
+        "invariants::test_a_pass_that_backward_has_left_is_not_begun_again",
     ),
     Mutant(
         "engine/engine",
         "versions of a unit are not compared",
         "        self._check_versions(unit, run.versions)\n",
         "",
-        "cases_graphs",
+        "cases_graphs::test_weights_changed_between_a_forward_and_its_backward_raise",
     ),
     Mutant(
         "engine/engine",
@@ -385,14 +385,14 @@ MUTANTS: list[Mutant] = [
         "passes that a backward has been through are forgotten",
         "            backward.closed.append(backward.swept)\n",
         "",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes cases_graphs",
+        "invariants::test_a_pass_that_backward_has_left_is_not_begun_again",
     ),
     Mutant(
         "engine/engine",
         "a pass is left without closing it",
         "            backward.closed.append(backward.swept)\n            self._close_all(backward)\n",
         "            backward.closed.append(backward.swept)\n",
-        "cases_passes cases_graphs",
+        "cases_execution::test_ranks_may_run_different_layers_in_graphs_that_are_used_twice",
     ),
     Mutant(
         "engine/engine",
@@ -420,14 +420,14 @@ MUTANTS: list[Mutant] = [
         "the edge unit is not acquired when backward begins",
         "        self._acquire(self.edge)\n        self.edge.bind()\n",
         "        self.edge.bind()\n",
-        "edits dial cases_graphs",
+        "invariants::test_backward_gathers_anew_what_a_forward_has_written",
     ),
     Mutant(
         "engine/engine",
         "the edge unit is not bound when backward begins",
         "        self._acquire(self.edge)\n        self.edge.bind()\n",
         "        self._acquire(self.edge)\n",
-        "cases_passes invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind",
+        "cases_passes::test_parameters_in_lists_are_whole_in_a_recomputation",
     ),
     Mutant(
         "engine/engine",
@@ -456,14 +456,14 @@ MUTANTS: list[Mutant] = [
         "a recomputation does not move the sweep on",
         "                self._advance(backward, unit)\n        self._acquire(unit)\n        unit.bind()\n",
         "                pass\n        self._acquire(unit)\n        unit.bind()\n",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes races dial",
+        "invariants::test_gradients_are_on_their_way_while_the_layer_before_is_recomputed",
     ),
     Mutant(
         "engine/engine",
         "a recomputation is one visit late",
         "            start = sweep.released + (backward.computing is not None)\n",
         "            start = sweep.released\n",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes races dial",
+        "invariants::test_gradients_are_on_their_way_while_the_layer_before_is_recomputed",
     ),
     Mutant(
         "engine/engine",
@@ -501,7 +501,7 @@ MUTANTS: list[Mutant] = [
         "a backward inside a forward releases the edge unit",
         "        if self._forward is None:\n            self.edge.release()\n",
         "        self.edge.release()\n",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_graphs",
+        "cases_passes::test_a_forward_may_differentiate_an_earlier_one",
     ),
     Mutant(
         "engine/engine",
@@ -516,7 +516,7 @@ MUTANTS: list[Mutant] = [
         "`settle` leaves a grad slot's content",
         "        if self.slot is not None:\n            self.slot.content = None\n",
         "",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions",
+        "invariants::test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing",
     ),
     Mutant(
         "unit/grads",
@@ -541,7 +541,7 @@ MUTANTS: list[Mutant] = [
         "                self._reduce_edge(backward)\n"
         "                self.reductions.complete()\n",
         "                self._close_all(backward)\n                self.reductions.complete()\n",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions dial",
+        "cases_exceptions::test_gradients_of_before_stay_when_a_backward_fails",
     ),
     Mutant(
         "engine/engine",
@@ -560,7 +560,7 @@ MUTANTS: list[Mutant] = [
         "                else:\n"
         "                    unit.grads.give_up()\n",
         "                unit.grads.give_up()\n",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind dial",
+        "cases_exceptions::test_gradients_of_before_stay_when_a_backward_fails",
     ),
     # -- shard
     Mutant(
@@ -589,7 +589,7 @@ MUTANTS: list[Mutant] = [
         "`give` drops what autograd has put on the sharded parameter",
         "        if param.grad is not None:\n            self.in_main.add_(param.grad)\n",
         "",
-        "cases_graphs",
+        "cases_graphs::test_penalties_on_the_parameters_accumulate_with_everything_else",
     ),
     Mutant(
         "unit/grads",
@@ -599,18 +599,11 @@ MUTANTS: list[Mutant] = [
         "cases_training",
     ),
     Mutant(
-        "unit/grads",
-        "what was kept is remembered",
-        "            grad.is_used = grad.is_kept = False\n        self",
-        "            grad.is_used = False\n        self",
-        "cases_graphs dial cases_training",
-    ),
-    Mutant(
         "unit/shard",
         "main weights finer than what was computed with are rounded",
         "torch.where(mask[own] & ~kept,",
         "torch.where(mask[own],",
-        "edits",
+        "edits::test_changes_on_another_replica_round_nothing_here",
     ),
     # -- unit
     Mutant(
@@ -716,7 +709,7 @@ MUTANTS: list[Mutant] = [
         "a reduction does not settle what is unreduced",
         "        self.reductions += 1\n        self.has_unreduced = False\n",
         "        self.reductions += 1\n",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind dial cases_training cases_passes",
+        "invariants::test_a_unit_is_averaged_over_replicas_once",
     ),
     Mutant(
         "unit/grads",
@@ -744,7 +737,7 @@ MUTANTS: list[Mutant] = [
         "`_adds` is not set after a first reduction",
         "        accumulate, self._adds = self._adds and not self._is_main_in_slot, True\n",
         "        accumulate = self._adds and not self._is_main_in_slot\n",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes adversary",
+        "cases_passes::test_recomputed_layers_with_several_forwards_and_backwards",
     ),
     Mutant(
         "unit/grads",
@@ -765,28 +758,28 @@ MUTANTS: list[Mutant] = [
         "scratch does not know who uses it",
         "        slot.scratch.work = work\n",
         "",
-        "dial adversary",
+        "dial::test_over_sockets_too",
     ),
     Mutant(
         "unit/grads",
         "main grads are not zeroed where gradients wait for the first time",
         "            self.main.zero_()\n            self._adds = True\n",
         "            self._adds = True\n",
-        "dial",
+        "invariants::test_gradients_that_wait_are_not_added_to_those_of_a_step_before",
     ),
     Mutant(
         "unit/grads",
         "`leave_unreduced` overwrites what autograd has put there",
         "            if param.grad is not None:\n                self._add_own(grad, param.grad)\n            if grad",
         "            if grad",
-        "cases_graphs",
+        "cases_graphs::test_penalties_on_the_parameters_accumulate_with_everything_else",
     ),
     Mutant(
         "unit/grads",
         "`leave_unreduced` leaves out what only waits",
         "            if grad.is_used or grad.is_kept:\n",
         "            if grad.is_used:\n",
-        "cases_graphs dial",
+        "invariants::test_a_reduced_gradient_can_be_cleared_while_others_of_its_layer_wait",
     ),
     Mutant(
         "unit/grads",
@@ -825,13 +818,6 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "unit/grads",
-        "`forget` does not say that zero is written",
-        "        self.in_main.zero_()\n        self.is_written = True\n",
-        "        self.in_main.zero_()\n",
-        "invariants::test_clearing_forgets_what_was_reduced_and_what_waits dial cases_graphs",
-    ),
-    Mutant(
-        "unit/grads",
         "what autograd gives to a sharded parameter counts once, not N times",
         "add_(own, alpha=self._shard.layout.world_size)",
         "add_(own)",
@@ -842,20 +828,20 @@ MUTANTS: list[Mutant] = [
         "the reductions of a backward are not counted anew",
         "        self.reductions = 0\n        self.has_unreduced = False\n        given",
         "        self.has_unreduced = False\n        given",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_training",
+        "invariants::test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing",
     ),
     Mutant(
         "unit/grads",
         "a backward leaves `has_unreduced`",
         "        self.reductions = 0\n        self.has_unreduced = False\n        given",
         "        self.reductions = 0\n        given",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions",
+        "invariants::test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing",
     ),
     Mutant(
         "unit/grads",
         "a backward leaves `used`",
-        "            grad.is_used = grad.is_kept = False\n        self",
-        "            grad.is_kept = False\n        self",
+        "            grad.is_used = False\n        self",
+        "        self",
         "cases_execution cases_training",
     ),
     Mutant(
@@ -871,7 +857,7 @@ MUTANTS: list[Mutant] = [
         "replicas are not settled before a gradient is taken",
         "            self.replicas.settle(unit)\n        unit.grads.write",
         "            pass\n        unit.grads.write",
-        "invariants::test_gradients_in_parts_do_not_meet_their_average replicas",
+        "invariants::test_gradients_in_parts_do_not_meet_their_average",
     ),
     Mutant(
         "engine/reductions",
@@ -892,7 +878,7 @@ MUTANTS: list[Mutant] = [
         "what is not due is set aside",
         "            if earlier.index in self.due:  #",
         "            if True:  #",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind coalesce cases_passes adversary",
+        "invariants::test_gradients_that_come_late_are_reduced_where_another_unit_needs_their_slot",
     ),
     Mutant(
         "engine/reductions",
@@ -913,7 +899,7 @@ MUTANTS: list[Mutant] = [
         "a reduction is not remembered",
         "            self._under_way.append(work)\n",
         "            pass\n",
-        "races",
+        "cases_training::test_gradients_accumulate_over_micro_batches",
     ),
     Mutant(
         "engine/reductions",
@@ -921,13 +907,6 @@ MUTANTS: list[Mutant] = [
         "            self._done.wait()  # rule 7",
         "            pass  # rule 7",
         "races",
-    ),
-    Mutant(
-        "engine/reductions",
-        "late gradients are looked for in slots of other units",
-        "            if unit.grads.has_unreduced and unit.grads.is_open:\n",
-        "            if unit.grads.has_unreduced:\n",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_passes cases_execution",
     ),
     Mutant(
         "engine/used",
@@ -993,7 +972,7 @@ MUTANTS: list[Mutant] = [
         "edits of a pass that was given up are left",
         "        self._changed.clear()\n",
         "",
-        "invariants::test_what_a_failed_forward_has_written_stays edits",
+        "invariants::test_what_an_interrupted_forward_has_written_is_not_there_in_the_next",
     ),
     Mutant(
         "engine/edits",
@@ -1035,7 +1014,7 @@ MUTANTS: list[Mutant] = [
         "engine/edits",
         "every pass is learnt from",
         "            self._learnt.add(torch.is_grad_enabled())\n",
-        "",
+        "            pass\n",
         "edits dial cases_training",
     ),
     Mutant(
@@ -1079,14 +1058,14 @@ MUTANTS: list[Mutant] = [
         "another unit's weight is saved as an activation",
         "                if (other := engine.unit_at(address)) is not None:  #",
         "                if (other := engine.unit_at(address)) is None and other:  #",
-        "away",
+        "away::test_a_weight_that_was_given_ends_no_turn",
     ),
     Mutant(
         "engine/hooks",
         "a borrowed weight is unpacked in place",
         "            return mark.unit.copy_out(saved) if mark.is_borrowed else saved\n",
         "            return saved\n",
-        "away",
+        "invariants::test_weights_read_elsewhere_are_free_of_races",
     ),
     Mutant(
         "engine/hooks",
@@ -1100,14 +1079,14 @@ MUTANTS: list[Mutant] = [
         "versions of activations are not compared",
         "        if saved._version != mark:\n",
         "        if False:\n",
-        "cases_values",
+        "cases_values::test_an_activation_that_is_modified_and_was_saved_raises",
     ),
     Mutant(
         "engine/hooks",
         "the node behind a view is not watched",
         "            tensor._base.grad_fn.register_prehook(prehook)\n",
         "            pass\n",
-        "cases_values cases_passes",
+        "cases_values::test_a_view_that_is_modified_announces_its_layer_all_the_same",
     ),
     Mutant(
         "engine/hooks",

@@ -87,7 +87,7 @@ class Reductions:
     def start_late_ones(self) -> None:
         """Reduce gradients of blocks that came after their unit's turn."""
         for unit in self._units[1:]:
-            if unit.grads.has_unreduced and unit.grads.is_open:
+            if unit.grads.has_unreduced:
                 self.start(unit)
 
     def finish(self) -> list[nn.Parameter]:

@@ -103,7 +103,6 @@ class ParamGrad:
         """What waits in the slot, or in the main grads, is zero from now on."""
         self.in_slot.zero_()
         self.in_main.zero_()
-        self.is_written = True
 
 
 class UnitGrads:
@@ -275,7 +274,7 @@ class UnitGrads:
         for grad, is_used in zip(self.params, used, strict=True):
             if self._has_taken and (grad.is_kept or is_used and grad.view.requires_grad):
                 given.append(grad.give())
-            grad.is_used = grad.is_kept = False
+            grad.is_used = False
         self._has_taken = False
         return given
 

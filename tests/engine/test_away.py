@@ -17,7 +17,7 @@ from streamshard.errors import ConfigError, ShardingError
 from streamshard.inspect import engine_inside
 from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, stack_step
+from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, counted_collectives, stack_step
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "two slots": {},
@@ -258,6 +258,92 @@ def test_layers_may_read_weights_of_layers(
     assert_trains_like_plain(context, lambda: build(*steps), stack_step, steps=3, **SETTINGS[settings])
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("steps", [(1,), (2,), (3,), (1, 2, 3)])
+@pytest.mark.parametrize("build", [BorrowingStack, RecomputedBorrowingStack, ReentrantBorrowingStack])
+def test_reading_weights_costs_no_reduction(
+    context: RankContext, build: Callable[..., nn.Module], steps: tuple[int, ...]
+) -> None:
+    """The program has one place for each unit's, behind the last who has read it; no turn ends for a part of one."""
+    model = StreamShard(build(*steps), precision=FP32)
+    for number in range(2):
+        with counted_collectives() as counts:
+            stack_step(model, Call(number, context.rank, 2, 1.0))
+        assert counts["start_reduce"] == 6
+
+
+@on_ranks(2)
+def test_ranks_may_differ_in_whether_what_was_read_gets_a_gradient(context: RankContext) -> None:
+    """They have read the same: collectives are the same, whatever a rank's loss is made of."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        out, penalty = model(vector_batch(call.step, call.rank))
+        return call.backward(out.square().mean() + (0.1 * penalty if call.rank == 0 else 0.0))
+
+    assert_trains_like_plain(context, Summing, step)
+
+
+class Summing(Stack):
+    """A penalty whose gradient does not depend on the weights."""
+
+    def forward(self, x: Tensor) -> Any:
+        """[rows, DIM] -> [rows, 1], []"""
+        penalty = sum(layer.linear.weight.sum() for layer in self.layers)  # type: ignore[union-attr, operator, misc]
+        return super().forward(x), penalty
+
+
+class Alternating(Borrowing):
+    """Its own weight, another one's, and its own again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> the same"""
+        for lender in self.lender:
+            x = F.linear(torch.tanh(F.linear(self.linear(x), lender.linear.weight)), self.linear.weight)
+        return Layer.forward(self, x)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_layer_finds_its_weights_again_in_backward(context: RankContext, settings: str) -> None:
+    """Those of a layer in the same slot were needed in between."""
+
+    def build() -> nn.Module:
+        model = BorrowingStack()
+        layers = [Alternating() for _ in range(5)]
+        for place, layer in enumerate(layers):
+            layer.lender = [layers[(place + 2) % 5]]
+        model.layers = nn.ModuleList(layers)
+        return model
+
+    assert_trains_like_plain(context, build, stack_step, **SETTINGS[settings])
+
+
+class Keeping(Stack):
+    """A penalty on the first layer is kept aside, whatever the output is used for."""
+
+    penalty: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        self.penalty = self.layers[0].linear.weight.square().mean()  # type: ignore[union-attr, operator]
+        return super().forward(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_weight_that_was_read_and_changed_since_raises(context: RankContext, settings: str) -> None:
+    """Where its layer has just computed, in a graph that was made after the change, too."""
+    model: Any = StreamShard(Keeping(), precision=FP32, **SETTINGS[settings])
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    model(vector_batch(1, context.rank))
+    before = model.penalty
+    with torch.no_grad():
+        model.layers[0].linear.weight.mul_(0.5)
+    loss = model(vector_batch(1, context.rank)).square().mean()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss + before).backward()
+
+
 @on_ranks(1, 2)
 def test_weights_that_are_away_compute_in_param_dtype(context: RankContext) -> None:
     """Like those that are in place."""
@@ -364,6 +450,56 @@ def test_a_recomputation_that_nobody_announces_finds_its_weights(
         return call.backward((out.x if isinstance(out, Wrapped) else out).square().mean())
 
     assert_trains_like_plain(context, build, step, **SETTINGS[settings])
+
+
+class Giving(Layer):
+    """Gives its weight to the layer that it ends with, if there is one, and returns an object that nobody knows."""
+
+    last: tuple[nn.Module, ...] = ()
+
+    def forward(self, x: Tensor, given: Tensor | None = None) -> Any:
+        """[rows, DIM] -> Wrapped [rows, DIM]; with a weight that is given, [rows, DIM]"""
+        y = super().forward(x)
+        if given is not None:
+            return torch.tanh(F.linear(y, given))
+        for layer in self.last:
+            y = layer(y, self.linear.weight)
+        return Wrapped(y)
+
+
+class GivingStack(Stack):
+    """The last layer runs inside the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Giving() for _ in range(4))
+        self.layers[2].last = (self.layers[3],)  # type: ignore[assignment]  # a tuple, not a module
+
+    def order(self) -> Any:
+        """All but the last."""
+        return [lambda x, layer=layer: layer(x).x for layer in list(self.layers)[:3]]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_layer_may_be_given_a_weight_that_is_in_its_slot(context: RankContext, settings: str) -> None:
+    """Backward finds it again, although a second forward has had the slot since."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        losses = [model(vector_batch(call.step + 50 * part, call.rank)).square().mean() for part in range(2)]
+        return call.backward(losses[0] + losses[1])
+
+    assert_trains_like_plain(context, GivingStack, step, **SETTINGS[settings])
+
+
+@on_ranks(2)
+def test_a_weight_that_was_given_ends_no_turn(context: RankContext) -> None:
+    """Of the layer that reads it: each unit is reduced once."""
+    model = StreamShard(GivingStack(), precision=FP32)
+    for number in range(2):
+        with counted_collectives() as counts:
+            stack_step(model, Call(number, context.rank, 2, 1.0))
+        assert counts["start_reduce"] == 5
 
 
 # ---------------------------------------------------------------------------------------------- methods beside forward

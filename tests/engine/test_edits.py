@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import Precision, StreamShard
@@ -18,7 +19,17 @@ from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, assert_same, assert_trains_like_plain, full_weights, sgd, stack_step
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    assert_same,
+    assert_trains_like_plain,
+    full_grads,
+    full_weights,
+    sgd,
+    stack_step,
+)
 
 
 class CodebookLayer(Layer):
@@ -121,18 +132,84 @@ def test_changes_in_param_dtype_leave_what_they_do_not_touch(context: RankContex
     """Main weights are finer than what is computed with: only elements that were changed take its precision."""
     torch.manual_seed(3)
     model = StreamShard(CodebookStack(), precision=Precision())
-    model.repeats = (2,)
+    model.repeats = (2, 0)  # still in its slot, gathered again
     before = full_weights(model)
     with torch.no_grad():
         for _ in range(3):
             model(vector_batch(0, 0))
     after = full_weights(model)
-    assert bool((after["layers.1.code"] == 0.375).all()) and bool((after["layers.2.code"] == 0.75).all())
+    for place, wanted in enumerate((0.75, 0.375, 0.75, 0.375)):
+        assert bool((after[f"layers.{place}.code"] == wanted).all())
     assert torch.equal(after["layers.1.linear.bias"], before["layers.1.linear.bias"])
     weight, was = after["layers.1.linear.weight"], before["layers.1.linear.weight"]
     limit = torch.tensor(0.1, dtype=torch.bfloat16).float()
     is_inside = was.bfloat16().float().abs() <= limit
     assert torch.equal(weight[is_inside], was[is_inside]) and bool((weight[~is_inside].abs() == limit).all())
+
+
+@on_ranks(2)
+def test_changes_on_another_replica_round_nothing_here(context: RankContext) -> None:
+    """Replicas that train on their own have weights of their own: one's clamped element may be finer than another's."""
+
+    class Clamping(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.linear.bias.clamp_(max=1.0)
+            return super().forward(x)
+
+    stack = Stack()
+    stack.layers = nn.ModuleList(Clamping() for _ in range(3))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model: Any = StreamShard(stack, precision=Precision(), mesh=mesh)
+    before, after = ((1.5, 1.0), (1.001, 1.001))[context.rank]
+    for layer in model.layers:
+        layer.linear.bias.data.fill_(before)
+    with torch.no_grad():
+        model(vector_batch(0, context.rank))
+    for layer in model.layers:
+        assert torch.equal(layer.linear.bias, torch.full_like(layer.linear.bias, after))
+
+
+class HalvingLayer(Layer):
+    """Halves its weight before it computes with it, and after the layer inside it has run, if there is one."""
+
+    halves = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: list[Layer] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> the same"""
+        for layer in self.inner:
+            x = layer(x)
+        if self.halves:
+            with torch.no_grad():
+                self.linear.weight.mul_(0.5)
+        return super().forward(x)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("nested", [False, True], ids=["one after the other", "layers in layers"])
+def test_backward_computes_with_what_a_forward_has_written(context: RankContext, nested: bool) -> None:
+    """To the bit what a model gives whose weights were changed before; with layers in layers too."""
+    grads = []
+    for halves in (True, False):
+        torch.manual_seed(3)
+        stack = Stack()
+        stack.layers = nn.ModuleList(HalvingLayer() for _ in range(4))
+        for layer, inner in zip(stack.layers, list(stack.layers)[2:] if nested else (), strict=False):
+            layer.inner = [inner]  # type: ignore[assignment]  # not a module: a list
+        for layer in stack.layers:
+            layer.halves = halves  # type: ignore[assignment]  # a bool
+            if not halves:
+                layer.linear.weight.data.mul_(0.5)  # type: ignore[union-attr, operator]
+        if nested:
+            stack.order = lambda stack=stack: list(stack.layers)[:2]  # type: ignore[method-assign, misc]
+        model = StreamShard(stack, precision=Precision())
+        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+        grads.append(full_grads(model))
+    assert_same(grads[0], grads[1], "gradients", EXACT)
 
 
 class RowsModel(nn.Module):

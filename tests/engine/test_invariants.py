@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from streamshard import ShardingError, StreamShard
 from streamshard.engine.engine import Engine
@@ -23,10 +24,20 @@ from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from streamshard.plan.program import Sweep
 from streamshard.unit.grads import UnitGrads
-from streamshard.unit.unit import StreamedUnit
+from streamshard.unit.unit import Member, StreamedUnit
 from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, adamw, assert_same, full_grads, full_weights, stack_step
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    adamw,
+    assert_same,
+    counted_collectives,
+    full_grads,
+    full_weights,
+    stack_step,
+)
 from tests.scenarios import BF16, PRECISIONS, SCENARIOS, RoutedStack, over_sockets, sharded
 
 SLOT_EACH: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
@@ -92,10 +103,15 @@ def _assert_at_rest(engine: Engine) -> None:
     """Nothing of a pass or a backward is left."""
     assert (engine.depth, engine._entering, engine._forward, engine._backward) == (0, None, None, None)
     assert engine.reductions.due == set()
+    _assert_units_at_rest(engine)
+
+
+def _assert_units_at_rest(engine: Engine) -> None:
     for unit in engine.units:
         assert not unit.is_bound and unit.bound_members == 0, unit.name
         assert not any(grad.is_used for grad in unit.grads.params), unit.name
         assert not unit.grads.has_unreduced and not unit.grads._has_taken, unit.name
+        assert unit.grads.reductions == 0, unit.name
         assert all(grad.parked is None for grad in unit.grads.params), unit.name
         assert unit.grads.slot is None or unit.grads.slot.content is None, unit.name
 
@@ -186,6 +202,25 @@ def test_a_gradient_that_comes_unannounced_ends_the_turns_before_it(context: Ran
         _assert_at_rest(engine_inside(model))
 
 
+class _RecomputedInPairs(Stack):
+    def order(self) -> Any:
+        layers = list(self.layers)
+        for first, second in zip(layers[::2], layers[1::2], strict=True):
+            yield lambda x, first=first, second=second: checkpoint(
+                lambda y: second(first(y)), x.requires_grad_(), use_reentrant=False
+            )
+
+
+@on_ranks(2)
+def test_gradients_that_come_late_are_reduced_where_another_unit_needs_their_slot(context: RankContext) -> None:
+    """Memory of their own is for those whose place in the program is still to come."""
+    model = _stack(_RecomputedInPairs)
+    for number in range(2):
+        with mock.patch.object(UnitGrads, "park", mock.Mock(side_effect=AssertionError("set aside"))):
+            stack_step(model, _call(context, number))
+        _assert_at_rest(engine_inside(model))
+
+
 # -- what ranks issue ---------------------------------------------------------------------------------------------
 
 
@@ -239,6 +274,23 @@ def test_who_cannot_go_on_issues_nothing_more(context: RankContext, what: str) -
     assert engine.ranks.log._count == counts[0]
     engine.ranks.failure = None
     _assert_at_rest(engine)
+
+
+@on_ranks(1, 2)
+def test_an_interrupt_just_before_a_layers_forward_leaves_nothing_running(context: RankContext) -> None:
+    """It comes where nobody is there to take the layer off again."""
+    model = _stack()
+    engine = engine_inside(model)
+    begin = engine.pre_forward
+
+    def interrupted(member: Member) -> Any:
+        begin(member)
+        raise Stop
+
+    with mock.patch.object(engine, "pre_forward", interrupted), pytest.raises(Stop):
+        model(vector_batch(0, context.rank))
+    _assert_at_rest(engine)
+    stack_step(model, _call(context, 0))
 
 
 @on_ranks(2)
@@ -314,6 +366,92 @@ def test_a_pass_that_never_began_is_over(context: RankContext) -> None:
     _assert_at_rest(engine)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("settings", [{}, SLOT_EACH], ids=["default", "a slot each"])
+def test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing(
+    context: RankContext, settings: dict[str, Any]
+) -> None:
+    """The next step is right: of what lies in grad slots nothing is taken for its own."""
+    model = _stack(**settings)
+    stack_step(model, _call(context, 0))
+    model.zero_grad()
+    engine = engine_inside(model)
+
+    def fail(*_: Any) -> None:
+        raise Trouble
+
+    model.layers[2].register_full_backward_hook(fail)
+    with pytest.raises(Trouble):
+        stack_step(model, _call(context, 1))
+    with mock.patch.object(engine, "_close_all", mock.Mock(side_effect=Stop)), pytest.raises(Stop):
+        engine.settle()
+    assert engine._backward is None
+    _assert_units_at_rest(engine)
+    model.zero_grad()
+    model.layers[2]._backward_hooks.clear()
+    stack_step(model, _call(context, 2))
+    assert_same(full_grads(model), _grads_of(context, 2, **settings), "gradients", EXACT)
+
+
+class _Remembering(Layer):
+    """Computes with what was left here, and returns it too."""
+
+    memory: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        y: Tensor = super().forward(x if self.memory is None else x + self.memory)
+        return y, self.memory
+
+
+class _Recurrent(Stack):
+    """The first layer remembers what the last one has made of the segment before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Remembering() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        y, memory = self.layers[0](x)
+        for layer in list(self.layers)[1:]:
+            y, _ = layer(y)
+        self.layers[0].memory = y
+        return self.head(y), memory
+
+
+@on_ranks(2)
+def test_a_pass_that_backward_has_left_is_not_begun_again(context: RankContext) -> None:
+    """Outputs of the later of two passes are the earlier one's nodes: each unit is reduced once in each pass."""
+    model = _stack(_Recurrent)
+    for number in range(2):
+        outputs = [model(vector_batch(2 * number + part, context.rank))[0] for part in range(2)]
+        with counted_collectives() as counts:
+            torch.cat(outputs).square().mean().backward()
+        assert counts["start_reduce"] == 2 * 4 + 1
+        model.layers[0].memory = None
+
+
+@on_ranks(2)
+def test_gradients_are_on_their_way_while_the_layer_before_is_recomputed(context: RankContext) -> None:
+    """A recomputation is the beginning of its layer's turn: what comes behind does not wait for it."""
+    model = _stack(lambda: RoutedStack(4, reentrant=True))
+    x = vector_batch(0, context.rank).requires_grad_()
+    model(x).square().mean().backward()
+    log = []
+    for place, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(lambda module, args, place=place: log.append(f"run {place}"))
+    reductions = engine_inside(model).reductions
+    start = reductions.start
+
+    def logged(unit: StreamedUnit) -> None:
+        log.append(f"reduce {unit.index - 1}")
+        start(unit)
+
+    with mock.patch.object(reductions, "start", logged):
+        model(x).square().mean().backward()
+    turns = ["run 3", "reduce 3", "run 2", "reduce 2", "run 1", "reduce 1", "run 0", "reduce 0"]
+    assert log == ["run 0", "run 1", "run 2", "run 3", *turns, "reduce -1"]
+
+
 @on_ranks(1, 2)
 def test_hooks_that_get_gradients_see_the_sharded_parameters(context: RankContext) -> None:
     """They run inside of autograd's backward, and after ours."""
@@ -387,6 +525,61 @@ def test_clearing_forgets_what_was_reduced_and_what_waits(
         adamw(model).zero_grad(set_to_none=set_to_none)
     stack_step(model, _call(context, 2))
     assert_same(full_grads(model), _grads_of(context, 2, **settings), "gradients", EXACT)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_gradients_that_wait_are_not_added_to_those_of_a_step_before(context: RankContext, precision: str) -> None:
+    """Which have been stepped with and cleared; their memory is the same."""
+    settings = {**SLOT_EACH, "precision": PRECISIONS[precision]}
+    found = []
+    for steps in ((0,), ()):
+        model = _stack(**settings)
+        for step in steps:
+            stack_step(model, _call(context, step))
+            model.zero_grad()
+        with model.no_sync():
+            stack_step(model, _call(context, 1))
+        stack_step(model, _call(context, 2))
+        found.append(full_grads(model))
+    assert_same(found[0], found[1], "gradients", EXACT)
+
+
+class _WithoutBias(Layer):
+    has_bias = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.linear.bias if self.has_bias else None
+        return x + torch.tanh(nn.functional.linear(x, self.linear.weight, bias))
+
+
+class _StackWithoutBias(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_WithoutBias() for _ in range(4))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_reduced_gradient_can_be_cleared_while_others_of_its_layer_wait(
+    context: RankContext, precision: str, set_to_none: bool
+) -> None:
+    """It waits with them, although the micro-batch has none of its own."""
+    settings = {**SLOT_EACH, "precision": PRECISIONS[precision]}
+    model = _stack(_StackWithoutBias, **settings)
+    stack_step(model, _call(context, 0))
+    with model.no_sync():
+        for layer in model.layers:
+            layer.has_bias = False
+        stack_step(model, _call(context, 1))
+        adamw(model).zero_grad(set_to_none=set_to_none)
+    for layer in model.layers:
+        layer.has_bias = True
+    stack_step(model, _call(context, 2))
+    fresh = _stack(_StackWithoutBias, **settings)
+    stack_step(fresh, _call(context, 2))
+    assert_same(full_grads(model), full_grads(fresh), "gradients", EXACT)
 
 
 @on_ranks(2)
@@ -479,15 +672,32 @@ def test_weights_read_elsewhere_are_free_of_races(context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_gradients_in_parts_do_not_meet_their_average(context: RankContext) -> None:
-    """Reentrant checkpoints of layers that run twice: each recomputation's backward delivers a part."""
+@pytest.mark.parametrize("route", [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]], ids=["once", "twice"])
+def test_gradients_in_parts_do_not_meet_their_average(context: RankContext, route: list[int]) -> None:
+    """Reentrant checkpoints, in two forwards, of layers that run twice: each recomputation delivers a part."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = _stack(lambda: RoutedStack(reentrant=True), mesh=mesh)
-    model.route = [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
-    with detect_races(model):
+    model.route = route
+    with detect_races(model), make_adversarial(model):
         for number in range(3):
-            model(vector_batch(number, context.rank).requires_grad_()).square().mean().backward()
+            outputs = [model(vector_batch(2 * number + k, context.rank).requires_grad_()) for k in range(2)]
+            torch.cat(outputs).square().mean().backward()
             adamw(model).step()
+
+
+@on_ranks(2)
+def test_a_unit_is_averaged_over_replicas_once(context: RankContext) -> None:
+    """Also where one rank has the whole shard, and nothing tells a slot that was reduced from one that was not."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = _stack(mesh=mesh)
+    replicas = engine_inside(model).reductions.replicas
+    assert replicas is not None
+    for number in range(2):
+        with mock.patch.object(
+            replicas.ranks.transport, "start_average", wraps=replicas.ranks.transport.start_average
+        ) as average:
+            stack_step(model, _call(context, number))
+        assert average.call_count == 5
 
 
 # -- what forwards write ------------------------------------------------------------------------------------------
@@ -529,6 +739,26 @@ def test_what_a_failed_forward_has_written_stays(context: RankContext) -> None:
     assert_same(full_weights(model), wanted, "weights", EXACT)
 
 
+@on_ranks(2)
+def test_what_an_interrupted_forward_has_written_is_not_there_in_the_next(context: RankContext) -> None:
+    """Ranks have not compared it."""
+    model = _stack(_ClampedStack)
+    with torch.no_grad():
+        model(vector_batch(0, context.rank))
+        before = full_weights(model)
+        with pytest.raises(Stop):
+            hook = model.layers[2].register_forward_pre_hook(_stop)
+            model(vector_batch(0, context.rank))
+        hook.remove()
+        model(vector_batch(0, context.rank))
+    wanted = {name: w * 0.5 if name.endswith("linear.weight") else w for name, w in before.items()}
+    assert_same(full_weights(model), wanted, "weights", EXACT)
+
+
+def _stop(*_: Any) -> None:
+    raise Stop
+
+
 class _ClampedInEvaluation(Stack):
     def order(self) -> Any:
         for layer in self.layers:
@@ -547,3 +777,14 @@ def test_what_evaluation_alone_writes_is_learnt_in_its_first_pass(context: RankC
         model(vector_batch(0, context.rank))
     wanted = {name: w * 0.5**4 if name == "head.weight" else w for name, w in before.items()}
     assert_same(full_weights(model), wanted, "weights", EXACT)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
+def test_backward_gathers_anew_what_a_forward_has_written(context: RankContext, sockets: bool) -> None:
+    """The edge unit too: ranks have changed different elements, and it lies in its slot as this rank has left it."""
+    with over_sockets() if sockets else contextlib.nullcontext():
+        model = _stack(_ClampedStack)
+    with _checking(engine_inside(model)):
+        for number in range(2):
+            stack_step(model, _call(context, number))

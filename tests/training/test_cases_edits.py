@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +200,21 @@ def test_edits_between_evaluations_are_seen(context: RankContext, precision: str
         assert_same({"out": found}, {"out": wanted}, f"evaluation {number}", NEAR[precision])
         _through_data(model)
         _through_data(plain)
+
+
+@on_ranks(2)
+def test_edits_after_an_evaluation_are_not_seen_by_ranks_that_are_still_at_it(context: RankContext) -> None:
+    """In fp32 they read the weights themselves, of which this rank is done with."""
+    model: Any = StreamShard(Stack(), precision=FP32)
+    batch = vector_batch(0, context.rank)
+    with torch.no_grad():
+        wanted = model(batch)
+        if context.rank == 1:
+            model.layers[1].register_forward_pre_hook(lambda module, args: time.sleep(0.2))
+        found = model(batch)
+    for param in model.parameters():
+        param.data.zero_()
+    assert torch.equal(found, wanted)
 
 
 @on_ranks(2)

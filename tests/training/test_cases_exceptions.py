@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -189,6 +190,40 @@ def test_after_an_exception_the_next_step_is_right(context: RankContext, where: 
         return lm_step(model, call)
 
     assert_trains_like_plain(context, TinyLM, step)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("where", ["at the start of backward", "in the middle of backward", "in recomputation"])
+def test_after_an_exception_the_optimizer_alone_may_clear_gradients(context: RankContext, where: str) -> None:
+    """From a list of parameters made before: nobody asks the model for anything until its next forward."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        if isinstance(model, StreamShard) and call.step == 1:
+            params = list(model.parameters())
+            with pytest.raises(Trouble):
+                TROUBLES[where](model, call._replace(step=call.step + 70))
+            for param in params:
+                param.grad = None
+        return lm_step(model, call)
+
+    assert_trains_like_plain(context, TinyLM, step)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("slots", [2, "all"])
+@pytest.mark.parametrize("waits", [False, True], ids=["reduced", "inside no_sync"])
+def test_gradients_of_before_stay_when_a_backward_fails(context: RankContext, slots: Any, waits: bool) -> None:
+    """And have been added to as far as it has come, as in plain PyTorch; another micro-batch follows."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        is_held = waits and isinstance(model, StreamShard)
+        with model.no_sync() if is_held else contextlib.nullcontext():  # type: ignore[operator, union-attr]
+            lm_step(model, call)
+            with pytest.raises(Trouble):
+                _in_backward_of("blocks.1")(model, call._replace(step=call.step + 70))
+        return lm_step(model, call._replace(step=call.step + 30))
+
+    assert_trains_like_plain(context, TinyLM, step, grad_slots=slots)
 
 
 @on_ranks(2)

@@ -117,6 +117,35 @@ def test_ranks_may_run_different_layers(context: RankContext, what: str) -> None
     assert_trains_like_ddp(context, Planned, planned_step(DIFFERENT[what]))
 
 
+def _retained(model: nn.Module, call: Call, losses: list[Tensor]) -> None:
+    """Each graph twice."""
+    call.backward(losses[0], retain_graph=True)
+    call.backward(losses[0])
+    call.backward(losses[1])
+
+
+def _joined(model: nn.Module, call: Call, losses: list[Tensor]) -> None:
+    """Two graphs in one backward, and the later one once more."""
+    call.backward(losses[0] + losses[1], retain_graph=True)
+    call.backward(losses[1])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("backward", [_retained, _joined])
+def test_ranks_may_run_different_layers_in_graphs_that_are_used_twice(context: RankContext, backward: Any) -> None:
+    """Each backward issues the same everywhere, however often it has come by, and wherever ranks stop in a graph."""
+
+    def step(model: Any, call: Call) -> Tensor:
+        losses = []
+        for number in range(2):
+            model.plan = [k for k in range(4) if k not in ((), (0, 1), (3,))[call.rank + number]]
+            losses.append(model(vector_batch(call.step + 50 * number, call.rank)).square().mean())
+        backward(model, call, losses)
+        return losses[0].detach()
+
+    assert_trains_like_plain(context, Planned, step)
+
+
 @on_ranks(3)
 @pytest.mark.parametrize("what", ["a different layer on each rank", "differing from the second step on"])
 def test_three_ranks_may_run_different_layers(context: RankContext, what: str) -> None:

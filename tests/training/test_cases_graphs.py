@@ -287,14 +287,15 @@ def test_a_graph_dies_with_what_refers_to_it(context: RankContext, step: Callabl
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("what", ["step", "load", "step of the head"])
+@pytest.mark.parametrize("what", ["step", "load", "step of the head", "step of a layer"])
 def test_weights_changed_between_a_forward_and_its_backward_raise(
     context: RankContext, what: str, settings: str
 ) -> None:
     """As in torch: old activations and new weights make no gradient."""
     model = StreamShard(Stack(), precision=FP32, **SETTINGS[settings])
     whole = model.full_state_dict(rank0_only=False)
-    optimizer = torch.optim.SGD(model.head.parameters() if "head" in what else model.parameters(), 1.0)
+    stepped = {"step of the head": model.head, "step of a layer": model.layers[2]}.get(what, model)
+    optimizer = torch.optim.SGD(stepped.parameters(), 1.0)
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
     loss = model(vector_batch(1, context.rank)).square().mean()
     optimizer.step() if "step" in what else model.load_state_dict(whole)
@@ -337,7 +338,7 @@ def _penalty(model: nn.Module) -> Tensor:
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("where", ["in all", "in the first", "in the last", "in the second", "alone"])
+@pytest.mark.parametrize("where", ["in all", "in the first", "in the last", "in the second", "before each", "alone"])
 def test_penalties_on_the_parameters_accumulate_with_everything_else(
     context: RankContext, where: str, settings: str
 ) -> None:
@@ -347,9 +348,10 @@ def test_penalties_on_the_parameters_accumulate_with_everything_else(
         losses = []
         for part in range(3):
             with _no_sync(model) if part < 2 else contextlib.nullcontext():
+                early = _penalty(model) if where == "before each" else 0.0  # its nodes are run last
                 loss = _loss(model, call, part)
                 is_on = where == "in all" or ("in the first", "in the second", "in the last")[part] == where
-                call.backward(loss + _penalty(model) if is_on else loss)
+                call.backward(loss + early + (_penalty(model) if is_on else 0.0))
                 if where == "alone" and part == 1:
                     call.backward(_penalty(model))
                 losses.append(loss.detach())

@@ -142,6 +142,58 @@ def test_a_checkpoint_inside_a_checkpoint(context: RankContext) -> None:
     assert_trains_like_plain(context, Nested, lm_step)
 
 
+class Listing(Stack):
+    """Has a parameter in a list too, and recomputes what is made with it."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+        self.listed = [self.scale]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        y: Any = checkpoint(lambda z: torch.tanh(z * self.listed[0]), x.requires_grad_(), use_reentrant=self.reentrant)
+        return super().forward(y)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_parameters_in_lists_are_whole_in_a_recomputation(context: RankContext, reentrant: bool) -> None:
+    """Those of the root, which no layer brings with it."""
+    assert_trains_like_plain(context, type("Listing", (Listing,), {"reentrant": reentrant}), stack_step)
+
+
+class LookingBack(Listing):
+    """Differentiates what it has given the last time, in the middle of its forward."""
+
+    given: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        x = x.clone().requires_grad_()
+        slope: Tensor | float = 0.0
+        if self.given is not None:
+            (slope,) = torch.autograd.grad(self.given[1].sum(), self.given[0])
+        out = super().forward(x + slope * self.listed[0])
+        self.given = x, out
+        return out
+
+
+@on_ranks(1, 2)
+def test_a_forward_may_differentiate_an_earlier_one(context: RankContext) -> None:
+    """And goes on with whole parameters."""
+
+    def step(model: Any, call: Call) -> Tensor:
+        model.given = None
+        with torch.enable_grad():
+            model(vector_batch(call.step + 50, call.rank))
+        return stack_step(model, call)
+
+    assert_trains_like_plain(context, LookingBack, step)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_sequential(context: RankContext, reentrant: bool) -> None:
@@ -353,14 +405,18 @@ def test_forwards_and_backwards_at_other_numbers_of_ranks(context: RankContext, 
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("what", ["two forwards, one backward", "retain_graph", "two losses"])
-def test_recomputed_layers_with_several_forwards_and_backwards(context: RankContext, what: str) -> None:
-    """Checkpoints and repeated passes together."""
+def test_recomputed_layers_with_several_forwards_and_backwards(
+    context: RankContext, what: str, reentrant: bool
+) -> None:
+    """Checkpoints and repeated passes together. Those of the old kind give each pass's gradients by themselves."""
 
     class CheckpointedStack(Stack):
         def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
             for layer in self.layers:
-                y: Any = checkpoint(layer, x, use_reentrant=False)
+                y: Any = checkpoint(layer, x, use_reentrant=reentrant)
                 x = y
             out: Tensor = self.head(x)
             return out

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
 from tests.models import Block, Layer, Stack, TinyLM, next_token_loss, token_batch, vector_batch
@@ -430,6 +431,43 @@ def test_a_layer_may_modify_its_input_in_place(context: RankContext) -> None:
         return out
 
     assert_trains_like_plain(context, lambda: Model(Writing, call), stack_step)
+
+
+class ReturnsRecomputedView(nn.Module):
+    """Its output is a view of what it recomputes, with a weight that it has in a list: nothing else is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 32)
+        self.listed = [self.linear.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The first half of sin(W x)"""
+        y: Any = checkpoint(lambda z: torch.sin(torch.nn.functional.linear(z, *self.listed)), x, use_reentrant=False)
+        out: Tensor = y.view(-1, 2, 16)[:, 0]
+        return out
+
+
+@on_ranks(2)
+def test_a_view_that_is_modified_announces_its_layer_all_the_same(context: RankContext) -> None:
+    """Its node is another one by then."""
+    assert_trains_like_plain(context, lambda: Model(ReturnsRecomputedView, _scale), stack_step)
+
+
+@on_ranks(1, 2)
+def test_an_activation_that_is_modified_and_was_saved_raises(context: RankContext) -> None:
+    """As in torch: a layer's backward would compute with what it has become."""
+
+    class Overwriting(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            z = y * y
+            y.add_(1.0)
+            return z
+
+    model = StreamShard(Model(Overwriting, lambda layer, x: layer(x)), precision=FP32)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
 
 
 @on_ranks(2)

@@ -95,6 +95,16 @@ def test_every_setting_is_free_of_races(context: RankContext, scenario: str, set
     assert_same(found, _trained(context, scenario, BF16, **settings), "weights", EXACT)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("grad_slots", [2, "all"])
+def test_over_sockets_too(context: RankContext, grad_slots: Any) -> None:
+    """What is received is added up where nothing else is received meanwhile, although there are fewer such places."""
+    wanted = _trained(context, "plain", FP32, weight_slots="all")
+    with over_sockets():
+        found = _trained(context, "plain", FP32, weight_slots="all", grad_slots=grad_slots)
+    assert_same(found, wanted, "weights", EXACT)
+
+
 # -- bytes --------------------------------------------------------------------------------------------------------
 
 # Bytes per parameter with Adam, for N ranks, without what a setting's slots add; "all" slots are in the formula.
