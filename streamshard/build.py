@@ -31,7 +31,7 @@ from streamshard.engine.hooks import Handle, handle_of, registered_names, watch
 from streamshard.engine.outside import BeforeSaving
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
-from streamshard.errors import RankMismatchError, ShardingError
+from streamshard.errors import RankMismatchError, ShardingError, StateError
 from streamshard.plan.discovery import (
     FoundParam,
     FoundUnit,
@@ -440,6 +440,8 @@ def _attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Eng
         for unit in engine.units
         for number, shard in enumerate(unit.shard.params)
     }
+    for streamed, home in homes.items():
+        streamed.away = _away_of(home)
     for module in modules_inside(root):
         if any(param is not None for param in module._parameters.values()):  # look-ups are answered: [Note: away]
             module.__dict__["_parameters"] = ShardedParameters(module._parameters, places, engine)
@@ -470,11 +472,22 @@ def _attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Eng
             handle = Handle(engine, None, units, cast_dtype, engine.precision.output_dtype, structure=structure)
             watch(root, handle, base)
         elif member is not None:
-            away = homes[member.unit].away
-            watch(module, Handle(engine, member, frozenset((EDGE, member.unit.index)), cast_dtype, None, away))
+            watch(module, Handle(engine, member, frozenset((EDGE, member.unit.index)), cast_dtype, None))
         elif module not in owner and (module._parameters or any(child in owner for child in modules_inside(module))):
             inside = frozenset(members[child].unit.index for child in modules_inside(module) if child in members)
             watch(module, Handle(engine, None, inside | {EDGE}, cast_dtype, None))
+
+
+def _away_of(home: Home) -> Callable[[int], torch.Tensor]:
+    """What units ask for what stands for their weights. Modules hold the home, and the engine, whose the units are."""
+    home_of = weakref.ref(home)
+
+    def away(place: int) -> torch.Tensor:
+        if (alive := home_of()) is None:
+            raise StateError("a unit", "without its modules", "a model that is alive")
+        return alive.away(place)
+
+    return away
 
 
 def _weakly(structure: Structure) -> Callable[[], None]:

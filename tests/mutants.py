@@ -253,9 +253,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "a slot's holder is not released",
-        "        if holder is not None and self.units[holder].is_bound and self.units[holder] is not unit:\n"
-        "            self.units[holder].release()\n",
-        "",
+        "                self._take_edits(self.units[holder])\n            self.units[holder].release()\n",
+        "                self._take_edits(self.units[holder])\n",
         "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind away races cases_passes",
     ),
     Mutant(
@@ -556,7 +555,7 @@ MUTANTS: list[Mutant] = [
         "engine/engine",
         "`settle` forgets gradients that wait",
         "                if backward.leaves_unreduced:\n"
-        "                    unit.grads.leave_unreduced()\n"
+        "                    unit.grads.leave_unreduced(has_trained=unit.is_trainable)\n"
         "                else:\n"
         "                    unit.grads.give_up()\n",
         "                unit.grads.give_up()\n",
@@ -594,8 +593,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/grads",
         "a gradient that was kept and got nothing new is dropped",
-        "(grad.is_kept or is_used and grad.view.requires_grad)",
-        "is_used and grad.view.requires_grad",
+        "(grad.is_kept or is_used and self.counts(grad))",
+        "is_used and self.counts(grad)",
         "cases_training",
     ),
     Mutant(
@@ -721,8 +720,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/grads",
         "the range of a frozen parameter that holds a gradient is not zeroed",
-        "            if (grad.view.requires_grad or grad.is_kept) and not grad.is_written:",
-        "            if grad.view.requires_grad and not grad.is_written:",
+        "            if (self.counts(grad) or grad.is_kept) and not grad.is_written:",
+        "            if self.counts(grad) and not grad.is_written:",
         "invariants::test_a_gradient_frozen_between_micro_batches_stays_as_it_is cases_freezing cases_graphs",
     ),
     Mutant(
@@ -847,8 +846,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/grads",
         "a backward leaves `_has_taken`",
-        "        self._has_taken = False\n        return given\n",
-        "        return given\n",
+        "        self._has_taken = self.waits = False\n        return given\n",
+        "        self.waits = False\n        return given\n",
         "cases_training",
     ),
     # -- reductions, replicas, used
@@ -883,7 +882,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/reductions",
         "frozen units are reduced",
-        "        if not unit.is_trainable:\n            return\n",
+        "        if not (unit.is_trainable or unit.grads.waits):\n            return\n",
         "",
         "cases_freezing",
     ),
@@ -1056,8 +1055,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/hooks",
         "another unit's weight is saved as an activation",
-        "                if (other := engine.unit_at(address)) is not None:  #",
-        "                if (other := engine.unit_at(address)) is None and other:  #",
+        "            if lowest <= address < highest and (other := engine.unit_at(address)) is not None:\n",
+        "            if address < 0 and (other := engine.unit_at(address)) is not None:\n",
         "away::test_a_weight_that_was_given_ends_no_turn",
     ),
     Mutant(
@@ -1137,6 +1136,76 @@ MUTANTS: list[Mutant] = [
         "        self._is_outside = True\n        self.log.append(unit)\n",
         "        self._is_outside = True\n",
         "program",
+    ),
+    Mutant(
+        "engine/engine",
+        "what a layer has written before it calls another is lost",
+        "                self._take_edits(self.units[holder])\n            self.units[holder].release()\n",
+        "                pass\n            self.units[holder].release()\n",
+        "edits::test_what_a_layer_writes_before_it_calls_another_stays",
+    ),
+    Mutant(
+        "engine/hooks",
+        "a weight that is given to another layer stays a view of its slot",
+        "    if engine.is_in_layer:\n",
+        "    if False:\n",
+        "away::test_a_weight_that_a_layer_gives_to_another_is_its_own",
+    ),
+    Mutant(
+        "unit/grads",
+        "gradients of a layer that is frozen while they wait are not reduced",
+        "        self.waits = self.waits or has_trained\n",
+        "",
+        "dial::test_gradients_of_layers_that_are_frozen_while_they_wait_stay",
+    ),
+    Mutant(
+        "unit/grads",
+        "what has waited waits for ever",
+        "        self._has_taken = self.waits = False\n        return given\n",
+        "        self._has_taken = False\n        return given\n",
+        "dial cases_freezing",
+    ),
+    Mutant(
+        "engine/used",
+        "a rank that had no part in a gradient that waits does not hear of it",
+        "not unit.grads.counts(grad)",
+        "not grad.view.requires_grad",
+        "dial::test_gradients_of_layers_that_are_frozen_while_they_wait_stay",
+    ),
+    Mutant(
+        "engine/away",
+        "on one rank graphs do not know of weights that are read elsewhere",
+        "        if self.unit.weight_slot.is_shared or torch.is_grad_enabled():",
+        "        if self.unit.weight_slot.is_shared:",
+        "away::test_on_one_rank_too_a_weight_that_was_read_and_changed_since_raises",
+    ),
+    Mutant(
+        "engine/grad_inputs",
+        "gradients that are asked for are added to what `.grad` holds",
+        "        place.param.grad = None\n",
+        "        pass\n",
+        "grad_inputs",
+    ),
+    Mutant(
+        "engine/grad_inputs",
+        "what `.grad` held does not come back",
+        "            place.param.grad = grad\n",
+        "            pass\n",
+        "grad_inputs",
+    ),
+    Mutant(
+        "engine/grad_inputs",
+        "hooks of parameters hear of gradients that are asked for",
+        "            engine.delivers = False\n",
+        "            pass\n",
+        "grad_inputs",
+    ),
+    Mutant(
+        "engine/grad_inputs",
+        "what trains is not asked before gradients are",
+        "            place.unit.take_trainability()",
+        "            pass",
+        "grad_inputs",
     ),
 ]
 

@@ -239,7 +239,7 @@ class Home:
 
     def weight(self, place: int) -> torch.Tensor:
         """What code that reads the weight at `place` gets."""
-        if self.unit.weight_slot.is_shared:
+        if self.unit.weight_slot.is_shared or torch.is_grad_enabled():  # a graph has to know what it was made of
             return self.away(place)
         self.engine.borrow(self.unit).give_back()  # a slot of its own: what has arrived stays
         return self.unit.views[place]

@@ -339,6 +339,12 @@ class Engine:
         return self._forward is not None
 
     @property
+    def is_in_layer(self) -> bool:
+        """Whether a layer's forward is under way."""
+        phase = self._recomputing or self._forward
+        return phase is not None and bool(phase.running)
+
+    @property
     def is_in_pass(self) -> bool:
         """Whether weights may be asked for: in a pass, and in a backward, which may recompute."""
         if self._forward is not None or self._entering is not None:
@@ -353,8 +359,7 @@ class Engine:
         evicted = [member for member in holder.members if member.is_bound] if holder is not None else []
         if self._forward is None and self._backward is None:  # nobody has said yet that backward has begun
             self.begin_backward(None)
-        phase = self._recomputing or self._forward
-        is_inside = phase is not None and bool(phase.running)
+        is_inside = self.is_in_layer
         # Only the innermost saved-tensor hooks are called. A running layer's are ours, in a recomputation too; others',
         # such as a checkpoint's around the root's own code, have to see the same number of tensors both times.
         is_ours = is_inside or torch._C._autograd._top_saved_tensors_default_hooks(False) is None
@@ -457,6 +462,8 @@ class Engine:
     def _gather(self, unit: StreamedUnit) -> None:
         holder = unit.weight_slot.content
         if holder is not None and self.units[holder].is_bound and self.units[holder] is not unit:
+            if self._forward is not None:  # a layer that has called another: what it has written so far persists
+                self._take_edits(self.units[holder])
             self.units[holder].release()
         with self.ranks.guard("the gather of", unit.name):
             unit.start_gather()
@@ -604,7 +611,7 @@ class Engine:
             self.edge.release()
         if backward.leaves_unreduced:
             for unit in self.units:
-                unit.grads.leave_unreduced()
+                unit.grads.leave_unreduced(has_trained=unit.is_trainable)
             self._backward = None
             return
         given = self.reductions.finish()
@@ -645,7 +652,7 @@ class Engine:
                 if unit.is_bound:
                     unit.release()
                 if backward.leaves_unreduced:
-                    unit.grads.leave_unreduced()
+                    unit.grads.leave_unreduced(has_trained=unit.is_trainable)
                 else:
                     unit.grads.give_up()
             self._backward = None

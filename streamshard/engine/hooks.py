@@ -71,7 +71,6 @@ class Handle(NamedTuple):
         units: indices of the units inside, the module's own included.
         cast_dtype: floating-point inputs are cast to it; None leaves them.
         output_dtype: floating-point outputs of the root are cast to it; None leaves them.
-        away: what stands for the weight at a place of the unit when the unit is elsewhere; of a unit's layers.
         structure: what the model was made of, kept here for the engine; of the root.
     """
 
@@ -80,7 +79,6 @@ class Handle(NamedTuple):
     units: frozenset[int]
     cast_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
-    away: Callable[[int], torch.Tensor] | None = None
     structure: object = None
 
 
@@ -305,6 +303,8 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
         )
     if handle.cast_dtype is not None:
         args, kwargs = _untraced(_cast, (args, kwargs), handle.cast_dtype)
+    if engine.is_in_layer:
+        args, kwargs = _untraced(_leave_weights, (args, kwargs), engine, "gives another layer")
     run = _untraced(engine.pre_forward, member)
     has_graph = torch.is_grad_enabled()
     try:
@@ -314,7 +314,7 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
         else:
             output = call(*args, **kwargs)
         if member.unit.weight_slot.is_shared:
-            output = _untraced(_leave_weights, output, handle)
+            output = _untraced(_leave_weights, output, engine, "returns")
     finally:
         _untraced(engine.post_forward, member)
     if has_graph:
@@ -412,11 +412,11 @@ def holding_back_weights(engine: Engine, run: Run) -> AbstractContextManager[Non
         """Called in forward with each tensor that is saved."""
         try:
             address = tensor.data_ptr()
-            if lowest <= address < highest:
-                if first_byte <= address < last_byte:
-                    return tensor if tensor.is_leaf else tensor.detach(), run
-                if (other := engine.unit_at(address)) is not None:  # another layer's weight that this one has read
-                    return tensor if tensor.is_leaf else tensor.detach(), engine.borrowing(other)
+            if first_byte <= address < last_byte:
+                return tensor if tensor.is_leaf else tensor.detach(), run
+            # Another layer's weight, that this one has read.
+            if lowest <= address < highest and (other := engine.unit_at(address)) is not None:
+                return tensor if tensor.is_leaf else tensor.detach(), engine.borrowing(other)
         except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
             pass
         if outer is not None:
@@ -454,34 +454,41 @@ def _watch_outputs(output: Any, inputs: tuple[Any, ...], prehook: Callable[[Any]
             tensor._base.grad_fn.register_prehook(prehook)
 
 
-def _leave_weights(output: Any, handle: Handle) -> Any:
-    """`output` of a unit's layer without views of the slot, which holds another layer's weights soon.
+def _leave_weights(output: Any, engine: Engine, verb: str) -> Any:
+    """What a layer passes on, without views of slots that hold another layer's weights soon.
 
     A weight itself is replaced by what stands for it while its unit is elsewhere.
+
+    Args:
+        output: what it returns, or the arguments that it gives to another layer.
+        engine: whose slots.
+        verb: which of the two, for messages.
 
     Raises:
         ShardingError: it is a part of a weight, or otherwise made of its memory.
     """
     if isinstance(output, torch.Tensor):
-        assert handle.member is not None and handle.away is not None
-        unit = handle.member.unit
-        if not unit.weight_slot.holds(output):
+        try:
+            unit = engine.unit_at(output.data_ptr())
+        except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
+            return output
+        if unit is None:
             return output
         for place, view in enumerate(unit.views):
             if output is view:
-                return handle.away(place)
+                return unit.away(place)
         raise ShardingError(
-            f"a layer of {unit.name!r} returns a view of one of its weights, {tuple(output.shape)} {output.dtype}, "
-            "which lies in a buffer that other layers use next: return a clone() of it, or the parameter itself"
+            f"a layer of {unit.name!r} {verb} a view of one of its weights, {tuple(output.shape)} {output.dtype}, "
+            "which lies in a buffer that other layers use next: make it a clone() of it, or the parameter itself"
         )
     if isinstance(output, dict):
-        items = {key: _leave_weights(item, handle) for key, item in output.items()}
+        items = {key: _leave_weights(item, engine, verb) for key, item in output.items()}
         changed = {key: item for key, item in items.items() if item is not output[key]}
         for key, item in changed.items():
             output[key] = item
         return output
     if isinstance(output, list | tuple):
-        left = [_leave_weights(item, handle) for item in output]
+        left = [_leave_weights(item, engine, verb) for item in output]
         if all(new is old for new, old in zip(left, output, strict=True)):
             return output
         return type(output)(*left) if hasattr(output, "_fields") else type(output)(left)

@@ -71,7 +71,7 @@ class Reductions:
 
     def start(self, unit: StreamedUnit) -> None:
         """The unit's gradients are all written (rule 4). Zeros where this rank has none: others may have some."""
-        if not unit.is_trainable:
+        if not (unit.is_trainable or unit.grads.waits):
             return
         if not unit.grads.is_open:
             if unit.grads.slot is None and self.replicas is None:

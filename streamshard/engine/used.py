@@ -77,7 +77,7 @@ class UsedParams:
                 self._start(stage)
                 self._arrived.wait()
         is_complete = all(
-            grad.is_used or not grad.view.requires_grad for unit in self._units for grad in unit.grads.params
+            grad.is_used or not unit.grads.counts(grad) for unit in self._units for grad in unit.grads.params
         )
         if is_complete:
             return here

@@ -122,6 +122,8 @@ class UnitGrads:
         all: [padded_numel] slot_grad_dtype, the unit's part of the slot; None without slot, and until `allocate`.
         reductions: how many of its reductions this backward has started.
         has_unreduced: whether gradients were written since the last of them.
+        waits: an earlier backward, in which the unit trained, may have left gradients in a slot, here or on other
+            ranks: they are reduced although the unit may be frozen by then.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class UnitGrads:
         self.main: torch.Tensor | None = None
         self.reductions = 0
         self.has_unreduced = False
+        self.waits = False
         self._index = index
         self._shard = shard
         self._ranks = ranks
@@ -250,7 +253,7 @@ class UnitGrads:
         self.reductions += 1
         self.has_unreduced = False
         for grad in self.params:
-            if (grad.view.requires_grad or grad.is_kept) and not grad.is_written:  # a frozen one may have kept one
+            if (self.counts(grad) or grad.is_kept) and not grad.is_written:  # a frozen one may have kept one
                 grad.in_slot.zero_()
         slot = self.slot
         if slot is None or self.all is None or self.main is None:
@@ -272,11 +275,15 @@ class UnitGrads:
         self.has_unreduced = False
         given = []
         for grad, is_used in zip(self.params, used, strict=True):
-            if self._has_taken and (grad.is_kept or is_used and grad.view.requires_grad):
+            if self._has_taken and (grad.is_kept or is_used and self.counts(grad)):
                 given.append(grad.give())
             grad.is_used = False
-        self._has_taken = False
+        self._has_taken = self.waits = False
         return given
+
+    def counts(self, grad: ParamGrad) -> bool:
+        """Whether some rank may have a gradient of the parameter: it trains now, or did when gradients were left."""
+        return grad.view.requires_grad or self.waits
 
     def give_up(self) -> None:
         """The backward has failed: parameters hold what they held before, and the slot is nobody's."""
@@ -286,8 +293,13 @@ class UnitGrads:
 
     # -- gradients that wait ----------------------------------------------------------------------------------------
 
-    def leave_unreduced(self) -> None:
-        """End a backward with gradients left in the slot: parameters get stand-ins that say so."""
+    def leave_unreduced(self, *, has_trained: bool) -> None:
+        """End a backward with gradients left in the slot: parameters get stand-ins that say so.
+
+        Args:
+            has_trained: whether the unit had a part in the backward, on whatever rank.
+        """
+        self.waits = self.waits or has_trained
         if not self._has_taken:
             return
         if not self._is_main_in_slot and not self._adds and self.main is not None:

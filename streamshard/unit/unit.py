@@ -109,6 +109,7 @@ class StreamedUnit:
         members: its layers; the edge unit has one for all its modules.
         bound_members: how many of them hold the compute views (else the sharded parameters).
         is_bound: whether any does; kept beside the count because it is asked at every saved weight of a backward.
+        away: what stands for the weight at a place while the unit is elsewhere; set when modules are attached.
         on_grad: called with each complete gradient of a compute view; set by `make_views`.
     """
 
@@ -126,6 +127,7 @@ class StreamedUnit:
         self.shard = shard
         self.weight_slot = weight_slot
         self.grads = grads
+        self.away: Callable[[int], torch.Tensor]
         self.on_grad: Callable[[StreamedUnit, int, torch.Tensor], None]
         self.views: list[nn.Parameter] = []
         self._params: list[nn.Parameter] = []  # the sharded ones, in the same order

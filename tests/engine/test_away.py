@@ -638,3 +638,62 @@ def test_outside_of_passes_look_ups_give_the_sharded_parameters(context: RankCon
         ]
         stack_step(model, Call(0, context.rank, 2, 1.0))
     assert not any(unit.is_bound for unit in engine_inside(model).units)
+
+
+class _Giving(Layer):
+    """Gives its own weight, or a part of it, to a layer that it calls."""
+
+    inner: tuple[Layer, ...] = ()
+    part = False
+
+    def forward(self, x: Tensor, given: dict[str, Tensor] | None = None) -> Tensor:
+        """[rows, DIM] -> the same"""
+        weight = self.linear.weight
+        y = super().forward(x if given is None else torch.tanh(F.linear(x, given["weight"])))
+        for layer in self.inner:
+            y = y + layer(y, {"weight": weight.t() if self.part else weight})
+        out: Tensor = self.linear(y)
+        return out
+
+
+class _PairsThatGive(Stack):
+    def __init__(self, *, part: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Giving() for _ in range(6))
+        for outer, inner in zip(list(self.layers)[::2], list(self.layers)[1::2], strict=True):
+            outer.inner, outer.part = (inner,), part  # a tuple: no child
+
+    def order(self) -> Any:
+        """The outer ones."""
+        return list(self.layers)[::2]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_weight_that_a_layer_gives_to_another_is_its_own(context: RankContext, settings: str) -> None:
+    """Although its slot goes to others while the inner layer runs."""
+    assert_trains_like_plain(context, _PairsThatGive, stack_step, checked=(0, 1, 3), **SETTINGS[settings])
+
+
+@on_ranks(2)
+def test_a_part_of_a_weight_that_a_layer_gives_to_another_raises(context: RankContext) -> None:
+    """It is a view of the slot, and nothing can stand for it."""
+    model = StreamShard(_PairsThatGive(part=True), precision=FP32)
+    with pytest.raises(
+        ShardingError, match=r"'layers\.0' gives another layer a view of one of its weights, \(16, 16\)"
+    ):
+        model(vector_batch(0, context.rank))
+
+
+@on_ranks(1)
+def test_on_one_rank_too_a_weight_that_was_read_and_changed_since_raises(context: RankContext) -> None:
+    """There is no slot there, and the layer's own graph has nothing to do with it."""
+    model: Any = StreamShard(Keeping(), precision=FP32)
+    stack_step(model, Call(0, 0, 1, 1.0))
+    model(vector_batch(1, 0))
+    before = model.penalty
+    with torch.no_grad():
+        model.layers[0].linear.weight.mul_(0.5)
+    loss = model(vector_batch(1, 0)).square().mean()
+    with pytest.raises(ShardingError, match=r"'layers\.0\.linear\.weight' was modified by an inplace operation"):
+        (loss + before).backward()

@@ -119,6 +119,41 @@ def test_what_a_forward_writes_to_weights_stays(
     assert_trains_like_plain(context, build, _all_rows, checked=(0, 1, 3), **settings)
 
 
+class _WritingAround(Layer):
+    """Halves its weight, then calls another layer, and computes again."""
+
+    inner: tuple[Layer, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> the same"""
+        with torch.no_grad():
+            self.linear.weight.mul_(0.5)
+        y = super().forward(x)
+        for layer in self.inner:
+            y = y + layer(y)
+        out: Tensor = self.linear(y)
+        return out
+
+
+class _PairsThatWrite(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_WritingAround() for _ in range(6))
+        for outer, inner in zip(list(self.layers)[::2], list(self.layers)[1::2], strict=True):
+            outer.inner = (inner,)  # a tuple: no child
+
+    def order(self) -> Any:
+        """The outer ones."""
+        return list(self.layers)[::2]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", [{}, {"weight_slots": 3}, {"grad_slots": "all"}], ids=str)
+def test_what_a_layer_writes_before_it_calls_another_stays(context: RankContext, settings: dict[str, Any]) -> None:
+    """Its slot goes to the inner layer, or to one that is on its way, and it finds what it has written again."""
+    assert_trains_like_plain(context, _PairsThatWrite, _all_rows, checked=(0, 1, 3), **settings)
+
+
 @on_ranks(2)
 def test_where_others_read_what_a_forward_writes_it_raises(context: RankContext) -> None:
     """With a slot each, what a rank owns is a part of the slot: the others gather it before or after it is changed."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import ConfigError, ShardingError
@@ -23,6 +23,7 @@ from tests.reference import (
     Tolerance,
     adamw,
     assert_same,
+    assert_trains_like_plain,
     counted_collectives,
     full_grads,
     full_weights,
@@ -272,6 +273,37 @@ def test_waiting_gradients_are_added_to_those_that_were_there(context: RankConte
         grads.append(full_grads(model))
     narrow = PRECISIONS[precision].slot_grad_dtype is not torch.float32
     assert_same(grads[1], grads[0], "gradients", Tolerance(2e-2, 1e-3) if narrow else Tolerance(1e-5, 1e-6))
+
+
+class _Alternating(Stack):
+    """Its second layer runs on one rank only."""
+
+    def order(self) -> Any:
+        """Rank 1 leaves a layer out."""
+        return [layer for number, layer in enumerate(self.layers) if number != 1 or self.training]
+
+
+def _frozen_while_waiting(model: Any, call: Call) -> Tensor:
+    """Two whole layers are frozen before the last micro-batch; on rank 1 one of them never ran."""
+    with model.no_sync() if isinstance(model, StreamShard) else contextlib.nullcontext():
+        model.train(call.rank == 0)
+        stack_step(model, call)
+    model.train()
+    for layer in (model.layers[1], model.layers[3]):
+        layer.requires_grad_(False)
+    loss = stack_step(model, call._replace(step=call.step + 50))
+    for layer in (model.layers[1], model.layers[3]):
+        layer.requires_grad_(True)
+    return loss
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", [{}, {"weight_slots": "all", "grad_slots": "all"}], ids=["ZeRO-3", "ZeRO-1"])
+def test_gradients_of_layers_that_are_frozen_while_they_wait_stay(
+    context: RankContext, settings: dict[str, Any]
+) -> None:
+    """torch leaves what a parameter holds when it is frozen, and so do we, on ranks that had no part in it too."""
+    assert_trains_like_plain(context, _Alternating, _frozen_while_waiting, checked=(0, 1, 3), **settings)
 
 
 @on_ranks(2)
