@@ -43,7 +43,7 @@ from streamshard.plan.discovery import (
     warn_of_edge,
 )
 from streamshard.plan.layout import ParamSize, UnitLayout, plan_unit
-from streamshard.plan.memory import Category, Needs, choose_slots, holds_main_grads, read_budget
+from streamshard.plan.memory import Category, Sizing, choose_slots, holds_main_grads, read_budget
 from streamshard.plan.slots import SlotPlan, plan_slots
 from streamshard.plan.structure import (
     Structure,
@@ -167,12 +167,12 @@ def _make_engine(module: nn.Module, checked: _Checked, ranks: Ranks, replicas: R
     trains = [any(found_param.param.requires_grad for found_param in params) for params in checked.groups]
     copies = ranks.total_size // ranks.world_size
     scratch_numel = _scratch_numel(ranks, settings.precision)
-    needs = Needs(layouts, _share_slots(found), trains, settings.precision, scratch_numel, copies)
-    plan, reason = _choose_slots(needs, settings, checked.budget, ranks)
-    streamed = _allocate(needs, plan, ranks, ledger)
+    sizing = Sizing(layouts, _share_slots(found), trains, settings.precision, scratch_numel, copies)
+    plan, reason = _choose_slots(sizing, settings, checked.budget, ranks)
+    streamed = _allocate(sizing, plan, ranks, ledger)
     reductions = Reductions(streamed, ranks, ledger, replicas)
     buffers = BufferSync(module, ranks)
-    engine = Engine(streamed, plan, ranks, ranks.streams, ledger, buffers, needs, reductions)
+    engine = Engine(streamed, plan, ranks, ranks.streams, ledger, buffers, sizing, reductions)
     engine.why_slots = reason
     return engine
 
@@ -303,11 +303,11 @@ def _plan_layouts(
     return layouts
 
 
-def _choose_slots(needs: Needs, settings: Settings, budget: int | None, ranks: Ranks) -> tuple[SlotPlan, str]:
+def _choose_slots(sizing: Sizing, settings: Settings, budget: int | None, ranks: Ranks) -> tuple[SlotPlan, str]:
     """The slots that were asked for, or as many as fit on the rank with the least memory; and why."""
     if budget is not None:
-        return choose_slots(needs, min(ranks.gather_objects(budget)))
-    plan = plan_slots(needs.shared, settings.weight_slots, settings.grad_slots)
+        return choose_slots(sizing, min(ranks.gather_objects(budget)))
+    plan = plan_slots(sizing.shared, settings.weight_slots, settings.grad_slots)
     return plan, f"weight_slots={settings.weight_slots!r}, grad_slots={settings.grad_slots!r}"
 
 
@@ -323,12 +323,12 @@ def _most_bytes(layouts: Sequence[UnitLayout]) -> int:
     return sum(16 * layout.padded_numel + 4096 for layout in layouts)
 
 
-def _allocate(needs: Needs, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> list[StreamedUnit]:
+def _allocate(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> list[StreamedUnit]:
     """Slots, each as large as its largest unit, and the units that take turns in them."""
-    layouts, precision = needs.layouts, needs.precision
+    layouts, precision = sizing.layouts, sizing.precision
     streams, grad_dtype, is_alone = ranks.streams, precision.slot_grad_dtype, ranks.world_size == 1
-    in_slots = holds_main_grads(needs, plan)
-    scratch = [needs.scratch_numel(layout.shard_numel, not in_slots) for layout in layouts]
+    in_slots = holds_main_grads(sizing, plan)
+    scratch = [sizing.scratch_numel(layout.shard_numel, not in_slots) for layout in layouts]
     padded = [layout.padded_numel for layout in layouts]
     weight_slots: dict[int, WeightSlot] = {}
     grad_slots: dict[int, GradSlot] = {}
@@ -371,7 +371,7 @@ def _largest(slot_of: Sequence[int], numel: Sequence[int]) -> dict[int, int]:
 
 def _fill(engine: Engine, module: nn.Module, groups: Sequence[Sequence[FoundParam]], broadcast: bool) -> None:
     """Weights into shards, views onto slots, room for the gradients of what trains, buffers to the device."""
-    for unit, params, is_trained in zip(engine.units, groups, engine.needs.trains, strict=True):
+    for unit, params, is_trained in zip(engine.units, groups, engine.sizing.trains, strict=True):
         _take_weights(unit, params, engine.ranks, broadcast)
         unit.make_views(_on_grad_of(engine))
         if is_trained:

@@ -168,7 +168,7 @@ class _Summoned:
 
     def _meet_next_pass(self) -> None:
         """The next pass looks at the weights, inside ``no_sync()`` too."""
-        self._engine.follow(is_synced=self._engine.is_synced, casts=True)
+        self._engine.match_next_pass(is_synced=self._engine.is_synced, casts=True)
 
     def _refuse_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         params = {shard.param for shard, _, _ in self._sharded}

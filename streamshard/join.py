@@ -153,10 +153,10 @@ class UnevenInputs(JoinHook):
         self._is_shadow = True
         try:
             kind = self._meet(False, False, False)
-            engine.follow(is_synced=kind.is_synced, casts=kind.casts)
+            engine.match_next_pass(is_synced=kind.is_synced, casts=kind.casts)
             with torch.set_grad_enabled(kind.has_grad):
-                engine.enter(frozenset(range(len(engine.units))))
-                pass_ = engine.exit(None)
+                engine.open_forward(frozenset(range(len(engine.units))))
+                pass_ = engine.close_forward(None)
             if pass_ is None:
                 return
             backward_of(engine, pass_)
@@ -169,7 +169,7 @@ class UnevenInputs(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have run out: everything is as before the context."""
         self._engine.buffers.sync()  # from a rank that was among the last
-        self._engine.follow(is_synced=True, casts=True)
+        self._engine.match_next_pass(is_synced=True, casts=True)
         self._end()
 
     def _follow_step(self) -> None:
@@ -206,9 +206,9 @@ class UnevenInputs(JoinHook):
         flags = torch.zeros(2 * len(places) + _FLAGS, device=engine.streams.device)
         if self._is_shadow:
             knows = self._last or self._repeat is not None
-            flags[len(places) + ranks.place] = 0.0 if knows else _PUPIL if self._given else _LOST
+            flags[len(places) + ranks.number] = 0.0 if knows else _PUPIL if self._given else _LOST
         else:
-            flags[ranks.place] = 1.0
+            flags[ranks.number] = 1.0
             flags[-_FLAGS:] = torch.tensor([has_grad, is_synced, casts], dtype=flags.dtype)
         ranks.all_reduce(flags, everyone=True)
         said = flags.tolist()

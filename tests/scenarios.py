@@ -325,9 +325,9 @@ def dropping(model: nn.Module, *waits: Rule | str, inside: str | None = None) ->
             del engine.__dict__[inside]
         engine.settle()
         for unit in engine.units:  # nothing may be under way when its buffers go
-            unit.weight_slot.arrived.settle()
+            unit.weight_slot.arrived.complete()
             if unit.grads.slot is not None:
-                unit.grads.slot.drained.settle()
+                unit.grads.slot.drained.complete()
 
 
 def _drop_inside(engine: Engine, method: str, dropped: frozenset[Rule | str]) -> None:

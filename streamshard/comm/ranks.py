@@ -41,7 +41,7 @@ class Ranks:
         rank: this rank within the shard group.
         world_size: N.
         replica: see above; weights are written to files by replica 0.
-        place: of this rank among everyone.
+        number: of this rank among everyone.
         is_first: whether this is the rank whose weights count at the start and that writes what is written once.
         total_size: number of ranks in `everyone`.
         is_uneven: whether ranks may run out of inputs, see `streamshard.join`.
@@ -67,8 +67,8 @@ class Ranks:
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self.replica = replica
-        self.place: int = dist.get_rank(self.everyone)
-        self.is_first = self.place == 0
+        self.number: int = dist.get_rank(self.everyone)
+        self.is_first = self.number == 0
         self.total_size: int = dist.get_world_size(self.everyone)
         self.vigil = Vigil(self)
         _alive_ones.add(self)

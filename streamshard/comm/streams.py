@@ -105,7 +105,7 @@ class Fence:
 
     def record(self, work: Work | None = None) -> None:
         """Mark this point in `source`; `work` is what has to complete for the point to be reached (not on CUDA)."""
-        self.settle()
+        self.complete()
         self._work = work
         self._recorded = True
         if self._event is not None:
@@ -121,11 +121,11 @@ class Fence:
         if self._event is not None:
             self._streams.cuda_stream(self.target).wait_event(self._event)
         else:
-            self.settle()
+            self.complete()
         if self._streams.observer is not None:
             self._streams.observer.on_wait(self)
 
-    def settle(self) -> None:
+    def complete(self) -> None:
         """Complete pending work without declaring a wait: its buffers are about to be reused by the host."""
         work, self._work = self._work, None
         if work is not None:

@@ -271,11 +271,11 @@ def _compute(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> 
             weights[tensor] = tensor.clone()  # type: ignore[index]  # by identity
     borrowed = home.engine.borrow(unit)
     try:
-        with holding_back_weights(home.engine, borrowed.run) if borrowed.run is not None else contextlib.nullcontext():
+        with holding_back_weights(home.engine, borrowed.use) if borrowed.use is not None else contextlib.nullcontext():
             for weight in found:
                 view: torch.Tensor = unit.views[weight.place]
                 view = view.detach() if weight.is_detached else view
-                weights[weight] = view if borrowed.run is not None else view.clone()
+                weights[weight] = view if borrowed.use is not None else view.clone()
             return _copied(func(*_replaced(args, weights), **_replaced(kwargs, weights)), slot)
     finally:
         borrowed.give_back()

@@ -258,7 +258,7 @@ class BufferSync:
                     part = message.narrow(0, start, form.nbytes).view(form.dtype).view(form.shape)
                     own.setdefault(form.dtype, []).append(_once(buffers[name].data))
                     sent.setdefault(form.dtype, []).append(part)
-            is_source = self._ranks.place == self.source
+            is_source = self._ranks.number == self.source
             if is_source:
                 for dtype, parts in sent.items():
                     torch._foreach_copy_(parts, own[dtype])

@@ -1,4 +1,4 @@
-"""When everything happens: one short method per event of a training step, from enter to finish_backward.
+"""When everything happens: one short method per event of a training step, from open_forward to finish_backward.
 
 The engine owns the phase, a `Forward` and a `Backward` while there are such, and nothing else: buffers are the
 ledger's, journeys the units'. Hooks call in, units are told what to do. See [Note: one program], [Note: ordering
@@ -34,10 +34,10 @@ from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams
 from streamshard.engine.buffer_sync import BufferSync
 from streamshard.engine.edits import Edits
-from streamshard.engine.passes import Backward, Forward, Pass, Run
+from streamshard.engine.passes import Backward, Forward, Pass, Use
 from streamshard.engine.reductions import Reductions
 from streamshard.errors import ShardingError
-from streamshard.plan.memory import Needs
+from streamshard.plan.memory import Sizing
 from streamshard.plan.program import Op, OpKind, Sweep, merge_order
 from streamshard.plan.slots import SlotPlan
 from streamshard.plan.structure import refuse_transforms
@@ -72,13 +72,13 @@ class Borrowed(NamedTuple):
         engine: whose.
         unit: is in its slot.
         evicted: layers of another unit that were bound, and computing perhaps, when it came.
-        run: what saved tensors refer to; None where somebody else's hooks take care of them.
+        use: what saved tensors refer to; None where somebody else's hooks take care of them.
     """
 
     engine: Engine
     unit: StreamedUnit
     evicted: list[Member]
-    run: Run | None
+    use: Use | None
 
     def give_back(self) -> None:
         """The slot goes back to whom it was taken from."""
@@ -92,7 +92,7 @@ class Engine:
         units: all units; the edge unit first, then blocks in registration order.
         plan: which unit uses which slot.
         ranks, streams, ledger, buffers: see there. The engine owns the two step-boundary fences.
-        needs: what memory depends on, the dtypes in force among it; for reports.
+        sizing: what memory depends on, the dtypes in force among it; for reports.
         reductions: where a backward's gradients go.
 
     Attributes:
@@ -115,7 +115,7 @@ class Engine:
         streams: Streams,
         ledger: Ledger,
         buffers: BufferSync,
-        needs: Needs,
+        sizing: Sizing,
         reductions: Reductions,
     ) -> None:
         self.units = list(units)
@@ -136,8 +136,8 @@ class Engine:
         self.order: tuple[int, ...] = tuple(range(len(units)))
         self._has_learnt = False
         self.plan = plan
-        self.needs = needs
-        self.precision = needs.precision
+        self.sizing = sizing
+        self.precision = sizing.precision
         self._slot_of = plan.weights
         self._weights_are_current = False
         self._forward: Forward | None = None
@@ -189,14 +189,14 @@ class Engine:
         """Whether the next backward leaves its gradients in their slots."""
         return self.plan.keeps_grads and not self.is_synced and not self.is_alone
 
-    def follow(self, *, is_synced: bool, casts: bool) -> None:
+    def match_next_pass(self, *, is_synced: bool, casts: bool) -> None:
         """Let the next pass be as it is on other ranks. Arguments: see `is_synced` and `casts_next`."""
         self.is_synced = is_synced
         self._weights_are_current = not casts
 
     # -- forward --------------------------------------------------------------------------------------------------
 
-    def enter(self, units: frozenset[int], *, at_first_read: bool = False) -> None:
+    def open_forward(self, units: frozenset[int], *, at_first_read: bool = False) -> None:
         """The forward of a watched module begins; the outermost one begins a pass over `units`.
 
         Args:
@@ -230,7 +230,7 @@ class Engine:
         if units is not None:
             self._begin_pass(units)
 
-    def exit(self, error: BaseException | None) -> Pass | None:
+    def close_forward(self, error: BaseException | None) -> Pass | None:
         """The forward of a watched module is over; the outermost one ends the pass, which is returned."""
         self.depth -= 1
         if self.depth > 0:
@@ -247,7 +247,7 @@ class Engine:
         pass_ = Pass(self.edge.versions() if torch.is_grad_enabled() else [])
         self._forward = Forward(Sweep(visits, self._slot_of, reduce=False), pass_)
         self.edits.begin_pass()
-        self._ask(self._forward, self.edge)
+        self._reach(self._forward, self.edge)
         self._bind(self.edge.members[0])
 
     def _cast(self) -> None:
@@ -271,20 +271,20 @@ class Engine:
             self._gathers_done.record(self.ranks.transport.retract_shards())
             self._gathers_done.wait()  # rule 6: no cast writes what a gather still reads
 
-    def pre_forward(self, member: Member) -> Run:
+    def pre_forward(self, member: Member) -> Use:
         """`member` is about to compute: its weights are in place and bound afterwards."""
         unit = member.unit
         if (backward := self._recomputing) is not None:
             self._recompute(backward, unit)
             backward.running.append(member)
-            return Run(unit, self._recomputed_pass(backward), unit.versions())
+            return Use(unit, self._recomputed_pass(backward), unit.versions())
         self._begin_if_entering()
         forward = self._forward
         assert forward is not None
-        self._ask(forward, unit)
+        self._reach(forward, unit)
         self._bind(member)
         forward.running.append(member)
-        return Run(unit, forward.pass_, unit.versions() if torch.is_grad_enabled() else [])
+        return Use(unit, forward.pass_, unit.versions() if torch.is_grad_enabled() else [])
 
     def post_forward(self, member: Member) -> None:
         """`member` has computed. Its slot goes to another unit once one is asked for."""
@@ -300,7 +300,7 @@ class Engine:
         member.unit.release(member)
         if forward.running:  # a layer inside a layer: the outer one goes on, with weights that may have left
             outer = forward.running[-1]
-            self._ask(forward, outer.unit)
+            self._reach(forward, outer.unit)
             self._bind(outer)
 
     def _bind(self, member: Member) -> None:
@@ -328,9 +328,9 @@ class Engine:
             backward.swept = Pass(self.edge.versions())
         return backward.swept
 
-    def _ask(self, forward: Forward, unit: StreamedUnit) -> None:
+    def _reach(self, forward: Forward, unit: StreamedUnit) -> None:
         """Issue what the program has up to `unit`, and let compute wait for its weights (rule 1)."""
-        self._issue(forward.sweep.ask(unit.index))
+        self._issue(forward.sweep.reach(unit.index))
         self._acquire(unit)
 
     @property
@@ -370,12 +370,12 @@ class Engine:
             return Borrowed(self, unit, evicted, self.borrowing(unit) if is_ours else None)
         return Borrowed(self, unit, evicted, self.borrowing(unit) if is_inside else None)
 
-    def borrowing(self, unit: StreamedUnit) -> Run:
+    def borrowing(self, unit: StreamedUnit) -> Use:
         """What refers to weights of `unit` that are read in the pass under way, or the one that is recomputed."""
         if self._forward is not None:
-            return Run(unit, self._forward.pass_, unit.versions(), is_borrowed=True)
+            return Use(unit, self._forward.pass_, unit.versions(), is_borrowed=True)
         assert self._backward is not None
-        return Run(unit, self._recomputed_pass(self._backward), unit.versions(), is_borrowed=True)
+        return Use(unit, self._recomputed_pass(self._backward), unit.versions(), is_borrowed=True)
 
     def _depart(self, forward: Forward, unit: StreamedUnit) -> None:
         if unit is not self.edge:
@@ -477,7 +477,7 @@ class Engine:
     def _drain_gathers(self) -> None:
         for unit in self.units:
             with self.ranks.guard("the gather of", unit.name):
-                unit.weight_slot.arrived.settle()
+                unit.weight_slot.arrived.complete()
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -513,28 +513,28 @@ class Engine:
         self.edge.bind()
         return backward
 
-    def need(self, run: Run) -> None:
-        """Backward is about to read the weights of `run`'s unit (rule 1). Called any number of times."""
-        unit = run.unit
+    def need(self, use: Use) -> None:
+        """Backward is about to read the weights of `use`'s unit (rule 1). Called any number of times."""
+        unit = use.unit
         backward, forward = self._backward, self._forward
-        if backward is not None and backward.computing is unit and unit.is_bound and not run.is_borrowed:
+        if backward is not None and backward.computing is unit and unit.is_bound and not use.is_borrowed:
             return
-        is_inside_forward = forward is not None and run.pass_ is forward.pass_
+        is_inside_forward = forward is not None and use.pass_ is forward.pass_
         if torch.is_grad_enabled() and not self.is_alone and not (is_inside_forward and self._runs(unit)):
             raise ShardingError(
                 f"backward(create_graph=True) through {unit.name!r}: its weights leave their slot afterwards, so "
                 "with more than one rank gradients cannot be differentiated again"
             )
-        self._check_versions(unit, run.versions)
+        self._check_versions(unit, use.versions)
         if is_inside_forward and forward is not None:  # torch.autograd.grad() in the model's own forward
             self._depart(forward, unit)
         else:
-            self.begin_backward(run.pass_)
+            self.begin_backward(use.pass_)
             backward = self._backward
-            if backward is not None and run.pass_ is backward.swept and not run.is_borrowed:
+            if backward is not None and use.pass_ is backward.swept and not use.is_borrowed:
                 self._advance(backward, unit)
         self._acquire(unit)
-        if not run.is_borrowed:
+        if not use.is_borrowed:
             unit.bind()
 
     def _runs(self, unit: StreamedUnit) -> bool:

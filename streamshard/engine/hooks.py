@@ -24,7 +24,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, _get
 from torch.nn.parallel import DistributedDataParallel
 
 from streamshard.engine.engine import Engine
-from streamshard.engine.passes import Pass, Run
+from streamshard.engine.passes import Pass, Use
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.plan.structure import modules_inside
 from streamshard.unit.sharded_grad import know_grads
@@ -269,9 +269,9 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
     if handle.cast_dtype is not None:
         args, kwargs = _untraced(_cast, (args, kwargs), handle.cast_dtype)
     if _has_pre_hooks(call) and get_eval_frame_callback() in (None, False):
-        engine.enter(handle.units, at_first_read=True)
+        engine.open_forward(handle.units, at_first_read=True)
     else:
-        _untraced(engine.enter, handle.units)
+        _untraced(engine.open_forward, handle.units)
     error: BaseException | None = None
     try:
         output = call(*args, **kwargs)
@@ -279,7 +279,7 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
         error = caught
         raise
     finally:
-        pass_ = _untraced(engine.exit, error)
+        pass_ = _untraced(engine.close_forward, error)
         error = None  # whose traceback has this frame, and with it the graph that the forward has left
     if pass_ is not None:
         _untraced(_watch_outputs, output, (), _BeginBackward(engine, pass_))
@@ -305,11 +305,11 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
         args, kwargs = _untraced(_cast, (args, kwargs), handle.cast_dtype)
     if engine.is_in_layer:
         args, kwargs = _untraced(_leave_weights, (args, kwargs), engine, "gives another layer")
-    run = _untraced(engine.pre_forward, member)
+    use = _untraced(engine.pre_forward, member)
     has_graph = torch.is_grad_enabled()
     try:
         if has_graph and member.unit.weight_slot.is_shared:
-            with holding_back_weights(engine, run):
+            with holding_back_weights(engine, use):
                 output = call(*args, **kwargs)
         else:
             output = call(*args, **kwargs)
@@ -318,7 +318,7 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     finally:
         _untraced(engine.post_forward, member)
     if has_graph:
-        _untraced(_watch_outputs, output, args, _Need(engine, run))
+        _untraced(_watch_outputs, output, args, _Need(engine, use))
     return output
 
 
@@ -362,14 +362,14 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 class _Need:
     """Prehook of a graph node: backward is about to enter the unit's graph."""
 
-    __slots__ = ("engine", "run")
+    __slots__ = ("engine", "use")
 
-    def __init__(self, engine: Engine, run: Run) -> None:
+    def __init__(self, engine: Engine, use: Use) -> None:
         self.engine = engine
-        self.run = run
+        self.use = use
 
     def __call__(self, grads: Any) -> None:
-        self.engine.need(self.run)
+        self.engine.need(self.use)
 
 
 class _BeginBackward:
@@ -393,8 +393,8 @@ def backward_of(engine: Engine, pass_: Pass) -> None:
     loss.backward()
 
 
-def holding_back_weights(engine: Engine, run: Run) -> AbstractContextManager[None]:
-    """Saved-tensor hooks for what computes with the weights of `run`'s unit. See [Note: need].
+def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[None]:
+    """Saved-tensor hooks for what computes with the weights of `use`'s unit. See [Note: need].
 
     Only the innermost pair of hooks is called by autograd, so everything that is not a weight is passed on to the pair
     that was active outside (checkpointing, ``save_on_cpu``). autograd does not check versions of packed tensors, so
@@ -403,7 +403,7 @@ def holding_back_weights(engine: Engine, run: Run) -> AbstractContextManager[Non
     Closures: they are called for every saved tensor, and find local names faster than attributes.
     """
     lowest, highest = engine.slots_span
-    slot = run.unit.weight_slot
+    slot = use.unit.weight_slot
     first_byte, last_byte = slot.first_byte, slot.last_byte
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     need = engine.need
@@ -413,7 +413,7 @@ def holding_back_weights(engine: Engine, run: Run) -> AbstractContextManager[Non
         try:
             address = tensor.data_ptr()
             if first_byte <= address < last_byte:
-                return tensor if tensor.is_leaf else tensor.detach(), run
+                return tensor if tensor.is_leaf else tensor.detach(), use
             # Another layer's weight, that this one has read.
             if lowest <= address < highest and (other := engine.unit_at(address)) is not None:
                 return tensor if tensor.is_leaf else tensor.detach(), engine.borrowing(other)
@@ -426,7 +426,7 @@ def holding_back_weights(engine: Engine, run: Run) -> AbstractContextManager[Non
     def unpack(packed: tuple[Any, Any]) -> Any:
         """Called in backward when a saved tensor is read."""
         saved, mark = packed
-        if isinstance(mark, Run):
+        if isinstance(mark, Use):
             need(mark)
             # A copy of what was borrowed: other weights that the same node reads may take the slot.
             return mark.unit.copy_out(saved) if mark.is_borrowed else saved
@@ -435,7 +435,7 @@ def holding_back_weights(engine: Engine, run: Run) -> AbstractContextManager[Non
         if saved._version != mark:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{tuple(saved.shape)} {saved.dtype}, saved in the forward of {run.unit.name!r}, is at version "
+                f"{tuple(saved.shape)} {saved.dtype}, saved in the forward of {use.unit.name!r}, is at version "
                 f"{saved._version}; expected version {mark} instead"
             )
         return saved

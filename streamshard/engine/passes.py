@@ -1,6 +1,6 @@
 """What is under way: one `Forward`, one `Backward`; and what an autograd graph remembers of the forward that made it.
 
-A `Pass` and its `Run`s belong to the graph, and live as long as it does. A `Forward` and a `Backward` belong to the
+A `Pass` and its `Use`s belong to the graph, and live as long as it does. A `Forward` and a `Backward` belong to the
 engine and last until it leaves them, by whatever way: nothing of either has to be reset.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from streamshard.plan.program import Sweep
 from streamshard.unit.unit import Member, StreamedUnit
 
-__all__ = ["Backward", "Forward", "Pass", "Run"]
+__all__ = ["Backward", "Forward", "Pass", "Use"]
 
 
 class Pass:
@@ -29,12 +29,12 @@ class Pass:
         self.edge_versions = edge_versions
 
 
-class Run:
-    """One forward of one unit: what its saved tensors and outputs refer to when backward needs the unit.
+class Use:
+    """One use of a unit by a graph: what its saved tensors and outputs refer to when backward needs the unit.
 
     Attributes:
         versions: of the unit's sharded parameters when it ran, see `StreamedUnit.versions`.
-        is_borrowed: no forward of the unit, but one that read its weights.
+        is_borrowed: no forward of the unit, but an operation elsewhere that read its weights.
     """
 
     __slots__ = ("is_borrowed", "pass_", "unit", "versions")

@@ -52,7 +52,7 @@ class Reductions:
         if not unit.grads.is_open:
             self._open(unit)
         elif unit.grads.slot is None and self.replicas is not None:
-            self.replicas.settle(unit)
+            self.replicas.finish_average(unit)
         unit.grads.write(place, grad if self.grad_scale == 1.0 else grad * self.grad_scale)
         self.ranks.transport.progress()
 
@@ -65,7 +65,7 @@ class Reductions:
             else:
                 self.start(earlier)
         if self.replicas is not None:
-            self.replicas.settle(unit)
+            self.replicas.finish_average(unit)
         with self.ranks.guard("the reduction before that of", unit.name):
             unit.grads.open()
 

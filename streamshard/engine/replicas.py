@@ -62,7 +62,7 @@ class Replicas:
         with self.ranks.guard("the average over replicas of", unit.name):
             self._under_way[unit.index] = self.ranks.transport.start_average(unit.grads.main)
 
-    def settle(self, unit: StreamedUnit) -> None:
+    def finish_average(self, unit: StreamedUnit) -> None:
         """More gradients of `unit` are about to be written: its average comes first."""
         if self._last is not None and self._last[0] is unit:
             self.flush()

@@ -53,8 +53,8 @@ class MemoryReport:
 def report_memory(engine: Engine) -> MemoryReport:
     """What `engine` holds beside what `expected_bytes` says."""
     trains = [unit.grads.main is not None for unit in engine.units]
-    layouts = engine.needs.layouts
-    expected = expected_bytes(engine.needs._replace(trains=trains), engine.plan)
+    layouts = engine.sizing.layouts
+    expected = expected_bytes(engine.sizing._replace(trains=trains), engine.plan)
     return MemoryReport(
         held_bytes={category.value: engine.ledger.held_bytes(category) for category in Category},
         formula_bytes={category.value: expected[category] for category in Category},

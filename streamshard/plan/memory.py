@@ -21,7 +21,7 @@ from streamshard.errors import ConfigError
 from streamshard.plan.layout import UnitLayout
 from streamshard.plan.slots import SlotPlan, plan_slots
 
-__all__ = ["Category", "Needs", "choose_slots", "expected_bytes", "holds_main_grads", "read_budget"]
+__all__ = ["Category", "Sizing", "choose_slots", "expected_bytes", "holds_main_grads", "read_budget"]
 
 _MOMENTS_BYTES = 8  # a parameter: Adam's two moments in fp32
 
@@ -38,7 +38,7 @@ class Category(enum.Enum):
     FLAGS = "flags"
 
 
-class Needs(NamedTuple):
+class Sizing(NamedTuple):
     """What memory depends on besides the choice of slots.
 
     Attributes:
@@ -58,23 +58,23 @@ class Needs(NamedTuple):
     replicas: int = 1
 
 
-def holds_main_grads(needs: Needs, plan: SlotPlan) -> bool:
+def holds_main_grads(sizing: Sizing, plan: SlotPlan) -> bool:
     """Whether main grads are ranges of the grad slots: every unit has one of its own, and both are fp32."""
-    is_alone = needs.layouts[0].world_size == 1
-    return plan.keeps_grads and not is_alone and needs.precision.slot_grad_dtype is torch.float32
+    is_alone = sizing.layouts[0].world_size == 1
+    return plan.keeps_grads and not is_alone and sizing.precision.slot_grad_dtype is torch.float32
 
 
-def expected_bytes(needs: Needs, plan: SlotPlan) -> dict[Category, int]:
+def expected_bytes(sizing: Sizing, plan: SlotPlan) -> dict[Category, int]:
     """The formula above."""
-    layouts, trains, precision = needs.layouts, needs.trains, needs.precision
+    layouts, trains, precision = sizing.layouts, sizing.trains, sizing.precision
     is_alone = layouts[0].world_size == 1
     param_bytes, grad_bytes = precision.param_dtype.itemsize, precision.slot_grad_dtype.itemsize
     padded = [layout.padded_numel for layout in layouts]
     shards = sum(layout.shard_numel for layout in layouts)
     trained = sum(layout.shard_numel for layout, train in zip(layouts, trains, strict=True) if train)
     holds_compute = plan.keeps_weights and not is_alone  # what a rank owns is a range of the slots
-    holds_grads = holds_main_grads(needs, plan)
-    scratch = [needs.scratch_numel(layout.shard_numel, not holds_grads) for layout in layouts]
+    holds_grads = holds_main_grads(sizing, plan)
+    scratch = [sizing.scratch_numel(layout.shard_numel, not holds_grads) for layout in layouts]
 
     def slots(slot_of: Sequence[int], numel: Sequence[int], in_use: Container[int]) -> int:
         largest: dict[int, int] = {}
@@ -92,7 +92,7 @@ def expected_bytes(needs: Needs, plan: SlotPlan) -> dict[Category, int]:
         Category.WEIGHT_SLOTS: param_bytes * slots(plan.weights, padded, set(plan.weights)),
         Category.GRAD_SLOTS: grad_bytes * slots(plan.grads, padded, in_use(plan.grads)),
         Category.SCRATCH: grad_bytes * slots(plan.scratch, scratch, in_use(plan.scratch)),
-        Category.FLAGS: _flags(layouts[0].world_size, needs.replicas) * sum(len(layout.params) for layout in layouts),
+        Category.FLAGS: _flags(layouts[0].world_size, sizing.replicas) * sum(len(layout.params) for layout in layouts),
     }
 
 
@@ -125,7 +125,7 @@ def _free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def choose_slots(needs: Needs, budget: int) -> tuple[SlotPlan, str]:
+def choose_slots(sizing: Sizing, budget: int) -> tuple[SlotPlan, str]:
     """The most slots with which what the engine holds, and Adam's moments, fit into `budget` bytes.
 
     Weight slots come first: each saves a gather in every step. All grad slots save reductions only where gradients are
@@ -139,17 +139,17 @@ def choose_slots(needs: Needs, budget: int) -> tuple[SlotPlan, str]:
     """
     rejected = None
     moments = _MOMENTS_BYTES * sum(
-        layout.shard_numel for layout, train in zip(needs.layouts, needs.trains, strict=True) if train
+        layout.shard_numel for layout, train in zip(sizing.layouts, sizing.trains, strict=True) if train
     )
-    for weight_slots, grad_slots in _candidates(sum(needs.shared)):
-        plan = plan_slots(needs.shared, weight_slots, grad_slots)
-        total = moments + sum(expected_bytes(needs, plan).values())
+    for weight_slots, grad_slots in _candidates(sum(sizing.shared)):
+        plan = plan_slots(sizing.shared, weight_slots, grad_slots)
+        total = moments + sum(expected_bytes(sizing, plan).values())
         name = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
         if total <= budget:
             reason = f"{name}: {_gib(total)} of {_gib(budget)}"
             return plan, reason + (f"; {rejected} would not fit" if rejected else "; the model has no use for more")
         rejected = f"{name} ({_gib(total)})"
-    ranks = needs.layouts[0].world_size
+    ranks = sizing.layouts[0].world_size
     raise ConfigError(
         f"memory_budget is {_gib(budget)}, but {name} with Adam's moments take {_gib(total)} on each of {ranks} "
         f"rank(s): {_gib(total - budget)} are missing. Use more ranks, a 16-bit param_dtype or grad_dtype, or smaller "

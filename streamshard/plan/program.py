@@ -85,7 +85,7 @@ class Sweep:
         self._is_outside = True  # whether what was asked for last is no visit of the program
         self.released = 0  # all visits before this one are released
 
-    def ask(self, unit: int) -> list[Op]:
+    def reach(self, unit: int) -> list[Op]:
         """`unit` is used now, so a visit of another unit is over: what has become possible, `unit`'s gather included.
 
         If the program has no visit of `unit` left, this is a departure, after the visits released so far.

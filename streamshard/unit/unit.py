@@ -250,7 +250,7 @@ class StreamedUnit:
         """Compute shard to weight slot. Comm stream; the slot is this unit's from here on."""
         slot = self.weight_slot
         slot.released.wait()  # rule 2
-        slot.arrived.settle()  # a unit that was gathered and then skipped: its messages are still under way
+        slot.arrived.complete()  # a unit that was gathered and then skipped: its messages are still under way
         work: Work | None = self._ranks.transport.start_gather(self.shard.compute, self.weights, self.index)
         slot.content = self.index
         slot.arrived.record(work)

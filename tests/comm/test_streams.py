@@ -77,8 +77,8 @@ def test_settling_is_not_a_wait() -> None:
     streams, log = _observed()
     fence = Fence(streams, Rule.WEIGHTS_ARRIVED, COMM, "slot")
     fence.record(_FakeWork(log, "gather"))
-    fence.settle()
-    fence.settle()
+    fence.complete()
+    fence.complete()
     assert log.lines == ["record slot", "complete gather"]
 
 

@@ -96,7 +96,7 @@ def test_ranks_that_skip_visits_issue_the_same_operations_in_the_same_order(
     sweep = Sweep(visits, slots, reduce=reduce)
     issued: list[Op] = []
     for unit in data.draw(st.lists(st.integers(0, UNITS - 1), max_size=15), label="used"):
-        issued += sweep.ask(unit)
+        issued += sweep.reach(unit)
     issued += sweep.finish()
     assert issued == [op for ops in plan_steps(visits, slots, reduce=reduce) for op in ops]
     assert sweep.finish() == []
@@ -109,7 +109,7 @@ def test_being_asked_for_a_visit_issues_its_gather(visits: list[int], slots: lis
     issued: list[Op] = []
     for unit in data.draw(st.lists(st.sampled_from(visits or [0]), max_size=15), label="used"):
         visit = sweep.find(unit)
-        issued += sweep.ask(unit)
+        issued += sweep.reach(unit)
         if visit is not None:
             assert [op.unit for op in issued][: visit + 1] == visits[: visit + 1]
             assert visits[visit] == unit
@@ -120,9 +120,9 @@ def test_asking_again_for_the_same_unit_changes_nothing(visits: list[int], slots
     """It is one stay, in which any of the unit's layers may run, any number of times."""
     once, often = (Sweep(visits, slots, reduce=False) for _ in range(2))
     for unit in used:
-        ops = once.ask(unit)
-        assert often.ask(unit) == ops
-        assert often.ask(unit) == []
+        ops = once.reach(unit)
+        assert often.reach(unit) == ops
+        assert often.reach(unit) == []
     assert (often.finish(), often.log, often.used) == (once.finish(), once.log, once.used)
 
 
@@ -131,7 +131,7 @@ def test_a_unit_is_left_before_another_is_used(visits: list[int], slots: list[in
     """Also for one outside of the program: backward must see them in the order in which they ran."""
     sweep = Sweep(visits, slots, reduce=False)
     for unit in used:
-        sweep.ask(unit)
+        sweep.reach(unit)
     sweep.finish()
     places = iter(sweep.log)
     stays = [unit for place, unit in enumerate(used) if used[place - 1 : place] != [unit]]
@@ -151,9 +151,9 @@ def test_a_released_visit_is_not_found_again(visits: list[int], slots: list[int]
 def test_the_log_has_what_was_passed_and_what_was_used_beside_the_program() -> None:
     """In order: backward is planned from it."""
     sweep = Sweep([0, 1, 2, 3], [0, 1, 0, 1], reduce=False)
-    sweep.ask(1)
-    sweep.ask(6)
-    sweep.ask(0)  # its turn is over
+    sweep.reach(1)
+    sweep.reach(6)
+    sweep.reach(0)  # its turn is over
     sweep.finish()
     assert sweep.log == [0, 1, 6, 0, 2, 3]
     assert sweep.used == [1, 6, 0]
