@@ -74,7 +74,7 @@ def _detect(root: nn.Module) -> list[nn.Module]:
         warnings.warn(
             f"{type(root).__name__} has no repeated layers that StreamShard can find: it becomes one unit, whose "
             "weights are all gathered at once. Name its layers with units=[...] to stream them",
-            stacklevel=6,  # who called StreamShard
+            stacklevel=7,  # who called StreamShard
         )
     return found
 
@@ -166,7 +166,7 @@ def warn_of_edge(root: nn.Module, groups: Sequence[Sequence[FoundParam]]) -> Non
             f"{numel / sum(sizes):.0%} of the parameters of {type(root).__name__} are outside of the layers that "
             f"StreamShard has found ({examples}, ..): they are all gathered at once. Name the layers that hold them "
             "with units=[...] to stream them too",
-            stacklevel=5,  # who called StreamShard
+            stacklevel=6,  # who called StreamShard
         )
 
 
