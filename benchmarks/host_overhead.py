@@ -3,8 +3,9 @@
     python benchmarks/host_overhead.py
 
 One process on the "fake" process group, whose collectives return at once with nothing done, so what is left is Python
-and dispatch. Every round runs each system once, in an order drawn anew. Plain PyTorch is measured as well: its time is
-spent in the layers' own operators, and what a system takes beyond it is that system's overhead.
+and dispatch. StreamShard uses the transport that GPUs use: through shared memory it would really copy all ranks' bytes.
+Every round runs each system once, in an order drawn anew. Plain PyTorch is measured as well: its time is spent in the
+layers' own operators, and what a system takes beyond it is that system's overhead.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ import argparse
 import gc
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from _measure import RESULTS, Clock, Noise, environment, save, seeded_order, summary
 from _systems import System, build
+
+from streamshard.comm.nccl import NcclTransport
+from streamshard.comm.ranks import Ranks
+from streamshard.comm.streams import Streams
 
 PHASES = ("forward", "backward")
 NAMES = ("plain", "fsdp2", "streamshard")
@@ -54,6 +60,12 @@ class Layers(nn.Module):
         return hidden
 
 
+def _connect(group: dist.ProcessGroup, streams: Streams, everyone: dist.ProcessGroup | None, replica: int) -> Ranks:
+    ranks = Ranks(group, streams, everyone, replica)
+    ranks.transport = NcclTransport(ranks)
+    return ranks
+
+
 def main() -> None:
     """Measure every parameter count; print and save."""
     arguments = _parse()
@@ -63,7 +75,8 @@ def main() -> None:
 
     dist.init_process_group("fake", rank=0, world_size=arguments.world_size, store=FakeStore())
     try:
-        cases = [_measure(count, arguments, device) for count in arguments.parameters]
+        with mock.patch("streamshard.build.connect", _connect):
+            cases = [_measure(count, arguments, device) for count in arguments.parameters]
     finally:
         dist.destroy_process_group()
     config = {

@@ -77,7 +77,7 @@ class ParamGrad:
         grads are about to be written.
         """
         piece, grad = self.in_main, self.shard.param.grad
-        if grad is not piece and piece.numel() and sys.getrefcount(piece) > _OWN_REFERENCES:
+        if sys.getrefcount(piece) > _OWN_REFERENCES and grad is not piece and piece.numel():
             self.disown()
         self.is_kept = grad is not None
         if grad is not None:
