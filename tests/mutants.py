@@ -1163,7 +1163,7 @@ MUTANTS: list[Mutant] = [
         "what has waited waits for ever",
         "        self._has_taken = self.waits = False\n        return given\n",
         "        self._has_taken = False\n        return given\n",
-        "dial cases_freezing",
+        "invariants::test_what_has_waited_once_is_not_reduced_for_ever",
     ),
     Mutant(
         "engine/used",

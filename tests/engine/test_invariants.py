@@ -323,6 +323,21 @@ def test_what_is_frozen_later_is_not_reduced(context: RankContext) -> None:
     assert sorted(started) == [0, 1, 3, 4]
 
 
+@on_ranks(2)
+def test_what_has_waited_once_is_not_reduced_for_ever(context: RankContext) -> None:
+    """A layer whose gradient has waited, was reduced, and is frozen from then on."""
+    model: Any = _stack(**SLOT_EACH)
+    with model.no_sync():
+        stack_step(model, _call(context, 0))
+    stack_step(model, _call(context, 1))
+    model.zero_grad()
+    model.layers[1].requires_grad_(False)
+    transport = engine_inside(model).ranks.transport
+    with mock.patch.object(transport, "start_reduce", wraps=transport.start_reduce) as start_reduce:
+        stack_step(model, _call(context, 2))
+    assert sorted(call.args[0].tag for call in start_reduce.call_args_list) == [0, 1, 3, 4]
+
+
 # -- passes -------------------------------------------------------------------------------------------------------
 
 
