@@ -1203,7 +1203,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/grad_inputs",
         "what trains is not asked before gradients are",
-        "            place.unit.take_trainability()",
+        "            unit.take_trainability()  # views",
         "            pass",
         "grad_inputs",
     ),

@@ -96,9 +96,10 @@ class _RunBackward:
             )
 
         asked = {number: place for number, value in enumerate(inputs) if (place := _asked(value)) is not None}
-        for place in asked.values():
-            place.engine.settle()
-            place.unit.take_trainability()  # views that do not need gradients are no inputs
+        for engine in {place.engine for place in asked.values()}:
+            engine.settle()
+        for unit in {place.unit for place in asked.values()}:
+            unit.take_trainability()  # views that do not need gradients are no inputs
         if not asked or accumulate_grad:
             views = [place.view for place in asked.values() if place.view.requires_grad]
             return start((*inputs, *views), allow_unreachable=allow_unreachable)
@@ -116,8 +117,8 @@ def _grad(
 ) -> tuple[torch.Tensor | None, ...]:
     """``torch.autograd.grad``: gradients are reduced as in any backward, and returned instead of left in ``.grad``."""
     kept = [(place, place.param.grad) for place in asked.values()]
-    hooks = [_take_at(place) for place in asked.values() if place.view.requires_grad]
-    views = [place.view for place in asked.values() if place.view.requires_grad]
+    trained = [place for place in asked.values() if place.view.requires_grad]
+    views, hooks = [place.view for place in trained], [_take_at(place) for place in trained]
     engines = {place.engine for place in asked.values()}
     for place in asked.values():
         place.param.grad = None
@@ -144,6 +145,7 @@ def _grad(
 
 
 def _check(asked: Iterable[_Asked], grad_tensors: Sequence[torch.Tensor | None]) -> None:
+    is_batched = any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grad_tensors if grad is not None)
     for place in asked:
         of = f"torch.autograd.grad with respect to the sharded parameter {place.name!r}"
         if place.engine.is_computing:
@@ -152,7 +154,7 @@ def _check(asked: Iterable[_Asked], grad_tensors: Sequence[torch.Tensor | None])
             )
         if isinstance(place.param.grad, UnreducedGrad) or place.engine.leaves_unreduced_next:
             raise ShardingError(f"{of} while gradients accumulate inside no_sync(): they are not reduced until its end")
-        if any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grad_tensors if grad is not None):
+        if is_batched:
             raise ShardingError(f"{of} with is_grads_batched=True: gradients are reduced one backward at a time")
 
 

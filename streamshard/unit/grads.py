@@ -112,7 +112,7 @@ class UnitGrads:
         index: of the unit, the tag of its reductions.
         shard: this rank's state.
         slot: where gradients are collected; None with one rank, which writes to the main grads.
-        ranks: reduces.
+        ranks: between whom it is reduced.
         ledger: allocates main grads.
         scratch_numel: elements of scratch that its reductions need.
 
