@@ -1,19 +1,21 @@
-"""What a sharded parameter is a piece of; and weights in a state dict, which are not saved as if they were whole."""
+"""What a sharded parameter is a piece of; and what keeps pieces from being saved as if they were whole."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import MutableMapping
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.serialization import register_package
 from torch.utils.weak import WeakIdKeyDictionary
 
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import ShardingError
 
-__all__ = ["Piece", "StatePiece", "forget_piece", "piece_of", "remember_piece"]
+__all__ = ["Piece", "StatePiece", "forget_piece", "piece_of", "refuse_saving", "remember_piece"]
 
 
 class Piece(NamedTuple):
@@ -65,6 +67,28 @@ def _refuse_pickle(piece: Piece) -> NoReturn:
         f"parameter {piece.name!r} is one rank's piece of {piece.shape} and is not saved as if it were whole: use "
         "model.full_state_dict() or streamshard.export_safetensors(model, directory), called on all ranks"
     )
+
+
+_mains: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # by the address of their storage
+
+
+def refuse_saving(main: torch.Tensor) -> None:
+    """Whatever looks at the memory of `main`, one rank's main weights, is not saved by torch while `main` lives."""
+    _mains[main.untyped_storage().data_ptr()] = main
+
+
+def _refuse_storage(storage: Any) -> None:
+    """Asked by torch's pickler, for the location of every storage that it is about to write."""
+    if storage.device.type != "meta" and storage.data_ptr() in _mains:
+        raise ShardingError(
+            "these are main weights of a StreamShard model, of which each rank has pieces (param.data, "
+            "param.detach() and views of them): to save them whole use model.full_state_dict() or "
+            "streamshard.export_safetensors(model, directory), called on all ranks; to save what this rank has, clone "
+            "it first"
+        )
+
+
+register_package(0, _refuse_storage, lambda storage, location: None)  # before those of torch, from 10 on
 
 
 class StatePiece(torch.Tensor):

@@ -16,7 +16,7 @@ from streamshard.errors import ShardingError
 from streamshard.plan.layout import LocalRange, ParamLayout, UnitLayout
 from streamshard.plan.memory import Category
 from streamshard.unit.buffers import Ledger
-from streamshard.unit.pieces import Piece, remember_piece
+from streamshard.unit.pieces import Piece, refuse_saving, remember_piece
 
 __all__ = ["ParamShard", "UnitShard"]
 
@@ -93,6 +93,8 @@ class UnitShard:
         self.main = ledger.allocate(Category.MAIN_WEIGHTS, numel, torch.float32) if is_cast else weights
         self._ranks = ranks
         self._ledger = ledger
+        if ranks.world_size > 1 and numel:
+            refuse_saving(self.main)
 
     def add(self, layout: ParamLayout, aliases: tuple[str, ...], param: nn.Parameter, full: torch.Tensor) -> ParamShard:
         """Take over one parameter: `param` becomes this rank's piece of `full`.

@@ -6,13 +6,14 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from streamshard import StreamShard
+from streamshard import Precision, StreamShard
 from streamshard.errors import ShardingError
 from tests.models import Layer, NormStack, Stack
 from tests.ranks import RankContext, on_ranks
@@ -261,3 +262,32 @@ def test_whole_tensors_load_inside_summon_full_params(context: RankContext) -> N
     model.layers[1].load_state_dict(plain.get_submodule("layers.1").state_dict())
     wanted = {**other.state_dict(), **{k: v for k, v in plain.state_dict().items() if k.startswith("layers.1.")}}
     assert_same(full_weights(model), wanted, "weights", EXACT)
+
+
+MEMORY_OF: dict[str, Callable[[nn.Parameter], Any]] = {
+    "data": lambda param: param.data,
+    "detached": lambda param: param.detach(),
+    "in a dictionary": lambda param: {"weight": param.data},
+    "a part of it": lambda param: param.data.view(-1)[1:],
+    "its storage": lambda param: param.data.untyped_storage(),
+}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("precision", [FP32, Precision(param_dtype=torch.bfloat16)])
+@pytest.mark.parametrize("slots", [2, "all"])
+@pytest.mark.parametrize("name", list(MEMORY_OF))
+def test_what_looks_at_main_weights_is_not_saved(
+    context: RankContext, name: str, slots: Any, precision: Precision
+) -> None:
+    """However it was come by, unless it is whole. A clone is the user's."""
+    model: Any = StreamShard(Stack(), precision=precision, weight_slots=slots)
+    param = next(model.layers[0].parameters())
+    for save in (lambda value: torch.save(value, io.BytesIO()), pickle.dumps):
+        with pytest.raises(ShardingError, match="full_state_dict") if context.world_size > 1 else nullcontext():
+            save(MEMORY_OF[name](param))
+        save(param.data.clone())
+        with model.summon_full_params():
+            save(MEMORY_OF[name](param))
+    copy.deepcopy(param.data)
+    stack_step(model, Call(0, 0, 1, 1.0))
