@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,14 +16,15 @@ from torch._dynamo.decorators import skip
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from streamshard.build import engine_at_rest, engine_of, shard_model
+from streamshard.build import shard_model
 from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.load import load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
 from streamshard.config import MemoryBudget, Precision, SlotCount
-from streamshard.engine.hooks import HANDLE, Uncopyable, call_shell, handle_of
+from streamshard.engine.handle import HANDLE, Uncopyable, engine_at_rest, engine_of, handle_of
+from streamshard.engine.hooks import call_shell
 from streamshard.errors import ConfigError, ShardingError
-from streamshard.full import summon, whole_of
+from streamshard.full import clip_grads, gather_state_dict, summon
 from streamshard.inspect.hashes import compare_weights
 from streamshard.inspect.memory import MemoryReport, report_memory
 from streamshard.join import UnevenInputs, make_hook
@@ -32,10 +32,6 @@ from streamshard.optim.wrapper import engine_of_both
 from streamshard.plan.discovery import UnitsArgument
 from streamshard.plan.layout import LocalRange
 from streamshard.plan.structure import join_names, leave_inference_mode, modules_of, params_of
-from streamshard.unit.norms import reduce_norms
-from streamshard.unit.pieces import forget_piece, piece_of, remember_piece
-from streamshard.unit.shard import ParamShard
-from streamshard.unit.unreduced_grad import UnreducedGrad
 
 __all__ = [
     "StreamShard",
@@ -159,34 +155,8 @@ class StreamShard(Uncopyable):
         Raises:
             ConfigError: `max_norm` is negative or nan, `norm_type` no number, `skip_above` not positive.
         """
-        if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0.0:
-            raise ConfigError(f"max_norm={max_norm!r}: wanted a number of at least 0")
-        if skip_above is not None and not (isinstance(skip_above, int | float) and skip_above > 0.0):
-            raise ConfigError(f"skip_above={skip_above!r}: wanted a positive number, or None")
-        order = _order(norm_type)
         engine = engine_at_rest(self, "clip_grad_norm_")
-        if engine.uneven is not None and (uneven := engine.uneven()) is not None:
-            uneven.before_clipping(max_norm, norm_type, skip_above)
-        params = params_of(self).values()
-        found = [grad for grad in (param.grad for param in params) if grad is not None]
-        for grad in found:
-            if isinstance(grad, UnreducedGrad):
-                grad.refuse("clip_grad_norm_")
-        grads = [grad.as_subclass(torch.Tensor) for grad in found]
-        filled = [grad for grad in grads if grad.numel()]
-        if filled:
-            local = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(filled, order)), order)
-        else:
-            local = torch.zeros((), device=engine.streams.device)
-        total = reduce_norms(local, order, engine.ranks)
-        if skip_above is not None and not (math.isfinite(norm := total.item()) and norm <= skip_above):
-            for param in params:
-                param.grad = None
-            return total
-        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        if filled:
-            torch._foreach_mul_(filled, scale)
-        return total
+        return clip_grads(engine, params_of(self).values(), max_norm, norm_type, skip_above)
 
     # -- uneven inputs ----------------------------------------------------------------------------------------------
 
@@ -250,31 +220,7 @@ class StreamShard(Uncopyable):
             ShardingError: a module's own part in it failed on another rank. On that rank, what it raised.
         """
         engine = engine_at_rest(self, "full_state_dict", accepts_whole=True)
-        wanted = not rank0_only or engine.ranks.is_first
-        whole: list[tuple[ParamShard, torch.Tensor]] = []
-        for unit in engine.units:
-            shards = unit.shard.params
-            if engine.is_alone or any(piece_of(shard.param) for shard in shards):
-                full = unit.gather_full([shard.main for shard in shards])
-                wholes = [whole_of(full, shard) for shard in shards]
-            else:  # inside summon_full_params
-                wholes = [shard.param.detach() for shard in shards]
-            if wanted:
-                whole.extend((s, tensor.to("cpu", copy=True)) for s, tensor in zip(shards, wholes, strict=True))
-        state: dict[str, Any] = {}
-        error: Exception | None = None
-        try:
-            if wanted:
-                state = _state_dict_of(self, whole)
-        except Exception as raised:
-            error = raised
-        errors = engine.ranks.gather_errors(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        for rank, story in enumerate(errors):
-            if story is not None:
-                raise ShardingError(f"full_state_dict failed on rank {rank}: {story}")
-        return state
+        return gather_state_dict(engine, self, rank0_only=rank0_only)
 
     def local_ranges(self) -> dict[str, LocalRange]:
         """Which elements of which parameter this rank owns, by name: the range map of Megatron's distributed optimizer.
@@ -442,45 +388,6 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
         ShardingError: on every rank, before anything is changed; names the first parameter that does not fit.
     """
     scatter_state(engine_of_both(optimizer, model), optimizer, state_dict)
-
-
-def _state_dict_of(model: nn.Module, whole: Sequence[tuple[ParamShard, torch.Tensor]]) -> dict[str, Any]:
-    """The model's ``state_dict()`` with whole tensors, of new memory on the CPU, under the parameters; all copied."""
-    before = [(shard.param, shard.param.data, piece_of(shard.param)) for shard, _ in whole]
-    try:
-        for shard, tensor in whole:
-            forget_piece(shard.param)
-            shard.param.data = tensor
-        state: dict[str, Any] = model.state_dict()
-    finally:
-        for param, data, piece in before:
-            param.data = data
-            if piece is not None:
-                remember_piece(param, piece)
-    ours = {tensor.untyped_storage().data_ptr(): tensor for _, tensor in whole}
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            own = ours.get(value.untyped_storage().data_ptr()) if value.layout is torch.strided else None
-            if own is None:
-                state[name] = value.detach().to("cpu", copy=True)
-            else:  # tied names share it
-                state[name] = own if _is_same(own, value) else value.detach()
-    return state
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    places = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (one, other)]
-    return places[0] == places[1]
-
-
-def _order(norm_type: object) -> float:
-    try:
-        order = float(norm_type)  # type: ignore[arg-type]  # "inf" is a way to say it
-    except (TypeError, ValueError):
-        order = math.nan
-    if math.isnan(order):
-        raise ConfigError(f"norm_type={norm_type!r}: wanted a number, inf for the maximum")
-    return order
 
 
 def _all_of(model: nn.Module) -> nn.Module:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,16 +21,15 @@ from streamshard.comm.ranks import Ranks
 from streamshard.comm.shared_memory import share_memory
 from streamshard.comm.streams import Streams
 from streamshard.config import Precision, Settings
-from streamshard.engine.away import Home, Place, ShardedParameters
+from streamshard.engine.attach import attach
 from streamshard.engine.buffer_sync import BufferSync, check_buffers, describe_state
-from streamshard.engine.engine import EDGE, Engine
+from streamshard.engine.engine import Engine
 from streamshard.engine.grad_check import GradCheck
 from streamshard.engine.grad_inputs import answer_for
-from streamshard.engine.hooks import Handle, handle_of, registered_names, watch
-from streamshard.engine.outside import BeforeSaving
+from streamshard.engine.handle import handle_of, registered_names
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
-from streamshard.errors import RankMismatchError, ShardingError, StateError
+from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.plan.discovery import (
     FoundParam,
     FoundUnit,
@@ -39,14 +37,12 @@ from streamshard.plan.discovery import (
     coalesce,
     find_units,
     group_params,
-    owners_of,
     warn_of_edge,
 )
 from streamshard.plan.layout import ParamSize, UnitLayout, plan_unit
 from streamshard.plan.memory import Category, Sizing, choose_slots, holds_main_grads, read_budget
 from streamshard.plan.slots import SlotPlan, plan_slots
 from streamshard.plan.structure import (
-    Structure,
     check_params,
     modules_inside,
     modules_of,
@@ -56,52 +52,13 @@ from streamshard.plan.structure import (
 from streamshard.unit.buffers import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.unit.grads import UnitGrads
 from streamshard.unit.optimizer_hooks import after_step, before_step
-from streamshard.unit.pieces import StatePiece, piece_of
 from streamshard.unit.shard import UnitShard
-from streamshard.unit.unit import Member, StreamedUnit
+from streamshard.unit.unit import StreamedUnit
 
-__all__ = ["engine_at_rest", "engine_of", "shard_model"]
+__all__ = ["shard_model"]
 
 register_optimizer_step_pre_hook(before_step)
 register_optimizer_step_post_hook(after_step)
-
-
-def engine_of(model: nn.Module) -> Engine:
-    """The engine of a sharded model.
-
-    Raises:
-        ShardingError: `model` was not sharded by StreamShard.
-    """
-    handle = handle_of(model) if isinstance(model, nn.Module) else None
-    if handle is None:
-        raise ShardingError(f"{type(model).__name__} is not sharded: call StreamShard(model) first")
-    return handle.engine
-
-
-def engine_at_rest(model: nn.Module, what: str, *, accepts_whole: bool = False) -> Engine:
-    """The engine of a sharded model between steps, as what looks at all of its weights or gradients needs it.
-
-    Args:
-        model: made by `StreamShard`.
-        what: is about to be done, for messages.
-        accepts_whole: it may be done inside ``summon_full_params``.
-
-    Raises:
-        ShardingError: `model` was not sharded, a forward or backward is under way, or parameters are whole.
-    """
-    engine = engine_of(model)
-    engine.settle()
-    if engine.is_computing:
-        raise ShardingError(
-            f"{what} inside a forward or backward of {type(model).__name__}, or in a thread beside one: layers hold "
-            "gathered weights, and ranks are exchanging others. Call it between steps"
-        )
-    if engine.is_whole and not accepts_whole:
-        raise ShardingError(
-            f"{what} inside summon_full_params, where parameters are whole on every rank, not the pieces that it works "
-            "with: call it outside, or use what is there (state_dict(), torch.nn.utils.clip_grad_norm_, ..)"
-        )
-    return engine
 
 
 class _Checked(NamedTuple):
@@ -152,7 +109,7 @@ def shard_model(
         shards = {shard.param: shard for shard in engine.param_shards}
         ordered = [shards[param] for param in params_of(module).values()]
         engine.reductions.check = GradCheck(ordered, engine.ranks).check
-    _attach(base, module, checked.found, engine)
+    attach(base, module, checked.found, engine)
     answer_for(engine)
     return module
 
@@ -420,167 +377,3 @@ def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype |
 def _trainable(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, or a copy if it was made inside ``torch.inference_mode()`` and could never be written again."""
     return tensor.clone() if tensor.is_inference() else tensor
-
-
-# -- attach -------------------------------------------------------------------------------------------------------
-
-
-def _attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engine) -> None:
-    """Register compute views beside the sharded parameters, and watch units and the modules around them."""
-    views = {
-        shard.param: view for unit in engine.units for shard, view in zip(unit.shard.params, unit.views, strict=True)
-    }
-    for param, view in views.items():
-        view.__dict__ = param.__dict__  # what people set on a parameter (a multiplier, a tag) is on either
-    owner = owners_of(found)
-    members: dict[nn.Module, Member] = {}
-    homes = {unit: Home(unit, engine) for unit in engine.units}
-    places = {
-        shard.param: Place(homes[unit], number)
-        for unit in engine.units
-        for number, shard in enumerate(unit.shard.params)
-    }
-    for streamed, home in homes.items():
-        streamed.away = _away_of(home)
-    for module in modules_inside(root):
-        if any(param is not None for param in module._parameters.values()):  # look-ups are answered: [Note: away]
-            module.__dict__["_parameters"] = ShardedParameters(module._parameters, places, engine)
-    for place, unit in enumerate(found, 1):
-        for layer in unit.modules:
-            members[layer] = engine.units[place].add_member()
-            for module in modules_inside(layer):
-                if owner[module] == place:
-                    _bind_views(members[layer], module, views, engine)
-    edge = engine.edge.add_member()
-    for module in modules_inside(root):
-        if owner.get(module, EDGE) == EDGE:
-            _bind_views(edge, module, views, engine)
-        if module._parameters:
-            module.register_load_state_dict_pre_hook(_LoadWhole(engine))
-            module.register_state_dict_pre_hook(BeforeSaving(engine))
-        if module._parameters and not engine.is_alone:
-            hook = module.register_state_dict_post_hook(_mark_pieces)
-            # First, so that what other hooks make of a piece is known as one too, under whatever name.
-            module._state_dict_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]  # an OrderedDict
-    structure = Structure(root)
-    engine.check_structure = _weakly(structure)
-    cast_dtype = engine.precision.param_dtype if engine.precision.cast_inputs else None
-    for module in list(modules_inside(root)):
-        member = members.get(module)
-        if module is root:
-            units = frozenset(range(len(engine.units)))
-            handle = Handle(engine, None, units, cast_dtype, engine.precision.output_dtype, structure=structure)
-            watch(root, handle, base)
-        elif member is not None:
-            watch(module, Handle(engine, member, frozenset((EDGE, member.unit.index)), cast_dtype, None))
-        elif module not in owner and (module._parameters or any(child in owner for child in modules_inside(module))):
-            inside = frozenset(members[child].unit.index for child in modules_inside(module) if child in members)
-            watch(module, Handle(engine, None, inside | {EDGE}, cast_dtype, None))
-
-
-def _away_of(home: Home) -> Callable[[int], torch.Tensor]:
-    """What units ask for what stands for their weights. Modules hold the home, and the engine, whose the units are."""
-    home_of = weakref.ref(home)
-
-    def away(place: int) -> torch.Tensor:
-        if (alive := home_of()) is None:
-            raise StateError("a unit", "without its modules", "a model that is alive")
-        return alive.away(place)
-
-    return away
-
-
-def _weakly(structure: Structure) -> Callable[[], None]:
-    check_of = weakref.WeakMethod(structure.check)
-
-    def check() -> None:
-        if (alive := check_of()) is not None:
-            alive()
-
-    return check
-
-
-def _bind_views(member: Member, module: nn.Module, views: Mapping[nn.Parameter, nn.Parameter], engine: Engine) -> None:
-    """Let `module` hold compute views while `member` is bound: in its register, and in lists and dicts of its own.
-
-    RNNs keep their weights in a list for cuDNN, people for convenience. Of `views` those that are in place whenever the
-    member is bound count, its unit's own and the edge unit's.
-    """
-    sharded = module._parameters
-    if any(param is not None for param in sharded.values()):
-        computing = {name: None if param is None else views[param] for name, param in sharded.items()}
-        member.add_binding(module, "_parameters", sharded, computing)
-    in_place = {shard.param: views[shard.param] for unit in (member.unit, engine.edge) for shard in unit.shard.params}
-    for key, value in module.__dict__.items():
-        if key not in ("_parameters", "_buffers", "_modules") and (bound := _with_views(value, in_place)) is not value:
-            member.add_binding(module, key, value, bound)
-
-
-def _with_views(value: Any, views: Mapping[nn.Parameter, nn.Parameter], depth: int = 3) -> Any:
-    """`value`, or if it is a container with parameters of `views`, `depth` deep at most, a copy with their views."""
-    if isinstance(value, nn.Parameter):
-        return views.get(value, value)
-    if depth == 0:
-        return value
-    if type(value) in (list, tuple):
-        items = [_with_views(item, views, depth - 1) for item in value]
-        return type(value)(items) if any(map(operator.is_not, items, value)) else value
-    if type(value) is dict:
-        entries = {key: _with_views(item, views, depth - 1) for key, item in value.items()}
-        return entries if any(entries[key] is not value[key] for key in value) else value
-    return value
-
-
-def _mark_pieces(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
-    for key, param in module._parameters.items():
-        value = state_dict.get(prefix + key)
-        if param is not None and isinstance(value, torch.Tensor) and piece_of(param) is not None:
-            state_dict[prefix + key] = value.as_subclass(StatePiece)
-
-
-class _LoadWhole:
-    """Before ``load_state_dict`` copies: cut whole tensors into this rank's pieces."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._shards = {shard.param: shard for unit in engine.units for shard in unit.shard.params}
-        self._engine = engine
-
-    def __call__(
-        self,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        metadata: Mapping[str, Any],
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
-        self._engine.settle()
-        if self._engine.is_computing:
-            raise ShardingError(
-                f"load_state_dict() of {prefix or type(module).__name__!r} inside a forward or backward, or in a "
-                "thread beside one: it would load into gathered weights. Call it between steps"
-            )
-        for key, param in module._parameters.items():
-            name = prefix + key
-            value, shard = state_dict.get(name), None if param is None else self._shards.get(param)
-            if param is None or shard is None or not isinstance(value, torch.Tensor):
-                continue
-            if metadata.get("assign_to_params_buffers", False):
-                raise ShardingError(
-                    f"load_state_dict(assign=True) would replace the sharded parameter {shard.name!r}: leave assign "
-                    "away, whole tensors are cut into pieces and copied"
-                )
-            if param.shape == value.shape:
-                continue  # a piece for a piece, or inside summon_full_params the whole for the whole
-            what = shard.what(self._engine.ranks)
-            if tuple(value.shape) == what.shape:
-                state_dict[name] = what.cut(value)
-                continue
-            errors.append(
-                f"StreamShard: {shard.name!r} has shape {what.shape}, in the state dict it has {tuple(value.shape)}. "
-                "Wanted are whole tensors, from full_state_dict() or an unsharded model, or this rank's own pieces, "
-                f"{tuple(shard.piece.shape)}, from state_dict() on as many ranks"
-            )
-            state_dict[name] = param.detach()  # nothing is copied, and torch has nothing to say about shapes

@@ -1,29 +1,32 @@
-"""Whole parameters for a while: what is behind ``model.summon_full_params()``.
+"""Whole tensors: parameters for a while, state dicts; and gradients clipped by the norm of the whole.
 
-While it is open the user's Parameters hold whole tensors, each rank's own, and nothing else of the model's machinery
-does: a pass would compute with the pieces, an optimizer has moments of pieces. Both raise instead.
+While ``summon_full_params`` is open the user's Parameters hold whole tensors, each rank's own, and nothing else of the
+model's machinery does: a pass would compute with the pieces, an optimizer has moments of pieces. Both raise instead.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from streamshard.engine.engine import Engine
-from streamshard.errors import ShardingError
+from streamshard.errors import ConfigError, ShardingError
 from streamshard.plan.structure import leave_inference_mode
-from streamshard.unit.pieces import forget_piece, remember_piece
+from streamshard.unit.norms import reduce_norms
+from streamshard.unit.pieces import forget_piece, piece_of, remember_piece
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_grad import ShardedGrad
 from streamshard.unit.unreduced_grad import UnreducedGrad
 
-__all__ = ["summon", "whole_of"]
+__all__ = ["clip_grads", "gather_state_dict", "summon", "whole_of"]
 
 
 def whole_of(full: torch.Tensor, shard: ParamShard) -> torch.Tensor:
@@ -195,3 +198,109 @@ def _refuse_grad(shard: ParamShard) -> NoReturn:
 
 
 _open: WeakKeyDictionary[Engine, _Summoned] = WeakKeyDictionary()
+
+
+# -- state dicts --------------------------------------------------------------------------------------------------
+
+
+def gather_state_dict(engine: Engine, model: nn.Module, *, rank0_only: bool) -> dict[str, Any]:
+    """See `StreamShard.full_state_dict`."""
+    wanted = not rank0_only or engine.ranks.is_first
+    whole: list[tuple[ParamShard, torch.Tensor]] = []
+    for unit in engine.units:
+        shards = unit.shard.params
+        if engine.is_alone or any(piece_of(shard.param) for shard in shards):
+            full = unit.gather_full([shard.main for shard in shards])
+            wholes = [whole_of(full, shard) for shard in shards]
+        else:  # inside summon_full_params
+            wholes = [shard.param.detach() for shard in shards]
+        if wanted:
+            whole.extend((s, tensor.to("cpu", copy=True)) for s, tensor in zip(shards, wholes, strict=True))
+    state: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        if wanted:
+            state = _state_dict_of(model, whole)
+    except Exception as raised:
+        error = raised
+    errors = engine.ranks.gather_errors(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, story in enumerate(errors):
+        if story is not None:
+            raise ShardingError(f"full_state_dict failed on rank {rank}: {story}")
+    return state
+
+
+def _state_dict_of(model: nn.Module, whole: Sequence[tuple[ParamShard, torch.Tensor]]) -> dict[str, Any]:
+    """The model's ``state_dict()`` with whole tensors, of new memory on the CPU, under the parameters; all copied."""
+    before = [(shard.param, shard.param.data, piece_of(shard.param)) for shard, _ in whole]
+    try:
+        for shard, tensor in whole:
+            forget_piece(shard.param)
+            shard.param.data = tensor
+        state: dict[str, Any] = model.state_dict()
+    finally:
+        for param, data, piece in before:
+            param.data = data
+            if piece is not None:
+                remember_piece(param, piece)
+    ours = {tensor.untyped_storage().data_ptr(): tensor for _, tensor in whole}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            own = ours.get(value.untyped_storage().data_ptr()) if value.layout is torch.strided else None
+            if own is None:
+                state[name] = value.detach().to("cpu", copy=True)
+            else:  # tied names share it
+                state[name] = own if _is_same(own, value) else value.detach()
+    return state
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    places = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (one, other)]
+    return places[0] == places[1]
+
+
+# -- clipping -----------------------------------------------------------------------------------------------------
+
+
+def clip_grads(
+    engine: Engine, params: Collection[nn.Parameter], max_norm: float, norm_type: float, skip_above: float | None
+) -> torch.Tensor:
+    """See `StreamShard.clip_grad_norm_`; `params` are the model's."""
+    if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0.0:
+        raise ConfigError(f"max_norm={max_norm!r}: wanted a number of at least 0")
+    if skip_above is not None and not (isinstance(skip_above, int | float) and skip_above > 0.0):
+        raise ConfigError(f"skip_above={skip_above!r}: wanted a positive number, or None")
+    order = _order(norm_type)
+    if engine.uneven is not None and (uneven := engine.uneven()) is not None:
+        uneven.before_clipping(max_norm, norm_type, skip_above)
+    found = [grad for grad in (param.grad for param in params) if grad is not None]
+    for grad in found:
+        if isinstance(grad, UnreducedGrad):
+            grad.refuse("clip_grad_norm_")
+    grads = [grad.as_subclass(torch.Tensor) for grad in found]
+    filled = [grad for grad in grads if grad.numel()]
+    if filled:
+        local = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(filled, order)), order)
+    else:
+        local = torch.zeros((), device=engine.streams.device)
+    total = reduce_norms(local, order, engine.ranks)
+    if skip_above is not None and not (math.isfinite(norm := total.item()) and norm <= skip_above):
+        for param in params:
+            param.grad = None
+        return total
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    if filled:
+        torch._foreach_mul_(filled, scale)
+    return total
+
+
+def _order(norm_type: object) -> float:
+    try:
+        order = float(norm_type)  # type: ignore[arg-type]  # "inf" is a way to say it
+    except (TypeError, ValueError):
+        order = math.nan
+    if math.isnan(order):
+        raise ConfigError(f"norm_type={norm_type!r}: wanted a number, inf for the maximum")
+    return order

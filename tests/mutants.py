@@ -1048,8 +1048,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/away",
         "a view of a borrowed weight stays in the slot",
-        "        return value.clone() if slot.holds(value) else value\n",
-        "        return value\n",
+        "map_tensors(result, lambda tensor: tensor.clone() if slot.holds(tensor) else tensor)",
+        "result",
         "away",
     ),
     Mutant(

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 
+from streamshard.engine.containers import map_tensors, tensors_in
 from streamshard.engine.engine import Engine
-from streamshard.engine.hooks import holding_back_weights, tensors_in
+from streamshard.engine.hooks import holding_back_weights
 from streamshard.engine.outside import OutsideParameters
 from streamshard.errors import ShardingError
-from streamshard.unit.buffers import WeightSlot
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = ["AwayWeight", "Home", "Place", "ShardedParameters"]
@@ -257,7 +257,7 @@ def _compute(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> 
     if len(homes) > 1:
         for weight in found:
             weights[weight] = _compute(torch.clone, (weight,), {})
-        return func(*_replaced(args, weights), **_replaced(kwargs, weights))
+        return _call(func, args, kwargs, weights)
     (home,) = homes
     unit = home.unit
     if not home.engine.is_in_pass:
@@ -276,31 +276,16 @@ def _compute(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> 
                 view: torch.Tensor = unit.views[weight.place]
                 view = view.detach() if weight.is_detached else view
                 weights[weight] = view if borrowed.use is not None else view.clone()
-            return _copied(func(*_replaced(args, weights), **_replaced(kwargs, weights)), slot)
+            result = _call(func, args, kwargs, weights)
+            return map_tensors(result, lambda tensor: tensor.clone() if slot.holds(tensor) else tensor)
     finally:
         borrowed.give_back()
 
 
-def _copied(value: Any, slot: WeightSlot) -> Any:
-    """`value` with tensors that lie in `slot` copied out of it."""
-    if isinstance(value, torch.Tensor):
-        return value.clone() if slot.holds(value) else value
-    if isinstance(value, list | tuple):
-        copied = [_copied(item, slot) for item in value]
-        return type(value)(*copied) if hasattr(value, "_fields") else type(value)(copied)
-    return value
-
-
-def _replaced(value: Any, weights: Mapping[Any, torch.Tensor]) -> Any:
-    """`value` with the keys of `weights` in it replaced."""
-    if isinstance(value, torch.Tensor):
-        return weights.get(value, value)
-    if isinstance(value, Mapping):
-        return {key: _replaced(item, weights) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        replaced = [_replaced(item, weights) for item in value]
-        return type(value)(*replaced) if hasattr(value, "_fields") else type(value)(replaced)
-    return value
+def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], weights: Mapping[Any, torch.Tensor]) -> Any:
+    """`func` with the keys of `weights` replaced in its arguments."""
+    args, kwargs = map_tensors((args, kwargs), lambda tensor: weights.get(tensor, tensor))
+    return func(*args, **kwargs)
 
 
 def _away_in(value: Any) -> Iterator[AwayWeight]:

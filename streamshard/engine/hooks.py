@@ -1,50 +1,31 @@
 """torch's calls become engine events here; no state but what a handle names.
 
-A watched module's class is replaced by a subclass of the same name whose ``__call__`` reports to the engine. Unlike
-forward hooks this is exact about exceptions, sits outside of what ``module.compile()`` compiles, and outside of what a
-checkpointing layer recomputes.
+The watched class of a module has a ``__call__`` that reports to the engine. Unlike forward hooks this is exact about
+exceptions, sits outside of what ``module.compile()`` compiles, and outside of what a checkpointing layer recomputes.
 """
 
 from __future__ import annotations
 
-import abc
-import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.decorators import skip
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, _get_registry
 from torch.nn.parallel import DistributedDataParallel
 
+from streamshard.engine.containers import map_tensors, tensors_in
 from streamshard.engine.engine import Engine
+from streamshard.engine.handle import HANDLE, Handle, Uncopyable, handle_of, registered_names, watched_class
 from streamshard.engine.passes import Pass, Use
 from streamshard.errors import ConfigError, ShardingError
-from streamshard.plan.structure import modules_inside
-from streamshard.unit.sharded_grad import know_grads
-from streamshard.unit.unit import Member
 
-__all__ = [
-    "HANDLE",
-    "Handle",
-    "Uncopyable",
-    "backward_of",
-    "call_shell",
-    "call_unit",
-    "handle_of",
-    "holding_back_weights",
-    "register_forward_method",
-    "registered_names",
-    "tensors_in",
-    "watch",
-    "watched_class",
-]
+__all__ = ["backward_of", "call_shell", "call_unit", "holding_back_weights", "register_forward_method", "watch"]
 
 _T = TypeVar("_T")
 
@@ -59,189 +40,6 @@ def _untraced(function: Callable[..., _T], *args: Any) -> _T:
     return result
 
 
-HANDLE = "_streamshard"  # the one entry in a watched module's __dict__
-
-
-class Handle(NamedTuple):
-    """What a watched module knows: the one attribute StreamShard registers on it.
-
-    Attributes:
-        engine: reports go here.
-        member: what this module is of a unit; None for a *shell*, a module that holds edge parameters or units.
-        units: indices of the units inside, the module's own included.
-        cast_dtype: floating-point inputs are cast to it; None leaves them.
-        output_dtype: floating-point outputs of the root are cast to it; None leaves them.
-        structure: what the model was made of, kept here for the engine; of the root.
-    """
-
-    engine: Engine
-    member: Member | None
-    units: frozenset[int]
-    cast_dtype: torch.dtype | None
-    output_dtype: torch.dtype | None
-    structure: object = None
-
-
-def handle_of(module: nn.Module) -> Handle | None:
-    """The handle of a watched module, None of any other."""
-    handle = module.__dict__.get(HANDLE)
-    return handle if isinstance(handle, Handle) else None
-
-
-def watch(module: nn.Module, handle: Handle, base: type | None = None) -> None:
-    """Replace `module`'s class by a watched one that also derives from `base`, and register its handle."""
-    watched = watched_class(type(module), base or _Watched, registered_names(module))
-    module.__dict__[HANDLE] = handle
-    object.__setattr__(module, "__class__", watched)  # the module's own __setattr__ may refuse, or record, changes
-
-
-_ORIGINAL = "_streamshard_original"
-_classes: dict[tuple[type, type, frozenset[str]], type] = {}
-
-
-def watched_class(original: type, base: type, registered: frozenset[str] = frozenset()) -> type:
-    """The subclass of `original` that reports calls; same name and module, for code that looks at them.
-
-    What the user's class or model calls by a name that `base` has as well stays the user's: ``base.name(model)`` is
-    ours. Neither the ``__init_subclass__`` of `original` nor what its metaclass does to new classes hears of the
-    subclass, which is not one of the user's: such code wants arguments, or keeps registers by name.
-
-    Args:
-        original: the module's class.
-        base: mixed in before it.
-        registered: names of the module's parameters, buffers and children.
-    """
-    names = _names_taken(base)
-    key = (original, base, registered & names)
-    if key not in _classes:
-        entries = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-        entries[_ORIGINAL] = original
-        for name in names:
-            for owner in original.__mro__:
-                if name in vars(owner):
-                    entries[name] = vars(owner)[name]
-                    break
-        entries.update((name, _Registered(name)) for name in registered & names)
-        kind = type(original)
-        make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
-        _classes[key] = make(kind, original.__name__, (base, original), entries)
-    return _classes[key]
-
-
-def _names_taken(base: type) -> frozenset[str]:
-    """The public names of `base` that hide another's; ``named_parameters`` goes on to it."""
-    return frozenset(name for name in vars(base) if not name.startswith("_") and name != "named_parameters")
-
-
-def registered_names(module: nn.Module) -> frozenset[str]:
-    """Names of a module's own parameters, buffers and children."""
-    return frozenset((*module._parameters, *module._buffers, *module._modules))
-
-
-class _Registered:
-    """Where a class of ours has a name that the user's module registered: lets nn.Module find what is registered."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: object, owner: type | None = None) -> NoReturn:
-        raise AttributeError(self._name)
-
-
-class Uncopyable(nn.Module):
-    """A module that holds pieces: a copy of it would hold pieces that nobody gathers or reduces."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """``type(module)(...)`` is what libraries do to make another module like it: an ordinary one."""
-        if _ORIGINAL not in cls.__dict__:
-            raise ShardingError(
-                f"{cls.__name__} derives from StreamShard, or from the class of a sharded model: StreamShard is no "
-                "base class. Derive from the model's own class, and shard the model: StreamShard(model)"
-            )
-        return cls.__dict__[_ORIGINAL](*args, **kwargs)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        if _ORIGINAL not in cls.__dict__:
-            super().__init_subclass__(**kwargs)
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise ShardingError(
-            f"{type(self).__name__} is sharded by StreamShard and cannot be copied: shard a second model and load "
-            "full_state_dict(rank0_only=False) into it. An average of the weights is kept with `for a, b in "
-            "zip(average.parameters(), model.parameters()): a.data.lerp_(b.data, weight)`"
-        )
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise ShardingError(
-            f"{type(self).__name__} is sharded by StreamShard and cannot be pickled, its parameters are pieces: use "
-            "export_safetensors or full_state_dict()"
-        )
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module. Gradients that the user has put there know from then on that they are pieces."""
-        for name in {"fully_shard", "replicate"}.intersection(_get_registry(self) or ()):
-            # They register themselves before they look at parameters.
-            self.__dict__.pop(REGISTRY_KEY)
-            self.__dict__.pop(STATE_KEY, None)
-            self._refuse_wrapper(name)
-        for name, param in super().named_parameters(*args, **kwargs):
-            know_grads((param,))
-            yield name, param
-
-    def _replicate_for_data_parallel(self) -> NoReturn:
-        self._refuse_wrapper("DataParallel")
-
-    @property
-    def _is_fsdp_managed_module(self) -> bool:
-        """FullyShardedDataParallel sets this on all modules before it changes any."""
-        return False
-
-    @_is_fsdp_managed_module.setter
-    def _is_fsdp_managed_module(self, value: bool) -> None:
-        self._refuse_wrapper("FullyShardedDataParallel")
-
-    def _refuse_wrapper(self, name: str) -> NoReturn:
-        raise ShardingError(
-            f"{name} of {type(self).__name__}, which is sharded by StreamShard already: its parameters are pieces, "
-            "gathered and reduced by StreamShard itself. Use one or the other"
-        )
-
-    def share_memory(self) -> NoReturn:
-        """Not of pieces."""
-        raise ShardingError(
-            f"{type(self).__name__} is sharded by StreamShard and cannot be put into shared memory: each rank owns a "
-            "part of its weights"
-        )
-
-    def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
-        """Not of weights that somebody trains."""
-        raise ShardingError(
-            f"{type(self).__name__} is sharded by StreamShard: to_empty() would leave it without its weights. Shard it "
-            "after it is materialised"
-        )
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """What .to(), .half(), .cuda() do to every tensor: to buffers only, if parameters are that way already."""
-        handle = handle_of(self)
-        if handle is None:
-            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # nn.Module leaves it unannotated
-        device = handle.engine.streams.device
-        probe = fn(torch.empty(0, device=device))
-        # The CPU is one device, whether one says "cpu" or "cpu:0"; .to() copies from the one to the other.
-        is_there = probe.device.type == device.type and (device.type == "cpu" or probe.device == device)
-        if probe.dtype is not torch.float32 or not is_there:
-            raise ShardingError(
-                f"{type(self).__name__} is sharded by StreamShard and cannot be moved or cast: its main weights are "
-                f"fp32 on {device}, asked for was {probe.dtype} on {probe.device}. Precision(param_dtype=...) sets "
-                "what layers compute with"
-            )
-        params = [
-            param for module in modules_inside(self) for param in module._parameters.values() if param is not None
-        ]
-        kept = {id(tensor): tensor for param in params for tensor in (param, param.grad)}
-        return super()._apply(lambda tensor: tensor if id(tensor) in kept else fn(tensor), recurse)  # type: ignore[no-untyped-call]
-
-
 class _Watched(Uncopyable):
     """Mixed in before the class of units and shells."""
 
@@ -250,6 +48,13 @@ class _Watched(Uncopyable):
         handle: Handle = self.__dict__[HANDLE]
         call = call_shell if handle.member is None else call_unit
         return call(handle, super().__call__, args, kwargs)
+
+
+def watch(module: nn.Module, handle: Handle, base: type | None = None) -> None:
+    """Replace `module`'s class by a watched one that also derives from `base`, and register its handle."""
+    watched = watched_class(type(module), base or _Watched, registered_names(module))
+    module.__dict__[HANDLE] = handle
+    object.__setattr__(module, "__class__", watched)  # the module's own __setattr__ may refuse, or record, changes
 
 
 # -- calls --------------------------------------------------------------------------------------------------------
@@ -454,78 +259,38 @@ def _watch_outputs(output: Any, inputs: tuple[Any, ...], prehook: Callable[[Any]
             tensor._base.grad_fn.register_prehook(prehook)
 
 
-def _leave_weights(output: Any, engine: Engine, verb: str) -> Any:
+def _leave_weights(value: Any, engine: Engine, verb: str) -> Any:
     """What a layer passes on, without views of slots that hold another layer's weights soon.
 
     A weight itself is replaced by what stands for it while its unit is elsewhere.
 
     Args:
-        output: what it returns, or the arguments that it gives to another layer.
+        value: what it returns, or the arguments that it gives to another layer.
         engine: whose slots.
         verb: which of the two, for messages.
 
     Raises:
         ShardingError: it is a part of a weight, or otherwise made of its memory.
     """
-    if isinstance(output, torch.Tensor):
+
+    def leave(tensor: torch.Tensor) -> torch.Tensor:
         try:
-            unit = engine.unit_at(output.data_ptr())
+            unit = engine.unit_at(tensor.data_ptr())
         except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
-            return output
+            return tensor
         if unit is None:
-            return output
+            return tensor
         for place, view in enumerate(unit.views):
-            if output is view:
+            if tensor is view:
                 return unit.away(place)
         raise ShardingError(
-            f"a layer of {unit.name!r} {verb} a view of one of its weights, {tuple(output.shape)} {output.dtype}, "
+            f"a layer of {unit.name!r} {verb} a view of one of its weights, {tuple(tensor.shape)} {tensor.dtype}, "
             "which lies in a buffer that other layers use next: make it a clone() of it, or the parameter itself"
         )
-    if isinstance(output, dict):
-        items = {key: _leave_weights(item, engine, verb) for key, item in output.items()}
-        changed = {key: item for key, item in items.items() if item is not output[key]}
-        for key, item in changed.items():
-            output[key] = item
-        return output
-    if isinstance(output, list | tuple):
-        left = [_leave_weights(item, engine, verb) for item in output]
-        if all(new is old for new, old in zip(left, output, strict=True)):
-            return output
-        return type(output)(*left) if hasattr(output, "_fields") else type(output)(left)
-    return output
 
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in `value`: itself, or in mappings, lists, tuples, sets and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+    return map_tensors(value, leave)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating-point tensor in it cast to `dtype`; containers are rebuilt only if they change."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.dtype is not dtype and value.is_floating_point() else value
-    if isinstance(value, dict):
-        items = {key: _cast(item, dtype) for key, item in value.items()}
-        if all(items[key] is value[key] for key in items):
-            return value
-        if type(value) is dict:
-            return items
-        for key, item in items.items():  # an output class that is a dict: keep the object
-            value[key] = item
-        return value
-    if isinstance(value, list | tuple):
-        cast = [_cast(item, dtype) for item in value]
-        if all(new is old for new, old in zip(cast, value, strict=True)):
-            return value
-        return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
-    return value
+    """`value` with every floating-point tensor in it cast to `dtype`."""
+    return map_tensors(value, lambda t: t.to(dtype) if t.dtype is not dtype and t.is_floating_point() else t)

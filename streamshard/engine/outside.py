@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
 from streamshard.plan.structure import join_names, modules_of
+from streamshard.unit.pieces import StatePiece, piece_of
 
-__all__ = ["BeforeSaving", "OutsideParameters"]
+__all__ = ["BeforeSaving", "LoadWhole", "OutsideParameters", "mark_pieces"]
 
 
 class OutsideParameters(dict[str, Any]):
@@ -73,3 +75,59 @@ class BeforeSaving:
                 f"state_dict() of {prefix or type(module).__name__!r} inside a forward or backward, or in a thread "
                 "beside one: layers hold gathered weights, in memory that takes turns. Call it between steps"
             )
+
+
+def mark_pieces(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
+    """After ``state_dict()``: what is a piece says so."""
+    for key, param in module._parameters.items():
+        value = state_dict.get(prefix + key)
+        if param is not None and isinstance(value, torch.Tensor) and piece_of(param) is not None:
+            state_dict[prefix + key] = value.as_subclass(StatePiece)
+
+
+class LoadWhole:
+    """Before ``load_state_dict`` copies: cut whole tensors into this rank's pieces."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._shards = {shard.param: shard for unit in engine.units for shard in unit.shard.params}
+        self._engine = engine
+
+    def __call__(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: Mapping[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        self._engine.settle()
+        if self._engine.is_computing:
+            raise ShardingError(
+                f"load_state_dict() of {prefix or type(module).__name__!r} inside a forward or backward, or in a "
+                "thread beside one: it would load into gathered weights. Call it between steps"
+            )
+        for key, param in module._parameters.items():
+            name = prefix + key
+            value, shard = state_dict.get(name), None if param is None else self._shards.get(param)
+            if param is None or shard is None or not isinstance(value, torch.Tensor):
+                continue
+            if metadata.get("assign_to_params_buffers", False):
+                raise ShardingError(
+                    f"load_state_dict(assign=True) would replace the sharded parameter {shard.name!r}: leave assign "
+                    "away, whole tensors are cut into pieces and copied"
+                )
+            if param.shape == value.shape:
+                continue  # a piece for a piece, or inside summon_full_params the whole for the whole
+            what = shard.what(self._engine.ranks)
+            if tuple(value.shape) == what.shape:
+                state_dict[name] = what.cut(value)
+                continue
+            errors.append(
+                f"StreamShard: {shard.name!r} has shape {what.shape}, in the state dict it has {tuple(value.shape)}. "
+                "Wanted are whole tensors, from full_state_dict() or an unsharded model, or this rank's own pieces, "
+                f"{tuple(shard.piece.shape)}, from state_dict() on as many ranks"
+            )
+            state_dict[name] = param.detach()  # nothing is copied, and torch has nothing to say about shapes

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.build import engine_of
 from streamshard.engine.engine import Engine
+from streamshard.engine.handle import engine_of
 from streamshard.errors import ConfigError, ShardingError
 
 __all__ = ["WrappedOptimizer", "engine_of_both", "outermost"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,6 +43,14 @@ class Kept(NamedTuple):
     weights: dict[str, list[Tensor]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """The same, as a dataclass."""
+
+    x: Tensor
+    weights: dict[str, list[Tensor]]
+
+
 class ReturningLayer(Layer):
     """Returns its weight with its output, as layers with regularisers do."""
 
@@ -50,9 +59,13 @@ class ReturningLayer(Layer):
     def forward(self, x: Tensor) -> Any:
         """[rows, DIM] -> the same, and the weight"""
         y, weight = super().forward(x), self.linear.weight
-        return {"tuple": (y, weight), "list": [y, weight], "kept": Kept(y, {"w": [weight]}), "view": (y, weight.t())}[
-            self.kind
-        ]
+        return {
+            "tuple": (y, weight),
+            "list": [y, weight],
+            "kept": Kept(y, {"w": [weight]}),
+            "frozen": Frozen(y, {"w": [weight]}),
+            "view": (y, weight.t()),
+        }[self.kind]
 
 
 class Regularised(Stack):
@@ -69,7 +82,7 @@ class Regularised(Stack):
         weights = []
         for layer in self.layers:
             out = layer(x)
-            x, weight = (out.x, out.weights["w"][0]) if isinstance(out, Kept) else out
+            x, weight = (out.x, out.weights["w"][0]) if isinstance(out, Kept | Frozen) else out
             weights.append(weight)
         penalty = sum((w @ w.t() - torch.eye(DIM)).square().mean() for w in weights)
         return self.head(x), penalty
@@ -77,7 +90,7 @@ class Regularised(Stack):
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("kind", ["tuple", "list", "kept"])
+@pytest.mark.parametrize("kind", ["tuple", "list", "kept", "frozen"])
 def test_a_weight_that_a_layer_returns_stays_that_weight(context: RankContext, kind: str, settings: str) -> None:
     """Whatever the slot that it lay in is used for afterwards; in containers too."""
     assert_trains_like_plain(context, lambda: Regularised(kind), _pair_step, **SETTINGS[settings])

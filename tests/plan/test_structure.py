@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms import Join
 
 from streamshard import Precision, StreamShard, export_safetensors
-from streamshard.build import engine_of
+from streamshard.engine.handle import engine_of
 from streamshard.errors import ConfigError, ShardingError, StreamShardError
 from streamshard.plan.structure import check_params, params_of
 from tests.models import DIM, Block, Layer, Stack, TinyConfig, TinyLM, vector_batch

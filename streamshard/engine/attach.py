@@ -1,0 +1,136 @@
+"""The last step of sharding a model: its modules hear of the engine, and know which weights they compute with."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamshard.engine.away import Home, Place, ShardedParameters
+from streamshard.engine.engine import EDGE, Engine
+from streamshard.engine.handle import Handle
+from streamshard.engine.hooks import watch
+from streamshard.engine.outside import BeforeSaving, LoadWhole, mark_pieces
+from streamshard.errors import StateError
+from streamshard.plan.discovery import FoundUnit, owners_of
+from streamshard.plan.structure import Structure, modules_inside
+from streamshard.unit.unit import Member
+
+__all__ = ["attach"]
+
+
+def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engine) -> None:
+    """Register compute views beside the sharded parameters, and watch units and the modules around them.
+
+    Args:
+        base: what the class of `root` derives from as well.
+        root: the user's model.
+        found: its units, in the order of the engine's, which begin with the edge unit.
+        engine: complete, with weights.
+    """
+    views = {
+        shard.param: view for unit in engine.units for shard, view in zip(unit.shard.params, unit.views, strict=True)
+    }
+    for param, view in views.items():
+        view.__dict__ = param.__dict__  # what people set on a parameter (a multiplier, a tag) is on either
+    owner = owners_of(found)
+    members: dict[nn.Module, Member] = {}
+    homes = {unit: Home(unit, engine) for unit in engine.units}
+    places = {
+        shard.param: Place(homes[unit], number)
+        for unit in engine.units
+        for number, shard in enumerate(unit.shard.params)
+    }
+    for streamed, home in homes.items():
+        streamed.away = _away_of(home)
+    for module in modules_inside(root):
+        if any(param is not None for param in module._parameters.values()):  # look-ups are answered: [Note: away]
+            module.__dict__["_parameters"] = ShardedParameters(module._parameters, places, engine)
+    for place, unit in enumerate(found, 1):
+        for layer in unit.modules:
+            members[layer] = engine.units[place].add_member()
+            for module in modules_inside(layer):
+                if owner[module] == place:
+                    _bind_views(members[layer], module, views, engine)
+    edge = engine.edge.add_member()
+    for module in modules_inside(root):
+        if owner.get(module, EDGE) == EDGE:
+            _bind_views(edge, module, views, engine)
+        if module._parameters:
+            module.register_load_state_dict_pre_hook(LoadWhole(engine))
+            module.register_state_dict_pre_hook(BeforeSaving(engine))
+        if module._parameters and not engine.is_alone:
+            hook = module.register_state_dict_post_hook(mark_pieces)
+            # First, so that what other hooks make of a piece is known as one too, under whatever name.
+            module._state_dict_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]  # an OrderedDict
+    structure = Structure(root)
+    engine.check_structure = _weakly(structure)
+    cast_dtype = engine.precision.param_dtype if engine.precision.cast_inputs else None
+    for module in list(modules_inside(root)):
+        member = members.get(module)
+        if module is root:
+            units = frozenset(range(len(engine.units)))
+            handle = Handle(engine, None, units, cast_dtype, engine.precision.output_dtype, structure=structure)
+            watch(root, handle, base)
+        elif member is not None:
+            watch(module, Handle(engine, member, frozenset((EDGE, member.unit.index)), cast_dtype, None))
+        elif module not in owner and (module._parameters or any(child in owner for child in modules_inside(module))):
+            inside = frozenset(members[child].unit.index for child in modules_inside(module) if child in members)
+            watch(module, Handle(engine, None, inside | {EDGE}, cast_dtype, None))
+
+
+def _away_of(home: Home) -> Callable[[int], torch.Tensor]:
+    """What units ask for what stands for their weights. Modules hold the home, and the engine, whose the units are."""
+    home_of = weakref.ref(home)
+
+    def away(place: int) -> torch.Tensor:
+        if (alive := home_of()) is None:
+            raise StateError("a unit", "without its modules", "a model that is alive")
+        return alive.away(place)
+
+    return away
+
+
+def _weakly(structure: Structure) -> Callable[[], None]:
+    check_of = weakref.WeakMethod(structure.check)
+
+    def check() -> None:
+        if (alive := check_of()) is not None:
+            alive()
+
+    return check
+
+
+def _bind_views(member: Member, module: nn.Module, views: Mapping[nn.Parameter, nn.Parameter], engine: Engine) -> None:
+    """Let `module` hold compute views while `member` is bound: in its register, and in lists and dicts of its own.
+
+    RNNs keep their weights in a list for cuDNN, people for convenience. Of `views` those that are in place whenever the
+    member is bound count, its unit's own and the edge unit's.
+    """
+    sharded = module._parameters
+    if any(param is not None for param in sharded.values()):
+        computing = {name: None if param is None else views[param] for name, param in sharded.items()}
+        member.add_binding(module, "_parameters", sharded, computing)
+    in_place = {shard.param: views[shard.param] for unit in (member.unit, engine.edge) for shard in unit.shard.params}
+    for key, value in module.__dict__.items():
+        if key not in ("_parameters", "_buffers", "_modules") and (bound := _with_views(value, in_place)) is not value:
+            member.add_binding(module, key, value, bound)
+
+
+def _with_views(value: Any, views: Mapping[nn.Parameter, nn.Parameter], depth: int = 3) -> Any:
+    """`value`, or if it is a container with parameters of `views`, `depth` deep at most, a copy with their views."""
+    if isinstance(value, nn.Parameter):
+        return views.get(value, value)
+    if depth == 0:
+        return value
+    if type(value) in (list, tuple):
+        items = [_with_views(item, views, depth - 1) for item in value]
+        return type(value)(items) if any(map(operator.is_not, items, value)) else value
+    if type(value) is dict:
+        entries = {key: _with_views(item, views, depth - 1) for key, item in value.items()}
+        return entries if any(entries[key] is not value[key] for key in value) else value
+    return value
