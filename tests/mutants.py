@@ -1037,6 +1037,13 @@ MUTANTS: list[Mutant] = [
         "        if (moved := unit.put_back_views()) is None and moved:\n",
         "edits",
     ),
+    Mutant(
+        "engine/attach",
+        "recurrent layers put their weights into memory of their own",
+        '        module.__dict__["flatten_parameters"] = _do_nothing\n',
+        "        pass\n",
+        "cases_recurrent",
+    ),
     # -- weights that are away, hooks
     Mutant(
         "engine/away",

@@ -108,9 +108,12 @@ def _weakly(structure: Structure) -> Callable[[], None]:
 def _bind_views(member: Member, module: nn.Module, views: Mapping[nn.Parameter, nn.Parameter], engine: Engine) -> None:
     """Let `module` hold compute views while `member` is bound: in its register, and in lists and dicts of its own.
 
-    RNNs keep their weights in a list for cuDNN, people for convenience. Of `views` those that are in place whenever the
-    member is bound count, its unit's own and the edge unit's.
+    RNNs keep their weights in a list for cuDNN, with weak references to notice other ones, people keep lists for
+    convenience. Of `views` those that are in place whenever the member is bound count, its unit's own and the edge
+    unit's.
     """
+    if isinstance(module, nn.RNNBase):  # would move what lies in a slot to memory of its own, in one piece as there
+        module.__dict__["flatten_parameters"] = _do_nothing
     sharded = module._parameters
     if any(param is not None for param in sharded.values()):
         computing = {name: None if param is None else views[param] for name, param in sharded.items()}
@@ -122,9 +125,15 @@ def _bind_views(member: Member, module: nn.Module, views: Mapping[nn.Parameter, 
 
 
 def _with_views(value: Any, views: Mapping[nn.Parameter, nn.Parameter], depth: int = 3) -> Any:
-    """`value`, or if it is a container with parameters of `views`, `depth` deep at most, a copy with their views."""
+    """`value`, or if it is a container with parameters of `views`, `depth` deep at most, a copy with their views.
+
+    Likewise for weak references to parameters.
+    """
     if isinstance(value, nn.Parameter):
         return views.get(value, value)
+    if isinstance(value, weakref.ref):
+        target = value()
+        return weakref.ref(views[target]) if isinstance(target, nn.Parameter) and target in views else value
     if depth == 0:
         return value
     if type(value) in (list, tuple):
@@ -134,3 +143,7 @@ def _with_views(value: Any, views: Mapping[nn.Parameter, nn.Parameter], depth: i
         entries = {key: _with_views(item, views, depth - 1) for key, item in value.items()}
         return entries if any(entries[key] is not value[key] for key in value) else value
     return value
+
+
+def _do_nothing() -> None:
+    pass
