@@ -52,7 +52,8 @@ class StreamShard(Uncopyable):
     ranks must call forward and backward the same number of times.
 
     Args:
-        module: the model, the same on every rank, on the CPU or one GPU.
+        module: the model, the same on every rank, on the CPU or one accelerator. From the CPU it moves to this rank's
+            accelerator if there is one that the process group can serve, unless `mesh` is one of CPUs.
         units: what is gathered and reduced together: module classes, modules, names, a predicate ``(module)`` or
             ``(name, module)``, or None: ``_no_split_modules`` of a transformers model, and the repeated children of
             every ModuleList or Sequential that holds a tenth of the parameters. The rest forms the edge unit.
@@ -75,6 +76,8 @@ class StreamShard(Uncopyable):
         check_grads: a backward that leaves nan or inf in a gradient on any rank raises `GradientError` on all of them.
             One collective and one wait of the host per backward. Not for fp16 with a loss scaler, which overflows now
             and then on purpose.
+        allow_untested_accelerator: train on an accelerator of another kind than CUDA (or ROCm) ones, which no test of
+            StreamShard has seen: through torch's own streams, events and collectives for it.
 
     Raises:
         ShardingError, UnitError, ConfigError, RankMismatchError: before anything is allocated or changed.
@@ -105,6 +108,7 @@ class StreamShard(Uncopyable):
         pad_units_to: int = 1,
         broadcast_weights: bool = True,
         check_grads: bool = False,
+        allow_untested_accelerator: bool = False,
     ) -> None:
         # Python calls this on what __new__ returned, which was complete before it was sharded.
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from streamshard.comm.ranks import Ranks
 from streamshard.comm.shared_memory import share_memory
 from streamshard.comm.streams import Streams
 from streamshard.config import Precision, Settings
+from streamshard.device import check_tried, module_of, training_device
 from streamshard.engine.attach import attach
 from streamshard.engine.buffer_sync import BufferSync, check_buffers, describe_state
 from streamshard.engine.engine import Engine
@@ -29,7 +31,7 @@ from streamshard.engine.grad_inputs import answer_for
 from streamshard.engine.handle import handle_of, registered_names
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
-from streamshard.errors import RankMismatchError, ShardingError
+from streamshard.errors import RankMismatchError, ShardingError, warn_user
 from streamshard.plan.discovery import (
     FoundParam,
     FoundUnit,
@@ -66,13 +68,15 @@ class _Checked(NamedTuple):
 
     Attributes:
         settings: the user's.
-        device: where the parameters are.
+        here: where its parameters are.
+        device: where it will be trained.
         budget: bytes, None if slots are counted.
         found: the units.
         groups: parameters by unit, those of the edge unit first.
     """
 
     settings: Settings
+    here: torch.device
     device: torch.device
     budget: int | None
     found: list[FoundUnit]
@@ -96,12 +100,12 @@ def shard_model(
     refuse_transforms()  # not together with other ranks: a transform wraps the tensors of collectives too
     who = None if mesh is None else groups_of(mesh)
     try:
-        checked = _check(module, units, given)
+        checked = _check(module, units, who, given)
     except Exception as error:  # a predicate of the user's may raise anything
         if who is not None or dist.is_initialized():
             refuse_together(who.everyone if who is not None else None, error)
         raise
-    ranks, replicas = _connect(who, checked.device)
+    ranks, replicas = _connect(who, checked.here, checked.device)
     _check_ranks_agree(ranks, module, checked)
     engine = _make_engine(module, checked, ranks, replicas)
     _fill(engine, module, checked.groups, checked.settings.broadcast_weights)
@@ -137,14 +141,20 @@ def _make_engine(module: nn.Module, checked: _Checked, ranks: Ranks, replicas: R
 # -- validate -----------------------------------------------------------------------------------------------------
 
 
-def _check(module: nn.Module, units: UnitsArgument, given: Mapping[str, Any]) -> _Checked:
+def _check(module: nn.Module, units: UnitsArgument, who: Groups | None, given: Mapping[str, Any]) -> _Checked:
     """Everything that one rank can see by itself."""
     _check_module(module)
     settings = Settings(**{name: value for name, value in given.items() if name != "precision" or value is not None})
-    device = check_params(module)
+    here = check_params(module)
+    check_tried(here, allows_untested=settings.allow_untested_accelerator)
     check_buffers(module)
-    budget = None if settings.memory_budget is None else read_budget(settings.memory_budget, device)
-    return _Checked(settings, device, budget, *_find_groups(module, units, settings))
+    group = who.shard if who is not None else dist.group.WORLD if dist.is_initialized() else None
+    device = training_device(here, group, None if who is None else who.device_type)
+    budget = None
+    if settings.memory_budget is not None:
+        replaced = sum(param.nbytes for param in params_of(module).values()) if here == device else 0
+        budget = read_budget(settings.memory_budget, device, replaced)
+    return _Checked(settings, here, device, budget, *_find_groups(module, units, settings))
 
 
 def _check_module(module: nn.Module) -> None:
@@ -196,13 +206,18 @@ def _find_groups(
     return found, groups
 
 
-def _connect(who: Groups | None, device: torch.device) -> tuple[Ranks, Replicas | None]:
-    """Meet the other ranks, none of which refuses its model. With NCCL a model on the CPU moves to the GPU."""
+def _connect(who: Groups | None, here: torch.device, device: torch.device) -> tuple[Ranks, Replicas | None]:
+    """Meet the other ranks, none of which refuses its model."""
+    if device != here:
+        module_of(device).set_device(device)  # what the user makes from now on is there too
+    if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        warn_user(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 (Megatron's scripts set it) puts all streams of a GPU into one queue: "
+            "nothing that StreamShard communicates will overlap with computation. Unset it"
+        )
     if who is None:
         who = groups_of(resolve_group(device))
     refuse_together(who.everyone, None)
-    if device.type == "cpu" and dist.get_backend(who.shard) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
     streams = Streams(device)
     ranks = connect(who.shard, streams, who.everyone, who.replica)
     if who.replicate is None:

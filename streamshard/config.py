@@ -89,6 +89,7 @@ class Settings:
     pad_units_to: int = 1
     broadcast_weights: bool = True
     check_grads: bool = False
+    allow_untested_accelerator: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.precision, Precision):
@@ -103,7 +104,7 @@ class Settings:
                 )
         if not _is_int(self.pad_units_to) or self.pad_units_to < 1:
             raise ConfigError(f"pad_units_to={self.pad_units_to!r}: wanted a positive number of elements")
-        for name in ("broadcast_weights", "check_grads"):
+        for name in ("broadcast_weights", "check_grads", "allow_untested_accelerator"):
             if not isinstance(flag := getattr(self, name), bool):
                 raise ConfigError(f"{name}={flag!r}: wanted True or False")
         parse_bytes("min_unit_size", self.min_unit_size, at_least=0)

@@ -12,10 +12,15 @@
     +-- StateError          an invariant of the engine is broken; carries the unit and its state
     +-- RaceError           two streams touch the same bytes and nothing orders them
 
-A message says what was given, what is wanted, and which parameter, layer or rank it is about.
+A message says what was given, what is wanted, and which parameter, layer or rank it is about. What is no error is said
+by `warn_user`.
 """
 
 from __future__ import annotations
+
+import os
+import sys
+import warnings
 
 __all__ = [
     "CommunicationError",
@@ -28,6 +33,7 @@ __all__ = [
     "ShardingError",
     "StateError",
     "StreamShardError",
+    "warn_user",
     "UnitError",
 ]
 
@@ -85,3 +91,14 @@ class StateError(StreamShardError):
 
 class RaceError(StreamShardError):
     """Two streams touch the same bytes and nothing orders them: a bug here, found by `streamshard.inspect.races`."""
+
+
+_PACKAGE = os.path.dirname(__file__)
+
+
+def warn_user(message: str) -> None:
+    """A UserWarning that points at the line of the user's that has called the package."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

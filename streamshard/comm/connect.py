@@ -8,6 +8,7 @@ from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Streams
+from streamshard.device import serves
 from streamshard.errors import ConfigError
 
 __all__ = ["connect"]
@@ -19,11 +20,14 @@ def connect(
     """The ranks of `group`, with the transport for the device of `streams`. Arguments: see `Ranks`.
 
     Raises:
-        ConfigError: CUDA parameters over a group that has no NCCL backend.
+        ConfigError: the group has no backend for that device.
     """
-    backend = dist.get_backend(group)
-    if streams.is_cuda and "nccl" not in backend:
-        raise ConfigError(f"parameters are on {streams.device}, the process group's backend is {backend!r}: use nccl")
+    if not serves(group, streams.device.type):
+        backend = dist.get_default_backend_for_device(streams.device)
+        raise ConfigError(
+            f"parameters are on {streams.device}, for which the process group ({dist.get_backend_config(group)}) has "
+            f"no backend: torch.distributed.init_process_group({backend!r}), or without a name for all devices"
+        )
     ranks = Ranks(group, streams, everyone, replica)
     ranks.transport = NcclTransport(ranks) if streams.is_cuda else PairwiseTransport(ranks)
     return ranks

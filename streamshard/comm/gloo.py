@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,7 +17,6 @@ _SUM_BLOCK = 1 << 17  # elements
 # A unit's gathers, its reductions and gathers of full tensors must never be taken for each other: gloo ends the process
 # where a message is longer than the memory for it.
 _TAGS_PER_UNIT = 3
-_NOBODYS_TAG = (1 << 31) - 1  # of a message that is never sent
 
 
 class PairwiseTransport(Transport):
@@ -96,15 +93,6 @@ class PairwiseTransport(Transport):
     def find_difference(self) -> str | None:
         """See `Transport.find_difference`. Ranks put their logs up where the others can see them, once they wait."""
         return describe_difference(self._board.exchange(self.ranks.log), self.ranks.names)
-
-    def hang_up(self) -> None:
-        """See `Transport.hang_up`. gloo has no word for it, but closes all connections when a message is overdue."""
-        for group in self.ranks.alive_groups():
-            if group.size() == 1:
-                continue
-            peer = (group.rank() + 1) % group.size()
-            with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1)], peer, _NOBODYS_TAG).wait(datetime.timedelta(milliseconds=1))
 
 
 class _Exchange:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
+import weakref
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from streamshard.device import has_streams, serves
 from streamshard.errors import ConfigError, ShardingError, StreamShardError
 
-__all__ = ["Groups", "groups_of", "refuse_together", "resolve_group"]
+__all__ = ["Groups", "groups_of", "host_group_of", "refuse_together", "resolve_group"]
 
 
 class Groups(NamedTuple):
@@ -23,12 +26,14 @@ class Groups(NamedTuple):
         replicate: ranks that hold the same shard of it; None where there is one replica.
         everyone: all ranks of both.
         replica: this rank's place in `replicate`.
+        device_type: what the user's mesh is for; None: it was none.
     """
 
     shard: dist.ProcessGroup
     replicate: dist.ProcessGroup | None
     everyone: dist.ProcessGroup
     replica: int = 0
+    device_type: str | None = None
 
 
 def groups_of(mesh: object) -> Groups:
@@ -53,21 +58,21 @@ def groups_of(mesh: object) -> Groups:
     if mesh.get_coordinate() is None:
         raise ConfigError(f"mesh={mesh!r}: rank {dist.get_rank()} is not in it, so it has no part of the model")
     if mesh.ndim == 1:
-        return Groups(mesh.get_group(), None, mesh.get_group())
+        return Groups(mesh.get_group(), None, mesh.get_group(), device_type=mesh.device_type)
     if any(row != sorted(row) for row in mesh.mesh.tolist()):  # groups number their ranks in this order
         raise ConfigError(f"mesh={mesh!r}: wanted ranks that ascend along the second axis, shard")
     replicate, shard = mesh.get_group(0), mesh.get_group(1)
     if mesh.size(0) == 1:
-        return Groups(shard, None, shard)
+        return Groups(shard, None, shard, device_type=mesh.device_type)
     if mesh.size() == dist.get_world_size() and dist.group.WORLD is not None:
         everyone = dist.group.WORLD
     else:
         everyone = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
-    return Groups(shard, replicate, everyone, mesh.get_local_rank(0))
+    return Groups(shard, replicate, everyone, mesh.get_local_rank(0), mesh.device_type)
 
 
 def resolve_group(device: torch.device) -> dist.ProcessGroup:
-    """The default group, or one made from the launcher's environment.
+    """The default group, or one made from the launcher's environment, which serves `device` and the CPU.
 
     Raises:
         ShardingError: there is neither a process group nor a launcher.
@@ -83,13 +88,49 @@ def resolve_group(device: torch.device) -> dist.ProcessGroup:
                 "first. On CPUs `accelerate launch --num_processes N` alone starts one process that knows of no "
                 "others: it needs a config file such as docs/examples/two_processes.yaml"
             )
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(minutes=10))
+        backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
+        dist.init_process_group(
+            ",".join(f"{kind}:{backend}" for kind, backend in backends.items()), timeout=datetime.timedelta(minutes=10)
+        )
+        if has_streams(device):
+            atexit.register(_end, weakref.ref(_default()))
+    return _default()
+
+
+def _default() -> dist.ProcessGroup:
     default = dist.group.WORLD
     if default is None:
         raise ShardingError("torch.distributed is initialised but has no default group")
     return default
+
+
+def _end(group_of: weakref.ref[dist.ProcessGroup]) -> None:
+    """At exit: a backend of devices complains of groups that nobody has ended."""
+    if dist.is_initialized() and group_of() is dist.group.WORLD:
+        dist.destroy_process_group()
+
+
+# Groups over which hosts talk, beside those that only move what is on devices. Kept by torch until it destroys them.
+_host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def host_group_of(group: dist.ProcessGroup, *, makes: bool = True) -> dist.ProcessGroup | None:
+    """`group` if it takes tensors in CPU memory, else one of the same ranks that does.
+
+    What ranks agree on goes over it: it needs no device, waits for none, and has no watchdog that ends the process
+    while one rank writes files.
+
+    Args:
+        group: of devices, perhaps.
+        makes: make it if there is none yet, which is collective; else the result is None then.
+    """
+    if serves(group, "cpu"):
+        return group
+    if makes and group not in _host_groups:
+        ranks = dist.get_process_group_ranks(group)
+        _host_groups[group] = weakref.ref(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+    group_of = _host_groups.get(group)
+    return None if group_of is None else group_of()
 
 
 def _told(error: Exception) -> str:
@@ -104,9 +145,10 @@ def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) ->
     Raises:
         ShardingError: here all is well, but another rank refuses its model; names the rank and says why.
     """
+    group = group or dist.group.WORLD
     errors: list[str | None] = [None] * dist.get_world_size(group)
-    if len(errors) > 1:
-        dist.all_gather_object(errors, None if error is None else _told(error), group=group)
+    if group is not None and len(errors) > 1:
+        dist.all_gather_object(errors, None if error is None else _told(error), group=host_group_of(group))
     for rank, message in enumerate(errors):
         if error is None and message is not None:
             raise ShardingError(f"rank {rank} refused its model: {message}")

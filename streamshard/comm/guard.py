@@ -5,10 +5,16 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+import torch
+
 from streamshard.comm.watch import Vigil
 from streamshard.errors import CommunicationError, StreamShardError
 
 __all__ = ["Guard"]
+
+
+# This rank's own errors, which say nothing of others, although they are RuntimeErrors as those of backends are.
+_OWN: tuple[type[Exception], ...] = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 
 
 class Guarded(Protocol):
@@ -56,7 +62,7 @@ class Guard:
         ranks.vigil.since = self._outer
         if error is None or (ranks.failure is not None and isinstance(error, StreamShardError)):
             return
-        if not isinstance(error, RuntimeError) or isinstance(error, StreamShardError):
+        if not isinstance(error, RuntimeError) or isinstance(error, (StreamShardError, *_OWN)):
             ranks.fail(f"{self._what()} ended with {type(error).__name__}: {error}")
             return
         difference = ranks.find_difference()

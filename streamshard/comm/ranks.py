@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from streamshard.comm.groups import host_group_of
 from streamshard.comm.guard import Guard
 from streamshard.comm.issued import Kind, Log
 from streamshard.comm.streams import Streams
@@ -96,15 +97,20 @@ class Ranks:
         """
         return _alive(self._everyone_of)
 
-    def alive_groups(self) -> list[dist.ProcessGroup]:
-        """The groups that have not been destroyed."""
-        groups = [group_of() for group_of in {self._group_of, self._everyone_of}]
-        return [group for group in groups if group is not None]
+    def host_groups(self) -> list[dist.ProcessGroup]:
+        """The groups over which hosts talk and that have not been destroyed."""
+        groups = {group_of() for group_of in (self._group_of, self._everyone_of)}
+        hosts = {host_group_of(group, makes=False) for group in groups if group is not None}
+        return [group for group in hosts if group is not None]
 
     @property
     def host_group(self) -> dist.ProcessGroup:
         """All ranks, for tensors in CPU memory. Collective the first time."""
         return _host_group(self.everyone)
+
+    @property
+    def _shard_host_group(self) -> dist.ProcessGroup:
+        return _host_group(self.group)
 
     def guard(self, action: str, subject: str = "") -> Guard:
         """A context around collectives and waits for them: says what failed, see `Guard`."""
@@ -153,7 +159,7 @@ class Ranks:
             self.transport.before_talk()
             with self.guard("a meeting of all ranks"):
                 self.log.add(Kind.MEETING)
-                dist.all_gather_object(values, value, group=self.everyone if everyone else self.group)
+                dist.all_gather_object(values, value, group=self.host_group if everyone else self._shard_host_group)
         return values
 
     def gather_errors(self, error: str | None) -> list[str | None]:
@@ -183,27 +189,21 @@ class Ranks:
             self.transport.hang_up()
 
 
-# Groups over which hosts talk, beside those that only move what is on devices. Kept by torch until it destroys them.
-_host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-
-
-def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """`group` if it takes tensors in CPU memory, else one of the same ranks that does. Collective the first time."""
-    try:
-        group._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        if group not in _host_groups:
-            ranks = dist.get_process_group_ranks(group)
-            _host_groups[group] = weakref.ref(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
-        return _alive(_host_groups[group])
-    return group
-
-
 def _alive(group_of: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     group = group_of()
     if group is None:
-        raise CommunicationError("the process group was destroyed (destroy_process_group) while the model needs it")
+        raise CommunicationError(_DESTROYED)
     return group
+
+
+def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    host_group = host_group_of(group)
+    if host_group is None:
+        raise CommunicationError(_DESTROYED)
+    return host_group
+
+
+_DESTROYED = "the process group was destroyed (destroy_process_group) while the model needs it"
 
 
 _alive_ones: weakref.WeakSet[Ranks] = weakref.WeakSet()

@@ -14,6 +14,8 @@ gloo's own reduce_scatter was 4 to 14 times slower than this exchange (docs/inte
 from __future__ import annotations
 
 import abc
+import contextlib
+import datetime
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -27,6 +29,8 @@ from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
 from streamshard.errors import StateError
 
 __all__ = ["Peers", "Reduction", "Transport", "sum_in_rank_order"]
+
+_NOBODYS_TAG = (1 << 31) - 1  # of a message that is never sent
 
 
 class Peers(Protocol):
@@ -47,8 +51,8 @@ class Peers(Protocol):
     def host_group(self) -> dist.ProcessGroup:
         """All ranks, for tensors in CPU memory."""
 
-    def alive_groups(self) -> list[dist.ProcessGroup]:
-        """The groups that have not been destroyed."""
+    def host_groups(self) -> list[dist.ProcessGroup]:
+        """The groups over which hosts talk and that have not been destroyed."""
 
     def guard(self, action: str, subject: str = "") -> Guard:
         """A context around collectives and waits for them."""
@@ -171,8 +175,17 @@ class Transport(abc.ABC):
         """What this rank and others have issued that is not the same; None if all is, as far as one can know."""
         return None
 
-    def hang_up(self) -> None:  # noqa: B027  # where there are no connections there is nothing to close
-        """End every wait of this rank, and of those that wait for it, with an error."""
+    def hang_up(self) -> None:
+        """End every wait of this rank's host, and of those that wait for it, with an error.
+
+        gloo has no word for it, but closes all connections when a message is overdue.
+        """
+        for group in self.ranks.host_groups():
+            if group.size() == 1:
+                continue
+            peer = (group.rank() + 1) % group.size()
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, _NOBODYS_TAG).wait(datetime.timedelta(milliseconds=1))
 
     def on_failure(self) -> None:  # noqa: B027  # most have nobody to tell
         """This rank has failed, and is about to hang up."""

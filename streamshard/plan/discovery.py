@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
-from streamshard.errors import UnitError
+from streamshard.errors import UnitError, warn_user
 from streamshard.plan.structure import join_names, modules_inside, modules_of, params_of
 
 __all__ = [
@@ -71,10 +70,9 @@ def _detect(root: nn.Module) -> list[nn.Module]:
         enough = min(enough, max(sizes, default=0))
     found += [layer for layers, size in zip(lists, sizes, strict=True) if size >= enough for layer in layers]
     if not found:
-        warnings.warn(
+        warn_user(
             f"{type(root).__name__} has no repeated layers that StreamShard can find: it becomes one unit, whose "
             "weights are all gathered at once. Name its layers with units=[...] to stream them",
-            stacklevel=7,  # who called StreamShard
         )
     return found
 
@@ -162,11 +160,10 @@ def warn_of_edge(root: nn.Module, groups: Sequence[Sequence[FoundParam]]) -> Non
     numel = sum(found.param.numel() for found in loose)
     if 2 * numel > sum(sizes):
         examples = ", ".join(repr(found.names[0]) for found in loose[:3])
-        warnings.warn(
+        warn_user(
             f"{numel / sum(sizes):.0%} of the parameters of {type(root).__name__} are outside of the layers that "
             f"StreamShard has found ({examples}, ..): they are all gathered at once. Name the layers that hold them "
             "with units=[...] to stream them too",
-            stacklevel=6,  # who called StreamShard
         )
 
 

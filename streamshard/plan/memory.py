@@ -10,13 +10,13 @@ them (in fp32 the main weights do), with "all" grad slots in fp32 the main grads
 from __future__ import annotations
 
 import enum
-import os
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from streamshard.config import MemoryBudget, Precision, SlotCount, parse_bytes
+from streamshard.device import free_bytes
 from streamshard.errors import ConfigError
 from streamshard.plan.layout import UnitLayout
 from streamshard.plan.slots import SlotPlan, plan_slots
@@ -102,12 +102,13 @@ def _flags(world_size: int, replicas: int) -> int:
     return 1 + sum(sizes) if sizes else 0
 
 
-def read_budget(budget: MemoryBudget, device: torch.device) -> int:
+def read_budget(budget: MemoryBudget, device: torch.device, replaced: int = 0) -> int:
     """`budget` in bytes.
 
     Args:
         budget: bytes, text such as ``"70GiB"``, or a share (0 to 1) of what is free on `device` now.
         device: where the model will live.
+        replaced: bytes of it that lie there now, and are freed for its shards.
 
     Raises:
         ConfigError: it cannot be read, or is not positive.
@@ -115,14 +116,8 @@ def read_budget(budget: MemoryBudget, device: torch.device) -> int:
     if isinstance(budget, float):
         if not 0.0 < budget <= 1.0:
             raise ConfigError(f"memory_budget={budget!r}: wanted a share of the free memory between 0 and 1")
-        return int(budget * _free_bytes(device))
+        return int(budget * free_bytes(device, replaced))
     return parse_bytes("memory_budget", budget)
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def choose_slots(sizing: Sizing, budget: int) -> tuple[SlotPlan, str]:

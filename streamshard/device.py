@@ -1,0 +1,102 @@
+"""Devices: which one a model trains on, and what torch offers for it. ``torch.cuda`` is named nowhere else.
+
+Nothing here is a collective: what is found depends on this rank's machine, and on how its process group was made.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from streamshard.errors import ConfigError, warn_user
+
+__all__ = ["TRIED", "check_tried", "free_bytes", "has_streams", "module_of", "serves", "training_device"]
+
+TRIED = ("cpu", "cuda")  # cuda is ROCm's name too
+
+
+def module_of(device: torch.device) -> Any:
+    """``torch.cuda`` and its kin: streams, events and memory of `device`."""
+    return torch.get_device_module(device.type)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether kernels run beside the host, in streams. On the CPU the calling thread runs them."""
+    return device.type != "cpu"
+
+
+def serves(group: dist.ProcessGroup, kind: str) -> bool:
+    """Whether `group` has a backend for tensors on devices of type `kind`.
+
+    Its own name may be "undefined", or several. gloo takes tensors of GPUs, by way of the host, which is none.
+    """
+    try:
+        backend = group._get_backend(torch.device(kind))
+    except RuntimeError:
+        return False
+    return kind == "cpu" or backend.name() != "gloo"
+
+
+def training_device(params: torch.device, group: dist.ProcessGroup | None, wanted: str | None) -> torch.device:
+    """Where a model trains whose parameters are on `params`: there, or from the CPU on this rank's accelerator.
+
+    Args:
+        params: where they are.
+        group: over which it will be sharded; None: one that suits the device will be made.
+        wanted: the type of device that the user's mesh is for; None: there is no mesh.
+    """
+    if params.type != "cpu":
+        return params
+    kind = _accelerator()
+    if kind not in TRIED or kind == "cpu" or wanted == "cpu":
+        return params
+    module = torch.get_device_module(kind)
+    if group is not None and not serves(group, kind):
+        warn_user(
+            f"the model trains on the CPU while {module.device_count()} {kind} devices are there: its process group "
+            f"({dist.get_backend_config(group)}) has no backend for them. torch.distributed.init_process_group() "
+            'without a backend serves both; mesh=init_device_mesh("cpu", ...) says that this is meant'
+        )
+        return params
+    return torch.device(kind, _own_index(module.current_device(), module.device_count()))
+
+
+def _accelerator() -> str | None:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else device.type
+
+
+def _own_index(current: int, count: int) -> int:
+    """Which of a machine's `count` devices is this rank's: the launcher's word, unless somebody has chosen one."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return local if current == 0 and local < count else current
+
+
+def check_tried(device: torch.device, *, allows_untested: bool) -> None:
+    """Raise if nothing is known of training on `device`, unless the user has asked for it.
+
+    Raises:
+        ConfigError: names the device.
+    """
+    if device.type not in TRIED and not allows_untested:
+        raise ConfigError(
+            f"the parameters are on {device}: StreamShard has been tried on {' and '.join(TRIED)} devices only. "
+            "allow_untested_accelerator=True trains there all the same, with the collectives of its own backend"
+        )
+
+
+def free_bytes(device: torch.device, replaced: int = 0) -> int:
+    """What can be allocated on `device` now.
+
+    Args:
+        device: where.
+        replaced: bytes there that are about to be freed.
+    """
+    if not has_streams(device):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    module = module_of(device)
+    cached = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0] + cached) + replaced

@@ -1,0 +1,211 @@
+"""Any way of starting: which device a model trains on, whoever made the process group, and over what ranks talk."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from streamshard import ConfigError, ShardingError, StreamShard
+from streamshard.comm.connect import connect
+from streamshard.comm.groups import host_group_of, refuse_together
+from streamshard.comm.ranks import Ranks
+from streamshard.comm.streams import Streams
+from streamshard.device import check_tried, free_bytes, serves, training_device
+from tests.models import Stack
+from tests.ranks import RankContext, RankPool, on_ranks
+from tests.reference import FP32, Call, assert_trains_like_plain, stack_step
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """A machine with four GPUs, as far as one can ask of it."""
+    module = types.SimpleNamespace(
+        device_count=lambda: 4,
+        current_device=lambda: 0,
+        mem_get_info=lambda device: (1000, 4000),
+        memory_reserved=lambda device: 300,
+        memory_allocated=lambda device: 100,
+    )
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    return module
+
+
+@pytest.fixture
+def gloo(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """A group that has nothing for GPUs."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """One that serves GPUs as well; torch has a backend that does nothing."""
+    dist.init_process_group("cpu:gloo,cuda:fake", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_without_an_accelerator_models_train_where_they_are() -> None:
+    """No group is asked."""
+    assert training_device(CPU, None, None) == CPU
+
+
+def test_a_model_stays_on_the_accelerator_that_it_is_on(gpus: types.SimpleNamespace) -> None:
+    """Whichever the launcher has in mind."""
+    assert training_device(torch.device("cuda", 3), None, None) == torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize(("local_rank", "current", "index"), [(None, 0, 0), ("2", 0, 2), ("2", 1, 1), ("7", 0, 0)])
+def test_a_model_on_the_cpu_moves_to_the_accelerator_of_its_rank(
+    gpus: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, local_rank: str | None, current: int, index: int
+) -> None:
+    """The one that somebody has chosen, else the launcher's; the only one where a process sees one."""
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    gpus.current_device = lambda: current
+    assert training_device(CPU, None, None) == torch.device("cuda", index)
+
+
+def test_a_group_that_serves_both_moves_it_too(gpus: types.SimpleNamespace, both: dist.ProcessGroup) -> None:
+    """As init_process_group() without a name makes."""
+    assert training_device(CPU, both, None) == torch.device("cuda", 0)
+    assert training_device(CPU, both, "cuda") == torch.device("cuda", 0)
+
+
+def test_training_on_the_cpu_beside_idle_accelerators_says_so(
+    gpus: types.SimpleNamespace, gloo: dist.ProcessGroup
+) -> None:
+    """Unless it was asked for."""
+    with pytest.warns(UserWarning, match=r"on the CPU while 4 cuda devices are there.*\(cpu:gloo,cuda:gloo\)") as said:
+        assert training_device(CPU, gloo, None) == CPU
+    assert said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert training_device(CPU, gloo, "cpu") == CPU
+
+
+def test_free_memory_counts_what_is_about_to_be_freed(gpus: types.SimpleNamespace) -> None:
+    """What the allocator has cached, and the parameters that shards take the place of."""
+    assert free_bytes(torch.device("cuda", 0), 50) == 1000 + 200 + 50
+    assert free_bytes(CPU) > 1 << 20
+
+
+def test_accelerators_that_nobody_has_tried_are_refused_by_name() -> None:
+    """Unless they are asked for."""
+    with pytest.raises(ConfigError, match=r"on xpu:0: .*tried on cpu and cuda devices only.*allow_untested"):
+        check_tried(torch.device("xpu", 0), allows_untested=False)
+    check_tried(torch.device("xpu", 0), allows_untested=True)
+    check_tried(torch.device("cuda", 0), allows_untested=False)
+
+
+def test_a_group_without_a_backend_for_the_parameters_is_refused(gloo: dist.ProcessGroup) -> None:
+    """It says which it has, and which is wanted."""
+    streams = types.SimpleNamespace(device=torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match=r"on cuda:0, .*\(cpu:gloo,cuda:gloo\) has no backend: .*'nccl'"):
+        connect(gloo, streams)  # type: ignore[arg-type]  # no GPU is here
+
+
+# ---------------------------------------------------------------------------------------------- whoever makes the group
+
+
+def _unnamed(context: RankContext, place: str) -> Any:
+    dist.init_process_group(init_method=f"file://{place}", rank=context.rank, world_size=context.world_size)
+    assert dist.get_backend() == "undefined"
+    return None
+
+
+def _mesh(context: RankContext, place: str) -> Any:
+    _unnamed(context, place)
+    return init_device_mesh("cpu", (context.world_size,))
+
+
+def _several(context: RankContext, place: str) -> Any:
+    dist.init_process_group(
+        "cpu:gloo,cuda:fake", init_method=f"file://{place}", rank=context.rank, world_size=context.world_size
+    )
+    return dist.group.WORLD
+
+
+STARTS: dict[str, Callable[[RankContext, str], Any]] = {"unnamed": _unnamed, "mesh": _mesh, "several": _several}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("start", list(STARTS))
+def test_it_trains_however_the_group_was_made(context: RankContext, start: str, tmp_path: Path) -> None:
+    """Without a backend's name, by a mesh, for several kinds of device."""
+    dist.destroy_process_group()
+    mesh = STARTS[start](context, f"{tmp_path}/store")
+    assert_trains_like_plain(context, Stack, stack_step, mesh=mesh)
+
+
+@on_ranks(2)
+def test_hosts_talk_although_the_group_serves_devices_only(context: RankContext, tmp_path: Path) -> None:
+    """Over a second group, which every further model uses too; an exception ends their waits."""
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "cuda:fake", init_method=f"file://{tmp_path}/store", rank=context.rank, world_size=context.world_size
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    assert not serves(group, "cpu")
+    assert host_group_of(group, makes=False) is None
+    refuse_together(None, None)
+    host_group = host_group_of(group, makes=False)
+    assert host_group is not None
+    assert serves(host_group, "cpu")
+    ranks = Ranks(group, Streams(CPU))
+    assert ranks.host_group is host_group
+    assert ranks.host_groups() == [host_group]
+    with pytest.raises(ConfigError, match="has no backend"):
+        StreamShard(Stack(), precision=FP32)
+    if context.rank == 1:
+        refuse_together(group, ValueError("no"))
+    else:
+        with pytest.raises(ShardingError, match="rank 1 refused its model: ValueError: no"):
+            refuse_together(group, None)
+
+
+@on_ranks(2)
+def test_memory_that_runs_out_is_no_other_ranks_fault(context: RankContext) -> None:
+    """It is raised as it is; nothing more is issued, and the others hear what it was."""
+    assert dist.group.WORLD is not None
+    ranks = connect(dist.group.WORLD, Streams(CPU))
+    with pytest.raises(torch.OutOfMemoryError, match="tried to allocate"), ranks.guard("the gather of", "layers.0"):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+    assert ranks.failure == "the gather of 'layers.0' ended with OutOfMemoryError: tried to allocate 2 GiB"
+
+
+def test_models_started_by_a_launcher_have_a_group_for_the_cpu_too(ranks: RankPool, tmp_path: Path) -> None:
+    """Made from its environment; a model alone needs none."""
+    ranks(2).run(_start_from_environment, str(tmp_path))
+
+
+def _start_from_environment(context: RankContext, place: str) -> None:
+    dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        real = dist.init_process_group
+
+        def init(backend: str, **settings: Any) -> None:
+            assert backend == "cpu:gloo"
+            real(backend, init_method=f"file://{place}/store", rank=context.rank, world_size=context.world_size)
+
+        patch.setattr(dist, "init_process_group", init)
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            patch.setenv(name, "0")
+        model = StreamShard(Stack(), precision=FP32)
+        stack_step(model, Call(0, context.rank, 2, 1.0))
