@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from streamshard.errors import ConfigError, ShardingError
 from streamshard.full import clip_grads, gather_state_dict, summon
 from streamshard.inspect.hashes import compare_weights
 from streamshard.inspect.memory import MemoryReport, report_memory
-from streamshard.join import UnevenInputs, make_hook
+from streamshard.join import UnevenHook, UnevenInputs
 from streamshard.optim.wrapper import engine_of_both
 from streamshard.plan.discovery import UnitsArgument
 from streamshard.plan.layout import LocalRange
@@ -164,23 +163,31 @@ class StreamShard(Uncopyable):
 
     # -- uneven inputs ----------------------------------------------------------------------------------------------
 
-    def join_hook(self, **kwargs: Any) -> UnevenInputs:
-        """For ``torch.distributed.algorithms.Join([model])``: a rank that runs out of inputs shadows the others' steps.
+    def join_hook(
+        self,
+        *,
+        repeat: Callable[[], object] | None = None,
+        divide_by_initial_world_size: bool = True,
+        **others: Any,
+    ) -> UnevenHook:
+        """For ``torch.distributed.algorithms.Join([model], repeat=function)``, whose keyword arguments arrive here.
 
-        Keyword arguments given to ``Join`` arrive here.
+        A rank that runs out of inputs shadows the others' steps.
 
         Args:
-            optimizers: of the model, if a rank may run out before its first step.
-            repeat: called by a rank that has run out after each backward of the others: all that follows it in the
-                loop, for loops that do more than ``model.clip_grad_norm_`` and steps.
+            repeat: what a rank that has run out does after each synchronised backward of the others: all that follows
+                it in the loop, such as ``optimizer.step``. Only training needs it.
             divide_by_initial_world_size: as for DistributedDataParallel: gradients are means over all ranks (True, the
                 default), or over those that have inputs.
+            **others: for other joinables, to which ``Join`` gives the same.
 
         Raises:
-            ConfigError: of `optimizers` or `repeat`.
+            ConfigError: `repeat` is no function.
         """
-        # Not self.clip_grad_norm_, which may be the model's own.
-        return make_hook(self, engine_of(self), kwargs, functools.partial(StreamShard.clip_grad_norm_, self))
+        if repeat is not None and not callable(repeat):
+            raise ConfigError(f"repeat={repeat!r}: wanted a function without arguments, such as optimizer.step")
+        engine = engine_of(self)
+        return UnevenHook(UnevenInputs(self, engine, repeat, divide_by_initial_world_size), engine)
 
     @property
     def join_device(self) -> torch.device:

@@ -273,8 +273,7 @@ def clip_grads(
     if skip_above is not None and not (isinstance(skip_above, int | float) and skip_above > 0.0):
         raise ConfigError(f"skip_above={skip_above!r}: wanted a positive number, or None")
     order = _order(norm_type)
-    if engine.uneven is not None and (uneven := engine.uneven()) is not None:
-        uneven.before_clipping(max_norm, norm_type, skip_above)
+    engine.inputs.on_clipping(max_norm, norm_type, skip_above)
     found = [grad for grad in (param.grad for param in params) if grad is not None]
     for grad in found:
         if isinstance(grad, UnreducedGrad):

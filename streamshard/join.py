@@ -2,15 +2,15 @@
 
 A rank owns a shard whatever inputs it has, so it must go on gathering, reducing, clipping and stepping until the last
 rank is done. What a pass is like (whether it trains, whether it is synchronised) the others say at its start, in one
-small sum; what happens after backward is taken from the rank's own last step: clipping, and the optimizers that
-stepped. Their settings, of which a schedule may have moved the learning rate, come with the announcement of a pass.
+small sum. What follows a backward is the user's code, and so is what a rank that has run out does then: ``repeat=``.
+Whether that was the same, ranks compare when the next training pass is announced, and at the end.
 """
 
 from __future__ import annotations
 
-import copy
+import enum
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,280 +18,317 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
-from streamshard.engine.engine import Engine, UnevenSteps
+from streamshard.comm.issued import Kind
+from streamshard.engine.engine import Engine
 from streamshard.engine.hooks import backward_of
+from streamshard.engine.inputs import Inputs
 from streamshard.errors import ConfigError, ShardingError
-from streamshard.optim.wrapper import engine_of_both, outermost
 from streamshard.plan.structure import params_of
 
-__all__ = ["UnevenInputs", "make_hook"]
-
-# What ranks add up at the start of a pass: for each a one if it has inputs, for each what it does not know, and flags.
-_FLAGS = 3  # has_grad, is_synced, casts
-_PUPIL = 0.5  # a rank that has run out before its first step: knows its optimizers, but not what else follows backward
-_LOST = 0.25  # one that does not know its optimizers either
+__all__ = ["UnevenHook", "UnevenInputs"]
 
 
-class _PassKind(NamedTuple):
-    """The pass that ranks with inputs are about to make.
+# What each rank adds to a sum that may meet one of `Join`'s own: as large as those, or gloo would end the process.
+_MARK = 1009.0
+
+
+class _Role(enum.IntEnum):
+    """Of a rank in a pass."""
+
+    HAS_INPUTS = 0
+    HAS_RUN_OUT = 1
+
+
+class _Row(NamedTuple):
+    """What a rank says when a pass is announced; of the pass, only if it is its own. Integers on their way.
 
     Attributes:
-        has_grad: whether it is a training pass.
-        is_synced: False inside ``no_sync()``.
-        casts: whether weights may have changed since the last pass.
+        role: whether it has inputs.
+        can_repeat: whether it was given ``repeat=``.
+        has_grad: its pass is a training pass.
+        is_synced: it is not inside ``no_sync()``.
+        casts: its weights may have changed since the last pass.
     """
 
-    has_grad: bool
-    is_synced: bool
-    casts: bool
+    role: _Role
+    can_repeat: bool
+    has_grad: bool = False
+    is_synced: bool = False
+    casts: bool = False
 
 
-class UnevenInputs(JoinHook):
-    """The join hook of a sharded model; also records what a step consists of. One per ``with Join(...)``.
+class _Act(NamedTuple):
+    """What a rank did after a backward that the others have to do too: ``AdamW.step`` with ``{"lr": 0.1, ...}``."""
+
+    name: str
+    settings: dict[str, Any]
+
+
+class UnevenInputs(Inputs):
+    """Inputs while ranks may run out of them: announces passes, shadows those of others, compares what ranks do.
 
     Args:
         model: the root, made by `StreamShard`.
         engine: its engine.
-        clip: clips its gradients, as its ``clip_grad_norm_`` does.
-        optimizers: of a rank that may run out before it has made a step.
-        repeat: what a rank that has run out does after each backward of the others, instead of what it did itself.
-        divide_by_initial_world_size: gradients are means over all ranks, with zeros from those that ran out; else over
-            the ranks that have inputs.
+        repeat: what a rank that has run out does after each synchronised backward of the others. None: evaluation only.
+        divides_by_all: gradients are means over all ranks, with zeros from those that ran out; else over the ranks
+            that have inputs.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        engine: Engine,
-        clip: Callable[..., torch.Tensor],
-        optimizers: Sequence[Optimizer] = (),
-        repeat: Callable[[], object] | None = None,
-        divide_by_initial_world_size: bool = True,
+        self, model: nn.Module, engine: Engine, repeat: Callable[[], object] | None, divides_by_all: bool
     ) -> None:
         self._model = model
-        self._clip = clip
         self._engine = engine
-        self._divides_by_all = divide_by_initial_world_size
-        self._params = set(params_of(model).values())
         self._repeat = repeat
-        self._given: list[tuple[str, Any]] = [("step", optimizer) for optimizer in optimizers]
-        self._last: list[tuple[str, Any]] | None = None  # what followed the backward of the last step
-        self._now: list[tuple[str, Any]] | None = None  # what has followed the latest one; None: no step is under way
-        self._teaches = False  # this step is told to those that have run out, one thing after the other
-        self._settings: list[_Settings] = []  # of this step's optimizers, told to those that have run out
-        self._is_shadow = False
-        ref: weakref.ref[UnevenSteps] = weakref.ref(self)
-        engine.uneven = ref
-        engine.ranks.is_uneven = repeat is None
-        handle = register_optimizer_step_pre_hook(_weakly(self))
-        # When Join lets go of its hooks, also because of an exception, of which it tells nobody.
-        self._end = weakref.finalize(self, _leave, engine, ref, weakref.ref(model), handle)
+        self._divides_by_all = divides_by_all
+        self._params = set(params_of(model).values())
+        self._roles: list[_Role] = []  # by rank, in the last training pass; empty: there was none
+        self._acts: list[_Act] = []  # of this rank, since that was announced
+        self._is_complete = False  # it was synchronised: its gradients are not added to by another
+        self._has_run_out = False
+        self._shadows = False  # a pass of others is under way, which this rank has announced already
+        self._handle = register_optimizer_step_pre_hook(self._on_step)
 
-    # -- on ranks that have inputs --------------------------------------------------------------------------------
+    # -- what the engine and others tell ------------------------------------------------------------------------------
 
     def before_pass(self) -> None:
-        """A pass begins: one of this rank's own is announced to the others."""
-        if self._is_shadow:
-            return
-        engine, has_grad = self._engine, torch.is_grad_enabled()
-        if has_grad:
-            self._close_step()
-        Join.notify_join_context(self._model)  # type: ignore[arg-type]  # has all that a Joinable has
-        self._meet(has_grad, engine.is_synced, engine.casts_next)
-        if has_grad and engine.is_synced:
-            self._now = []
-
-    def _close_step(self) -> None:
-        if self._now is None:
-            return
-        before, self._last, self._now = self._last, self._now, None
-        if self._repeat is None and before is not None and before != self._last:
-            raise ShardingError(
-                "uneven inputs (Join): a rank that has run out repeats its last step, so the same has to follow every "
-                f"backward; it was {_shown(before)}, then {_shown(self._last)}. Put no_sync() around micro-batches "
-                "without optimizer.step(), or say what is to be done: Join([model], repeat=function)"
-            )
-
-    def before_clipping(self, max_norm: float, norm_type: float, skip_above: float | None) -> None:
-        """``model.clip_grad_norm_`` was called."""
-        if self._now is not None:
-            self._now.append(("clip_grad_norm_", (max_norm, norm_type, skip_above)))
-            if self._teaches:
-                self._tell(self._now[-1])
-
-    def on_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step.
+        """See `Inputs`. A pass of this rank's own is announced to the others.
 
         Raises:
-            ShardingError: with other settings than ranks that have run out were told.
+            ConfigError, ShardingError: on all ranks; see `_announce`.
         """
-        if self._params.isdisjoint(param for group in optimizer.param_groups for param in group["params"]):
+        config: Any = self._model._join_config
+        if self._shadows or not config.enable:
             return
-        if self._now is not None:
-            place = _names(self._now).count("step")
-            self._now.append(("step", optimizer))
-            told = self._settings
-            if self._repeat is None and place < len(told) and told[place] != _settings_of(optimizer):
-                raise ShardingError(
-                    "uneven inputs (Join): the optimizer's settings, such as its learning rate, were changed between "
-                    "the forward and step(), and a rank that has run out is told the old ones: change them before "
-                    "the forward"
-                )
-            if self._teaches:
-                self._tell(("step", None))
+        engine = self._engine
+        Join.notify_join_context(self._model)  # type: ignore[arg-type]  # has all that a Joinable has
+        self._announce(
+            _Row(
+                _Role.HAS_INPUTS,
+                self._repeat is not None,
+                has_grad=torch.is_grad_enabled(),
+                is_synced=engine.is_synced,
+                casts=engine.casts_next,
+            )
+        )
 
-    # -- on ranks that have none left -----------------------------------------------------------------------------
+    def on_clipping(self, max_norm: object, norm_type: float, skip_above: float | None) -> None:
+        """See `Inputs`."""
+        self._note("clip_grad_norm_", {"max_norm": max_norm, "norm_type": norm_type, "skip_above": skip_above})
 
-    def main_hook(self) -> None:
-        """One iteration of the others."""
-        engine, model = self._engine, self._model
-        if self._now is not None:
-            self._close_step()
-            model.zero_grad()  # of this rank's own last step; it may be what the next one would have begun with
-        self._is_shadow = True
+    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """A global hook: an optimizer is about to step."""
+        groups = optimizer.param_groups
+        if not self._roles or self._params.isdisjoint(param for group in groups for param in group["params"]):
+            return
+        settings = {
+            key if len(groups) == 1 else f"param_groups[{place}].{key}": value
+            for place, group in enumerate(groups)
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        self._note(f"{type(optimizer).__name__}.step", settings)
+
+    def _note(self, name: str, settings: dict[str, Any]) -> None:
+        if self._roles:  # nobody looks at what came before the first training pass
+            copies = {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in settings.items()}
+            self._acts.append(_Act(name, copies))
+
+    # -- on ranks that have run out -----------------------------------------------------------------------------------
+
+    def shadow(self) -> None:
+        """One pass of the others, and what follows it.
+
+        Raises:
+            ConfigError, ShardingError: on all ranks; see `_announce`.
+        """
+        engine = self._engine
+        self._has_run_out = True
+        self._clear()
+        announced = self._announce(_Row(_Role.HAS_RUN_OUT, self._repeat is not None))
+        engine.match_next_pass(is_synced=announced.is_synced, casts=announced.casts)
+        self._shadows = True
         try:
-            kind = self._meet(False, False, False)
-            engine.match_next_pass(is_synced=kind.is_synced, casts=kind.casts)
-            with torch.set_grad_enabled(kind.has_grad):
+            with torch.set_grad_enabled(announced.has_grad):
                 engine.open_forward(frozenset(range(len(engine.units))))
                 pass_ = engine.close_forward(None)
-            if pass_ is None:
-                return
-            backward_of(engine, pass_)
-            if kind.is_synced:
-                self._follow_step()
-                model.zero_grad()
+            if pass_ is not None:
+                backward_of(engine, pass_)
+                if announced.is_synced:
+                    assert self._repeat is not None
+                    self._repeat()
         finally:
-            self._is_shadow = False
+            self._shadows = False
+            engine.set_synced(True)
 
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """All ranks have run out: everything is as before the context."""
-        self._engine.buffers.sync()  # from a rank that was among the last
-        self._engine.match_next_pass(is_synced=True, casts=True)
-        self._end()
+    def finish(self) -> None:
+        """All ranks have run out.
 
-    def _follow_step(self) -> None:
-        settings = iter(self._settings)
-        if self._repeat is not None:
-            for name, what in self._last or self._given:
-                if name == "step":
-                    _take_settings(what, next(settings, ()))
-            self._repeat()
-            return
-        for name, what in list(self._last or ()) if not self._teaches else self._hear():
-            if name == "step":
-                _take_settings(what, next(settings, ()))
-                outermost(what).step()
-            else:
-                max_norm, norm_type, skip_above = what
-                self._clip(max_norm, norm_type, skip_above=skip_above)
+        Raises:
+            ShardingError: on all ranks: what ranks did after the last backward differs.
+        """
+        self._meet()
+        if _Role.HAS_RUN_OUT in self._roles:
+            self._compare()
+        self._engine.buffers.sync(self.buffer_source)  # a rank that was among the last
+        if self._has_run_out:
+            self._clear()
 
-    def _hear(self) -> Iterator[tuple[str, Any]]:
-        """What follows backward, as ranks with inputs tell it, until all optimizers have stepped."""
-        optimizers = [what for name, what in self._last or self._given if name == "step"]
-        heard: list[tuple[str, Any]] = []
-        while _names(heard).count("step") < len(optimizers):
-            name, what = self._tell(None)
-            heard.append((name, optimizers[_names(heard).count("step")] if name == "step" else what))
-            yield heard[-1]
-        self._last = heard
+    def _clear(self) -> None:
+        """Gradients of the last step, this rank's own perhaps, which it would have cleared at the start of the next."""
+        if self._is_complete:
+            self._model.zero_grad()
 
-    # -- both -----------------------------------------------------------------------------------------------------
+    def leave(self) -> None:
+        """Everything is as it was before the context, unless the next one has begun. A second call does nothing."""
+        self._handle.remove()
+        if self._engine.inputs is self:
+            self._engine.inputs = Inputs()
+            self._model.__dict__.pop("_join_config", None)
 
-    def _meet(self, has_grad: bool, is_synced: bool, casts: bool) -> _PassKind:
+    # -- on all ranks -------------------------------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        """All ranks have ended a step. If not, what some have issued was taken for `Join`'s own sums by others.
+
+        Raises:
+            CommunicationError: on all ranks.
+        """
+        ranks = self._engine.ranks
+        ranks.log.add(Kind.END_OF_STEP)
+        if _Role.HAS_RUN_OUT in self._roles:
+            with ranks.guard("the end of a step with uneven inputs (Join)"):
+                marks = torch.full((1,), _MARK, device=self._engine.streams.device)
+                ranks.all_reduce(marks, everyone=True)
+                if marks.item() != _MARK * ranks.total_size:
+                    raise RuntimeError("some ranks take norms of gradients, or part in other sums, that others do not")
+
+    def _announce(self, own: _Row) -> _Row:
+        """What the pass that begins is like, from ranks that have inputs.
+
+        Raises:
+            ConfigError: a training pass, and a rank was given no ``repeat=``.
+            ShardingError: the last step, or this pass, is not the same on all ranks.
+        """
+        self._meet()
         engine, ranks = self._engine, self._engine.ranks
-        places = range(ranks.total_size)
-        flags = torch.zeros(2 * len(places) + _FLAGS, device=engine.streams.device)
-        if self._is_shadow:
-            knows = self._last or self._repeat is not None
-            flags[len(places) + ranks.number] = 0.0 if knows else _PUPIL if self._given else _LOST
-        else:
-            flags[ranks.number] = 1.0
-            flags[-_FLAGS:] = torch.tensor([has_grad, is_synced, casts], dtype=flags.dtype)
-        ranks.all_reduce(flags, everyone=True)
-        said = flags.tolist()
-        active, lost = [r for r in places if said[r]], [r for r in places if said[len(places) + r] == _LOST]
-        kind = _PassKind(*(flag > 0.0 for flag in said[-_FLAGS:]))
-        self._teaches = _PUPIL in said[len(places) :] and kind.has_grad and kind.is_synced
-        if lost and kind.has_grad:
+        table = torch.zeros(ranks.total_size, len(own), dtype=torch.int32, device=engine.streams.device)
+        table[ranks.number] = torch.tensor(own, dtype=torch.int32)
+        ranks.all_reduce(table, everyone=True)
+        rows = [_Row(_Role(role), *map(bool, said)) for role, *said in table.tolist()]
+        roles = [row.role for row in rows]
+        active = [rank for rank, role in enumerate(roles) if role is _Role.HAS_INPUTS]
+        announced = rows[active[0]]
+        _check(rows, active)
+        if announced.has_grad:
+            if self._roles and _Role.HAS_RUN_OUT in roles:
+                self._compare()
+            self._acts.clear()
+            self._roles = roles
+            self._is_complete = announced.is_synced
+        self.grad_scale = 1.0 if self._divides_by_all else len(rows) / len(active)
+        self.buffer_source = active[-1]  # a rank that has inputs now, the same one as under DDP
+        return announced._replace(casts=any(row.casts for row in rows))
+
+    def _compare(self) -> None:
+        """What ranks did since the last training pass was announced is the same on all.
+
+        Raises:
+            ShardingError: on all ranks: it is not.
+        """
+        everyone: list[list[_Act]] = self._engine.ranks.gather_objects([_legible(act) for act in self._acts])
+        first = self._roles.index(_Role.HAS_INPUTS)
+        for rank, acts in enumerate(everyone):
+            if acts != everyone[first]:
+                who = "has run out, and repeat=" if self._roles[rank] is _Role.HAS_RUN_OUT else "itself"
+                raise ShardingError(
+                    f"uneven inputs (Join): after a backward rank {rank} {who} did {_story(acts, everyone[first])}; "
+                    f"rank {first} did {_story(everyone[first], acts)}. {_ADVICE}"
+                )
+
+
+_ADVICE = (
+    "Join([model], repeat=function) takes all that the loop does after a backward: clipping, norms, optimizer.step(), "
+    "scheduler.step(). Micro-batches without a step belong into no_sync()"
+)
+
+
+def _check(rows: Sequence[_Row], active: Sequence[int]) -> None:
+    announced = rows[active[0]]
+    for rank in active:
+        if _describe(rows[rank]) != _describe(announced):
             raise ShardingError(
-                f"uneven inputs (Join): rank {lost[0]} has run out before its first optimizer step, so it does not "
-                "know the optimizer of its shard: Join([model], optimizers=[optimizer])"
+                f"uneven inputs (Join): rank {active[0]} begins {_describe(announced)}, rank {rank} "
+                f"{_describe(rows[rank])}: ranks that have inputs have to make the same passes"
             )
-        if kind.has_grad and kind.is_synced:
-            self._settings = [_settings_of(what) for name, what in self._last or self._given if name == "step"]
-            if len(active) < len(places):
-                self._settings = ranks.gather_objects(self._settings)[active[0]]
-        engine.reductions.grad_scale = 1.0 if self._divides_by_all else len(places) / len(active)
-        engine.buffers.source = active[-1]  # a rank that has inputs now, the same one as under DDP
-        return kind
-
-    def _tell(self, what: tuple[str, Any] | None) -> tuple[str, Any]:
-        """`what` is next; what the first rank with inputs says."""
-        told: list[tuple[str, Any] | None] = self._engine.ranks.gather_objects(what)
-        return next(each for each in told if each is not None)
+    for rank, row in enumerate(rows):
+        if announced.has_grad and not row.can_repeat:
+            raise ConfigError(
+                f"uneven inputs (Join): a training pass, and rank {rank} does not know what to do after those of "
+                "others once it has run out: Join([model], repeat=optimizer.step), or a function of all that ends a "
+                "step, such as lambda: (model.clip_grad_norm_(1.0), optimizer.step()). Evaluation needs none, under "
+                "torch.no_grad()"
+            )
 
 
-_Settings = list[dict[str, Any]]  # by param group
+def _describe(row: _Row) -> str:
+    kind = "a training pass" if row.has_grad else "an evaluation"
+    return kind if row.is_synced else f"{kind} inside no_sync()"
 
 
-def _settings_of(optimizer: Optimizer) -> _Settings:
-    return copy.deepcopy([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
+def _legible(act: _Act) -> _Act:
+    """`act` with settings that can be sent, compared and shown."""
+    return _Act(act.name, {key: _text(value) for key, value in act.settings.items()})
 
 
-def _take_settings(optimizer: Optimizer, settings: _Settings | tuple[()]) -> None:
-    for group, theirs in zip(optimizer.param_groups, settings, strict=False):
-        group.update(theirs)
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return _text(value.tolist())
+    if isinstance(value, list | tuple):
+        return f"({', '.join(_text(item) for item in value)})"
+    if isinstance(value, bool | str) or value is None:
+        return repr(value)
+    return repr(float(value)) if isinstance(value, int | float) else type(value).__name__
 
 
-def _names(step: Iterable[tuple[str, Any]]) -> list[str]:
-    return [name for name, _ in step]
-
-
-def _shown(step: Iterable[tuple[str, Any]]) -> str:
-    """For messages: ``clip_grad_norm_(1.0, 2.0, None), AdamW.step()``."""
-    parts = [f"{type(what).__name__}.step()" if name == "step" else f"{name}{what}" for name, what in step]
+def _story(acts: Sequence[_Act], others: Iterable[_Act]) -> str:
+    """For messages: ``clip_grad_norm_(), AdamW.step(lr=0.1)``, with those settings in which `others` differ."""
+    theirs = dict(enumerate(others))
+    parts = []
+    for place, (name, settings) in enumerate(acts):
+        other = theirs.get(place, _Act("", {}))
+        differing = [f"{k}={v}" for k, v in settings.items() if other.name == name and other.settings.get(k) != v]
+        parts.append(f"{name}({', '.join(differing)})")
     return ", ".join(parts) or "nothing"
 
 
-def _leave(engine: Engine, hook: object, model: weakref.ref[nn.Module], handle: RemovableHandle) -> None:
-    """Everything is as it was before the context, unless the next one has begun."""
-    handle.remove()
-    if engine.uneven is not hook:
-        return
-    engine.uneven = None
-    engine.ranks.is_uneven = False
-    engine.reductions.grad_scale = 1.0
-    engine.buffers.source = 0
-    if (root := model()) is not None:
-        root.__dict__.pop("_join_config", None)
+class UnevenHook(JoinHook):
+    """What ``Join`` calls. Ranks' inputs may be uneven from here on, and as long as this lives.
 
-
-def _weakly(uneven: UnevenInputs) -> Any:
-    """A global hook that does not keep the model alive when the context was left by an exception."""
-    ref = weakref.ref(uneven)
-
-    def on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (alive := ref()) is not None:
-            alive.on_step(optimizer)
-
-    return on_step
-
-
-def make_hook(
-    model: nn.Module, engine: Engine, arguments: dict[str, Any], clip: Callable[..., torch.Tensor]
-) -> UnevenInputs:
-    """The join hook with the keyword arguments that Join hands to all hooks, of which others may be for other models.
-
-    Raises:
-        ConfigError: `optimizers` holds something else, or an optimizer of other parameters; `repeat` is no function.
+    Args:
+        inputs: put into the engine.
+        engine: of the model.
     """
-    optimizers, repeat = arguments.get("optimizers", ()), arguments.get("repeat")
-    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    for optimizer in optimizers:
-        engine_of_both(optimizer, model)
-    if repeat is not None and not callable(repeat):
-        raise ConfigError(f"repeat={repeat!r}: wanted a function without arguments, or None")
-    return UnevenInputs(model, engine, clip, optimizers, repeat, arguments.get("divide_by_initial_world_size", True))
+
+    def __init__(self, inputs: UnevenInputs, engine: Engine) -> None:
+        self._inputs = inputs
+        engine.inputs = inputs
+        # Join lets go of its hooks when it is left, also because of an exception, of which it tells nobody.
+        weakref.finalize(self, inputs.leave)
+
+    def main_hook(self) -> None:
+        """One pass of the others, while this rank has run out."""
+        try:
+            self._inputs.shadow()
+        except BaseException:
+            self._inputs.leave()  # the traceback may keep this alive
+            raise
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All ranks have run out."""
+        try:
+            self._inputs.finish()
+        finally:
+            self._inputs.leave()

@@ -105,8 +105,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "buffers are sent inside `no_sync`",
-        "trains=torch.is_grad_enabled() and self.is_synced)",
-        "trains=torch.is_grad_enabled())",
+        "trains = torch.is_grad_enabled() and self.is_synced\n",
+        "trains = torch.is_grad_enabled()\n",
         "buffer_sync",
     ),
     Mutant(
@@ -1213,6 +1213,77 @@ MUTANTS: list[Mutant] = [
         "            unit.take_trainability()  # views",
         "            pass",
         "grad_inputs",
+    ),
+    # -- uneven inputs
+    Mutant(
+        "join",
+        "what ranks did after a backward is not compared when the next pass is announced",
+        "            if self._roles and _Role.HAS_RUN_OUT in roles:\n                self._compare()\n",
+        "",
+        "join::test_what_is_repeated_is_compared join::test_what_a_clipping_is_given_is_compared",
+    ),
+    Mutant(
+        "join",
+        "what ranks did after the last backward is not compared",
+        "        self._meet()\n        if _Role.HAS_RUN_OUT in self._roles:\n            self._compare()\n",
+        "        self._meet()\n",
+        "join::test_what_is_repeated_is_compared",
+    ),
+    Mutant(
+        "join",
+        "what followed an earlier pass is compared again",
+        "            self._acts.clear()\n",
+        "            pass\n",
+        "join",
+    ),
+    Mutant(
+        "join",
+        "gradients of the step before are not cleared on a rank that has run out",
+        "        self._has_run_out = True\n        self._clear()\n",
+        "        self._has_run_out = True\n",
+        "join",
+    ),
+    Mutant(
+        "join",
+        "gradients of the last step are not cleared on a rank that had run out",
+        "        if self._has_run_out:\n            self._clear()\n",
+        "",
+        "join",
+    ),
+    Mutant(
+        "join",
+        "gradients of micro-batches are cleared where inputs end between them",
+        "            self._is_complete = announced.is_synced\n",
+        "            self._is_complete = True\n",
+        "join",
+    ),
+    Mutant(
+        "join",
+        "nobody notices that a norm was taken for a sum of Join's",
+        "                if marks.item() != _MARK * ranks.total_size:\n",
+        "                if False:\n",
+        "join::test_a_norm_that_only_some_take_ends_all_of_them",
+    ),
+    Mutant(
+        "join",
+        "a context that is switched off announces passes",
+        "if self._shadows or not config.enable:",
+        "if self._shadows:",
+        "join::test_a_context_that_is_switched_off_is_none",
+    ),
+    Mutant(
+        "join",
+        "an exception leaves the context in force",
+        "        weakref.finalize(self, inputs.leave)\n",
+        "        pass\n",
+        "join",
+    ),
+    Mutant(
+        "join",
+        "weights are not cast when others cast theirs",
+        "announced._replace(casts=any(row.casts for row in rows))",
+        "announced._replace(casts=False)",
+        "join",
     ),
 ]
 

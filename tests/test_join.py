@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from streamshard import ConfigError, DistributedOptimizer, LocalSGD, ShardingError, StreamShard
+from streamshard.engine.inputs import Inputs
 from streamshard.inspect import engine_inside
 from tests.models import NormStack, Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
@@ -27,6 +29,7 @@ from tests.reference import (
     Tolerance,
     adamw,
     assert_same,
+    counted_collectives,
     full_weights,
     lm_step,
     sgd,
@@ -77,13 +80,16 @@ def _train(
     schedule: Any = None,
     **options: Any,
 ) -> None:
-    with Join([model], **options):  # type: ignore[list-item]  # what a Joinable has, without its metaclass
+    def finish() -> None:
+        after(model, optimizer)
+        if schedule is not None:
+            schedule.step()
+
+    with Join([model], repeat=finish, **options):  # type: ignore[list-item]  # a Joinable but for its metaclass
         for number in range(length):
             step(model, Call(number, context.rank, context.world_size, 1.0))
-            after(model, optimizer)
+            finish()
             optimizer.zero_grad()
-            if schedule is not None:
-                schedule.step()
 
 
 def _ddp(build: Callable[[], nn.Module]) -> DistributedDataParallel:
@@ -103,6 +109,12 @@ def _assert_equal(context: RankContext, found: nn.Module, wanted: DistributedDat
     dist.all_gather_object(everyone, full_weights(found))
     for other in everyone:
         assert_same(other, everyone[0], "weights on another rank", EXACT)
+
+
+def _assert_even(model: nn.Module) -> None:
+    """Everything is as it was before the context."""
+    assert type(engine_inside(model).inputs) is Inputs
+    assert "_join_config" not in vars(model)
 
 
 @on_ranks(2, 3)
@@ -176,7 +188,7 @@ def test_gradients_may_be_cleared_at_the_start_of_a_step(context: RankContext, a
     wanted, found = _ddp(Stack), _sharded(Stack)
     for model in (wanted, found):
         optimizer = sgd(getattr(model, "module", model))
-        with Join([model]):  # type: ignore[list-item]
+        with Join([model], repeat=optimizer.step):  # type: ignore[list-item]
             for number in range(2 * lengths[context.rank]):
                 is_first = number % 2 == 0 or not accumulates
                 if is_first:
@@ -190,7 +202,7 @@ def test_gradients_may_be_cleared_at_the_start_of_a_step(context: RankContext, a
 
 @on_ranks(2)
 def test_a_learning_rate_schedule_goes_on(context: RankContext) -> None:
-    """The schedule of a rank that has run out stands still; its shard is updated at the others' rate."""
+    """A shard is updated at the rate of its turn, whoever has inputs: the schedule is part of ``repeat``."""
     length = (6, 2)[context.rank]
     wanted, found = _ddp(Stack), _sharded(Stack)
     for model in (wanted, found):
@@ -201,37 +213,44 @@ def test_a_learning_rate_schedule_goes_on(context: RankContext) -> None:
 
 
 @on_ranks(2, 3)
-def test_a_rank_without_any_input_takes_part(context: RankContext) -> None:
-    """It has to be told its optimizer; without that it says so."""
-    for after in (_step_only, _clip_and_step, _skip_large):
-        length = (3, 0, 1)[context.rank]
-        wanted, found = _ddp(Stack), _sharded(Stack)
-        optimizer = sgd(found)
-        _train(wanted, sgd(wanted.module), stack_step, context, length, after)
-        _train(found, optimizer, stack_step, context, length, after, optimizers=[optimizer])
-        _assert_equal(context, found, wanted)
-    with pytest.raises(ConfigError, match="optimizer is a Stack: wanted"):
-        Join([found], optimizers=[found])
+@pytest.mark.parametrize("after", [_step_only, _clip_and_step, _skip_large])
+def test_a_rank_without_any_input_takes_part(context: RankContext, after: After) -> None:
+    """It has what the others have: its optimizer, and what to do after a backward."""
+    length = (3, 0, 1)[context.rank]
+    wanted, found = _ddp(Stack), _sharded(Stack)
+    _train(wanted, sgd(wanted.module), stack_step, context, length, after)
+    _train(found, sgd(found), stack_step, context, length, after)
+    _assert_equal(context, found, wanted)
 
 
 @on_ranks(2)
-def test_optimizers_of_another_model_are_refused(context: RankContext) -> None:
-    """They would leave the shard behind."""
-    model, other = _sharded(Stack), _sharded(Stack)
-    for wrong in ([sgd(other)], sgd(other), [sgd(model), sgd(nn.Linear(2, 2))]):
-        with pytest.raises(ConfigError, match="SGD has no parameter of this model"):
-            Join([model], optimizers=wrong)
+def test_training_without_repeat_is_refused_on_all_ranks(context: RankContext) -> None:
+    """At the first forward that trains, before anybody has run out, and if it is one rank that forgot it."""
+    model = _sharded(Stack)
+    optimizer = sgd(model)
+    for repeats in ((None, None), (optimizer.step, None)):
+        with (
+            pytest.raises(ConfigError, match=r"rank [01] does not know what to do.*repeat=optimizer\.step"),
+            Join([model], repeat=repeats[context.rank]),
+        ):
+            stack_step(model, Call(0, context.rank, 2, 1.0))
+        _assert_even(model)
     with pytest.raises(ConfigError, match="repeat=3: wanted a function"):
         Join([model], repeat=3)
-    _train(model, sgd(model), stack_step, context, 2)
+    with Join([model], others_argument=3), torch.no_grad():
+        for _ in range(1 + context.rank):
+            assert model(torch.ones(2, 16)).isfinite().all()
 
 
 @on_ranks(2)
-def test_a_rank_that_does_not_know_its_optimizer_says_so(context: RankContext) -> None:
-    """On all ranks, before its shard would be left behind."""
+def test_a_context_that_is_switched_off_is_none(context: RankContext) -> None:
+    """``enable=False``, where all ranks are known to have as many inputs."""
     model = _sharded(Stack)
-    with pytest.raises(ShardingError, match=r"rank 1 has run out before its first optimizer step.*optimizers="):
-        _train(model, sgd(model), stack_step, context, (1, 0)[context.rank])
+    with Join([model], enable=False):
+        stack_step(model, Call(0, context.rank, 2, 1.0))
+    with Join([model], enable=False), counted_collectives() as counts, torch.no_grad():
+        model(torch.ones(2, 16))
+    assert "allreduce_" not in counts
 
 
 @on_ranks(2)
@@ -245,7 +264,7 @@ def test_other_joinables_can_join_too(context: RankContext) -> None:
             other = _ddp(lambda: Stack((16, 4, 16)))
             optimizers = [sgd(getattr(model, "module", model)) for model in (other, mine)]
             models: Any = [other, mine] if first == "ddp" else [mine, other]
-            with Join(models):
+            with Join(models, repeat=optimizers[1].step):
                 for number in range(length):
                     for model in models:
                         stack_step(model, Call(number, context.rank, 2, 1.0))
@@ -289,7 +308,7 @@ def test_evaluation_inside_the_context_is_shadowed(context: RankContext) -> None
     for evaluates in (False, True):
         model = _sharded(Stack)
         optimizer = sgd(model)
-        with Join([model]):
+        with Join([model], repeat=optimizer.step):
             for number in range(length):
                 stack_step(model, Call(number, context.rank, 2, 1.0))
                 optimizer.step()
@@ -324,7 +343,7 @@ def test_afterwards_everything_is_as_before(context: RankContext) -> None:
     for _ in range(2):
         _train(wanted, theirs, stack_step, context, 2 + context.rank)
         _train(found, ours, stack_step, context, 2 + context.rank)
-    assert engine_inside(found).uneven is None
+    _assert_even(found)
     for number in range(2):
         call = Call(number, context.rank, 2, 1.0)
         for model, optimizer in ((wanted, theirs), (found, ours)):
@@ -364,7 +383,7 @@ class _Loop:
 @on_ranks(2, 3)
 @pytest.mark.parametrize("lengths", ["all differ", "none at first"])
 def test_whatever_follows_backward_can_be_repeated(context: RankContext, lengths: str) -> None:
-    """Optimizers in turn, value clipping, torch's own norm, edits, averages: with ``repeat``."""
+    """Optimizers in turn, value clipping, torch's own norm, edits, averages."""
     length = {**LENGTHS, "none at first": (0, 4, 2)}[lengths][context.rank]
     wanted, found = _ddp(Stack), _sharded(Stack)
     theirs, ours = _Loop(wanted), _Loop(found)
@@ -392,12 +411,13 @@ def test_whatever_follows_backward_can_be_repeated(context: RankContext, lengths
 @on_ranks(2)
 @pytest.mark.parametrize("divides_by_all", [True, False])
 def test_an_exception_ends_the_context_too(context: RankContext, divides_by_all: bool) -> None:
-    """Join tells nobody; what only it forbids is allowed again, and means are over all ranks."""
+    """Join tells nobody; passes are not announced any more, and means are over all ranks."""
     wanted, found = _sharded(Stack), _sharded(Stack)
-    with contextlib.suppress(ZeroDivisionError), Join([found], divide_by_initial_world_size=divides_by_all):
+    options = {"repeat": print, "divide_by_initial_world_size": divides_by_all}
+    with contextlib.suppress(ZeroDivisionError), Join([found], **options):
         found(torch.ones(2, 16))
         raise ZeroDivisionError
-    assert engine_inside(found).uneven is None
+    _assert_even(found)
     for model in (wanted, found):
         optimizer = sgd(model)
         for number in range(2):
@@ -418,65 +438,176 @@ def test_an_early_end_can_be_thrown(context: RankContext) -> None:
     assert all(weight.isfinite().all() for weight in full_weights(model).values())
 
 
+@on_ranks(2, 3)
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_loss_scaler_works(context: RankContext, overflows: bool) -> None:
+    """A rank that has run out unscales, hears of others' overflows, and moves its scale as they do."""
+    lengths = (5, 2 if overflows else 0, 4)[: context.world_size]
+    weights, scales = [], []
+    for evenly in (True, False):
+        model = _sharded(Stack)
+        optimizer = sgd(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        scaler.scale(torch.zeros(()))  # on a rank without any input nobody else makes the scale
+
+        def finish() -> None:
+            scaler.step(optimizer)  # noqa: B023  # called in this turn of the loop
+            scaler.update()  # noqa: B023
+
+        with contextlib.nullcontext() if evenly else Join([model], repeat=finish):
+            for number in range(max(lengths) if evenly else lengths[context.rank]):
+                is_shadow = number >= lengths[context.rank]
+                factor = 0.0 if is_shadow else torch.inf if overflows and number == 3 and context.rank == 0 else 1.0
+                loss = model(torch.full((2, 16), 0.1 * number + context.rank)).square().mean() * factor
+                scaler.scale(loss).backward()
+                finish()
+                optimizer.zero_grad()
+        weights.append(full_weights(model))
+        scales.append(scaler.get_scale())
+    assert_same(weights[1], weights[0], "weights", NEAR)
+    assert scales[0] == scales[1] == (64.0 if overflows else 256.0)
+
+
 @on_ranks(2)
-def test_what_cannot_be_repeated_raises(context: RankContext) -> None:
-    """Norms that a rank without inputs would not know of, a loss scaler, steps that differ from each other."""
-    model = _sharded(Stack)
-    optimizer = sgd(model)
+def test_norms_of_gradients_can_be_part_of_it(context: RankContext) -> None:
+    """They are of all ranks, and a rank that has run out takes them with the others."""
+    norms: list[float] = []
 
-    def torch_clip(model: nn.Module, optimizer: Optimizer) -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-    def scale(model: nn.Module, optimizer: Optimizer) -> None:
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(torch.ones(()))
-        scaler.step(optimizer)
-
-    for after, said in ((torch_clip, "the norm of gradients.*model.clip_grad_norm_"), (scale, "a loss scaler")):
-        with pytest.raises(ShardingError, match=said):
-            _train(model, optimizer, stack_step, context, 2, after)
-        optimizer.zero_grad()
-
-    counts: Iterator[int]
-
-    def sometimes(model: nn.Module, optimizer: Optimizer) -> None:
-        if next(counts) % 2:
-            optimizer.step()
-
-    def growing(model: nn.Module, optimizer: Optimizer) -> None:
-        model.clip_grad_norm_(1.0 + next(counts))  # type: ignore[operator]  # a method
+    def note(model: nn.Module, optimizer: Optimizer) -> None:
+        norms.append(float(sum(param.grad.norm() for param in model.parameters() if param.grad is not None)))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
         optimizer.step()
 
-    def alternating(model: nn.Module, optimizer: Optimizer) -> None:
-        pair[next(counts) % 2].step()
+    model = _sharded(Stack)
+    _train(model, sgd(model), stack_step, context, (4, 2)[context.rank], note)
+    everyone: list[Any] = [None] * context.world_size
+    dist.all_gather_object(everyone, norms)
+    assert len(norms) == 8
+    assert everyone[0] == everyone[1]
 
-    pair = [torch.optim.SGD(part.parameters(), 0.1) for part in (model.layers, model.head)]
-    for after, said in (
-        (sometimes, r"it was nothing, then SGD.step\(\). Put no_sync"),
-        (growing, r"it was clip_grad_norm_\(.*SGD.step\(\), then clip_grad_norm_\(.*repeat="),
-        (alternating, r"it was SGD.step\(\), then SGD.step\(\)"),
-    ):
-        counts = iter(range(9))
-        with pytest.raises(ShardingError, match=said):
-            _train(model, optimizer, stack_step, context, 6, after)
-        optimizer.zero_grad()
+
+def _lower_rate(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.5
+    optimizer.step()
+
+
+def _nothing(model: nn.Module, optimizer: Optimizer) -> None:
+    pass
+
+
+def _step_twice(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.step()
+    optimizer.step()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("more", [0, 3])
+@pytest.mark.parametrize(
+    ("loop", "repeat", "story"),
+    [
+        (_lower_rate, _step_only, r"repeat= did SGD.step\(lr=0.01\); rank 0 did SGD.step\(lr=0.005\)"),
+        (_step_only, _nothing, r"repeat= did nothing; rank 0 did SGD.step\(\)\. Join.*scheduler"),
+        (_nothing, _step_only, r"repeat= did SGD.step\(\); rank 0 did nothing.*no_sync"),
+        (_step_only, _step_twice, r"repeat= did SGD.step\(\), SGD.step\(\); rank 0 did SGD.step\(\)\."),
+    ],
+)
+def test_what_is_repeated_is_compared(context: RankContext, loop: After, repeat: After, story: str, more: int) -> None:
+    """With what the others did, on all ranks: when the next pass is announced, and at the end if that was the last."""
+    model = _sharded(Stack)
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    if loop is _lower_rate:
+        story = "rank 1 has run out, and " + story
+    with pytest.raises(ShardingError, match=story), Join([model], repeat=lambda: repeat(model, optimizer)):
+        for number in range((2 + more, 1, 2)[context.rank]):
+            stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+            loop(model, optimizer)
+            optimizer.zero_grad()
+    _assert_even(model)
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
 
 
 @on_ranks(2)
-def test_settings_changed_too_late_raise(context: RankContext) -> None:
-    """The learning rate of a step is told before it. From the second step on, whether somebody has run out or not."""
+def test_what_a_clipping_is_given_is_compared(context: RankContext) -> None:
+    """Its norm would differ from the others', with which it is summed."""
+    model = _sharded(Stack)
+    optimizer = sgd(model)
+    limit = [1.0]
+
+    def finish() -> None:
+        model.clip_grad_norm_(limit[0])
+        optimizer.step()
+
+    with (
+        pytest.raises(ShardingError, match=r"did clip_grad_norm_\(max_norm=1\.0\), SGD\.step\(\); rank 0 did"),
+        Join([model], repeat=finish),
+    ):
+        for number in range((3, 1)[context.rank]):
+            stack_step(model, Call(number, context.rank, 2, 1.0))
+            finish()
+            limit[0] *= 0.5 if number else 1.0
+    _assert_even(model)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("who", ["loop", "repeat"])
+@pytest.mark.parametrize("more", [0, 3])
+def test_a_norm_that_only_some_take_ends_all_of_them(context: RankContext, who: str, more: int) -> None:
+    """It would be summed with what is none. They do not wait for the process group's timeout."""
     model = _sharded(Stack)
     optimizer = sgd(model)
 
-    raised: list[ShardingError] = []
+    def finish(clips: bool) -> None:
+        if clips:
+            model.clip_grad_norm_(1.0)
+        optimizer.step()
 
-    def change(model: nn.Module, optimizer: Optimizer) -> None:
-        optimizer.param_groups[0]["lr"] *= 0.5
-        try:
-            optimizer.step()
-        except ShardingError as error:
-            raised.append(error)
+    story = "ranks do not do the same.*(sums over .*has ended its step|has ended its step.*sums over)|Connection closed"
+    with pytest.raises(RuntimeError, match=story), Join([model], repeat=lambda: finish(who == "repeat")):
+        for number in range((2 + more, 1, 2)[context.rank]):
+            stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+            finish(who == "loop")
+            optimizer.zero_grad()
 
-    _train(model, optimizer, stack_step, context, (4, 2)[context.rank], change)
-    assert len(raised) == (3, 1)[context.rank]
-    assert all("changed between the forward and step()" in str(error) for error in raised)
+
+@on_ranks(2)
+def test_two_sharded_models_take_turns(context: RankContext) -> None:
+    """``repeat`` is called after the backward of each: here it steps after that of the second."""
+    lengths = (4, 2)
+    weights = []
+    for evenly in (True, False):
+        models: Any = [_sharded(Stack), _sharded(lambda: Stack((16, 4, 16)))]
+        optimizers = [torch.optim.SGD(model.parameters(), 0.05) for model in models]
+        turns = itertools.count(1)
+
+        def step() -> None:
+            for model, optimizer in zip(models, optimizers, strict=True):  # noqa: B023  # called in this turn
+                model.clip_grad_norm_(0.1)
+                optimizer.step()
+
+        def finish() -> None:
+            if next(turns) % 2 == 0:  # noqa: B023
+                step()  # noqa: B023
+
+        with contextlib.nullcontext() if evenly else Join(models, repeat=finish):
+            for number in range(max(lengths) if evenly else lengths[context.rank]):
+                for model in models:
+                    weight = float(number < lengths[context.rank])
+                    stack_step(model, Call(number, context.rank, 2, weight))
+                step()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+        weights.append([full_weights(model) for model in models])
+    for found, wanted in zip(weights[1], weights[0], strict=True):
+        assert_same(found, wanted, "weights", NEAR)
+
+
+@on_ranks(2)
+def test_ranks_that_have_inputs_make_the_same_passes(context: RankContext) -> None:
+    """Which a rank that has run out is told of once."""
+    model = _sharded(Stack)
+    with (
+        pytest.raises(ShardingError, match=r"rank 0 begins an evaluation, rank 1 a training pass"),
+        Join([model], repeat=print),
+        torch.set_grad_enabled(context.rank == 1),
+    ):
+        model(torch.ones(2, 16))

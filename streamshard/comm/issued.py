@@ -33,6 +33,7 @@ class Kind(enum.IntEnum):
     SUM = 7
     MEETING = 8
     VOTE = 9
+    END_OF_STEP = 10
 
 
 class _Entry(NamedTuple):
@@ -104,6 +105,7 @@ def _say(entry: _Entry, names: Sequence[str]) -> str:
         Kind.BROADCAST: "sends or receives a tensor that is rank 0's",
         Kind.SUM: "sums over all ranks (a norm, a check)",
         Kind.VOTE: "asks whether anything has changed that ranks share, at the start or the end of a forward",
+        Kind.END_OF_STEP: "has ended its step (under Join: in its loop, or by repeat=)",
         Kind.MEETING: "meets the others (to agree on something, to collect weights)",
     }[entry.kind]
 

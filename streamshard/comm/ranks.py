@@ -45,7 +45,6 @@ class Ranks:
         number: of this rank among everyone.
         is_first: whether this is the rank whose weights count at the start and that writes what is written once.
         total_size: number of ranks in `everyone`.
-        is_uneven: whether ranks may run out of inputs, see `streamshard.join`.
         failure: how a collective has failed; None: none has.
         vigil: how long this rank has been waiting for others.
         log: what this rank has issued.
@@ -58,7 +57,6 @@ class Ranks:
         self, group: dist.ProcessGroup, streams: Streams, everyone: dist.ProcessGroup | None = None, replica: int = 0
     ) -> None:
         self.failure: str | None = None
-        self.is_uneven = False
         self.log = Log()
         self.names: Sequence[str] = ()
         # Weak: destroy_process_group() has to end gloo's threads, which must not outlive Python (they take its lock).

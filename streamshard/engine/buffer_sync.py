@@ -117,15 +117,11 @@ class BufferSync:
     Args:
         root: the model.
         ranks: of all ranks that have them.
-
-    Attributes:
-        source: place of the rank whose buffers count.
     """
 
     def __init__(self, root: nn.Module, ranks: Ranks) -> None:
         self._root_of = weakref.ref(root)  # which holds the engine that holds this
         self._ranks = ranks
-        self.source = 0
         self._is_needed = False
         self._is_due = True
         self._sent: dict[str, _Form] = {}  # in the order of messages
@@ -157,13 +153,14 @@ class BufferSync:
         if self._is_needed:
             self._make_list(buffers, compares=False)
             if send:
-                self._send(buffers)
+                self._send(buffers, source=0)
 
-    def before_pass(self, *, trains: bool) -> None:
+    def before_pass(self, *, trains: bool, source: int) -> None:
         """A forward of the whole model begins: if the last one trained, every rank gets the source's buffers.
 
         Args:
             trains: this one has gradients, and is not inside ``no_sync()``.
+            source: place of the rank whose buffers count.
 
         Raises:
             RankMismatchError, ShardingError: on all ranks: a buffer has become one that cannot be sent.
@@ -171,12 +168,12 @@ class BufferSync:
         if not self._is_needed:
             return
         if self._is_due:
-            self.sync()
+            self.sync(source)
         self._is_due = trains
         self._has_trained = self._has_trained or trains
 
-    def sync(self) -> None:
-        """Every rank gets the source's buffers now. Collective."""
+    def sync(self, source: int) -> None:
+        """Every rank gets the buffers of the rank at place `source` now. Collective."""
         if not self._is_needed:
             return
         buffers = _buffers_of(self._root)
@@ -187,7 +184,7 @@ class BufferSync:
         if is_review or has_news:
             self._make_list(buffers, compares=is_review)
         self._until_review = max(self._until_review - 1, 0)
-        self._send(buffers)
+        self._send(buffers, source)
 
     def equal_ones(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Buffers that have to be equal on all ranks now: not those that the next forward takes from the source."""
@@ -241,7 +238,7 @@ class BufferSync:
 
     # -- messages -------------------------------------------------------------------------------------------------
 
-    def _send(self, buffers: dict[str, torch.Tensor]) -> None:
+    def _send(self, buffers: dict[str, torch.Tensor], source: int) -> None:
         """One broadcast. Written behind autograd's back: a graph may have saved what is overwritten, as under DDP."""
         starts, nbytes = [], 0
         for form in self._sent.values():
@@ -258,11 +255,11 @@ class BufferSync:
                     part = message.narrow(0, start, form.nbytes).view(form.dtype).view(form.shape)
                     own.setdefault(form.dtype, []).append(_once(buffers[name].data))
                     sent.setdefault(form.dtype, []).append(part)
-            is_source = self._ranks.number == self.source
+            is_source = self._ranks.number == source
             if is_source:
                 for dtype, parts in sent.items():
                     torch._foreach_copy_(parts, own[dtype])
-            self._ranks.broadcast(message, self.source)
+            self._ranks.broadcast(message, source)
             if not is_source:
                 for dtype, parts in sent.items():
                     torch._foreach_copy_(own[dtype], parts)

@@ -23,9 +23,8 @@ from __future__ import annotations
 
 import bisect
 import threading
-import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch.autograd import Variable
@@ -34,6 +33,7 @@ from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams
 from streamshard.engine.buffer_sync import BufferSync
 from streamshard.engine.edits import Edits
+from streamshard.engine.inputs import Inputs
 from streamshard.engine.passes import Backward, Forward, Pass, Use
 from streamshard.engine.reductions import Reductions
 from streamshard.errors import ShardingError
@@ -45,7 +45,7 @@ from streamshard.unit.buffers import Ledger
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.unit import Member, StreamedUnit
 
-__all__ = ["Engine", "UnevenSteps", "in_backward"]
+__all__ = ["Engine", "in_backward"]
 
 EDGE = 0  # index of the edge unit
 
@@ -53,16 +53,6 @@ EDGE = 0  # index of the edge unit
 def in_backward() -> bool:
     """Whether the calling thread is inside an autograd backward."""
     return torch._C._current_graph_task_id() != -1
-
-
-class UnevenSteps(Protocol):
-    """What is told of a step so that ranks that have run out of inputs can follow: see `streamshard.join`."""
-
-    def before_pass(self) -> None:
-        """An outermost forward begins."""
-
-    def before_clipping(self, max_norm: float, norm_type: float, skip_above: float | None) -> None:
-        """``model.clip_grad_norm_`` was called."""
 
 
 class Borrowed(NamedTuple):
@@ -98,7 +88,7 @@ class Engine:
     Attributes:
         why_slots: how many slots there are, and why, for reports.
         check_structure: raises if the model is not what was sharded; called before each pass that casts.
-        uneven: set while ranks may run out of inputs.
+        inputs: whether ranks may run out of them; another object while they may.
         is_whole: parameters hold whole tensors, for a while (``summon_full_params``).
         is_synced: False inside ``no_sync()``: weights cannot have changed since the last pass, so what slots hold is
             reused.
@@ -131,7 +121,7 @@ class Engine:
         self.is_synced = True
         self.delivers = True
         self.step_lock = threading.RLock()
-        self.uneven: weakref.ref[UnevenSteps] | None = None
+        self.inputs = Inputs()
         self.depth = 0  # of forwards of modules that the engine watches
         self.order: tuple[int, ...] = tuple(range(len(units)))
         self._has_learnt = False
@@ -220,10 +210,10 @@ class Engine:
         """What comes before a pass, and before hooks of the model's own: it sees the buffers that it computes with."""
         self.settle()
         refuse_transforms()
-        if self.uneven is not None and (uneven := self.uneven()) is not None:
-            uneven.before_pass()
+        self.inputs.before_pass()
         if len(units) == len(self.units):  # as under DDP, a call of a part of the model is none of it
-            self.buffers.before_pass(trains=torch.is_grad_enabled() and self.is_synced)
+            trains = torch.is_grad_enabled() and self.is_synced
+            self.buffers.before_pass(trains=trains, source=self.inputs.buffer_source)
 
     def _begin_if_entering(self) -> None:
         units, self._entering = self._entering, None
@@ -588,7 +578,8 @@ class Engine:
             # Of a unit that was borrowed a part comes while others compute, whose turn is not over.
             if unit is not self.edge and not (backward.swept is not None and unit.index in backward.swept.borrowed):
                 self._advance(backward, unit)
-        self.reductions.take(unit, place, grad)
+        scale = self.inputs.grad_scale
+        self.reductions.take(unit, place, grad if scale == 1.0 else grad * scale)
 
     def _close_all(self, backward: Backward) -> None:
         """The sweep is over: issue what is left, let go of every unit."""

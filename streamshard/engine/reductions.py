@@ -31,7 +31,6 @@ class Reductions:
 
     Attributes:
         due: indices of units whose reduction the program still has.
-        grad_scale: gradients are multiplied by it before they are reduced.
         used: agrees on which parameters had a gradient.
         check: raises if a reduced gradient is not finite; None: nobody asked.
     """
@@ -40,7 +39,6 @@ class Reductions:
         self.ranks = ranks
         self.replicas = replicas
         self.due: set[int] = set()
-        self.grad_scale = 1.0
         self.check: Callable[[], None] | None = None
         self._units = units
         self._under_way: list[Work] = []
@@ -53,7 +51,7 @@ class Reductions:
             self._open(unit)
         elif unit.grads.slot is None and self.replicas is not None:
             self.replicas.finish_average(unit)
-        unit.grads.write(place, grad if self.grad_scale == 1.0 else grad * self.grad_scale)
+        unit.grads.write(place, grad)
         self.ranks.transport.progress()
 
     def _open(self, unit: StreamedUnit) -> None:

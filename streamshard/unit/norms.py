@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from streamshard.comm.ranks import Ranks
-from streamshard.errors import ShardingError
 from streamshard.unit.grad_ops import OpKind, kind_of
 
-__all__ = ["PartialNorm", "local_norm", "maximum", "reduce_norms", "refuse_uneven"]
+__all__ = ["PartialNorm", "local_norm", "maximum", "reduce_norms"]
 
 
 class PartialNorm(torch.Tensor):
@@ -45,7 +44,6 @@ class PartialNorm(torch.Tensor):
                     return cls.wrap(func(*args, **kwargs), parts[0].order, parts[0].ranks)
         if kind_of(func) is OpKind.NORM and isinstance(args[0], cls) and _is_norm_of_all(func, args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():
-                refuse_uneven(args[0].ranks, "the norm of gradients")
                 local = torch.linalg.vector_norm(args[0], args[0].order)
                 return reduce_norms(local, args[0].order, args[0].ranks)
         with torch._C.DisableTorchFunctionSubclass():
@@ -62,7 +60,6 @@ def _is_norm_of_all(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 
 def _reduced_one(value: Any) -> Any:
     if isinstance(value, PartialNorm):
-        refuse_uneven(value.ranks, "the norm of a gradient")
         plain = value.as_subclass(torch.Tensor)
         return reduce_norms(plain, value.order, value.ranks)
     if isinstance(value, list | tuple):
@@ -98,14 +95,6 @@ def maximum(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     both = torch.stack([local.masked_fill(is_nan, -math.inf), is_nan.to(local.dtype)])
     ranks.all_reduce(both, maximum=True)
     return both[0].masked_fill(both[1] > 0, math.nan)
-
-
-def refuse_uneven(ranks: Ranks, what: str) -> None:
-    if ranks.is_uneven:
-        raise ShardingError(
-            f"{what} is taken over all ranks, and one that has run out of inputs (Join) cannot know that it is asked "
-            "for: use model.clip_grad_norm_, which it repeats; train in bf16 rather than with a loss scaler"
-        )
 
 
 def local_norm(piece: torch.Tensor, order: float) -> torch.Tensor:

@@ -19,7 +19,7 @@ from streamshard.comm.ranks import Ranks
 from streamshard.errors import ShardingError
 from streamshard.unit.first_step import refuse_stepping
 from streamshard.unit.grad_ops import OpKind, kind_of
-from streamshard.unit.norms import PartialNorm, local_norm, maximum, refuse_uneven
+from streamshard.unit.norms import PartialNorm, local_norm, maximum
 from streamshard.unit.pieces import StatePiece, piece_of
 from streamshard.unit.unreduced_grad import UnreducedGrad, flat
 
@@ -151,7 +151,6 @@ def _reduce(func: Callable[..., Any], grad: ShardedGrad, args: Any, kwargs: Mapp
     elif any(value not in (None, False) for value in (*args[1:], *(kwargs[key] for key in kwargs if key in _ALONG))):
         _refuse_op(func, grad)  # along a dimension, of which a piece has none
     refuse_stepping()
-    refuse_uneven(ranks, f"{name} of a gradient")
     if name in ("max", "min", "amax", "amin"):
         return _extreme(grad.as_subclass(torch.Tensor), "max" in name, ranks)
     if name in ("any", "all", "equal", "allclose"):
@@ -243,7 +242,6 @@ def _is_one_element(index: Any, tensor: torch.Tensor) -> bool:
 def _check_finite(func: Callable[..., Any], grad: ShardedGrad, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The check saw this rank's pieces only; an overflow anywhere must skip the step everywhere."""
     result = func(*args, **kwargs)
-    refuse_uneven(grad.ranks, "a loss scaler")
     grad.ranks.all_reduce(args[1], maximum=True, everyone=True)
     return result
 

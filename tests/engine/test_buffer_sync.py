@@ -833,7 +833,7 @@ def test_uneven_inputs_leave_late_buffers_as_ddp_does(context: RankContext, firs
 
     def program(model: nn.Module, context: RankContext, note: Callable[[], None]) -> None:
         optimizer = sgd(inner(model))
-        with Join([model]):  # type: ignore[list-item]
+        with Join([model], repeat=optimizer.step):  # type: ignore[list-item]
             for step in range(3 if (context.rank == 0) == first_runs_out else 7):
                 model(vector_batch(step, context.rank)).square().mean().backward()
                 optimizer.step()

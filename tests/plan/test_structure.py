@@ -280,11 +280,15 @@ def test_a_rank_that_has_run_out_clips_as_the_others_do(context: RankContext) ->
     """With our clipping, though the model has a method of that name."""
     model = StreamShard(OwnMethods(), precision=FP32)
     optimizer = sgd(model)
-    with Join([model]):  # type: ignore[list-item]  # has all that a Joinable has
+
+    def finish() -> None:
+        StreamShard.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+
+    with Join([model], repeat=finish):  # type: ignore[list-item]  # has all that a Joinable has
         for step in range(3 if context.rank else 2):
             stack_step(model, Call(step, context.rank, 2, 1.0))
-            StreamShard.clip_grad_norm_(model, 0.1)
-            optimizer.step()
+            finish()
             optimizer.zero_grad()
     StreamShard.check_weights(model)
 
