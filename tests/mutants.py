@@ -748,14 +748,14 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/grads",
         "a grad slot that is drained keeps its content",
-        "        slot.content = None\n        slot.scratch.work = work\n",
-        "        slot.scratch.work = work\n",
+        "        slot.content = None\n        slot.drained.record(work)\n",
+        "        slot.drained.record(work)\n",
         "cases_training cases_execution cases_passes",
     ),
     Mutant(
         "unit/grads",
         "scratch does not know who uses it",
-        "        slot.scratch.work = work\n",
+        "        slot.scratch.drained = slot.drained\n",
         "",
         "dial::test_over_sockets_too",
     ),

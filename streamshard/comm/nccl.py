@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from streamshard.comm.streams import Work
+from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import Reduction, Transport, sum_in_rank_order
 
 __all__ = ["NcclTransport"]
@@ -22,8 +22,7 @@ class NcclTransport(Transport):
 
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
         """See `Transport.start_gather`."""
-        self.streams.declare_access(shard, write=False, what="all_gather")
-        self.streams.declare_access(slot, write=True, what="all_gather")
+        self.streams.declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         with self.streams.on_comm():
             _all_gather_single(slot, shard, group=self.ranks.group)
         return None
@@ -31,9 +30,7 @@ class NcclTransport(Transport):
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. fp32 straight into main grads when nothing is there to add to."""
         scratch, out = reduction.scratch, reduction.out
-        self.streams.declare_access(reduction.slot, write=False, what="reduce_scatter")
-        self.streams.declare_access(scratch, write=True, what="reduce_scatter")
-        self.streams.declare_access(out, write=True, what="reduce_scatter")
+        self.streams.declare(Collective.REDUCE_SCATTER, reduction.tag, reads=(reduction.slot,), writes=(scratch, out))
         with self.streams.on_comm(), torch.no_grad():
             if scratch.numel() > out.numel():
                 self._exchange(reduction, scratch)
@@ -46,7 +43,7 @@ class NcclTransport(Transport):
 
     def start_average(self, tensor: torch.Tensor) -> Work | None:
         """See `Transport.start_average`."""
-        self.streams.declare_access(tensor, write=True, what="all_reduce")
+        self.streams.declare(Collective.ALL_REDUCE, None, writes=(tensor,))
         with self.streams.on_comm():
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self.ranks.group)
         return None

@@ -35,7 +35,7 @@ from streamshard.comm.arena import Arena, Counter, State, arena_bytes, map_all, 
 from streamshard.comm.gloo import PairwiseTransport, sum_in_pieces
 from streamshard.comm.issued import Kind, describe_difference
 from streamshard.comm.ranks import Ranks
-from streamshard.comm.streams import Work
+from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import Reduction
 from streamshard.errors import StateError
 
@@ -108,8 +108,7 @@ class SharedMemoryTransport(PairwiseTransport):
         """See `Transport.start_gather`. Copies when it is waited for: the shards stay where they are until then."""
         if self._own.offset_of(shard) is None:  # of something that is not published: sent, as between machines
             return super().start_gather(shard, slot, tag)
-        self.streams.declare_access(shard, write=False, what="all_gather")
-        self.streams.declare_access(slot, write=True, what="all_gather")
+        self.streams.declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         self.ranks.log.add(Kind.GATHER, tag)
         return _Once(lambda: self._copy(shard, slot, tag))
 
@@ -141,8 +140,7 @@ class SharedMemoryTransport(PairwiseTransport):
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. Sums in rank order, in fp32, once all ranks have started it."""
-        self.streams.declare_access(reduction.slot, write=False, what="reduce_scatter")
-        self.streams.declare_access(reduction.out, write=True, what="reduce_scatter")
+        self.streams.declare(Collective.REDUCE_SCATTER, reduction.tag, reads=(reduction.slot,), writes=(reduction.out,))
         self._started.append(reduction)
         self.ranks.log.add(Kind.REDUCE, reduction.tag)
         self._own.written[self._own.counters[Counter.WRITTEN] % len(self._own.written)] = self.ranks.log.digest

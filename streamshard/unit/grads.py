@@ -265,8 +265,8 @@ class UnitGrads:
         scratch = slot.scratch.take(self._scratch_numel)
         work = self._ranks.transport.start_reduce(Reduction(self.all, self.main, scratch, accumulate, self._index))
         slot.content = None
-        slot.scratch.work = work
         slot.drained.record(work)
+        slot.scratch.drained = slot.drained
         return work
 
     def finish(self, used: Sequence[bool]) -> list[nn.Parameter]:
