@@ -12,6 +12,7 @@ import torch.distributed as dist
 from streamshard.comm.issued import Board, Kind, describe_difference
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import Peers, Reduction, Transport, sum_in_rank_order
+from streamshard.config import ReductionMode
 
 __all__ = ["PairwiseTransport", "sum_in_pieces"]
 
@@ -52,7 +53,7 @@ class PairwiseTransport(Transport):
         return _Exchange(messages)
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
-        """See `Transport.start_reduce`. Sums in rank order, in fp32, when the work is waited for."""
+        """See `Transport.start_reduce`. In all modes: sums in rank order, in fp32, when the work is waited for."""
         chunks = reduction.slot.view(self.ranks.world_size, -1)
         received = reduction.scratch.view(self.ranks.world_size - 1, -1)
         self.streams.declare(
@@ -80,9 +81,11 @@ class PairwiseTransport(Transport):
         with self.streams.on_comm(), torch.no_grad():
             tensor.div_(self.ranks.world_size)
 
-    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
         """Every other rank's chunk is received before the sum."""
-        return shard_numel * (self.ranks.world_size - 1)
+        match mode:
+            case ReductionMode.FP32 | ReductionMode.EXCHANGE_16 | ReductionMode.SUM_16:
+                return shard_numel * (self.ranks.world_size - 1)
 
     def _sum(self, own: torch.Tensor, received: torch.Tensor, reduction: Reduction) -> None:
         others = list(received)

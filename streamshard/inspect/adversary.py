@@ -26,6 +26,7 @@ from torch import nn
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Collective, Streams, Work
 from streamshard.comm.transport import Reduction, Transport
+from streamshard.config import ReductionMode
 from streamshard.inspect import engine_inside
 
 __all__ = ["AdversarialTransport", "Adversary", "make_adversarial"]
@@ -115,9 +116,9 @@ class AdversarialTransport(Transport):
         self.streams.declare(Collective.ALL_REDUCE, None, writes=(tensor,))
         return self._start(lambda: self.inner.start_average(tensor))
 
-    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
         """See `Transport.scratch_numel`."""
-        return self.inner.scratch_numel(shard_numel, wire, accumulate, adds=adds)
+        return self.inner.scratch_numel(shard_numel, mode, adds=adds)
 
     def allocate_visible(self, numel: int, dtype: torch.dtype, *, is_users: bool = False) -> torch.Tensor:
         """See `Transport.allocate_visible`."""
