@@ -285,7 +285,7 @@ def _choose_slots(sizing: Sizing, settings: Settings, budget: int | None, ranks:
 
 def _scratch_numel(ranks: Ranks, precision: Precision) -> Callable[[int, bool], int]:
     def scratch_numel(shard_numel: int, adds: bool) -> int:
-        return ranks.transport.scratch_numel(shard_numel, precision.slot_grad_dtype, precision.reduce_dtype, adds=adds)
+        return ranks.transport.scratch_numel(shard_numel, precision.reduction_mode, adds=adds)
 
     return scratch_numel
 
@@ -329,7 +329,7 @@ def _allocate(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> l
         if weight_slot is None:
             weight_slot = WeightSlot(shard.compute, streams, f"compute shard {index}", is_shared=False)
         name = layout.name or "the edge unit"
-        grads = UnitGrads(index, shard, grad_slot, ranks, ledger, scratch[index])
+        grads = UnitGrads(index, shard, grad_slot, ranks, ledger, precision.reduction_mode, scratch[index])
         units.append(StreamedUnit(index, name, shard, weight_slot, grads, ranks))
     return units
 

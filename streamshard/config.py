@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -10,7 +11,7 @@ import torch
 
 from streamshard.errors import ConfigError
 
-__all__ = ["MemoryBudget", "Precision", "Settings", "SlotCount", "parse_bytes"]
+__all__ = ["MemoryBudget", "Precision", "ReductionMode", "Settings", "SlotCount", "parse_bytes"]
 
 SlotCount = int | Literal["all"]
 MemoryBudget = int | float | str  # bytes, "70GiB", or a share of the free memory: 0.9
@@ -18,20 +19,36 @@ MemoryBudget = int | float | str  # bytes, "70GiB", or a share of the free memor
 _PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+class ReductionMode(enum.Enum):
+    """How gradients become their mean over ranks: what is sent, and in what it is summed.
+
+    `Precision.reduction_mode` says which; each transport has a branch for each in `Transport.start_reduce`, and says in
+    `Transport.scratch_numel` what that needs. Through gloo and shared memory all are summed in fp32, in rank order.
+    """
+
+    FP32 = enum.auto()
+    """Gradients are widened on their way into the grad slot. fp32 is sent and summed, straight into main grads where
+    nothing is there to add to."""
+    EXCHANGE_16 = enum.auto()
+    """16-bit chunks are exchanged, and summed by whom they are for, in fp32 in rank order (Megatron-LM's
+    ``reduce_scatter_with_fp32_accumulation``)."""
+    SUM_16 = enum.auto()
+    """16 bits are sent and summed by the backend; the result is widened."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """Which dtype each stage of a unit's journey has. Main weights and main grads are always fp32.
 
-    Three reductions follow from `grad_dtype` and `reduce_dtype` (shown for bf16):
+    How gradients are reduced follows from `grad_dtype` and `reduce_dtype`, see `ReductionMode` (shown for bf16):
 
-    ================  ================  ==========================================================================
+    ================  ================  ======================
     grad_dtype        reduce_dtype      reduction
-    ================  ================  ==========================================================================
-    fp32              fp32              gradients widened on their way into the grad slot, reduced in fp32
-    bf16              fp32              16-bit wire, summed in fp32 in rank order (Megatron-LM's
-                                        ``reduce_scatter_with_fp32_accumulation``)
-    bf16              bf16              plain 16-bit reduce-scatter (gloo sums in fp32 all the same)
-    ================  ================  ==========================================================================
+    ================  ================  ======================
+    fp32              fp32              `FP32`
+    bf16              fp32              `EXCHANGE_16`
+    bf16              bf16              `SUM_16`
+    ================  ================  ======================
 
     Args:
         param_dtype: what layers compute with and all-gathers send. bf16, fp16 or fp32.
@@ -65,6 +82,13 @@ class Precision:
     def slot_grad_dtype(self) -> torch.dtype:
         """The dtype of grad slots: `grad_dtype`, or `reduce_dtype` where that is None."""
         return self.grad_dtype if self.grad_dtype is not None else self.reduce_dtype
+
+    @property
+    def reduction_mode(self) -> ReductionMode:
+        """How gradients are reduced."""
+        if self.slot_grad_dtype is torch.float32:
+            return ReductionMode.FP32
+        return ReductionMode.EXCHANGE_16 if self.reduce_dtype is torch.float32 else ReductionMode.SUM_16
 
 
 def _want(name: str, value: object, allowed: tuple[object, ...]) -> None:

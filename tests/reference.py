@@ -7,11 +7,10 @@ public API is used, but for counting collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from streamshard import Precision, StreamShard
-from streamshard.comm.shared_memory import SharedMemoryTransport
+from streamshard.comm.streams import Collective, Observer
+from streamshard.engine.engine import Engine
+from streamshard.inspect import engine_inside
 from tests.models import next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext
 
@@ -37,6 +38,7 @@ __all__ = [
     "counted_collectives",
     "full_grads",
     "full_weights",
+    "heard_collectives",
     "lm_step",
     "sgd",
     "stack_step",
@@ -266,11 +268,49 @@ def _play_all_ranks(plain: nn.Module, step: Step, number: int, context: RankCont
     return losses[context.rank]
 
 
+class _Collectives(Observer):
+    """Notes what is issued, and for which unit; None: flags, or an average."""
+
+    def __init__(self, engine: Engine, note: Callable[[Collective, int | None], None]) -> None:
+        self.units: dict[Collective, list[int | None]] = {collective: [] for collective in Collective}
+        self._engine = engine
+        self._note = note
+
+    def on_collective(
+        self, collective: Collective, tag: int | None, reads: Sequence[Tensor], writes: Sequence[Tensor]
+    ) -> None:
+        unit = tag if tag is not None and tag < len(self._engine.units) else None
+        self.units[collective].append(unit)
+        self._note(collective, unit)
+
+
+def _ignore(collective: Collective, unit: int | None) -> None:
+    pass
+
+
 @contextmanager
-def counted_collectives() -> Iterator[dict[str, int]]:
+def heard_collectives(
+    engine: Engine, note: Callable[[Collective, int | None], None] = _ignore
+) -> Iterator[dict[Collective, list[int | None]]]:
+    """What the engine issues inside, in order: for which unit, None for flags and averages.
+
+    Args:
+        engine: whose.
+        note: called with each.
+    """
+    collectives = _Collectives(engine, note)
+    with engine.streams.observed_by(collectives):
+        yield collectives.units
+
+
+@contextmanager
+def counted_collectives(model: nn.Module) -> Iterator[dict[str, int]]:
     """Count the collectives issued inside, by name: torch's own without overload (``_allgather_base_``), and ours.
 
-    Through shared memory gathers and reductions are no operations of torch; they count as what the engine starts.
+    Those of the engine are operations of torch too where no memory is shared: they count twice.
+
+    Args:
+        model: a sharded model.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -285,14 +325,5 @@ def counted_collectives() -> Iterator[dict[str, int]]:
                 count(func.__name__.split(".")[0])
             return func(*args, **(kwargs or {}))
 
-    def counting(name: str) -> Any:
-        original = getattr(SharedMemoryTransport, name)
-
-        def start(*args: Any) -> Any:
-            count(name)
-            return original(*args)
-
-        return mock.patch.object(SharedMemoryTransport, name, start)
-
-    with counting("start_gather"), counting("start_reduce"), Counter():
+    with heard_collectives(engine_inside(model), lambda collective, _: count(collective.value)), Counter():
         yield counts

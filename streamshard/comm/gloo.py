@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from streamshard.comm.issued import Board, Kind, describe_difference
-from streamshard.comm.streams import Work
+from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import Peers, Reduction, Transport, sum_in_rank_order
+from streamshard.config import ReductionMode
 
 __all__ = ["PairwiseTransport", "sum_in_pieces"]
 
@@ -29,33 +30,35 @@ class PairwiseTransport(Transport):
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
         """See `Transport.start_gather`. Other ranks' shards are received in place; this rank's is copied."""
         self.ranks.log.add(Kind.GATHER, tag)
-        return self._exchange(shard, slot, tag * _TAGS_PER_UNIT)
+        return self._exchange(shard, slot, tag, 0)
 
     def start_gather_full(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> Work | None:
         """See `Transport.start_gather_full`."""
         self.ranks.log.add(Kind.GATHER_FULL, tag)
-        return self._exchange(shard, full, tag * _TAGS_PER_UNIT + 2)
+        return self._exchange(shard, full, tag, 2)
 
-    def _exchange(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work:
+    def _exchange(self, shard: torch.Tensor, slot: torch.Tensor, tag: int, kind: int) -> Work:
         chunks = slot.view(self.ranks.world_size, -1)
-        self.streams.declare_access(shard, write=False, what="all_gather")
-        self.streams.declare_access(slot, write=True, what="all_gather")
-        messages = []
+        self.streams.declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
+        messages, message_tag = [], tag * _TAGS_PER_UNIT + kind
         for peer in self._peers():
-            messages.append(self.ranks.group.send([shard], peer, tag))
-            messages.append(self.ranks.group.recv([chunks[peer]], peer, tag))
+            messages.append(self.ranks.group.send([shard], peer, message_tag))
+            messages.append(self.ranks.group.recv([chunks[peer]], peer, message_tag))
         if chunks[self.ranks.rank].data_ptr() != shard.data_ptr():
             with self.streams.on_comm():
                 chunks[self.ranks.rank].copy_(shard)
         return _Exchange(messages)
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
-        """See `Transport.start_reduce`. Sums in rank order, in fp32, when the work is waited for."""
+        """See `Transport.start_reduce`. In all modes: sums in rank order, in fp32, when the work is waited for."""
         chunks = reduction.slot.view(self.ranks.world_size, -1)
         received = reduction.scratch.view(self.ranks.world_size - 1, -1)
-        self.streams.declare_access(reduction.slot, write=False, what="reduce_scatter")
-        self.streams.declare_access(reduction.scratch, write=True, what="reduce_scatter")
-        self.streams.declare_access(reduction.out, write=True, what="reduce_scatter")
+        self.streams.declare(
+            Collective.REDUCE_SCATTER,
+            reduction.tag,
+            reads=(reduction.slot,),
+            writes=(reduction.scratch, reduction.out),
+        )
         self.ranks.log.add(Kind.REDUCE, reduction.tag)
         messages = []
         for place, peer in enumerate(self._peers()):
@@ -66,7 +69,7 @@ class PairwiseTransport(Transport):
 
     def start_average(self, tensor: torch.Tensor) -> Work | None:
         """See `Transport.start_average`. The backend's own sum; divided when it is waited for."""
-        self.streams.declare_access(tensor, write=True, what="all_reduce")
+        self.streams.declare(Collective.ALL_REDUCE, None, writes=(tensor,))
         self.ranks.log.add(Kind.AVERAGE)
         work = dist.all_reduce(tensor, group=self.ranks.group, async_op=True)
         return _Exchange([work], lambda: self._divide(tensor))
@@ -75,9 +78,11 @@ class PairwiseTransport(Transport):
         with self.streams.on_comm(), torch.no_grad():
             tensor.div_(self.ranks.world_size)
 
-    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
         """Every other rank's chunk is received before the sum."""
-        return shard_numel * (self.ranks.world_size - 1)
+        match mode:
+            case ReductionMode.FP32 | ReductionMode.EXCHANGE_16 | ReductionMode.SUM_16:
+                return shard_numel * (self.ranks.world_size - 1)
 
     def _sum(self, own: torch.Tensor, received: torch.Tensor, reduction: Reduction) -> None:
         others = list(received)

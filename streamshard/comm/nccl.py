@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from streamshard.comm.streams import Work
+from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import Reduction, Transport, sum_in_rank_order
+from streamshard.config import ReductionMode
 
 __all__ = ["NcclTransport"]
 
@@ -22,42 +23,40 @@ class NcclTransport(Transport):
 
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
         """See `Transport.start_gather`."""
-        self.streams.declare_access(shard, write=False, what="all_gather")
-        self.streams.declare_access(slot, write=True, what="all_gather")
+        self.streams.declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         with self.streams.on_comm():
             _all_gather_single(slot, shard, group=self.ranks.group)
         return None
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
-        """See `Transport.start_reduce`. fp32 straight into main grads when nothing is there to add to."""
-        scratch, out = reduction.scratch, reduction.out
-        self.streams.declare_access(reduction.slot, write=False, what="reduce_scatter")
-        self.streams.declare_access(scratch, write=True, what="reduce_scatter")
-        self.streams.declare_access(out, write=True, what="reduce_scatter")
+        """See `Transport.start_reduce`."""
+        slot, out, scratch, mode, accumulate, tag = reduction
+        self.streams.declare(Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(scratch, out))
         with self.streams.on_comm(), torch.no_grad():
-            if scratch.numel() > out.numel():
-                self._exchange(reduction, scratch)
-            elif reduction.slot.dtype is out.dtype and not reduction.accumulate:
-                _reduce_scatter_single(out, reduction.slot, op=dist.ReduceOp.AVG, group=self.ranks.group)
-            else:
-                _reduce_scatter_single(scratch, reduction.slot, op=dist.ReduceOp.AVG, group=self.ranks.group)
-                out.add_(scratch) if reduction.accumulate else out.copy_(scratch)
+            if mode is ReductionMode.EXCHANGE_16:
+                dist.all_to_all_single(scratch, slot, group=self.ranks.group)
+                chunks = scratch.view(self.ranks.world_size, -1)  # in rank order, this rank's among them
+                sum_in_rank_order(list(chunks), out, accumulate=accumulate)
+            elif mode is ReductionMode.FP32 and not accumulate:
+                _reduce_scatter_single(out, slot, op=dist.ReduceOp.AVG, group=self.ranks.group)
+            else:  # something to add to, or to widen
+                _reduce_scatter_single(scratch, slot, op=dist.ReduceOp.AVG, group=self.ranks.group)
+                out.add_(scratch) if accumulate else out.copy_(scratch)
         return None
 
     def start_average(self, tensor: torch.Tensor) -> Work | None:
         """See `Transport.start_average`."""
-        self.streams.declare_access(tensor, write=True, what="all_reduce")
+        self.streams.declare(Collective.ALL_REDUCE, None, writes=(tensor,))
         with self.streams.on_comm():
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self.ranks.group)
         return None
 
-    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
-        """N chunks where a 16-bit wire is summed in fp32, one shard to add from, or to convert from."""
-        if wire is not accumulate:
-            return shard_numel * self.ranks.world_size
-        return shard_numel if adds or wire is not torch.float32 else 0
-
-    def _exchange(self, reduction: Reduction, scratch: torch.Tensor) -> None:
-        dist.all_to_all_single(scratch, reduction.slot, group=self.ranks.group)
-        chunks = scratch.view(self.ranks.world_size, -1)  # in rank order, this rank's among them
-        sum_in_rank_order(list(chunks), reduction.out, accumulate=reduction.accumulate)
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
+        """A chunk of each rank to sum, or one shard to add from or to widen."""
+        match mode:
+            case ReductionMode.FP32:
+                return shard_numel if adds else 0
+            case ReductionMode.EXCHANGE_16:
+                return shard_numel * self.ranks.world_size
+            case ReductionMode.SUM_16:
+                return shard_numel

@@ -35,8 +35,9 @@ from streamshard.comm.arena import Arena, Counter, State, arena_bytes, map_all, 
 from streamshard.comm.gloo import PairwiseTransport, sum_in_pieces
 from streamshard.comm.issued import Kind, describe_difference
 from streamshard.comm.ranks import Ranks
-from streamshard.comm.streams import Work
+from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import Reduction
+from streamshard.config import ReductionMode
 from streamshard.errors import StateError
 
 __all__ = ["SharedMemoryTransport", "share_memory"]
@@ -83,9 +84,11 @@ class SharedMemoryTransport(PairwiseTransport):
         """See `Transport.allocate_visible`."""
         return self._own.place(numel, dtype, is_users=is_users)
 
-    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
         """Nothing is received, so there is nothing to receive it in."""
-        return 0
+        match mode:
+            case ReductionMode.FP32 | ReductionMode.EXCHANGE_16 | ReductionMode.SUM_16:
+                return 0
 
     # -- gathers ----------------------------------------------------------------------------------------------------
 
@@ -108,8 +111,7 @@ class SharedMemoryTransport(PairwiseTransport):
         """See `Transport.start_gather`. Copies when it is waited for: the shards stay where they are until then."""
         if self._own.offset_of(shard) is None:  # of something that is not published: sent, as between machines
             return super().start_gather(shard, slot, tag)
-        self.streams.declare_access(shard, write=False, what="all_gather")
-        self.streams.declare_access(slot, write=True, what="all_gather")
+        self.streams.declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         self.ranks.log.add(Kind.GATHER, tag)
         return _Once(lambda: self._copy(shard, slot, tag))
 
@@ -140,9 +142,8 @@ class SharedMemoryTransport(PairwiseTransport):
     # -- reductions -------------------------------------------------------------------------------------------------
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
-        """See `Transport.start_reduce`. Sums in rank order, in fp32, once all ranks have started it."""
-        self.streams.declare_access(reduction.slot, write=False, what="reduce_scatter")
-        self.streams.declare_access(reduction.out, write=True, what="reduce_scatter")
+        """See `Transport.start_reduce`. In all modes: sums in rank order, in fp32, once all ranks have started it."""
+        self.streams.declare(Collective.REDUCE_SCATTER, reduction.tag, reads=(reduction.slot,), writes=(reduction.out,))
         self._started.append(reduction)
         self.ranks.log.add(Kind.REDUCE, reduction.tag)
         self._own.written[self._own.counters[Counter.WRITTEN] % len(self._own.written)] = self.ranks.log.digest
@@ -164,7 +165,7 @@ class SharedMemoryTransport(PairwiseTransport):
     def _sum_next(self) -> None:
         place = self._own.counters[Counter.SUMMED]
         self._compare([arena.written[place % len(arena.written)] for arena in self._arenas])
-        slot, out, _, accumulate, _ = self._started.popleft()
+        slot, out, _, _, accumulate, _ = self._started.popleft()
         # Grad slots are allocated in the same order on all ranks, so they lie at the same place in every arena.
         start = self._offset_of(slot) + self.ranks.rank * out.numel() * slot.element_size()
         with self.streams.on_comm():

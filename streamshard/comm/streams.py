@@ -1,9 +1,9 @@
 """The two streams and the fences that tie them: every wait of the ordering rules is a `Fence` made here.
 
 On CUDA both streams are real. On the CPU they are declared: computation runs in the calling thread, communication in
-the backend's own threads, and a fence carries the pending work that its wait completes. An observer (the race detector
-of `streamshard.inspect`) sees every record and wait on both, so every machine can check the order.
-See [Note: ordering rules].
+the backend's own threads, and a fence carries the pending work that its wait completes. Observers (such as the race
+detector of `streamshard.inspect`) hear of every record and wait on both, so every machine can check the order.
+See [Note: ordering rules], [Note: observers].
 
 [Note: ordering rules]
 1. WEIGHTS_ARRIVED: a unit's forward or backward does not start until its weights are in its slot.
@@ -14,6 +14,12 @@ See [Note: ordering rules].
 6. SHARDS_READ: no cast writes a compute shard that a gather still reads.
 7. RESULTS_ARRIVED: what arrives outside of slots is not read before it is complete: main grads by the optimizer, flags
    by the host, whole tensors by whoever asked for them.
+
+[Note: observers]
+Instruments hear what happens through `Observer`, and through nothing else: they replace no methods. Who issues a
+collective, records or waits at a fence, or reaches a `Moment` says so to all of `Streams.observers`, in a loop over a
+tuple that is empty unless somebody listens. They may be several, do not know of each other, and come and go in any
+order.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ import torch
 
 from streamshard.errors import StateError
 
-__all__ = ["AllWork", "Fence", "Observer", "Rule", "StreamName", "Streams", "Work"]
+__all__ = ["AllWork", "Collective", "Fence", "Moment", "Observer", "Rule", "StreamName", "Streams", "Work"]
 
 
 class StreamName(enum.Enum):
@@ -61,25 +67,84 @@ class AllWork:
     """Several works as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
+        self.works = works
 
     def wait(self) -> None:
         """See `Work`."""
-        for work in self._works:
+        for work in self.works:
             work.wait()
 
 
-class Observer(Protocol):
-    """Sees what the engine declares. The race detector is one."""
+class Collective(enum.Enum):
+    """What the comm stream does."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+
+
+class Moment(enum.Enum):
+    """A point of a step that the compute stream reaches. See `Observer.on_moment`.
+
+    What begins computes once its weights are there: the wait for them (rule 1) may come after FORWARD_BEGINS and
+    BACKWARD_BEGINS. The edge unit's forward is the whole pass, in which layers' forwards lie, and in them those of
+    layers that they call. A forward that an exception ends has no end of its own; the pass has.
+    """
+
+    CAST_BEGINS = enum.auto()
+    """Main weights become compute shards; of all units."""
+    CAST_ENDS = enum.auto()
+    """They have."""
+    FORWARD_BEGINS = enum.auto()
+    """A layer of the unit is called in a pass."""
+    FORWARD_ENDS = enum.auto()
+    """It has computed."""
+    RECOMPUTATION_BEGINS = enum.auto()
+    """A layer of the unit is called in a backward."""
+    RECOMPUTATION_ENDS = enum.auto()
+    """It has computed."""
+    BACKWARD_BEGINS = enum.auto()
+    """Backward moves on to the unit, and is over with those before it; it begins with the edge unit."""
+    BACKWARD_ENDS = enum.auto()
+    """Backward has been through a pass; of all units."""
+    GRAD_WRITTEN = enum.auto()
+    """A complete gradient has moved into the unit's grad slot (with one rank, into the main grads)."""
+
+
+class Observer:
+    """Hears what happens; each method does nothing unless it is overridden. See [Note: observers]."""
+
+    def on_collective(
+        self,
+        collective: Collective,
+        tag: int | None,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        """The comm stream reads and writes these: from here, where a collective is issued, until it is waited for.
+
+        The fence in which it is recorded comes next, except for an all-reduce: several may share one.
+
+        Args:
+            collective: which.
+            tag: index of the unit that it moves; the number of units if it moves flags; None for an all-reduce.
+            reads, writes: tensors of any shape and dtype.
+        """
 
     def on_record(self, fence: Fence) -> None:
-        """`fence.source` has reached this point."""
+        """`fence.source` has reached this point; not on CUDA, once ``fence.work`` is done."""
 
     def on_wait(self, fence: Fence) -> None:
         """`fence.target` goes on only after what `fence` recorded last."""
 
-    def on_access(self, stream: StreamName, tensor: torch.Tensor, *, write: bool, what: str) -> None:
-        """`stream` reads or writes `tensor` in a collective: from here, where it is issued, until it is waited for."""
+    def on_block(self, fence: Fence, work: Work) -> None:
+        """The host is about to wait for `work`, which was recorded in `fence`. Not on CUDA."""
+
+    def on_done(self, fence: Fence, work: Work) -> None:
+        """The host has waited for `work`."""
+
+    def on_moment(self, moment: Moment, unit: int | None) -> None:
+        """The compute stream is where `moment` says; `unit` is the index of the unit, None where it is of all."""
 
 
 class Fence:
@@ -91,6 +156,9 @@ class Fence:
         streams: the pair of streams it ties.
         rule: the ordering rule it keeps.
         what: what it guards, for messages ("slot 0").
+
+    Attributes:
+        work: what has to complete for the point to be reached; None on CUDA, and once it has completed.
     """
 
     def __init__(self, streams: Streams, rule: Rule, source: StreamName, what: str) -> None:
@@ -100,18 +168,18 @@ class Fence:
         self.target = StreamName.COMM if source is StreamName.COMPUTE else StreamName.COMPUTE
         self._streams = streams
         self._event = torch.cuda.Event() if streams.is_cuda else None
-        self._work: Work | None = None
+        self.work: Work | None = None
         self._recorded = False
 
     def record(self, work: Work | None = None) -> None:
         """Mark this point in `source`; `work` is what has to complete for the point to be reached (not on CUDA)."""
         self.complete()
-        self._work = work
+        self.work = work
         self._recorded = True
         if self._event is not None:
             self._event.record(self._streams.cuda_stream(self.source))
-        if self._streams.observer is not None:
-            self._streams.observer.on_record(self)
+        for observer in self._streams.observers:
+            observer.on_record(self)
 
     def wait(self) -> None:
         """Let `target` go on only after the point recorded last; nothing if none was."""
@@ -122,14 +190,18 @@ class Fence:
             self._streams.cuda_stream(self.target).wait_event(self._event)
         else:
             self.complete()
-        if self._streams.observer is not None:
-            self._streams.observer.on_wait(self)
+        for observer in self._streams.observers:
+            observer.on_wait(self)
 
     def complete(self) -> None:
         """Complete pending work without declaring a wait: its buffers are about to be reused by the host."""
-        work, self._work = self._work, None
+        work, self.work = self.work, None
         if work is not None:
+            for observer in self._streams.observers:
+                observer.on_block(self, work)
             work.wait()
+            for observer in self._streams.observers:
+                observer.on_done(self, work)
 
 
 class Streams:
@@ -139,7 +211,7 @@ class Streams:
         device: where the engine's buffers live.
 
     Attributes:
-        observer: sees records, waits and accesses; None costs nothing.
+        observers: hear what happens. Whoever has something to say loops over them; see `observed_by`.
         dropped_rules: rules, or fences by what they guard, whose waits are left out. Only for the tests which show that
             each wait is needed.
     """
@@ -147,7 +219,7 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_cuda = device.type == "cuda"
-        self.observer: Observer | None = None
+        self.observers: tuple[Observer, ...] = ()
         self.dropped_rules: frozenset[Rule | str] = frozenset()
         self.current = StreamName.COMPUTE
         self._comm = torch.cuda.Stream(device) if self.is_cuda else None
@@ -171,7 +243,32 @@ class Streams:
         finally:
             self.current = outer
 
-    def declare_access(self, tensor: torch.Tensor, *, write: bool, what: str) -> None:
-        """Tell the observer, if there is one, that the comm stream reads or writes `tensor`."""
-        if self.observer is not None:
-            self.observer.on_access(StreamName.COMM, tensor, write=write, what=what)
+    @contextlib.contextmanager
+    def observed_by(self, observer: Observer) -> Iterator[None]:
+        """Let `observer` hear what happens inside, beside those that do already."""
+        self.observers = (*self.observers, observer)
+        try:
+            yield
+        finally:
+            self.observers = tuple(other for other in self.observers if other is not observer)
+
+    @contextlib.contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Let nobody hear what happens inside."""
+        observers, self.observers = self.observers, ()
+        try:
+            yield
+        finally:
+            self.observers = observers
+
+    def declare(
+        self,
+        collective: Collective,
+        tag: int | None,
+        *,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Tell the observers that a collective is issued. Arguments: see `Observer.on_collective`."""
+        for observer in self.observers:
+            observer.on_collective(collective, tag, reads, writes)

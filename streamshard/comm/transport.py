@@ -5,10 +5,10 @@
 same methods. Who the ranks are, and all that is not movement, is in `streamshard.comm.ranks`.
 
 [Note: reductions]
-Every reduction ends in main grads, fp32, as the mean over ranks. Where chunks are exchanged (16-bit wire with fp32
-accumulation, and everything on gloo), rank r receives its chunk from every other rank and sums in rank order, so
-results do not depend on a ring's rounding or on timing (Megatron-LM: ``reduce_scatter_with_fp32_accumulation``).
-gloo's own reduce_scatter was 4 to 14 times slower than this exchange (docs/internals/log.md).
+Every reduction ends in main grads, fp32, as the mean over ranks; its `ReductionMode` says how it comes about. Where
+chunks are exchanged (`EXCHANGE_16`, and everything on gloo), rank r receives its chunk from every other rank and sums
+in rank order, so results do not depend on a ring's rounding or on timing. gloo's own reduce_scatter was 4 to 14 times
+slower than this exchange (docs/internals/log.md).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from streamshard.comm.guard import Guard
 from streamshard.comm.issued import Kind, Log
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
+from streamshard.config import ReductionMode
 from streamshard.errors import StateError
 
 __all__ = ["Peers", "Reduction", "Transport", "sum_in_rank_order"]
@@ -64,14 +65,16 @@ class Reduction(NamedTuple):
     Attributes:
         slot: [padded_numel] slot_grad_dtype, this rank's gradients of the whole unit.
         out: [shard_numel] fp32, this rank's main grads.
-        scratch: [shard_numel, or (N - 1) * shard_numel where chunks are exchanged] slot_grad_dtype.
+        scratch: [what `Transport.scratch_numel` says] slot_grad_dtype.
+        mode: how; the same for all reductions of a model.
         accumulate: add to `out` instead of overwriting it.
-        tag: distinguishes this unit's reductions from other messages.
+        tag: index of the unit: distinguishes its reductions from other messages.
     """
 
     slot: torch.Tensor
     out: torch.Tensor
     scratch: torch.Tensor
+    mode: ReductionMode
     accumulate: bool
     tag: int
 
@@ -116,12 +119,14 @@ class Transport(abc.ABC):
         """Start to replace `tensor` [n] fp32 by its mean over the ranks of the group. Completed as the other two."""
 
     @abc.abstractmethod
-    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
         """Elements of scratch that reductions of such a unit need.
+
+        Each transport names every mode here, so that the type checker finds those that do not know a new one.
 
         Args:
             shard_numel: of the unit.
-            wire, accumulate: what is sent, what is summed in.
+            mode: of the reductions.
             adds: whether main grads may hold something that is added to.
         """
 

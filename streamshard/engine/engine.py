@@ -30,7 +30,7 @@ import torch
 from torch.autograd import Variable
 
 from streamshard.comm.ranks import Ranks
-from streamshard.comm.streams import Fence, Rule, StreamName, Streams
+from streamshard.comm.streams import Fence, Moment, Rule, StreamName, Streams
 from streamshard.engine.buffer_sync import BufferSync
 from streamshard.engine.edits import Edits
 from streamshard.engine.inputs import Inputs
@@ -236,12 +236,16 @@ class Engine:
         visits = [index for index in self.order if index in units or index == EDGE]
         pass_ = Pass(self.edge.versions() if torch.is_grad_enabled() else [])
         self._forward = Forward(Sweep(visits, self._slot_of, reduce=False), pass_)
+        for observer in self.streams.observers:
+            observer.on_moment(Moment.FORWARD_BEGINS, EDGE)
         self.edits.begin_pass()
         self._reach(self._forward, self.edge)
         self._bind(self.edge.members[0])
 
     def _cast(self) -> None:
         """Main weights to compute shards, between the last pass's gathers and this one's (rules 5 and 6)."""
+        for observer in self.streams.observers:
+            observer.on_moment(Moment.CAST_BEGINS, None)
         self.check_structure()
         self._drain_gathers()
         self._await_readers()
@@ -255,6 +259,8 @@ class Engine:
         self._cast_done.wait()  # rule 5: no gather reads what is still being cast
         with self.ranks.guard("the start of a forward"):
             self.ranks.transport.publish_shards([unit.shard.compute for unit in self.units])
+        for observer in self.streams.observers:
+            observer.on_moment(Moment.CAST_ENDS, None)
 
     def _await_readers(self) -> None:
         with self.ranks.guard("waiting for all ranks between two forwards"):
@@ -267,10 +273,14 @@ class Engine:
         if (backward := self._recomputing) is not None:
             self._recompute(backward, unit)
             backward.running.append(member)
+            for observer in self.streams.observers:
+                observer.on_moment(Moment.RECOMPUTATION_BEGINS, unit.index)
             return Use(unit, self._recomputed_pass(backward), unit.versions())
         self._begin_if_entering()
         forward = self._forward
         assert forward is not None
+        for observer in self.streams.observers:
+            observer.on_moment(Moment.FORWARD_BEGINS, unit.index)
         self._reach(forward, unit)
         self._bind(member)
         forward.running.append(member)
@@ -279,12 +289,16 @@ class Engine:
     def post_forward(self, member: Member) -> None:
         """`member` has computed. Its slot goes to another unit once one is asked for."""
         if (backward := self._recomputing) is not None:  # it stays until its reduction
+            for observer in self.streams.observers:
+                observer.on_moment(Moment.RECOMPUTATION_ENDS, member.unit.index)
             backward.running.pop()
             if backward.running:
                 self._recompute(backward, backward.running[-1].unit)
             return
         forward = self._forward
         assert forward is not None
+        for observer in self.streams.observers:
+            observer.on_moment(Moment.FORWARD_ENDS, member.unit.index)
         forward.running.pop()
         self._take_edits(member.unit)
         member.unit.release(member)
@@ -393,6 +407,8 @@ class Engine:
     def _end_pass(self, error: BaseException | None) -> Pass | None:
         forward, self._forward = self._forward, None
         assert forward is not None
+        for observer in self.streams.observers:
+            observer.on_moment(Moment.FORWARD_ENDS, EDGE)
         refused: ShardingError | None = None
         if error is None:
             try:
@@ -499,6 +515,8 @@ class Engine:
         backward = self._backward = Backward(nothing, leaves_unreduced=self.leaves_unreduced_next)
         self.reductions.due = set()
         Variable._execution_engine.queue_callback(self.finish_backward)
+        for observer in self.streams.observers:
+            observer.on_moment(Moment.BACKWARD_BEGINS, EDGE)
         self._acquire(self.edge)
         self.edge.bind()
         return backward
@@ -559,6 +577,8 @@ class Engine:
         if visit is None:  # outside the program, or needed again after its turn
             return
         backward.computing = unit
+        for observer in self.streams.observers:
+            observer.on_moment(Moment.BACKWARD_BEGINS, unit.index)
         for other in self.units[1:]:
             if other.is_bound and other is not unit:
                 other.release()
@@ -580,9 +600,13 @@ class Engine:
                 self._advance(backward, unit)
         scale = self.inputs.grad_scale
         self.reductions.take(unit, place, grad if scale == 1.0 else grad * scale)
+        for observer in self.streams.observers:
+            observer.on_moment(Moment.GRAD_WRITTEN, unit.index)
 
     def _close_all(self, backward: Backward) -> None:
         """The sweep is over: issue what is left, let go of every unit."""
+        for observer in self.streams.observers:
+            observer.on_moment(Moment.BACKWARD_ENDS, None)
         for unit in self.units[1:]:
             if unit.is_bound:
                 unit.release()

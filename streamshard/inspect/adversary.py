@@ -24,8 +24,9 @@ import torch
 from torch import nn
 
 from streamshard.comm.ranks import Ranks
-from streamshard.comm.streams import Streams, Work
+from streamshard.comm.streams import Collective, Streams, Work
 from streamshard.comm.transport import Reduction, Transport
+from streamshard.config import ReductionMode
 from streamshard.inspect import engine_inside
 
 __all__ = ["AdversarialTransport", "Adversary", "make_adversarial"]
@@ -93,8 +94,7 @@ class AdversarialTransport(Transport):
 
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
         """See `Transport.start_gather`. Until it is waited for the slot holds NaN and the shard has not been read."""
-        self.streams.declare_access(shard, write=False, what="all_gather")
-        self.streams.declare_access(slot, write=True, what="all_gather")
+        self.streams.declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         with self.streams.on_comm():
             _spoil(slot, keep=shard)
         return self._start(lambda: self.inner.start_gather(shard, slot, tag))
@@ -105,21 +105,20 @@ class AdversarialTransport(Transport):
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. The slot is read when that is waited for, and holds NaN afterwards."""
-        self.streams.declare_access(reduction.slot, write=True, what="reduce_scatter")
-        self.streams.declare_access(reduction.scratch, write=True, what="reduce_scatter")
-        self.streams.declare_access(reduction.out, write=True, what="reduce_scatter")
+        written = (reduction.slot, reduction.scratch, reduction.out)
+        self.streams.declare(Collective.REDUCE_SCATTER, reduction.tag, writes=written)
         return self._start(
             lambda: self.inner.start_reduce(reduction), lambda: _spoil(reduction.slot, keep=reduction.out)
         )
 
     def start_average(self, tensor: torch.Tensor) -> Work | None:
         """See `Transport.start_average`."""
-        self.streams.declare_access(tensor, write=True, what="all_reduce")
+        self.streams.declare(Collective.ALL_REDUCE, None, writes=(tensor,))
         return self._start(lambda: self.inner.start_average(tensor))
 
-    def scratch_numel(self, shard_numel: int, wire: torch.dtype, accumulate: torch.dtype, *, adds: bool) -> int:
+    def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
         """See `Transport.scratch_numel`."""
-        return self.inner.scratch_numel(shard_numel, wire, accumulate, adds=adds)
+        return self.inner.scratch_numel(shard_numel, mode, adds=adds)
 
     def allocate_visible(self, numel: int, dtype: torch.dtype, *, is_users: bool = False) -> torch.Tensor:
         """See `Transport.allocate_visible`."""
@@ -192,13 +191,10 @@ class _Late:
     def complete(self, streams: Streams) -> None:
         """Really do it, now. It has been declared when it was started, so nobody is told again."""
         self.is_done = True
-        observer, streams.observer = streams.observer, None
-        try:
+        with streams.unobserved():
             work = self._start()
             if work is not None:
                 work.wait()
-        finally:
-            streams.observer = observer
         if self._after is not None:
             with streams.on_comm():
                 self._after()

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamshard.comm.streams import Fence, Observer, Rule, StreamName
+from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamName
 from streamshard.engine.engine import Engine
 from streamshard.errors import RaceError
 from streamshard.inspect import engine_inside
@@ -117,14 +117,8 @@ def detect_races(model: nn.Module, *, raise_at_exit: bool = True) -> Iterator[Ra
         RaceError: there were races.
     """
     detector = RaceDetector(engine_inside(model))
-    streams = detector.engine.streams
-    outer, streams.observer = streams.observer, detector
-    detector.outer = outer
-    try:
-        with _Watch(detector):
-            yield detector
-    finally:
-        streams.observer = outer
+    with detector.engine.streams.observed_by(detector), _Watch(detector):
+        yield detector
     if raise_at_exit:
         detector.raise_if_any()
 
@@ -149,14 +143,12 @@ class RaceDetector(Observer):
     Attributes:
         found: the races so far, each pair of operations on a buffer once.
         accesses: how many accesses were looked at; zero means that nothing was watched.
-        outer: an observer that was there before and goes on observing.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.found: list[Race] = []
         self.accesses = 0
-        self.outer: Observer | None = None
         self._clocks = {stream: dict.fromkeys(StreamName, 0) for stream in StreamName}
         for stream, clock in self._clocks.items():
             clock[stream] = 1  # so that nothing is known of the other stream at first
@@ -166,7 +158,6 @@ class RaceDetector(Observer):
         # Per buffer and stream: the latest access to each range, until the other stream knows of it.
         self._history: list[dict[StreamName, dict[tuple[int, int, bool], Access]]] = []
         self._declared: list[set[tuple[int, int, bool]]] = []  # per buffer: ranges that collectives have declared
-        self._slices: dict[int, str] = {}  # a unit's slices of its slots, by id: whose collective it is
 
     # -- what the engine declares -----------------------------------------------------------------------------------
 
@@ -175,27 +166,31 @@ class RaceDetector(Observer):
         clock = self._clocks[fence.source]
         self._snapshots[fence] = dict(clock)
         clock[fence.source] += 1
-        if self.outer is not None:
-            self.outer.on_record(fence)
 
     def on_wait(self, fence: Fence) -> None:
         """See `Observer`. A fence that was recorded before we came says nothing about what we have seen."""
         clock = self._clocks[fence.target]
         for stream, time in self._snapshots.get(fence, {}).items():
             clock[stream] = max(clock[stream], time)
-        if self.outer is not None:
-            self.outer.on_wait(fence)
 
-    def on_access(self, stream: StreamName, tensor: torch.Tensor, *, write: bool, what: str) -> None:
+    def on_collective(
+        self,
+        collective: Collective,
+        tag: int | None,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
         """See `Observer`."""
-        place = self._find(tensor)
-        if place is not None:
-            start, stop = _bytes_of(tensor, self._buffers[place].address)
-            self._declared[place].add((start, stop, write))
-            owner = self._slices.get(id(tensor)) or self._buffers[place].unit
-            self._add(place, stream, start, stop, write, what, owner)
-        if self.outer is not None:
-            self.outer.on_access(stream, tensor, write=write, what=what)
+        units = self.engine.units
+        unit = units[tag].name if tag is not None and tag < len(units) else None
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                place = self._find(tensor)
+                if place is not None:
+                    start, stop = _bytes_of(tensor, self._buffers[place].address)
+                    self._declared[place].add((start, stop, is_write))
+                    owner = unit or self._buffers[place].unit
+                    self._add(place, StreamName.COMM, start, stop, is_write, collective.value, owner)
 
     def on_operation(self, tensor: torch.Tensor, *, write: bool, what: str) -> None:
         """An operation seen by the dispatch mode, on whatever stream is current."""
@@ -282,11 +277,6 @@ class RaceDetector(Observer):
         ]
         self._declared = [set() if place is None else self._declared[place] for place in places]
         self._buffers = buffers
-        self._slices = {}
-        for streamed in self.engine.units:
-            for part in (streamed.weights, streamed.grads.all):
-                if part is not None:
-                    self._slices[id(part)] = streamed.name
 
 
 def _quoted(unit: str) -> str:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
+from streamshard.comm.streams import Fence, Rule, StreamName, Streams
 from streamshard.plan.memory import Category
 from streamshard.plan.structure import leave_inference_mode
 
@@ -111,11 +111,11 @@ class Scratch:
 
     Attributes:
         buffer: [numel] dtype.
-        work: the last reduction that uses it.
+        drained: the fence behind the last reduction that uses it, a grad slot's.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, ledger: Ledger) -> None:
-        self.work: Work | None = None
+        self.drained: Fence | None = None
         self.buffer: torch.Tensor | None = None
         self._numel = numel
         self._dtype = dtype
@@ -128,9 +128,9 @@ class Scratch:
 
     def take(self, numel: int) -> torch.Tensor:
         """[numel] of it, once nobody uses it any more. On CUDA reductions come one after the other anyway."""
-        work, self.work = self.work, None
-        if work is not None:
-            work.wait()
+        drained, self.drained = self.drained, None
+        if drained is not None:
+            drained.complete()
         assert self.buffer is not None
         return self.buffer.narrow(0, 0, numel)
 

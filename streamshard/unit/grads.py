@@ -19,6 +19,7 @@ from torch import nn
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Work
 from streamshard.comm.transport import Reduction
+from streamshard.config import ReductionMode
 from streamshard.plan.memory import Category
 from streamshard.unit.buffers import GradSlot, Ledger
 from streamshard.unit.shard import ParamShard, UnitShard
@@ -114,6 +115,7 @@ class UnitGrads:
         slot: where gradients are collected; None with one rank, which writes to the main grads.
         ranks: between whom it is reduced.
         ledger: allocates main grads.
+        mode: how it is reduced.
         scratch_numel: elements of scratch that its reductions need.
 
     Attributes:
@@ -133,6 +135,7 @@ class UnitGrads:
         slot: GradSlot | None,
         ranks: Ranks,
         ledger: Ledger,
+        mode: ReductionMode,
         scratch_numel: int,
     ) -> None:
         self.slot = slot
@@ -145,6 +148,7 @@ class UnitGrads:
         self._shard = shard
         self._ranks = ranks
         self._ledger = ledger
+        self._mode = mode
         self._scratch_numel = scratch_numel
         self.all: torch.Tensor | None = None
         self._is_main_in_slot = False
@@ -263,10 +267,11 @@ class UnitGrads:
         slot.written.wait()  # rule 4
         accumulate, self._adds = self._adds and not self._is_main_in_slot, True
         scratch = slot.scratch.take(self._scratch_numel)
-        work = self._ranks.transport.start_reduce(Reduction(self.all, self.main, scratch, accumulate, self._index))
+        reduction = Reduction(self.all, self.main, scratch, self._mode, accumulate, self._index)
+        work = self._ranks.transport.start_reduce(reduction)
         slot.content = None
-        slot.scratch.work = work
         slot.drained.record(work)
+        slot.scratch.drained = slot.drained
         return work
 
     def finish(self, used: Sequence[bool]) -> list[nn.Parameter]:

@@ -28,6 +28,7 @@ from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.shared_memory import SharedMemoryTransport, _leave
 from streamshard.comm.transport import Reduction
+from streamshard.config import ReductionMode
 from streamshard.errors import CommunicationError
 from streamshard.inspect import engine_inside
 from tests.models import Stack, vector_batch
@@ -315,7 +316,7 @@ def _transports_reduction(model: nn.Module, tag: int, out: torch.Tensor) -> Redu
     slot = engine_inside(model).units[tag].grads.slot
     assert slot is not None and slot.buffer is not None
     slot.buffer.fill_(float(torch.distributed.get_rank() + 1))
-    return Reduction(slot.buffer.narrow(0, 0, 2 * out.numel()), out, torch.empty(0), False, tag)
+    return Reduction(slot.buffer.narrow(0, 0, 2 * out.numel()), out, torch.empty(0), ReductionMode.FP32, False, tag)
 
 
 @on_ranks(2)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
-from streamshard.comm.streams import Fence, Observer, Rule, StreamName, Streams
+from streamshard.comm.streams import Collective, Fence, Moment, Observer, Rule, StreamName, Streams, Work
 from streamshard.errors import StateError
 
 COMPUTE, COMM = StreamName.COMPUTE, StreamName.COMM
@@ -23,8 +25,15 @@ class _Log(Observer):
     def on_wait(self, fence: Fence) -> None:
         self.lines.append(f"wait {fence.what}")
 
-    def on_access(self, stream: StreamName, tensor: torch.Tensor, *, write: bool, what: str) -> None:
-        self.lines.append(f"{what} {'writes' if write else 'reads'} {tensor.numel()} on {stream.value}")
+    def on_collective(
+        self,
+        collective: Collective,
+        tag: int | None,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        numels = [[tensor.numel() for tensor in tensors] for tensors in (reads, writes)]
+        self.lines.append(f"{collective.value} of {tag} reads {numels[0]}, writes {numels[1]}")
 
 
 class _FakeWork:
@@ -40,7 +49,7 @@ class _FakeWork:
 
 def _observed() -> tuple[Streams, _Log]:
     streams, log = Streams(torch.device("cpu")), _Log()
-    streams.observer = log
+    streams.observers = (log,)
     return streams, log
 
 
@@ -128,14 +137,80 @@ def test_the_body_of_on_comm_is_on_the_comm_stream() -> None:
     assert streams.current is COMPUTE
 
 
-def test_accesses_are_declared_to_the_observer_if_there_is_one() -> None:
-    """Without one it costs nothing and does nothing."""
+def test_collectives_are_declared_to_whoever_observes() -> None:
+    """Without anyone it does nothing."""
     streams, log = _observed()
-    streams.declare_access(torch.zeros(3), write=True, what="all_gather")
-    streams.declare_access(torch.zeros(4), write=False, what="reduce_scatter")
-    streams.observer = None
-    streams.declare_access(torch.zeros(5), write=True, what="all_gather")
-    assert log.lines == ["all_gather writes 3 on comm", "reduce_scatter reads 4 on comm"]
+    streams.declare(Collective.ALL_GATHER, 2, reads=(torch.zeros(1),), writes=(torch.zeros(3),))
+    streams.declare(Collective.ALL_REDUCE, None, writes=(torch.zeros(4), torch.zeros(5)))
+    streams.observers = ()
+    streams.declare(Collective.REDUCE_SCATTER, 1, reads=(torch.zeros(6),))
+    assert log.lines == ["all_gather of 2 reads [1], writes [3]", "all_reduce of None reads [], writes [4, 5]"]
+
+
+def test_observers_come_and_go_in_any_order() -> None:
+    """Each hears what happens while it is there, in the order in which they came; an error takes nobody else away."""
+    streams, lines = Streams(torch.device("cpu")), list[str]()
+
+    class _Named(Observer):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def on_record(self, fence: Fence) -> None:
+            lines.append(f"{self.name} hears {fence.what}")
+
+    def record(what: str) -> None:
+        Fence(streams, Rule.SLOT_RELEASED, COMPUTE, what).record()
+
+    first, second = (streams.observed_by(_Named(name)) for name in ("first", "second"))
+    record("nothing")
+    first.__enter__()
+    record("one")
+    second.__enter__()
+    record("two")
+    with streams.unobserved():
+        record("three")
+    first.__exit__(None, None, None)
+    record("four")
+    with pytest.raises(ZeroDivisionError), streams.observed_by(_Named("third")):
+        raise ZeroDivisionError
+    second.__exit__(None, None, None)
+    record("five")
+    assert lines == ["first hears one", "first hears two", "second hears two", "second hears four"]
+    assert streams.observers == ()
+
+
+def test_the_host_says_when_it_waits_and_for_what() -> None:
+    """Around the work itself, once, whether the wait is declared or not; without work there is nothing to wait for."""
+    streams, log = _observed()
+
+    class _Waits(Observer):
+        def on_block(self, fence: Fence, work: Work) -> None:
+            log.lines.append(f"block {fence.what} {getattr(work, 'name', None)}")
+
+        def on_done(self, fence: Fence, work: Work) -> None:
+            log.lines.append(f"done {fence.what} {getattr(work, 'name', None)}")
+
+    fence = Fence(streams, Rule.WEIGHTS_ARRIVED, COMM, "slot")
+    with streams.observed_by(_Waits()):
+        for name in ("first", "second"):
+            fence.record(_FakeWork(log, name))
+        fence.wait()
+        fence.record()
+        fence.wait()
+    waits = [[f"block slot {name}", f"complete {name}", f"done slot {name}"] for name in ("first", "second")]
+    assert log.lines == ["record slot", *waits[0], "record slot", *waits[1], "wait slot", "record slot", "wait slot"]
+
+
+def test_an_observer_that_overrides_nothing_hears_nothing() -> None:
+    """Each overrides what it needs."""
+    streams = Streams(torch.device("cpu"))
+    with streams.observed_by(Observer()):
+        fence = Fence(streams, Rule.SLOT_RELEASED, COMPUTE, "slot")
+        fence.record(_FakeWork(_Log(), "work"))
+        fence.wait()
+        streams.declare(Collective.ALL_REDUCE, None)
+        for observer in streams.observers:
+            observer.on_moment(Moment.CAST_BEGINS, None)
 
 
 @pytest.mark.parametrize("name", list(StreamName))

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from streamshard.comm import nccl
 from streamshard.comm.connect import connect
 from streamshard.comm.gloo import PairwiseTransport
+from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.shared_memory import SharedMemoryTransport, share_memory
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
 from streamshard.comm.transport import Reduction, Transport, sum_in_rank_order
+from streamshard.config import Precision, ReductionMode
 from streamshard.inspect.adversary import AdversarialTransport, Adversary
 from tests.ranks import RankContext, on_ranks
 
 NUMEL = 257  # of a shard; no multiple of anything
 UNITS = 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PRECISIONS = {  # by how gradients are reduced
+    precision.reduction_mode: precision
+    for precision in (
+        Precision(param_dtype=torch.bfloat16),
+        Precision(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16),
+        Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    )
+}
 
 
 def _gloo(device: torch.device) -> Ranks:
@@ -45,9 +57,35 @@ def _late(make: Callable[[torch.device], Ranks]) -> Callable[[torch.device], Ran
     return made
 
 
+class _NcclOverGloo(NcclTransport):
+    """What GPUs go through, with gloo's collectives beneath, which have no means."""
+
+    def start_reduce(self, reduction: Reduction) -> Work | None:
+        with mock.patch.object(nccl, "_reduce_scatter_single", self._reduce_scatter):
+            return super().start_reduce(reduction)
+
+    def start_average(self, tensor: torch.Tensor) -> Work | None:
+        dist.all_reduce(tensor, group=self.ranks.group)
+        tensor.div_(self.ranks.world_size)
+        return None
+
+    def _reduce_scatter(self, out: torch.Tensor, slot: torch.Tensor, **_: Any) -> None:
+        assert out.dtype is slot.dtype
+        total = slot.clone()
+        dist.all_reduce(total, group=self.ranks.group)
+        out.copy_(total.view(self.ranks.world_size, -1)[self.ranks.rank].div_(self.ranks.world_size))
+
+
+def _nccl_over_gloo(device: torch.device) -> Ranks:
+    ranks = _gloo(device)
+    ranks.transport = _NcclOverGloo(ranks)
+    return ranks
+
+
 TRANSPORTS: dict[str, Callable[[torch.device], Ranks]] = {
     "sockets": _gloo,
     "shared memory": _shared,
+    "NCCL's, over sockets": _nccl_over_gloo,
     "sockets, late": _late(_gloo),
     "shared memory, late": _late(_shared),
 }
@@ -94,12 +132,19 @@ def _check_gathers(ranks: Ranks, dtype: torch.dtype) -> None:
     assert torch.equal(full, torch.cat([_numbers(rank, NUMEL, slot, 20) for rank in range(size)]))
 
 
-def _check_reductions(ranks: Ranks, dtype: torch.dtype, *, exact: bool) -> None:
-    """Means over ranks, in fp32 whatever was sent; added to what is there, or in its place; several under way."""
+def _check_reductions(ranks: Ranks, mode: ReductionMode, *, sums: bool) -> None:
+    """Means over ranks, fp32 whatever was sent; added to what is there, or in its place; several under way.
+
+    Args:
+        ranks: between whom.
+        mode: how.
+        sums: whether the backend itself sums where it can: in its own order, in what is sent.
+    """
     transport, size, device = ranks.transport, ranks.world_size, ranks.streams.device
+    dtype = PRECISIONS[mode].slot_grad_dtype
     slots = [transport.allocate_visible(size * NUMEL, dtype) for _ in range(2)]
     outs = [torch.full((NUMEL,), 3.0, device=device) for _ in range(2)]
-    scratch_numel = transport.scratch_numel(NUMEL, dtype, torch.float32, adds=True)
+    scratch_numel = transport.scratch_numel(NUMEL, mode, adds=True)
     scratches = [torch.empty(scratch_numel, dtype=dtype, device=device) for _ in range(2)]
     for turn in range(3):
         wanted, works = [], []
@@ -110,13 +155,16 @@ def _check_reductions(ranks: Ranks, dtype: torch.dtype, *, exact: bool) -> None:
             mean = out.clone()
             sum_in_rank_order([chunk.view(size, -1)[ranks.rank] for chunk in chunks], mean, accumulate=accumulate)
             wanted.append(mean)
-            works.append(transport.start_reduce(Reduction(slot, out, scratch, accumulate, tag)))
+            works.append(transport.start_reduce(Reduction(slot, out, scratch, mode, accumulate, tag)))
             transport.progress()
         for work, out, mean in zip(works, outs, wanted, strict=True):
             _wait(transport, work)
             assert out.dtype is torch.float32
-            if exact:
+            if not sums or mode is ReductionMode.EXCHANGE_16:
                 assert torch.equal(out, mean)
+            elif mode is ReductionMode.SUM_16:
+                torch.testing.assert_close(out, mean, rtol=2e-2, atol=3e-2)
+                assert not torch.equal(out, mean)
             else:
                 torch.testing.assert_close(out, mean, rtol=1e-5, atol=1e-6)
 
@@ -127,9 +175,9 @@ def _check_main_grads_in_the_slot(ranks: Ranks) -> None:
     slot = transport.allocate_visible(size * NUMEL, torch.float32)
     own = slot.narrow(0, ranks.rank * NUMEL, NUMEL)
     slot.copy_(_numbers(ranks.rank, size * NUMEL, slot, 50))
-    numel = transport.scratch_numel(NUMEL, torch.float32, torch.float32, adds=False)
+    numel = transport.scratch_numel(NUMEL, ReductionMode.FP32, adds=False)
     scratch = torch.empty(numel, device=ranks.streams.device)
-    _wait(transport, transport.start_reduce(Reduction(slot, own, scratch, False, 2)))
+    _wait(transport, transport.start_reduce(Reduction(slot, own, scratch, ReductionMode.FP32, False, 2)))
     chunks = [_numbers(rank, size * NUMEL, slot, 50).view(size, -1)[ranks.rank] for rank in range(size)]
     torch.testing.assert_close(own, torch.stack(chunks).mean(0), rtol=1e-5, atol=1e-6)
 
@@ -161,25 +209,64 @@ def _check_talk(ranks: Ranks) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("through", TRANSPORTS)
 def test_what_every_transport_does(context: RankContext, through: str, dtype: str) -> None:
-    """Gathers, reductions in rank order, averages, and what ranks say to each other."""
+    """Gathers, averages, and what ranks say to each other."""
     ranks = TRANSPORTS[through](torch.device("cpu"))
     _check_gathers(ranks, DTYPES[dtype])
-    _check_reductions(ranks, DTYPES[dtype], exact=True)
     _check_main_grads_in_the_slot(ranks)
     _check_talk(ranks)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("mode", list(ReductionMode), ids=lambda mode: mode.name)
+@pytest.mark.parametrize("through", TRANSPORTS)
+def test_every_transport_has_every_reduction(context: RankContext, through: str, mode: ReductionMode) -> None:
+    """Through gloo and shared memory in fp32 in rank order, whatever is sent."""
+    ranks = TRANSPORTS[through](torch.device("cpu"))
+    _check_reductions(ranks, mode, sums=isinstance(ranks.transport, NcclTransport))
+
+
+@pytest.mark.parametrize(
+    ("param", "grad", "reduce", "mode"),
+    [
+        ("float32", None, "float32", ReductionMode.FP32),
+        ("float32", "float32", "float32", ReductionMode.FP32),
+        ("bfloat16", None, "float32", ReductionMode.FP32),
+        ("float16", "float32", "float32", ReductionMode.FP32),
+        ("bfloat16", "bfloat16", "float32", ReductionMode.EXCHANGE_16),
+        ("float16", "float16", "float32", ReductionMode.EXCHANGE_16),
+        ("bfloat16", None, "bfloat16", ReductionMode.SUM_16),
+        ("float16", "float16", "float16", ReductionMode.SUM_16),
+    ],
+)
+def test_the_mode_follows_from_the_dtypes(param: str, grad: str | None, reduce: str, mode: ReductionMode) -> None:
+    """Of what is sent, and of what is summed in."""
+    grad_dtype = None if grad is None else getattr(torch, grad)
+    precision = Precision(param_dtype=getattr(torch, param), grad_dtype=grad_dtype, reduce_dtype=getattr(torch, reduce))
+    assert precision.reduction_mode is mode
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("through", ["sockets", "shared memory", "NCCL's, over sockets"])
+def test_scratch_is_what_the_mode_needs(context: RankContext, through: str) -> None:
+    """A shard to add from or to widen, or the chunks that are summed, as far as they do not lie elsewhere."""
+    ranks = TRANSPORTS[through](torch.device("cpu"))
+    numels = [ranks.transport.scratch_numel(10, mode, adds=adds) for mode in ReductionMode for adds in (False, True)]
+    wanted = {"sockets": [10] * 6, "shared memory": [0] * 6, "NCCL's, over sockets": [0, 10, 20, 20, 10, 10]}
+    assert numels == wanted[through]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: this test needs a GPU")
 @on_ranks(1, 2, backend="nccl")
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_late", [False, True])
-def test_what_nccl_does(context: RankContext, dtype: str, is_late: bool) -> None:
+def test_what_nccl_does(context: RankContext, is_late: bool) -> None:
     """The same; sums in the backend's own order where it sums."""
     make: Any = _late(_gloo) if is_late else _gloo
     ranks = make(torch.device("cuda", torch.cuda.current_device()))
-    _check_gathers(ranks, DTYPES[dtype])
-    _check_reductions(ranks, DTYPES[dtype], exact=False)
+    for dtype in DTYPES.values():
+        _check_gathers(ranks, dtype)
+    for mode in ReductionMode:
+        _check_reductions(ranks, mode, sums=ranks.world_size > 1)
     _check_main_grads_in_the_slot(ranks)
     _check_talk(ranks)
 

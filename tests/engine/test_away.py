@@ -280,9 +280,9 @@ def test_reading_weights_costs_no_reduction(
     """The program has one place for each unit's, behind the last who has read it; no turn ends for a part of one."""
     model = StreamShard(build(*steps), precision=FP32)
     for number in range(2):
-        with counted_collectives() as counts:
+        with counted_collectives(model) as counts:
             stack_step(model, Call(number, context.rank, 2, 1.0))
-        assert counts["start_reduce"] == 6
+        assert counts["reduce_scatter"] == 6
 
 
 @on_ranks(2)
@@ -510,9 +510,9 @@ def test_a_weight_that_was_given_ends_no_turn(context: RankContext) -> None:
     """Of the layer that reads it: each unit is reduced once."""
     model = StreamShard(GivingStack(), precision=FP32)
     for number in range(2):
-        with counted_collectives() as counts:
+        with counted_collectives(model) as counts:
             stack_step(model, Call(number, context.rank, 2, 1.0))
-        assert counts["start_reduce"] == 5
+        assert counts["reduce_scatter"] == 5
 
 
 # ---------------------------------------------------------------------------------------------- methods beside forward

@@ -749,7 +749,7 @@ def test_a_buffer_in_a_parameters_memory_is_refused(context: RankContext) -> Non
 
 def talk(model: nn.Module, context: RankContext, steps: int = 1) -> dict[str, int]:
     """How often training steps send buffers, objects and votes."""
-    with counted_collectives() as counts:
+    with counted_collectives(model) as counts:
         for step in range(steps):
             model(vector_batch(step, context.rank)).sum().backward()
     names = {"broadcast_": "buffers", "allgather_": "objects", "allreduce_": "votes"}
@@ -804,7 +804,7 @@ def test_passes_that_do_not_train_send_nothing(context: RankContext) -> None:
     assert talk(model, context, 3)["buffers"] == 3
     with torch.no_grad():
         model(vector_batch(0, context.rank))
-        with counted_collectives() as counts:
+        with counted_collectives(model) as counts:
             model(vector_batch(0, context.rank))
     assert "broadcast_" not in counts
     talk(model, context)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import ShardingError, StreamShard
+from streamshard.comm.streams import Collective
 from streamshard.engine.engine import Engine
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
@@ -36,6 +37,7 @@ from tests.reference import (
     counted_collectives,
     full_grads,
     full_weights,
+    heard_collectives,
     stack_step,
 )
 from tests.scenarios import BF16, PRECISIONS, SCENARIOS, RoutedStack, over_sockets, sharded
@@ -141,23 +143,21 @@ def test_no_gather_is_under_way_where_weights_are_cast_or_gathered_again(context
     with over_sockets() if sockets else contextlib.nullcontext():
         model = sharded(scenario, BF16)
     engine = engine_inside(model)
-    transport, refresh = engine.ranks.transport, StreamedUnit.refresh
-    start_gather = transport.start_gather
+    refresh = StreamedUnit.refresh
     checks = []
 
     def checked_refresh(unit: StreamedUnit) -> None:
-        assert all(other.weight_slot.arrived._work is None for other in engine.units), "weights are cast"
+        assert all(other.weight_slot.arrived.work is None for other in engine.units), "weights are cast"
         checks.append("cast")
         refresh(unit)
 
-    def checked_gather(shard: Tensor, slot: Tensor, tag: int) -> Any:
-        if tag < len(engine.units):
-            assert engine.units[tag].weight_slot.arrived._work is None, "a slot is gathered into"
+    def check_gather(collective: Collective, unit: int | None) -> None:
+        if collective is Collective.ALL_GATHER and unit is not None:
+            assert engine.units[unit].weight_slot.arrived.work is None, "a slot is gathered into"
             checks.append("gather")
-        return start_gather(shard, slot, tag)
 
-    transport.start_gather = checked_gather  # type: ignore[method-assign]
-    with mock.patch.object(StreamedUnit, "refresh", checked_refresh):
+    heard = heard_collectives(engine, check_gather)
+    with mock.patch.object(StreamedUnit, "refresh", checked_refresh), heard:
         for number in range(3):
             SCENARIOS[scenario].step(model, _call(context, number))
     assert {"cast", "gather"} == set(checks)
@@ -310,17 +310,9 @@ def test_what_is_frozen_later_is_not_reduced(context: RankContext) -> None:
     model = _stack()
     stack_step(model, _call(context, 0))
     model.layers[1].requires_grad_(False)
-    engine = engine_inside(model)
-    started = []
-    reduce = engine.ranks.transport.start_reduce
-
-    def counted(reduction: Any) -> Any:
-        started.append(reduction.tag)
-        return reduce(reduction)
-
-    engine.ranks.transport.start_reduce = counted  # type: ignore[method-assign]
-    stack_step(model, _call(context, 1))
-    assert sorted(started) == [0, 1, 3, 4]
+    with heard_collectives(engine_inside(model)) as heard:
+        stack_step(model, _call(context, 1))
+    assert sorted(heard[Collective.REDUCE_SCATTER]) == [0, 1, 3, 4]
 
 
 @on_ranks(2)
@@ -332,10 +324,9 @@ def test_what_has_waited_once_is_not_reduced_for_ever(context: RankContext) -> N
     stack_step(model, _call(context, 1))
     model.zero_grad()
     model.layers[1].requires_grad_(False)
-    transport = engine_inside(model).ranks.transport
-    with mock.patch.object(transport, "start_reduce", wraps=transport.start_reduce) as start_reduce:
+    with heard_collectives(engine_inside(model)) as heard:
         stack_step(model, _call(context, 2))
-    assert sorted(call.args[0].tag for call in start_reduce.call_args_list) == [0, 1, 3, 4]
+    assert sorted(heard[Collective.REDUCE_SCATTER]) == [0, 1, 3, 4]
 
 
 # -- passes -------------------------------------------------------------------------------------------------------
@@ -439,9 +430,9 @@ def test_a_pass_that_backward_has_left_is_not_begun_again(context: RankContext) 
     model = _stack(_Recurrent)
     for number in range(2):
         outputs = [model(vector_batch(2 * number + part, context.rank))[0] for part in range(2)]
-        with counted_collectives() as counts:
+        with counted_collectives(model) as counts:
             torch.cat(outputs).square().mean().backward()
-        assert counts["start_reduce"] == 2 * 4 + 1
+        assert counts["reduce_scatter"] == 2 * 4 + 1
         model.layers[0].memory = None
 
 
@@ -454,14 +445,12 @@ def test_gradients_are_on_their_way_while_the_layer_before_is_recomputed(context
     log = []
     for place, layer in enumerate(model.layers):
         layer.register_forward_pre_hook(lambda module, args, place=place: log.append(f"run {place}"))
-    reductions = engine_inside(model).reductions
-    start = reductions.start
 
-    def logged(unit: StreamedUnit) -> None:
-        log.append(f"reduce {unit.index - 1}")
-        start(unit)
+    def note(collective: Collective, unit: int | None) -> None:
+        if collective is Collective.REDUCE_SCATTER and unit is not None:
+            log.append(f"reduce {unit - 1}")
 
-    with mock.patch.object(reductions, "start", logged):
+    with heard_collectives(engine_inside(model), note):
         model(x).square().mean().backward()
     turns = ["run 3", "reduce 3", "run 2", "reduce 2", "run 1", "reduce 1", "run 0", "reduce 0"]
     assert log == ["run 0", "run 1", "run 2", "run 3", *turns, "reduce -1"]
@@ -705,14 +694,10 @@ def test_a_unit_is_averaged_over_replicas_once(context: RankContext) -> None:
     """Also where one rank has the whole shard, and nothing tells a slot that was reduced from one that was not."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = _stack(mesh=mesh)
-    replicas = engine_inside(model).reductions.replicas
-    assert replicas is not None
     for number in range(2):
-        with mock.patch.object(
-            replicas.ranks.transport, "start_average", wraps=replicas.ranks.transport.start_average
-        ) as average:
+        with heard_collectives(engine_inside(model)) as heard:
             stack_step(model, _call(context, number))
-        assert average.call_count == 5
+        assert len(heard[Collective.ALL_REDUCE]) == 5
 
 
 # -- what forwards write ------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from streamshard import Precision, StreamShard
-from streamshard.comm.streams import Fence, Rule, StreamName
+from streamshard.comm.streams import Collective, Fence, Rule, StreamName
 from streamshard.errors import RaceError, ShardingError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.races import Race, RaceDetector, detect_races
@@ -180,7 +180,7 @@ def test_nothing_is_observed_outside(context: RankContext) -> None:
     seen = races.accesses
     train(model, "two layers", context, steps=1)
     assert races.accesses == seen > 0
-    assert engine_inside(model).streams.observer is None
+    assert engine_inside(model).streams.observers == ()
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:
@@ -200,6 +200,10 @@ def _bench(context: RankContext) -> tuple[RaceDetector, torch.Tensor]:
     engine = engine_inside(model)
     detector = RaceDetector(engine)
     return detector, engine.units[1].weight_slot.buffer
+
+
+def _gathers_into(detector: RaceDetector, tensor: torch.Tensor) -> None:
+    detector.on_collective(Collective.ALL_GATHER, None, (), (tensor,))
 
 
 def _fence(detector: RaceDetector, source: StreamName) -> Fence:
@@ -223,7 +227,7 @@ def test_overlap_is_what_makes_a_race(context: RankContext) -> None:
     }
     for name, (view, races) in views.items():
         detector, slot = _bench(context)
-        detector.on_access(COMM, slot[64:128], write=True, what="gather")
+        _gathers_into(detector, slot[64:128])
         detector.on_operation(view(slot), write=False, what="op")
         assert bool(detector.found) is races, name
 
@@ -232,7 +236,7 @@ def test_overlap_is_what_makes_a_race(context: RankContext) -> None:
 def test_two_reads_and_one_stream_are_no_race(context: RankContext) -> None:
     """A race takes a write and two streams."""
     detector, slot = _bench(context)
-    detector.on_access(COMM, slot, write=False, what="reduce_scatter")
+    detector.on_collective(Collective.REDUCE_SCATTER, None, (slot,), ())
     detector.on_operation(slot, write=False, what="op")
     assert detector.found == []
     detector.on_operation(slot, write=True, what="op")
@@ -248,12 +252,12 @@ def test_a_fence_orders_what_was_before_its_record(context: RankContext) -> None
     """Not what its source does between record and wait."""
     detector, slot = _bench(context)
     fence = _fence(detector, COMM)
-    detector.on_access(COMM, slot[:10], write=True, what="before")
+    _gathers_into(detector, slot[:10])
     detector.on_record(fence)
-    detector.on_access(COMM, slot[10:20], write=True, what="after")
+    _gathers_into(detector, slot[10:20])
     detector.on_wait(fence)
     detector.on_operation(slot[:20], write=False, what="op")
-    assert [race.first.what for race in detector.found] == ["after"]
+    assert [(race.start, race.stop) for race in detector.found] == [(40, 80)]
 
 
 @on_ranks(2)
@@ -264,7 +268,7 @@ def test_order_is_passed_on_through_the_other_stream(context: RankContext) -> No
     detector.on_operation(slot, write=True, what="first")
     detector.on_record(there)
     detector.on_wait(there)
-    detector.on_access(COMM, slot, write=True, what="second")
+    _gathers_into(detector, slot)
     detector.on_record(back)
     detector.on_wait(back)
     detector.on_operation(slot, write=True, what="third")
@@ -276,7 +280,7 @@ def test_a_record_without_a_wait_orders_nothing(context: RankContext) -> None:
     """Nor does a wait for a fence whose record nobody saw."""
     detector, slot = _bench(context)
     fence = _fence(detector, COMM)
-    detector.on_access(COMM, slot, write=True, what="gather")
+    _gathers_into(detector, slot)
     detector.on_record(fence)
     detector.on_wait(_fence(detector, COMM))
     detector.on_operation(slot, write=False, what="op")
@@ -288,7 +292,7 @@ def test_an_operation_of_the_comm_stream_that_was_not_declared_counts_where_it_r
     """A transport that forgets to declare something is not trusted."""
     detector, slot = _bench(context)
     streams = detector.engine.streams
-    detector.on_access(COMM, slot[:10], write=True, what="gather")
+    _gathers_into(detector, slot[:10])
     fence = _fence(detector, COMM)
     detector.on_record(fence)
     detector.on_wait(fence)

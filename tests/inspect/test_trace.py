@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import sys
 from collections import Counter
@@ -12,9 +14,11 @@ import pytest
 import torch
 
 from streamshard import StreamShard
-from streamshard.comm.streams import Rule, StreamName
+from streamshard.comm.streams import Fence, Rule, StreamName
+from streamshard.engine.engine import Engine
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.inspect import engine_inside
+from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from streamshard.inspect.timeline import Kind, Mark, Span, Trace
 from streamshard.inspect.trace import trace_step
@@ -219,28 +223,75 @@ def test_one_rank_alone_has_a_trace_without_communication(context: RankContext) 
 
 @on_ranks(2)
 def test_nothing_of_the_trace_is_left_behind(context: RankContext) -> None:
-    """No wrapper on any object, no observer, no hook: after an error neither."""
+    """No observer, no hook: after an error neither."""
     model = sharded("plain", BF16)
     engine = engine_inside(model)
-    objects: list[Any] = [engine, engine.ranks.transport, *engine.units]
-    before = [set(thing.__dict__) for thing in objects]
     with pytest.raises(ZeroDivisionError), trace_step(model) as trace:
         train(model, "plain", context, steps=1)
         raise ZeroDivisionError
-    assert [set(thing.__dict__) for thing in objects] == before
-    assert engine.streams.observer is None
+    assert engine.streams.observers == ()
     train(model, "plain", context, steps=1)
     assert trace.spans == []  # filled only by a body that ended well
 
 
+def _methods(engine: Engine) -> list[tuple[str, str, Any]]:
+    """What is called by name on what makes a step: of the objects themselves, and of their classes."""
+    reductions = engine.reductions
+    things: list[Any] = [engine, engine.streams, engine.ranks, engine.ranks.transport, engine.edits, engine.buffers]
+    things += [reductions, reductions.used, *engine.units, *(unit.grads for unit in engine.units)]
+    things += [fence for thing in things for fence in vars(thing).values() if isinstance(fence, Fence)]
+    owned = [(type(thing).__name__, name, value) for thing in things for name, value in vars(thing).items()]
+    classes = {owner for thing in things for owner in type(thing).__mro__}
+    return [found for found in owned if callable(found[2])] + [
+        (owner.__name__, name, value)
+        for owner in sorted(classes, key=lambda owner: owner.__name__)
+        for name, value in vars(owner).items()
+        if callable(value)
+    ]
+
+
 @on_ranks(2)
-def test_the_detector_and_the_trace_see_the_same_step(context: RankContext) -> None:
-    """One inside the other, either way round."""
+@pytest.mark.parametrize("late", [False, True], ids=["as it is", "late"])
+def test_no_method_is_replaced_while_a_step_is_observed(context: RankContext, late: bool) -> None:
+    """Neither on an object nor on a class, nor is the transport another one."""
     model = sharded("plain", BF16)
-    with trace_step(model) as trace, detect_races(model) as races:
+    engine = engine_inside(model)
+    with make_adversarial(model) if late else contextlib.nullcontext():
         train(model, "plain", context, steps=1)
-    assert trace.marks
-    assert races.accesses > 100
+        transport, before = engine.ranks.transport, _methods(engine)
+        with trace_step(model) as trace, detect_races(model):
+            train(model, "plain", context, steps=1)
+            assert _methods(engine) == before
+            assert engine.ranks.transport is transport
+    assert trace.spans
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("order", list(itertools.permutations(["trace", "races", "late"])), ids="-".join)
+def test_instruments_are_used_together_in_any_order(context: RankContext, order: tuple[str, ...]) -> None:
+    """None has to know of the others: all hear the same step, and its numbers are what they are without."""
+    plain, model = sharded("plain", BF16), sharded("plain", BF16)
+    for _ in range(2):
+        train(plain, "plain", context, steps=1)
+    found: dict[str, Any] = {}
+    make: dict[str, Any] = {"trace": trace_step, "races": detect_races, "late": make_adversarial}
+    train(model, "plain", context, steps=1)
+    with contextlib.ExitStack() as stack:
+        for name in order:
+            found[name] = stack.enter_context(make[name](model))
+        train(model, "plain", context, steps=1)
+    units = range(len(engine_inside(model).units))
+    assert Counter(span.unit for span in _of(found["trace"], Kind.REDUCE)) == Counter(units)
+    assert {span.unit for span in _of(found["trace"], Kind.GATHER)} == set(units)
+    assert {mark.rule for mark in found["trace"].marks} == set(Rule)
+    assert found["races"].accesses > 100
+    assert_same(full_weights(model), full_weights(plain), "weights", EXACT)
+
+
+@on_ranks(2)
+def test_what_is_left_out_is_seen_by_both(context: RankContext) -> None:
+    """A wait that is missing is a race to the one and no mark to the other."""
+    model = sharded("plain", BF16)
     with (
         dropping(model, Rule.GRADS_DRAINED),
         detect_races(model, raise_at_exit=False) as races,
@@ -249,6 +300,28 @@ def test_the_detector_and_the_trace_see_the_same_step(context: RankContext) -> N
         train(model, "plain", context, steps=1)
     assert {race.rule for race in races.found} == {Rule.GRADS_DRAINED}
     assert Rule.GRADS_DRAINED not in {mark.rule for mark in trace.marks}
+
+
+def _units_of_forwards(context: RankContext, scenario: str) -> list[int | None]:
+    model = sharded(scenario, BF16)
+    train(model, scenario, context, steps=1)
+    with trace_step(model) as trace:
+        train(model, scenario, context, steps=1)
+    return [span.unit for span in _of(trace, Kind.FORWARD)]
+
+
+@on_ranks(1, 2)
+def test_who_has_called_a_layer_goes_on_afterwards(context: RankContext) -> None:
+    """The outer layer, or what is outside of all layers."""
+    units = _units_of_forwards(context, "layers in layers")
+    assert [unit for unit, _ in itertools.groupby(units)] == [0, 1, 2, 3, 4, 5, 4, 3, 2, 1, 0]
+
+
+@on_ranks(1, 2)
+def test_what_backward_runs_again_is_in_the_trace(context: RankContext) -> None:
+    """In the order in which backward needs it."""
+    units = _units_of_forwards(context, "checkpointing")
+    assert [unit for unit in units if unit] == [1, 2, 3, 4, 5, 5, 4, 3, 2, 1]
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:

@@ -208,7 +208,7 @@ def test_what_python_still_holds_decides_nothing(context: RankContext, sockets: 
         kept = [model(vector_batch(1, context.rank)), model(vector_batch(2, context.rank))]
         if not keeps:
             kept.clear()
-        with counted_collectives() as counts:
+        with counted_collectives(model) as counts:
             stack_step(model, Call(3, context.rank, 2, 1.0))
         heard: list[Any] = [None] * 2
         torch.distributed.all_gather_object(heard, counts)

@@ -145,7 +145,7 @@ def test_accumulation_gathers_less_inside_no_sync(context: RankContext) -> None:
             stack_step(model, Call(0, context.rank, 2, 1.0))
         with model.no_sync() if inside else contextlib.nullcontext():
             stack_step(model, Call(1, context.rank, 2, 1.0))
-            with counted_collectives() as counts:
+            with counted_collectives(model) as counts:
                 stack_step(model, Call(2, context.rank, 2, 1.0))
         traffic.append(sum(counts.values()))
     assert traffic[1] < traffic[0]

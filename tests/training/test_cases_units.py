@@ -23,7 +23,7 @@ def _traffic_of_forward(model: nn.Module, *inputs: Any, **named: Any) -> int:
     """Collectives that one forward without gradients issues, the buffers of a training step being sent before."""
     with torch.no_grad():
         model(*inputs, **named)
-        with counted_collectives() as counts:
+        with counted_collectives(model) as counts:
             model(*inputs, **named)
     return sum(counts.values())
 

@@ -175,10 +175,10 @@ def test_tiny_layers_do_not_pay_a_collective_each(context: RankContext, together
     units = 12 // together
     assert len(_names(model)) == units
     for number in range(3):
-        with counted_collectives() as counts:
+        with counted_collectives(model) as counts:
             stack_step(model, Call(number, context.rank, 2, 1.0))
-        assert counts["start_gather"] == 2 * units - min(units, 2) + 1 + 1  # the edge unit, the flags
-        assert counts["start_reduce"] == units + 1
+        assert counts["all_gather"] == 2 * units - min(units, 2) + 1 + 1  # the edge unit, the flags
+        assert counts["reduce_scatter"] == units + 1
 
 
 @on_ranks(2)
@@ -187,10 +187,10 @@ def test_another_order_inside_a_unit_costs_nothing(context: RankContext, route: 
     """It is one visit; after the first pass also if units run in another order."""
     model = StreamShard(Planned(8), precision=FP32, min_unit_size=PAIRS)
     for number in range(3):
-        with counted_collectives() as counts:
+        with counted_collectives(model) as counts:
             planned_step({(number, context.rank): route})(model, Call(number, context.rank, 2, 1.0))
-    assert counts["start_gather"] == 2 * 4 - 2 + 1 + 1
-    assert counts["start_reduce"] == 4 + 1
+    assert counts["all_gather"] == 2 * 4 - 2 + 1 + 1
+    assert counts["reduce_scatter"] == 4 + 1
 
 
 @on_ranks(2)

@@ -197,9 +197,9 @@ def test_units_that_do_not_train_have_no_grad_slot(context: RankContext) -> None
 
 
 def _counts(model: nn.Module, context: RankContext, number: int) -> tuple[int, int]:
-    with counted_collectives() as counts:
+    with counted_collectives(model) as counts:
         lm_step(model, Call(number, context.rank, context.world_size, 1.0))
-    return counts.get("start_gather", 0), counts.get("start_reduce", 0)
+    return counts.get("all_gather", 0), counts.get("reduce_scatter", 0)
 
 
 @on_ranks(2)

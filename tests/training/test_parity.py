@@ -78,7 +78,7 @@ def test_one_rank_alone_communicates_nothing(context: RankContext) -> None:
     model = StreamShard(TinyLM(), precision=FP32)
     optimizer = adamw(model)
     for number in range(2):
-        with counted_collectives() as counts:
+        with counted_collectives(model) as counts:
             lm_step(model, Call(number, 0, 1, 1.0))
             optimizer.step()
             optimizer.zero_grad()
@@ -89,7 +89,7 @@ def test_one_rank_alone_communicates_nothing(context: RankContext) -> None:
 def test_the_reference_counts_collectives(context: RankContext) -> None:
     """The counter behind the test above sees collectives when there are some."""
     model = StreamShard(TinyLM(), precision=FP32)
-    with counted_collectives() as counts:
+    with counted_collectives(model) as counts:
         lm_step(model, Call(0, context.rank, 2, 1.0))
     assert sum(counts.values()) > 0
 
