@@ -31,7 +31,7 @@ from streamshard.comm.transport import Reduction
 from streamshard.errors import CommunicationError
 from streamshard.inspect import engine_inside
 from tests.models import Stack, vector_batch
-from tests.ranks import RankContext, RankFailure, RankPool, on_ranks, open_pool
+from tests.ranks import RankContext, RankFailure, RankPool, await_groups_of_before, on_ranks, open_pool
 from tests.reference import EXACT, FP32, assert_same, full_weights
 from tests.scenarios import BF16, PRECISIONS, SCENARIOS, over_sockets, sharded, train
 
@@ -162,6 +162,7 @@ def _mappings() -> int:
 
 
 def _open_files(what: str = "") -> int:
+    await_groups_of_before()  # which have sockets
     links = (path for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
     return sum(what in os.readlink(link) for link in links)
 
