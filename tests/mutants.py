@@ -79,14 +79,14 @@ MUTANTS: list[Mutant] = [
         "no `_drain_gathers` before a cast",
         "        self._drain_gathers()\n        self._await_readers()\n",
         "        self._await_readers()\n",
-        "invariants::test_no_gather_is_under_way_where_weights_are_cast_or_gathered_again races adversary",
+        "invariants::test_no_gather_is_under_way_where_weights_are_cast_or_gathered_again matrix",
     ),
     Mutant(
         "engine/engine",
         "a cast does not wait for readers",
         "        self._drain_gathers()\n        self._await_readers()\n",
         "        self._drain_gathers()\n",
-        "races adversary",
+        "matrix",
     ),
     Mutant(
         "engine/engine",
@@ -135,7 +135,7 @@ MUTANTS: list[Mutant] = [
         "a failed forward issues nothing",
         "        if error is not None and (self.ranks.has_failed or not isinstance(error, Exception)):\n",
         "        if error is not None:\n",
-        "invariants::test_a_forward_that_fails_on_one_rank_issues_what_the_others_do cases_exceptions adversary",
+        "invariants::test_a_forward_that_fails_on_one_rank_issues_what_the_others_do cases_exceptions matrix",
     ),
     Mutant(
         "engine/engine",
@@ -255,7 +255,7 @@ MUTANTS: list[Mutant] = [
         "a slot's holder is not released",
         "                self._take_edits(self.units[holder])\n            self.units[holder].release()\n",
         "                self._take_edits(self.units[holder])\n",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind away races cases_passes",
+        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind away matrix cases_passes",
     ),
     Mutant(
         "engine/engine",
@@ -276,7 +276,7 @@ MUTANTS: list[Mutant] = [
         "`_acquire` does not wait",
         "            unit.finish_gather()\n",
         "            pass\n",
-        "races",
+        "matrix",
     ),
     # -- engine: weights that are borrowed
     Mutant(
@@ -335,7 +335,7 @@ MUTANTS: list[Mutant] = [
         "        for other in self.units[1:]:\n            if other.is_bound and other is not unit:\n"
         "                other.release()\n",
         "",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind races adversary",
+        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind matrix",
     ),
     Mutant(
         "engine/engine",
@@ -440,7 +440,7 @@ MUTANTS: list[Mutant] = [
         "`due` is not discarded",
         "                self.reductions.due.discard(op.unit)\n",
         "",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind coalesce cases_passes adversary",
+        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind coalesce cases_passes matrix",
     ),
     Mutant(
         "engine/engine",
@@ -522,7 +522,7 @@ MUTANTS: list[Mutant] = [
         "`settle` leaves `used`",
         "        self.finish([False] * len(self.params))\n",
         "",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions adversary",
+        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions matrix",
     ),
     Mutant(
         "engine/engine",
@@ -549,7 +549,7 @@ MUTANTS: list[Mutant] = [
         "                self._reduce_edge(backward)\n"
         "                self.reductions.complete()\n",
         "                self._close_all(backward)\n                self._reduce_edge(backward)\n",
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions races",
+        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions matrix",
     ),
     Mutant(
         "engine/engine",
@@ -624,14 +624,14 @@ MUTANTS: list[Mutant] = [
         "a gather does not wait for the slot's last use",
         "        slot.released.wait()  # rule 2\n",
         "",
-        "races",
+        "matrix",
     ),
     Mutant(
         "unit/unit",
         "`start_gather` without `arrived.settle()`",
         "        slot.arrived.complete()  #",
         "        #",
-        "invariants::test_no_gather_is_under_way_where_weights_are_cast_or_gathered_again adversary cases_execution",
+        "invariants::test_no_gather_is_under_way_where_weights_are_cast_or_gathered_again matrix cases_execution",
     ),
     Mutant(
         "unit/unit",
@@ -645,14 +645,14 @@ MUTANTS: list[Mutant] = [
         "gradients of before are taken at each opening",
         "        is_first, self._has_taken = not self._has_taken, True\n",
         "        is_first, self._has_taken = True, True\n",
-        "cases_passes adversary",
+        "cases_passes matrix",
     ),
     Mutant(
         "unit/grads",
         "a grad slot is opened without waiting",
         "        slot.drained.wait()  # rule 3\n",
         "",
-        "races",
+        "matrix",
     ),
     Mutant(
         "unit/grads",
@@ -729,7 +729,7 @@ MUTANTS: list[Mutant] = [
         "a reduction does not wait for gradients",
         "        slot.written.wait()  # rule 4\n",
         "",
-        "races",
+        "matrix",
     ),
     Mutant(
         "unit/grads",
@@ -933,14 +933,14 @@ MUTANTS: list[Mutant] = [
         "the optimizer does not wait",
         "            self._done.wait()  # rule 7",
         "            pass  # rule 7",
-        "races",
+        "matrix",
     ),
     Mutant(
         "engine/used",
         "flags of used parameters are not awaited",
         "            self._arrived.wait()\n            for stage",
         "            for stage",
-        "invariants::test_a_layer_that_no_rank_has_run_has_no_gradient_however_late_flags_are races cases_execution",
+        "invariants::test_a_layer_that_no_rank_has_run_has_no_gradient_however_late_flags_are matrix cases_execution",
     ),
     Mutant(
         "engine/used",
@@ -954,7 +954,7 @@ MUTANTS: list[Mutant] = [
         "flags are sent before they are written",
         "                self._written.wait()  # rule 5",
         "                pass  # rule 5",
-        "races",
+        "matrix",
     ),
     Mutant(
         "engine/used",

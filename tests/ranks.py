@@ -28,6 +28,7 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import unittest
@@ -44,7 +45,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not re-exported in stubs
 
-__all__ = ["RankContext", "RankFailure", "RankPool", "Ranks", "on_ranks", "warnings_are_errors"]
+__all__ = [
+    "RankContext",
+    "RankFailure",
+    "RankPool",
+    "Ranks",
+    "await_groups_of_before",
+    "on_ranks",
+    "warnings_are_errors",
+]
 
 MAX_RANKS = 4
 GROUP_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_GROUP_TIMEOUT_S", "60"))
@@ -166,10 +175,33 @@ def _collect_garbage() -> None:
         gc.freeze()
 
 
+_leaving: threading.Thread | None = None
+
+
+def _leave_groups() -> None:
+    """End the groups of an earlier run: here and not at its end, where a slower rank may still be reading from us.
+
+    gloo's threads look for the end every 10 ms, and are waited for: that is left to a thread, which does nothing else.
+    """
+    await_groups_of_before()
+    if not dist.is_initialized():
+        return
+    groups = list(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
+    global _leaving
+    _leaving = threading.Thread(target=groups.clear)
+    _leaving.start()
+
+
+def await_groups_of_before() -> None:
+    """Return when the groups of earlier runs have closed their connections: for tests that count what is open."""
+    if _leaving is not None:
+        _leaving.join()
+
+
 def _start_clean() -> None:
-    """Undo what an earlier run may have left: its group, its garbage, its settings."""
-    if dist.is_initialized():
-        dist.destroy_process_group()  # here and not at the end of a run: a slower rank may still be reading from us
+    """Undo what an earlier run may have left: its groups, its garbage, its settings."""
+    _leave_groups()
     _collect_garbage()
     if "torch._dynamo" in sys.modules:
         importlib.import_module("torch._dynamo").reset()
@@ -331,7 +363,9 @@ class RankPool:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             os.environ["OMP_NUM_THREADS"] = "1"  # read when the fork server imports torch
             forkserver = multiprocessing.get_context("forkserver")
-            forkserver.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
+            forkserver.set_forkserver_preload(
+                ["torch", "torch.distributed", "pytest", "streamshard", "tests.reference"]
+            )
         if (backend, rank) not in self._workers:
             environment = {}
             if backend == "nccl":

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -22,9 +23,22 @@ from streamshard.engine.engine import Engine
 from streamshard.inspect import engine_inside
 from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext
-from tests.reference import Call, adamw, lm_step, stack_step
+from tests.reference import Call, adamw, full_weights, lm_step, stack_step
 
-__all__ = ["BF16", "SCENARIOS", "RoutedStack", "Scenario", "dropping", "sharded", "train"]
+__all__ = [
+    "BF16",
+    "PRECISIONS",
+    "SCENARIOS",
+    "RoutedStack",
+    "Scenario",
+    "dropping",
+    "over_sockets",
+    "reference",
+    "sharded",
+    "sharded_in_pairs",
+    "train",
+    "trained",
+]
 
 BF16 = Precision(param_dtype=torch.bfloat16)
 PRECISIONS = {
@@ -283,6 +297,39 @@ def sharded(scenario: str, precision: Precision, **settings: Any) -> nn.Module:
     return model
 
 
+class Doubled(RoutedStack):
+    """Two layers for each of a `RoutedStack`'s, so that pairs of them stream like its layers do."""
+
+    def order(self) -> Iterator[Any]:
+        places, self.route = self.route, [layer for place in self.route for layer in (2 * place, 2 * place + 1)]
+        try:
+            yield from super().order()
+        finally:
+            self.route = places
+
+
+def _doubled(scenario: str) -> nn.Module:
+    model = SCENARIOS[scenario].build()
+    if isinstance(model, RoutedStack):
+        depth = len(model.layers)
+        model = Doubled(2 * depth, model.reentrant)
+        model.route = range(depth)
+    elif isinstance(model, TinyLM):
+        model = TinyLM(TinyConfig(depth=8, tied=model.config.tied))
+    return model
+
+
+def sharded_in_pairs(scenario: str, precision: Precision, **settings: Any) -> nn.Module:
+    """The scenario's model with twice as many layers, two of them a unit unless `settings` have another size."""
+    torch.manual_seed(23)
+    model = _doubled(scenario)
+    layers: Any = model.blocks if isinstance(model, TinyLM) else model.layers if isinstance(model, Stack) else model
+    size = 1 + sum(param.numel() for param in layers[1].parameters()) * precision.param_dtype.itemsize
+    settings = {"min_unit_size": size, **settings}
+    result: nn.Module = StreamShard(model, precision=precision, **settings)
+    return result
+
+
 @contextlib.contextmanager
 def over_sockets() -> Iterator[None]:
     """Models that are sharded inside exchange everything through gloo, as between machines."""
@@ -300,6 +347,41 @@ def train(model: nn.Module, scenario: str, context: RankContext, *, steps: int =
         SCENARIOS[scenario].step(model, Call(number, context.rank, context.world_size, 1.0))
         optimizer.step()
         optimizer.zero_grad(set_to_none=number % 2 == 0)
+
+
+def trained(context: RankContext, scenario: str, precision: Precision, **settings: Any) -> dict[str, Tensor]:
+    """Whole weights after training."""
+    model = sharded(scenario, precision, **settings)
+    train(model, scenario, context)
+    return full_weights(model)
+
+
+# Of this process, which serves many tests.
+_references: dict[tuple[str, Precision, int, bool], dict[str, Tensor]] = {}
+
+
+def reference(
+    context: RankContext, scenario: str, precision: Precision, *, in_pairs: bool = False
+) -> dict[str, Tensor]:
+    """What training with the default settings gives, trained once per set of rank processes. Collective.
+
+    Args:
+        context: the rank.
+        scenario: which.
+        precision: of the model.
+        in_pairs: of the model that `sharded_in_pairs` makes, each layer a unit.
+    """
+    key = (scenario, precision, context.world_size, in_pairs)
+    is_known = torch.tensor(key in _references)
+    dist.all_reduce(is_known, dist.ReduceOp.MIN)  # processes are replaced when a test fails, not all of them
+    if not is_known:
+        if in_pairs:
+            model = sharded_in_pairs(scenario, precision, min_unit_size=0)
+            train(model, scenario, context)
+            _references[key] = full_weights(model)
+        else:
+            _references[key] = trained(context, scenario, precision)
+    return _references[key]
 
 
 @contextlib.contextmanager

@@ -16,27 +16,9 @@ from streamshard.inspect.races import detect_races
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, Call, assert_same, full_weights
-from tests.scenarios import BF16, SCENARIOS, dropping, sharded, train
+from tests.scenarios import BF16, SCENARIOS, dropping, reference, sharded, train
 
 WIRE16 = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-
-
-def _trained(context: RankContext, scenario: str, precision: Precision) -> dict[str, Tensor]:
-    model = sharded(scenario, precision)
-    train(model, scenario, context)
-    return full_weights(model)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("scenario", list(SCENARIOS))
-def test_training_is_the_same_bit_by_bit(context: RankContext, scenario: str) -> None:
-    """However late collectives are, within what the waits allow."""
-    wanted = _trained(context, scenario, BF16)
-    model = sharded(scenario, BF16)
-    with make_adversarial(model):
-        train(model, scenario, context)
-        found = full_weights(model)
-    assert_same(found, wanted, "weights", EXACT)
 
 
 @on_ranks(1, 3)
@@ -44,9 +26,9 @@ def test_training_is_the_same_bit_by_bit(context: RankContext, scenario: str) ->
 def test_training_is_the_same_at_other_precisions_and_numbers_of_ranks(
     context: RankContext, precision: Precision
 ) -> None:
-    """Also where the compute shards are the main weights themselves."""
+    """Also where the compute shards are the main weights themselves. All ways of training are test_matrix's."""
     for scenario in ("plain", "layers unused on some ranks"):
-        wanted = _trained(context, scenario, precision)
+        wanted = reference(context, scenario, precision)
         model = sharded(scenario, precision)
         with make_adversarial(model):
             train(model, scenario, context)
@@ -84,7 +66,7 @@ def test_a_missing_wait_for_a_slot_shows_as_nan(context: RankContext, rule: Rule
 @on_ranks(2)
 def test_a_missing_wait_for_reductions_shows_as_wrong_weights(context: RankContext) -> None:
     """The optimizer reads the main grads of the step before."""
-    wanted = _trained(context, "plain", FP32)
+    wanted = reference(context, "plain", FP32)
     model = sharded("plain", FP32)
     with make_adversarial(model), dropping(model, Rule.RESULTS_ARRIVED, inside="finish_backward"):
         train(model, "plain", context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from streamshard.comm.streams import Rule
 from streamshard.engine.away import AwayWeight
 from streamshard.errors import ConfigError, RaceError, RankMismatchError
 from streamshard.inspect import engine_inside
-from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from streamshard.inspect.trace import trace_step
 from streamshard.plan.discovery import FoundUnit, coalesce
@@ -48,7 +47,7 @@ from tests.reference import (
     sgd,
     stack_step,
 )
-from tests.scenarios import BF16, SCENARIOS, RoutedStack, dropping, train
+from tests.scenarios import BF16, dropping, sharded_in_pairs, train
 from tests.training.test_cases_compile import let_dynamo_look, only_sharded
 from tests.training.test_cases_execution import Planned, planned_step
 from tests.training.test_cases_passes import RECOMPUTED
@@ -426,76 +425,7 @@ def _random_trains_like_plain(context: RankContext, plan: Plan, size: int) -> No
     )
 
 
-# -- the scenarios ------------------------------------------------------------------------------------------------
-
-
-class Doubled(RoutedStack):
-    """Two layers for each of a `RoutedStack`'s, so that pairs of them stream like its layers do."""
-
-    def order(self) -> Iterator[Any]:
-        places, self.route = self.route, [layer for place in self.route for layer in (2 * place, 2 * place + 1)]
-        try:
-            yield from super().order()
-        finally:
-            self.route = places
-
-
-def _built(scenario: str) -> nn.Module:
-    model = SCENARIOS[scenario].build()
-    if isinstance(model, RoutedStack):
-        depth = len(model.layers)
-        model = Doubled(2 * depth, model.reentrant)
-        model.route = range(depth)
-    elif isinstance(model, TinyLM):
-        model = TinyLM(TinyConfig(depth=8, tied=model.config.tied))
-    return model
-
-
-def _sharded(scenario: str, precision: Precision, **settings: Any) -> nn.Module:
-    torch.manual_seed(23)
-    model = _built(scenario)
-    layers: Any = model.blocks if isinstance(model, TinyLM) else model.layers if isinstance(model, Stack) else model
-    size = 1 + sum(param.numel() for param in layers[1].parameters()) * precision.param_dtype.itemsize
-    settings = {"min_unit_size": size, **settings}
-    sharded: nn.Module = StreamShard(model, precision=precision, **settings)
-    return sharded
-
-
-def _trained(context: RankContext, scenario: str, precision: Precision, **settings: Any) -> dict[str, Tensor]:
-    model = _sharded(scenario, precision, **settings)
-    train(model, scenario, context)
-    return full_weights(model)
-
-
-SLOTS: dict[str, dict[str, Any]] = {
-    "2": {},
-    "3": {"weight_slots": 3, "grad_slots": 3},
-    "all weights": {"weight_slots": "all"},
-    "all": {"weight_slots": "all", "grad_slots": "all"},
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("scenario", list(SCENARIOS))
-def test_training_is_the_same_with_and_without(context: RankContext, scenario: str) -> None:
-    """Bit by bit at two ranks; the norm that clipping divides by is summed in another order."""
-    for precision in (FP32, BF16):
-        wanted = _trained(context, scenario, precision, min_unit_size=0)
-        found = _trained(context, scenario, precision)
-        assert_same(found, wanted, "weights", Tolerance(1e-5, 1e-6) if scenario == "clipping" else EXACT)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("slots", list(SLOTS))
-@pytest.mark.parametrize("scenario", list(SCENARIOS))
-def test_training_is_free_of_races(context: RankContext, scenario: str, slots: str) -> None:
-    """At every number of slots, under a transport that is as late as the rules allow."""
-    model = _sharded(scenario, BF16, **SLOTS[slots])
-    assert any(len(unit.members) > 1 for unit in engine_inside(model).units)
-    with detect_races(model), make_adversarial(model):
-        train(model, scenario, context)
-        found = full_weights(model)
-    assert_same(found, _trained(context, scenario, BF16, **SLOTS[slots]), "weights", EXACT)
+# -- order ---------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -504,12 +434,19 @@ def test_a_rule_taken_away_is_named(context: RankContext, rule: Rule) -> None:
     """Every wait is still needed, and still enough for all layers of a unit."""
     # Rule 6 is needed where a gather is not waited for by its own pass.
     scenario = "evaluation between steps" if rule is Rule.SHARDS_READ else "micro-batches"
-    model = _sharded(scenario, BF16)
+    model = sharded_in_pairs(scenario, BF16)
     with dropping(model, rule), pytest.raises(RaceError, match=f"rule {rule.value} "), detect_races(model):
         train(model, scenario, context)
 
 
 # -- what knows of units ------------------------------------------------------------------------------------------
+
+SLOTS: dict[str, dict[str, Any]] = {
+    "2": {},
+    "3": {"weight_slots": 3, "grad_slots": 3},
+    "all weights": {"weight_slots": "all"},
+    "all": {"weight_slots": "all", "grad_slots": "all"},
+}
 
 
 @on_ranks(1, 2, 3)
