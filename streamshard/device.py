@@ -5,7 +5,9 @@ Nothing here is a collective: what is found depends on this rank's machine, and 
 
 from __future__ import annotations
 
+import contextlib
 import os
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,19 +15,38 @@ import torch.distributed as dist
 
 from streamshard.errors import ConfigError, warn_user
 
-__all__ = ["TRIED", "check_tried", "free_bytes", "has_streams", "module_of", "serves", "training_device"]
+__all__ = [
+    "TRIED",
+    "accelerator",
+    "check_tried",
+    "free_bytes",
+    "has_streams",
+    "module_of",
+    "on_device",
+    "serves",
+    "stand_ins",
+    "training_device",
+]
 
 TRIED = ("cpu", "cuda")  # cuda is ROCm's name too
+
+stand_ins: dict[str, Any] = {}
+"""What takes the place of torch's module for a type of device: tests give the CPU streams with it."""
 
 
 def module_of(device: torch.device) -> Any:
     """``torch.cuda`` and its kin: streams, events and memory of `device`."""
-    return torch.get_device_module(device.type)
+    return stand_ins.get(device.type) or torch.get_device_module(device.type)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make `device` the current one of this thread."""
+    return contextlib.nullcontext() if device.type == "cpu" else module_of(device).device(device)
 
 
 def has_streams(device: torch.device) -> bool:
     """Whether kernels run beside the host, in streams. On the CPU the calling thread runs them."""
-    return device.type != "cpu"
+    return device.type != "cpu" or device.type in stand_ins
 
 
 def serves(group: dist.ProcessGroup, kind: str) -> bool:
@@ -50,7 +71,7 @@ def training_device(params: torch.device, group: dist.ProcessGroup | None, wante
     """
     if params.type != "cpu":
         return params
-    kind = _accelerator()
+    kind = accelerator()
     if kind not in TRIED or kind == "cpu" or wanted == "cpu":
         return params
     module = torch.get_device_module(kind)
@@ -64,7 +85,8 @@ def training_device(params: torch.device, group: dist.ProcessGroup | None, wante
     return torch.device(kind, _own_index(module.current_device(), module.device_count()))
 
 
-def _accelerator() -> str | None:
+def accelerator() -> str | None:
+    """The type of this machine's accelerator, such as "cuda"; None if it has none."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return None if device is None else device.type
 
@@ -95,7 +117,7 @@ def free_bytes(device: torch.device, replaced: int = 0) -> int:
         device: where.
         replaced: bytes there that are about to be freed.
     """
-    if not has_streams(device):
+    if device.type == "cpu":
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     module = module_of(device)
     cached = module.memory_reserved(device) - module.memory_allocated(device)

@@ -648,10 +648,10 @@ MUTANTS: list[Mutant] = [
         "cases_passes matrix",
     ),
     Mutant(
-        "unit/grads",
+        "unit/buffers",
         "a grad slot is opened without waiting",
-        "        slot.drained.wait()  # rule 3\n",
-        "",
+        "        self._writers.clear()\n        self.drained.wait()\n",
+        "        self._writers.clear()\n",
         "matrix",
     ),
     Mutant(
@@ -725,11 +725,32 @@ MUTANTS: list[Mutant] = [
         "invariants::test_a_gradient_frozen_between_micro_batches_stays_as_it_is cases_freezing cases_graphs",
     ),
     Mutant(
-        "unit/grads",
+        "unit/buffers",
         "a reduction does not wait for gradients",
-        "        slot.written.wait()  # rule 4\n",
+        "            self.written.wait()\n",
         "",
         "matrix",
+    ),
+    Mutant(
+        "unit/buffers",
+        "a second stream writes gradients without waiting",
+        "                self.drained.wait()  # rule 3\n                self._writers",
+        "                self._writers",
+        "simulated_device::test_gradients_that_come_on_other_streams_are_waited_for",
+    ),
+    Mutant(
+        "unit/buffers",
+        "a reduction waits for gradients of one stream",
+        "        for stream in self._writers or (None,):\n",
+        "        for stream in self._writers[:1] or (None,):\n",
+        "simulated_device::test_gradients_that_come_on_other_streams_are_waited_for",
+    ),
+    Mutant(
+        "comm/nccl",
+        "fp16 sums are not divided beforehand",
+        "                if before > 1:\n                    slot.mul_(1.0 / before)\n",
+        "",
+        "transport::test_means_are_of_the_sum",
     ),
     Mutant(
         "unit/grads",

@@ -29,5 +29,5 @@ def connect(
             f"no backend: torch.distributed.init_process_group({backend!r}), or without a name for all devices"
         )
     ranks = Ranks(group, streams, everyone, replica)
-    ranks.transport = NcclTransport(ranks) if streams.is_cuda else PairwiseTransport(ranks)
+    ranks.transport = NcclTransport(ranks) if streams.has_streams else PairwiseTransport(ranks)
     return ranks

@@ -1,8 +1,9 @@
 """The two streams and the fences that tie them: every wait of the ordering rules is a `Fence` made here.
 
-On CUDA both streams are real. On the CPU they are declared: computation runs in the calling thread, communication in
-the backend's own threads, and a fence carries the pending work that its wait completes. Observers (such as the race
-detector of `streamshard.inspect`) hear of every record and wait on both, so every machine can check the order.
+On an accelerator both streams are real. On the CPU they are declared: computation runs in the calling thread,
+communication in the backend's own threads, and a fence carries the pending work that its wait completes. Observers
+(such as the race detector of `streamshard.inspect`) hear of every record and wait on both, so every machine can check
+the order.
 See [Note: ordering rules], [Note: observers].
 
 [Note: ordering rules]
@@ -28,10 +29,11 @@ import contextlib
 import enum
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from streamshard.device import has_streams, module_of
 from streamshard.errors import StateError
 
 __all__ = ["AllWork", "Collective", "Fence", "Moment", "Observer", "Rule", "StreamName", "Streams", "Work"]
@@ -132,13 +134,13 @@ class Observer:
         """
 
     def on_record(self, fence: Fence) -> None:
-        """`fence.source` has reached this point; not on CUDA, once ``fence.work`` is done."""
+        """`fence.source` has reached this point; not on an accelerator, once ``fence.work`` is done."""
 
     def on_wait(self, fence: Fence) -> None:
         """`fence.target` goes on only after what `fence` recorded last."""
 
     def on_block(self, fence: Fence, work: Work) -> None:
-        """The host is about to wait for `work`, which was recorded in `fence`. Not on CUDA."""
+        """The host is about to wait for `work`, which was recorded in `fence`. Not on an accelerator."""
 
     def on_done(self, fence: Fence, work: Work) -> None:
         """The host has waited for `work`."""
@@ -150,7 +152,7 @@ class Observer:
 class Fence:
     """A point in `source` that `target` waits for, on behalf of one rule.
 
-    Owns one CUDA event (on CUDA), recorded anew each time, or the pending `Work` (elsewhere).
+    Owns one event of the device (on an accelerator), recorded anew each time, or the pending `Work` (elsewhere).
 
     Args:
         streams: the pair of streams it ties.
@@ -158,7 +160,7 @@ class Fence:
         what: what it guards, for messages ("slot 0").
 
     Attributes:
-        work: what has to complete for the point to be reached; None on CUDA, and once it has completed.
+        work: what has to complete for the point to be reached; None on an accelerator, and once it has completed.
     """
 
     def __init__(self, streams: Streams, rule: Rule, source: StreamName, what: str) -> None:
@@ -167,17 +169,20 @@ class Fence:
         self.source = source
         self.target = StreamName.COMM if source is StreamName.COMPUTE else StreamName.COMPUTE
         self._streams = streams
-        self._event = torch.cuda.Event() if streams.is_cuda else None
+        self._event: Any = None if streams.module is None else streams.module.Event()
         self.work: Work | None = None
         self._recorded = False
 
-    def record(self, work: Work | None = None) -> None:
-        """Mark this point in `source`; `work` is what has to complete for the point to be reached (not on CUDA)."""
+    def record(self, work: Work | None = None, stream: Any = None) -> None:
+        """Mark this point in `source`; `work` has to complete for it to be reached (not where streams are real).
+
+        `stream` is the device's to record on, where that is not the current one.
+        """
         self.complete()
         self.work = work
         self._recorded = True
         if self._event is not None:
-            self._event.record(self._streams.cuda_stream(self.source))
+            self._event.record(stream or self._streams.device_stream(self.source))
         for observer in self._streams.observers:
             observer.on_record(self)
 
@@ -187,7 +192,7 @@ class Fence:
         if not self._recorded or dropped and (self.rule in dropped or self.what in dropped):
             return
         if self._event is not None:
-            self._streams.cuda_stream(self.target).wait_event(self._event)
+            self._streams.device_stream(self.target).wait_event(self._event)
         else:
             self.complete()
         for observer in self._streams.observers:
@@ -211,6 +216,7 @@ class Streams:
         device: where the engine's buffers live.
 
     Attributes:
+        module: ``torch.cuda`` or its kin; None where streams are declared only.
         observers: hear what happens. Whoever has something to say loops over them; see `observed_by`.
         dropped_rules: rules, or fences by what they guard, whose waits are left out. Only for the tests which show that
             each wait is needed.
@@ -218,24 +224,30 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.is_cuda = device.type == "cuda"
+        self.module: Any = module_of(device) if has_streams(device) else None
         self.observers: tuple[Observer, ...] = ()
         self.dropped_rules: frozenset[Rule | str] = frozenset()
         self.current = StreamName.COMPUTE
-        self._comm = torch.cuda.Stream(device) if self.is_cuda else None
+        # High priority: what moves bytes is small, and late if it queues behind the blocks of a large matmul.
+        self._comm: Any = None if self.module is None else self.module.Stream(device, priority=-1)
 
-    def cuda_stream(self, name: StreamName) -> torch.cuda.Stream:
-        """The CUDA stream behind `name`; compute is whatever stream the caller computes on."""
+    @property
+    def has_streams(self) -> bool:
+        """Whether both are real."""
+        return self.module is not None
+
+    def device_stream(self, name: StreamName) -> Any:
+        """The device's stream behind `name`; compute is whatever stream the caller computes on."""
         if self._comm is None:
-            raise StateError("streams", f"on {self.device}", "a CUDA device")
-        return self._comm if name is StreamName.COMM else torch.cuda.current_stream(self.device)
+            raise StateError("streams", f"on {self.device}", "a device that has streams")
+        return self._comm if name is StreamName.COMM else self.module.current_stream(self.device)
 
     @contextlib.contextmanager
     def on_comm(self) -> Iterator[None]:
-        """Run the body on the comm stream: really on CUDA, as declared elsewhere."""
+        """Run the body on the comm stream: really on an accelerator, as declared elsewhere."""
         outer, self.current = self.current, StreamName.COMM
         context: AbstractContextManager[object] = (
-            torch.cuda.stream(self._comm) if self._comm is not None else contextlib.nullcontext()
+            contextlib.nullcontext() if self._comm is None else self.module.stream(self._comm)
         )
         try:
             with context:

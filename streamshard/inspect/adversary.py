@@ -163,10 +163,10 @@ class AdversarialTransport(Transport):
 
     def _start(self, start: Callable[[], Work | None], after: Callable[[], None] | None = None) -> Work | None:
         late = _Late(self, start, after)
-        if self.streams.is_cuda:
+        if self.streams.has_streams:
             # Waits are events there, of which the host knows nothing: the device has to be slow.
             with self.streams.on_comm():
-                torch.cuda._sleep(_DELAY_CYCLES)
+                _be_slow(self.streams)
             late.complete(self.streams)
             return None
         self._pending.append(late)
@@ -209,3 +209,8 @@ def _spoil(slot: torch.Tensor, keep: torch.Tensor) -> None:
     with torch.no_grad():
         for part in parts:
             part.fill_(float("nan")) if part.is_floating_point() else part.fill_(torch.iinfo(part.dtype).max)
+
+
+def _be_slow(streams: Streams) -> None:
+    if sleep := getattr(streams.module, "_sleep", None):
+        sleep(_DELAY_CYCLES)

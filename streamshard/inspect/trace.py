@@ -66,7 +66,7 @@ def _slots(engine: Engine) -> list[int | None]:
 
 # -- recording ----------------------------------------------------------------------------------------------------
 
-_Stamp = Any  # float seconds, or a torch.cuda.Event
+_Stamp = Any  # float seconds, or an event of the device
 _SHORTEST_US = 20.0  # shorter waits are left out: most find their collective done
 
 
@@ -78,10 +78,10 @@ class _Clock:
         self._start = self.now(StreamName.COMPUTE)
 
     def now(self, stream: StreamName) -> _Stamp:
-        if not self._streams.is_cuda:
+        if not self._streams.has_streams:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._streams.cuda_stream(stream))
+        event = self._streams.module.Event(enable_timing=True)
+        event.record(self._streams.device_stream(stream))
         return event
 
     def microseconds(self, stamp: _Stamp) -> float:
@@ -254,8 +254,8 @@ class _Recorder(Observer):
 
     def fill(self, trace: Trace) -> None:
         """Stamps to microseconds. What nobody has waited for ends with the trace."""
-        if self._streams.is_cuda:
-            torch.cuda.synchronize(self._streams.device)
+        if self._streams.has_streams:
+            self._streams.module.synchronize(self._streams.device)
         for issued in self._under_way.values():
             self._spans.append((StreamName.COMM, issued, self._clock.now(StreamName.COMM)))
         to_us = self._clock.microseconds

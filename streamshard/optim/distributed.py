@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from streamshard.device import on_device
 from streamshard.errors import ConfigError, OptimizerError
 from streamshard.optim.local_sgd import LocalSGD
 from streamshard.optim.wrapper import WrappedOptimizer
@@ -47,7 +47,7 @@ class DistributedOptimizer(WrappedOptimizer):
             )
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step on this rank and wait for the others: one collective, for which on CUDA the host waits.
+        """Step on this rank and wait for the others: one vote of the hosts, for which no device waits.
 
         Args:
             *args, **kwargs: the inner optimizer's. A closure is called by it, as often as it likes (once for all
@@ -61,8 +61,8 @@ class DistributedOptimizer(WrappedOptimizer):
                 stepped. The model can be used: with their new weights, or after loading others.
             CommunicationError: a rank has died, or did not step.
         """
-        device, ranks = self.engine.streams.device, self.engine.ranks
-        with self.engine.step_lock, torch.cuda.device(device if device.type == "cuda" else -1):
+        ranks = self.engine.ranks
+        with self.engine.step_lock, on_device(self.engine.streams.device):
             result, error = None, None
             try:
                 result = super().step(*args, **kwargs)
@@ -70,9 +70,7 @@ class DistributedOptimizer(WrappedOptimizer):
                 if ranks.has_failed:  # the others cannot be told
                     raise
                 error = raised
-            has_failed = torch.full((), error is not None, dtype=torch.int32, device=device)
-            ranks.all_reduce(has_failed, maximum=True, everyone=True)
-            if has_failed.item():
+            if ranks.any_rank(error is not None):
                 raise self._error_of_all(error) from error
             return result
 

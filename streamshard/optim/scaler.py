@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from streamshard.device import accelerator
 from streamshard.errors import ConfigError
 from streamshard.unit.sharded_grad import know_grads
 
@@ -55,7 +56,7 @@ class GradScaler(torch.amp.GradScaler):
         _want_count("growth_interval", growth_interval)
         _want_count("hysteresis", hysteresis)
         if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+            device = accelerator() or "cpu"
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._hysteresis = self._init_hysteresis_tracker = hysteresis
         self._hysteresis_tracker: torch.Tensor | None = None  # [] int32: overflows until one backs off, that one too

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -170,6 +170,8 @@ class GradSlot:
         self.drained = Fence(streams, Rule.GRADS_DRAINED, StreamName.COMM, what)
         self.scratch = scratch
         self.buffer: torch.Tensor | None = None
+        self._streams = streams
+        self._writers: list[Any] = []  # streams of the device on which gradients have been written
         self._numel = numel
         self._dtype = dtype
         self._ledger = ledger
@@ -182,3 +184,29 @@ class GradSlot:
             )
             self.scratch.allocate()
         return self.buffer
+
+    def open(self, unit: int) -> None:
+        """It is `unit`'s from here on (rule 3)."""
+        self._writers.clear()
+        self.drained.wait()
+        if self._streams.has_streams:
+            self._writers.append(self._streams.device_stream(StreamName.COMPUTE))
+        self.content = unit
+
+    def join(self) -> None:
+        """The current stream is about to write: it waits as the first one has.
+
+        autograd makes a gradient on the stream of the forward, which a layer may change (shared experts, say), and
+        lets that of the caller wait for all of them at the end of backward only.
+        """
+        if self._streams.has_streams:
+            stream = self._streams.device_stream(StreamName.COMPUTE)
+            if stream not in self._writers:
+                self.drained.wait()  # rule 3
+                self._writers.append(stream)
+
+    def finish_writing(self) -> None:
+        """Nothing is written any more: the comm stream goes on after what was, on whatever stream (rule 4)."""
+        for stream in self._writers or (None,):
+            self.written.record(stream=stream)
+            self.written.wait()

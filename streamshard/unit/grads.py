@@ -198,8 +198,7 @@ class UnitGrads:
             if is_first:
                 self._set_written(self._adds)
             return
-        slot.drained.wait()  # rule 3
-        slot.content = self._index
+        slot.open(self._index)
         self._set_written(self._adds and self._is_main_in_slot)
         if self._adds and self._is_main_in_slot:
             self._spread_main()
@@ -233,6 +232,8 @@ class UnitGrads:
         """Gradient `place` [shape of the view] into the slot: the one copy that gradients see. Compute stream."""
         grad = self.params[place]
         grad.is_used = self.has_unreduced = True
+        if self.slot is not None:
+            self.slot.join()
         if value.is_sparse:
             value = value.to_dense()
         if grad.is_written:
@@ -256,6 +257,8 @@ class UnitGrads:
         """Slot to main grads. Parameters without a gradient contribute zeros, never another unit's leftovers."""
         self.reductions += 1
         self.has_unreduced = False
+        if self.slot is not None:
+            self.slot.join()
         for grad in self.params:
             if (self.counts(grad) or grad.is_kept) and not grad.is_written:  # a frozen one may have kept one
                 grad.in_slot.zero_()
@@ -263,8 +266,7 @@ class UnitGrads:
         if slot is None or self.all is None or self.main is None:
             self._set_written(True)
             return None
-        slot.written.record()
-        slot.written.wait()  # rule 4
+        slot.finish_writing()
         accumulate, self._adds = self._adds and not self._is_main_in_slot, True
         scratch = slot.scratch.take(self._scratch_numel)
         reduction = Reduction(self.all, self.main, scratch, self._mode, accumulate, self._index)

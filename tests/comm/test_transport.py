@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from streamshard.comm import nccl
 from streamshard.comm.connect import connect
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.nccl import NcclTransport
@@ -21,6 +19,7 @@ from streamshard.comm.transport import Reduction, Transport, sum_in_rank_order
 from streamshard.config import Precision, ReductionMode
 from streamshard.inspect.adversary import AdversarialTransport, Adversary
 from tests.ranks import RankContext, on_ranks
+from tests.simulated import LateTransport, simulated_device
 
 NUMEL = 257  # of a shard; no multiple of anything
 UNITS = 3
@@ -57,37 +56,27 @@ def _late(make: Callable[[torch.device], Ranks]) -> Callable[[torch.device], Ran
     return made
 
 
-class _NcclOverGloo(NcclTransport):
-    """What GPUs go through, with gloo's collectives beneath, which have no means."""
-
-    def start_reduce(self, reduction: Reduction) -> Work | None:
-        with mock.patch.object(nccl, "_reduce_scatter_single", self._reduce_scatter):
-            return super().start_reduce(reduction)
-
-    def start_average(self, tensor: torch.Tensor) -> Work | None:
-        dist.all_reduce(tensor, group=self.ranks.group)
-        tensor.div_(self.ranks.world_size)
-        return None
-
-    def _reduce_scatter(self, out: torch.Tensor, slot: torch.Tensor, **_: Any) -> None:
-        assert out.dtype is slot.dtype
-        total = slot.clone()
-        dist.all_reduce(total, group=self.ranks.group)
-        out.copy_(total.view(self.ranks.world_size, -1)[self.ranks.rank].div_(self.ranks.world_size))
+def _on_a_device(device: torch.device) -> Ranks:
+    """What GPUs go through, with gloo's collectives beneath."""
+    with simulated_device():
+        ranks = _gloo(device)
+    assert type(ranks.transport) is NcclTransport
+    return ranks
 
 
-def _nccl_over_gloo(device: torch.device) -> Ranks:
-    ranks = _gloo(device)
-    ranks.transport = _NcclOverGloo(ranks)
+def _late_on_a_device(device: torch.device) -> Ranks:
+    ranks = _on_a_device(device)
+    ranks.transport = LateTransport(ranks)
     return ranks
 
 
 TRANSPORTS: dict[str, Callable[[torch.device], Ranks]] = {
     "sockets": _gloo,
     "shared memory": _shared,
-    "NCCL's, over sockets": _nccl_over_gloo,
+    "a device": _on_a_device,
     "sockets, late": _late(_gloo),
     "shared memory, late": _late(_shared),
+    "a device, late": _late_on_a_device,
 }
 
 
@@ -160,7 +149,7 @@ def _check_reductions(ranks: Ranks, mode: ReductionMode, *, sums: bool) -> None:
         for work, out, mean in zip(works, outs, wanted, strict=True):
             _wait(transport, work)
             assert out.dtype is torch.float32
-            if not sums or mode is ReductionMode.EXCHANGE_16:
+            if not sums:
                 assert torch.equal(out, mean)
             elif mode is ReductionMode.SUM_16:
                 torch.testing.assert_close(out, mean, rtol=2e-2, atol=3e-2)
@@ -222,7 +211,7 @@ def test_what_every_transport_does(context: RankContext, through: str, dtype: st
 def test_every_transport_has_every_reduction(context: RankContext, through: str, mode: ReductionMode) -> None:
     """Through gloo and shared memory in fp32 in rank order, whatever is sent."""
     ranks = TRANSPORTS[through](torch.device("cpu"))
-    _check_reductions(ranks, mode, sums=isinstance(ranks.transport, NcclTransport))
+    _check_reductions(ranks, mode, sums=ranks.streams.has_streams)
 
 
 @pytest.mark.parametrize(
@@ -246,12 +235,12 @@ def test_the_mode_follows_from_the_dtypes(param: str, grad: str | None, reduce: 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("through", ["sockets", "shared memory", "NCCL's, over sockets"])
+@pytest.mark.parametrize("through", ["sockets", "shared memory", "a device"])
 def test_scratch_is_what_the_mode_needs(context: RankContext, through: str) -> None:
     """A shard to add from or to widen, or the chunks that are summed, as far as they do not lie elsewhere."""
     ranks = TRANSPORTS[through](torch.device("cpu"))
     numels = [ranks.transport.scratch_numel(10, mode, adds=adds) for mode in ReductionMode for adds in (False, True)]
-    wanted = {"sockets": [10] * 6, "shared memory": [0] * 6, "NCCL's, over sockets": [0, 10, 20, 20, 10, 10]}
+    wanted = {"sockets": [10] * 6, "shared memory": [0] * 6, "a device": [0, 10, 20, 40, 10, 10]}
     assert numels == wanted[through]
 
 
@@ -283,3 +272,20 @@ def test_the_adversary_is_put_in_one_place(context: RankContext) -> None:
     assert ranks.transport is own
     assert type(own) is PairwiseTransport
     _check_gathers(ranks, torch.float32)
+
+
+@on_ranks(3, 4)
+@pytest.mark.parametrize("through", ["a device", "sockets"])
+def test_means_are_of_the_sum(context: RankContext, through: str) -> None:
+    """Of equal numbers they are that number, where N-ths rounded before give another one; fp16 does not overflow."""
+    ranks = TRANSPORTS[through](torch.device("cpu"))
+    transport, size = ranks.transport, ranks.world_size
+    for dtype, value in ((torch.bfloat16, 1.0), (torch.float16, 24000.0)):
+        slot = transport.allocate_visible(size * NUMEL, dtype).fill_(value)
+        out = torch.ones(NUMEL)
+        scratch = torch.empty(transport.scratch_numel(NUMEL, ReductionMode.SUM_16, adds=True), dtype=dtype)
+        for accumulate in (False, True):
+            slot.fill_(value)
+            reduction = Reduction(slot, out, scratch, ReductionMode.SUM_16, accumulate, 0)
+            _wait(transport, transport.start_reduce(reduction))
+        torch.testing.assert_close(out, torch.full((NUMEL,), 2 * value), rtol=1e-3, atol=0.0)

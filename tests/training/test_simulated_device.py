@@ -1,0 +1,225 @@
+"""The path of accelerators on a machine without one: events, NcclTransport, streams that are as late as allowed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streamshard import Precision
+from streamshard.comm.nccl import NcclTransport
+from streamshard.comm.streams import Collective, Observer, Rule, StreamName
+from streamshard.inspect import engine_inside
+from streamshard.inspect.races import detect_races
+from streamshard.unit.unit import StreamedUnit
+from tests.ranks import RankContext, on_ranks
+from tests.reference import EXACT, FP32, Call, Tolerance, assert_same, full_weights, stack_step
+from tests.scenarios import BF16, PRECISIONS, SCENARIOS, dropping, reference, sharded, train
+from tests.simulated import SimulatedDevice, SimulatedStream, backward_elsewhere, late, simulated_device
+
+SETTINGS: dict[str, tuple[Precision, dict[str, Any]]] = {
+    "ZeRO-3, fp32": (FP32, {}),
+    "ZeRO-3": (BF16, {}),
+    "ZeRO-1, fp32": (FP32, {"weight_slots": "all", "grad_slots": "all"}),
+    "ZeRO-1": (BF16, {"weight_slots": "all", "grad_slots": "all"}),
+    "3 and 4 slots": (BF16, {"weight_slots": 3, "grad_slots": 4}),
+}
+IMPOSSIBLE = [("weights elsewhere", "ZeRO-1, fp32")]
+NEAR = Tolerance(1e-4, 1e-5)  # sums in another order
+# Where gradients are added to what is there: half of the sum of two is what is added, not the half of each.
+ADDING = ("micro-batches", "no_sync", "gradients kept when a backward fails", "two backwards", "a kept graph")
+# Sums in bf16 are rounded in another order than the CPU's transports, which widen before they add.
+OWN_SUMS = Tolerance(2e-2, 2e-2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("setting", list(SETTINGS))
+@pytest.mark.parametrize("scenario", list(SCENARIOS))
+def test_late_collectives_change_nothing(context: RankContext, scenario: str, setting: str) -> None:
+    """Backward runs in a thread of its own; what is read too early is NaN, or old."""
+    if (scenario, setting) in IMPOSSIBLE:
+        return
+    precision, slots = SETTINGS[setting]
+    with simulated_device(), backward_elsewhere():
+        model = sharded(scenario, precision, **slots)
+        assert type(engine_inside(model).ranks.transport) is NcclTransport
+        with late(model):
+            train(model, scenario, context)
+            found = full_weights(model)
+    wanted = reference(context, scenario, precision)
+    assert_same(found, wanted, "weights", NEAR if scenario in ADDING else EXACT)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_every_precision_is_reduced_right(context: RankContext, precision: str) -> None:
+    """Early collectives, and no races; fp16 besides."""
+    tolerance = OWN_SUMS if precision == "16-bit" else NEAR
+    for scenario in ("plain", "micro-batches"):
+        with simulated_device():
+            model = sharded(scenario, PRECISIONS[precision])
+            with detect_races(model) as races:
+                train(model, scenario, context)
+                found = full_weights(model)
+        assert races.accesses > 50
+        assert_same(found, reference(context, scenario, PRECISIONS[precision]), "weights", tolerance)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "scenario", ["plain", "micro-batches", "unused layers", "checkpointing", "a backward that fails"]
+)
+def test_replicas_average_in_time(context: RankContext, scenario: str) -> None:
+    """On a mesh of 2 x 2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    wanted = sharded(scenario, FP32, mesh=mesh)
+    train(wanted, scenario, context)
+    with simulated_device(), backward_elsewhere():
+        model = sharded(scenario, FP32, mesh=mesh)
+        with late(model):
+            train(model, scenario, context)
+            found = full_weights(model)
+    assert_same(found, full_weights(wanted), "weights", NEAR)
+
+
+# ---------------------------------------------------------------------------------------------- waits that are left out
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "rule", [Rule.WEIGHTS_ARRIVED, Rule.GRADS_DRAINED, Rule.RESULTS_ARRIVED], ids=lambda rule: rule.name
+)
+def test_a_wait_that_is_left_out_gives_other_numbers(context: RankContext, rule: Rule) -> None:
+    """Which is what late collectives are for: each of the waits for them is needed."""
+    scenario = "plain"
+    wanted = reference(context, scenario, BF16)
+    with simulated_device():
+        model = sharded(scenario, BF16)
+        with late(model):
+            with dropping(model, rule):
+                train(model, scenario, context)
+            found = full_weights(model)
+    assert any(not torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+# ---------------------------------------------------------------------------------------------- the host
+
+
+class _Reads(TorchDispatchMode):
+    """Counts what would make the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def counting_waits(device: SimulatedDevice) -> Iterator[list[str]]:
+    """What the host has waited for: values of tensors, copies to the host and from it, the device."""
+    waits: list[str] = []
+
+    def counted(owner: Any, name: str) -> Any:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            waits.append(name)
+            return original(*args, **kwargs)
+
+        return mock.patch.object(owner, name, call)
+
+    with contextlib.ExitStack() as stack:
+        for name in ("tolist", "item", "numpy", "cpu", "__bool__", "__float__", "__int__"):
+            stack.enter_context(counted(Tensor, name))
+        stack.enter_context(counted(torch, "tensor"))  # a copy from memory that is not pinned
+        stack.enter_context(counted(device, "synchronize"))
+        reads = stack.enter_context(_Reads())
+        yield waits
+    waits += ["a value"] * reads.count
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}])
+def test_the_host_never_waits_in_a_steady_step(context: RankContext, slots: dict[str, Any]) -> None:
+    """Nor does clipping by the model's own method; micro-batches neither."""
+    with simulated_device() as device:
+        model: Any = sharded("unequal layers", BF16, **slots)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)  # has no step counter
+
+        def step(number: int) -> None:
+            with model.no_sync():
+                stack_step(model, Call(2 * number, context.rank, 2, 1.0))
+            stack_step(model, Call(2 * number + 1, context.rank, 2, 1.0))
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in range(2):
+            step(number)
+        with counting_waits(device) as waits:
+            step(2)
+            assert not waits
+        with counting_waits(device) as waits:
+            model.clip_grad_norm_(1.0, skip_above=10.0)
+        assert "item" in waits
+
+
+# ---------------------------------------------------------------------------------------------- streams of the user's
+
+
+class _Watch(Observer):
+    """Notes, where a reduction is issued, whether the comm stream has waited for what `side` wrote last."""
+
+    def __init__(self, side: SimulatedStream) -> None:
+        self.side = side
+        self.comm: SimulatedStream | None = None
+        self.wrote_at = -1
+        self.waited: list[bool] = []
+
+    def on_collective(self, collective: Collective, tag: int | None, reads: Any, writes: Any) -> None:
+        """See `Observer.on_collective`."""
+        if collective is Collective.REDUCE_SCATTER and self.comm is not None and self.wrote_at >= 0:
+            self.waited.append(self.comm.waited_for.get(self.side, 0) > self.wrote_at)
+            self.wrote_at = -1
+
+
+@on_ranks(2)
+def test_gradients_that_come_on_other_streams_are_waited_for(context: RankContext) -> None:
+    """As layers with a stream for shared experts have them: rules 3 and 4 hold for each stream that writes."""
+    wanted = reference(context, "unequal layers", BF16)
+    with simulated_device() as device:
+        model = sharded("unequal layers", BF16)
+        engine, side = engine_inside(model), SimulatedStream()
+        watch = _Watch(side)
+        watch.comm = engine.streams.device_stream(StreamName.COMM)
+        on_grad, drained = engine.on_grad, []
+
+        def on_side(unit: StreamedUnit, place: int, grad: Tensor) -> None:
+            if not unit.shard.params[place].name.endswith("bias"):
+                on_grad(unit, place, grad)
+                return
+            with device.stream(side):
+                on_grad(unit, place, grad)
+            watch.wrote_at = side.ticks
+            slot = unit.grads.slot
+            assert slot is not None
+            drained.append(side.waited_for.get(watch.comm, 0) >= slot.drained._event.tick)
+
+        with mock.patch.object(engine, "on_grad", on_side), engine.streams.observed_by(watch), late(model):
+            train(model, "unequal layers", context)
+        assert_same(full_weights(model), wanted, "weights", EXACT)
+    assert len(watch.waited) > 9
+    assert all(watch.waited)
+    assert len(drained) > 9
+    assert all(drained)
