@@ -195,7 +195,8 @@ class _Watch(Observer):
 
 
 @on_ranks(2)
-def test_gradients_that_come_on_other_streams_are_waited_for(context: RankContext) -> None:
+@pytest.mark.parametrize("kind", ["bias", "weight"])  # one of them comes first
+def test_gradients_that_come_on_other_streams_are_waited_for(context: RankContext, kind: str) -> None:
     """As layers with a stream for shared experts have them: rules 3 and 4 hold for each stream that writes."""
     wanted = reference(context, "unequal layers", BF16)
     with simulated_device() as device:
@@ -206,7 +207,7 @@ def test_gradients_that_come_on_other_streams_are_waited_for(context: RankContex
         on_grad, drained = engine.on_grad, []
 
         def on_side(unit: StreamedUnit, place: int, grad: Tensor) -> None:
-            if not unit.shard.params[place].name.endswith("bias"):
+            if not unit.shard.params[place].name.endswith(kind):
                 on_grad(unit, place, grad)
                 return
             with device.stream(side):
