@@ -124,7 +124,7 @@ def _make_engine(module: nn.Module, checked: _Checked, ranks: Ranks, replicas: R
     layouts = _plan_layouts(found, checked.groups, ranks.world_size, settings)
     share_memory(ranks, _most_bytes(layouts), len(layouts))
     ranks.names = [layout.name or "the edge unit" for layout in layouts]
-    ledger = Ledger(ranks.streams.device, ranks.transport.allocate_visible)
+    ledger = Ledger(ranks.streams, ranks.transport.allocate_visible)
     trains = [any(found_param.param.requires_grad for found_param in params) for params in checked.groups]
     copies = ranks.total_size // ranks.world_size
     scratch_numel = _scratch_numel(ranks, settings.precision)
@@ -343,6 +343,9 @@ def _largest(slot_of: Sequence[int], numel: Sequence[int]) -> dict[int, int]:
 
 def _fill(engine: Engine, module: nn.Module, groups: Sequence[Sequence[FoundParam]], broadcast: bool) -> None:
     """Weights into shards, views onto slots, room for the gradients of what trains, buffers to the device."""
+    for unit, is_trained in zip(engine.units, engine.sizing.trains, strict=True):
+        if is_trained:  # before a parameter's memory is freed, of which a device's allocator would give parts
+            unit.grads.reserve()
     for unit, params, is_trained in zip(engine.units, groups, engine.sizing.trains, strict=True):
         _take_weights(unit, params, engine.ranks, broadcast)
         unit.make_views(_on_grad_of(engine))
@@ -350,6 +353,8 @@ def _fill(engine: Engine, module: nn.Module, groups: Sequence[Sequence[FoundPara
             unit.grads.allocate()
     _place_buffers(module, engine.streams.device, engine.precision.buffer_dtype)
     engine.buffers.start(send=broadcast)
+    if engine.streams.module is not None:  # what the parameters took is the device's again, for whoever needs it
+        engine.streams.module.empty_cache()
 
 
 def _on_grad_of(engine: Engine) -> Callable[[StreamedUnit, int, torch.Tensor], None]:

@@ -119,6 +119,9 @@ class SimulatedDevice:
         finally:
             self._local.stream = outer
 
+    def empty_cache(self) -> None:
+        """What nobody uses is not kept here."""
+
     def synchronize(self, device: object = None) -> None:
         """The host waits."""
         self.synchronizations += 1

@@ -242,6 +242,11 @@ class Streams:
             raise StateError("streams", f"on {self.device}", "a device that has streams")
         return self._comm if name is StreamName.COMM else self.module.current_stream(self.device)
 
+    def keep_for_comm(self, buffer: torch.Tensor) -> None:
+        """`buffer` is used by the comm stream, so its memory is nobody's until that is done, whenever it is freed."""
+        if self.device.type != "cpu":
+            buffer.record_stream(self._comm)
+
     @contextlib.contextmanager
     def on_comm(self) -> Iterator[None]:
         """Run the body on the comm stream: really on an accelerator, as declared elsewhere."""

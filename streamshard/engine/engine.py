@@ -36,7 +36,7 @@ from streamshard.engine.edits import Edits
 from streamshard.engine.inputs import Inputs
 from streamshard.engine.passes import Backward, Forward, Pass, Use
 from streamshard.engine.reductions import Reductions
-from streamshard.errors import ShardingError
+from streamshard.errors import ShardingError, warn_user
 from streamshard.plan.memory import Sizing
 from streamshard.plan.program import Op, OpKind, Sweep, merge_order
 from streamshard.plan.slots import SlotPlan
@@ -132,6 +132,7 @@ class Engine:
         self._weights_are_current = False
         self._forward: Forward | None = None
         self._backward: Backward | None = None
+        self._looks_for_autocast = self.precision.param_dtype is torch.float32 and not self.is_alone
         self._entering: frozenset[int] | None = None  # the units of a pass that begins when weights are first read
         self._is_delivering = False  # gradients are final: hooks of the sharded parameters run
         self._cast_versions: list[list[int]] = []  # of the weights that were cast last, inside no_sync()
@@ -231,6 +232,13 @@ class Engine:
         return None if self._forward is None else self._end_pass(error)
 
     def _begin_pass(self, units: frozenset[int]) -> None:
+        if self._looks_for_autocast and torch.is_autocast_enabled(self.streams.device.type):
+            self._looks_for_autocast = False
+            warn_user(
+                "autocast around layers that compute with fp32 weights: autograd keeps a half-precision copy of each "
+                "weight until backward, in the end the whole model's, on every rank. Without autocast, "
+                "Precision(param_dtype=torch.bfloat16) keeps none, and gathers half as many bytes"
+            )
         if not self._weights_are_current or self._cast_versions != [unit.versions() for unit in self.units]:
             self._cast()
         visits = [index for index in self.order if index in units or index == EDGE]

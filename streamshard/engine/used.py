@@ -56,7 +56,9 @@ class UsedParams:
             flags = [grad.is_used for unit in self._units for grad in unit.grads.params]
             if flags != self._sent:
                 self._sent = flags
-                self._flags[0].copy_(torch.tensor(flags, dtype=torch.uint8))
+                is_remote = self._flags[0].device.type != "cpu"  # then pinned memory, for which the host need not wait
+                told = torch.tensor(flags, dtype=torch.uint8, pin_memory=is_remote)
+                self._flags[0].copy_(told, non_blocking=is_remote)
                 self._written.record()
                 self._written.wait()  # rule 5: the exchange does not read what is being written
             self._start(0)

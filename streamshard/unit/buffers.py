@@ -27,12 +27,12 @@ class Ledger:
     """Allocates buffers and knows them all. Owns every buffer of the engine.
 
     Args:
-        device: where buffers live.
+        streams: both use them; they live on its device.
         allocate_visible: allocates what other ranks may read, see `Transport.allocate_visible`.
     """
 
-    def __init__(self, device: torch.device, allocate_visible: Visible | None = None) -> None:
-        self.device = device
+    def __init__(self, streams: Streams, allocate_visible: Visible | None = None) -> None:
+        self._streams = streams
         self._allocate_visible = allocate_visible
         self.buffers: list[tuple[Category, torch.Tensor]] = []
 
@@ -56,7 +56,8 @@ class Ledger:
             if is_visible and self._allocate_visible is not None:
                 buffer = self._allocate_visible(numel, dtype, is_users=is_users)
             else:
-                buffer = torch.zeros(numel, dtype=dtype, device=self.device)
+                buffer = torch.zeros(numel, dtype=dtype, device=self._streams.device)
+                self._streams.keep_for_comm(buffer)
         self.buffers.append((category, buffer))
         return buffer
 

@@ -159,8 +159,10 @@ class UnitGrads:
         """Another parameter of the unit, and its compute view."""
         self.params.append(ParamGrad(shard, view))
 
-    def allocate(self) -> None:
-        """Main grads, and what gradients are written to. When the unit first trains."""
+    def reserve(self) -> None:
+        """Take the memory for main grads, and for what gradients are written to. A second call does nothing."""
+        if self.main is not None:
+            return
         layout, slot = self._shard.layout, self.slot
         own = None
         if slot is not None:
@@ -171,6 +173,10 @@ class UnitGrads:
         self.main = own
         if own is None:
             self.main = self._ledger.allocate(Category.MAIN_GRADS, layout.shard_numel, torch.float32)
+
+    def allocate(self) -> None:
+        """Main grads, and what gradients are written to. When the unit first trains."""
+        self.reserve()
         assert self.main is not None
         flat = self.main if self.all is None else self.all
         for grad in self.params:

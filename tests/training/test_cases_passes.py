@@ -580,7 +580,10 @@ def test_a_step_with_autocast(context: RankContext) -> None:
             loss = next_token_loss(model(tokens), tokens)
         return call.backward(loss)
 
-    assert_trains_like_plain(context, TinyLM, step)
+    with pytest.warns(UserWarning, match="autocast around layers that compute with fp32 weights") as said:
+        assert_trains_like_plain(context, TinyLM, step)
+    assert len(said) == 1
+    assert said[0].filename == __file__
 
 
 @on_ranks(1, 2, 3)
