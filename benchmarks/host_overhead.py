@@ -60,7 +60,10 @@ class Layers(nn.Module):
         return hidden
 
 
-def _connect(group: dist.ProcessGroup, streams: Streams, everyone: dist.ProcessGroup | None, replica: int) -> Ranks:
+def connect_as_gpus_do(
+    group: dist.ProcessGroup, streams: Streams, everyone: dist.ProcessGroup | None, replica: int
+) -> Ranks:
+    """In the place of `streamshard.comm.connect.connect`: NCCL's transport, on the CPU."""
     ranks = Ranks(group, streams, everyone, replica)
     ranks.transport = NcclTransport(ranks)
     return ranks
@@ -75,7 +78,7 @@ def main() -> None:
 
     dist.init_process_group("fake", rank=0, world_size=arguments.world_size, store=FakeStore())
     try:
-        with mock.patch("streamshard.build.connect", _connect):
+        with mock.patch("streamshard.build.connect", connect_as_gpus_do):
             cases = [_measure(count, arguments, device) for count in arguments.parameters]
     finally:
         dist.destroy_process_group()

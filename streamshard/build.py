@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import os
 import weakref
@@ -226,7 +225,7 @@ def _connect(who: Groups | None, here: torch.device, device: torch.device) -> tu
 
 
 def _check_ranks_agree(ranks: Ranks, module: nn.Module, checked: _Checked) -> None:
-    """Compare what every rank is about to shard, by a hash that does not depend on the process."""
+    """Compare what every rank is about to shard."""
     settings = checked.settings.rows()
     rows = settings + [
         f"unit {place} {' = '.join(p.names)} {tuple(p.param.shape)} {p.param.dtype} "
@@ -235,8 +234,7 @@ def _check_ranks_agree(ranks: Ranks, module: nn.Module, checked: _Checked) -> No
         for p in params
     ]
     rows += describe_state(module)
-    digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
-    if len(set(ranks.gather_objects(digest))) == 1:
+    if ranks.are_equal("\n".join(rows)):
         return
     everyone = ranks.gather_objects(rows)
     for rank, theirs in enumerate(everyone):

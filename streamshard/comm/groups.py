@@ -147,8 +147,14 @@ def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) ->
     """
     group = group or dist.group.WORLD
     errors: list[str | None] = [None] * dist.get_world_size(group)
-    if group is not None and len(errors) > 1:
-        dist.all_gather_object(errors, None if error is None else _told(error), group=host_group_of(group))
+    if group is None or len(errors) == 1:
+        return
+    hosts = host_group_of(group)
+    has_failed = torch.tensor(error is not None, dtype=torch.uint8)
+    dist.all_reduce(has_failed, dist.ReduceOp.MAX, group=hosts)
+    if not has_failed:
+        return
+    dist.all_gather_object(errors, None if error is None else _told(error), group=hosts)
     for rank, message in enumerate(errors):
         if error is None and message is not None:
             raise ShardingError(f"rank {rank} refused its model: {message}")

@@ -1,0 +1,109 @@
+"""Thousands of ranks, one of which is here: torch's "fake" backend, whose collectives do nothing, is the rest."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streamshard import Precision, StreamShard
+from streamshard.comm.nccl import NcclTransport
+from streamshard.comm.streams import Collective, Observer
+from streamshard.inspect import engine_inside
+from tests.models import Stack
+from tests.scenarios import BF16
+from tests.simulated import simulated_device
+
+SIZES = [8, 64, 512, 4096]
+
+
+@contextlib.contextmanager
+def _one_of(world_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=3, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Ops(TorchDispatchMode):
+    """Counts operators, each of which is a launch on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "aten":
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Collectives(Observer):
+    """Counts what the comm stream does."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[Collective] = Counter()
+
+    def on_collective(
+        self, collective: Collective, tag: int | None, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
+        """See `Observer.on_collective`."""
+        self.counts[collective] += 1
+
+
+def _counts_of_a_step(world_size: int, precision: Precision) -> dict[str, object]:
+    """What building a model takes and what a steady step does, as one of `world_size` ranks."""
+    with _one_of(world_size), simulated_device():
+        torch.manual_seed(0)
+        with _Ops() as building:
+            model: Any = StreamShard(Stack((64,) * 9), precision=precision)
+        engine = engine_inside(model)
+        assert isinstance(engine.ranks.transport, NcclTransport)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            collectives = _Collectives()
+            with _Ops() as step, engine.streams.observed_by(collectives):
+                model(torch.ones(2, 64)).float().sum().backward()
+                model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return {
+            "construction": sum(building.counts.values()),
+            "step": dict(step.counts),
+            "collectives": dict(collectives.counts),
+            "slots": engine.plan,
+            "buffers": Counter(category for category, _ in engine.ledger.buffers),
+        }
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [BF16, Precision(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16)],
+    ids=["fp32 wire", "16-bit wire"],
+)
+def test_nothing_that_a_rank_does_grows_with_the_number_of_ranks(precision: Precision) -> None:
+    """Operators of construction and of a step, collectives, slots, buffers."""
+    counts = {size: _counts_of_a_step(size, precision) for size in SIZES}
+    for size in SIZES[1:]:
+        assert counts[size] == counts[SIZES[0]], size
+    collectives = counts[SIZES[0]]["collectives"]
+    # Nine units are gathered in forward; in backward the last layers are still there; flags are gathered too.
+    assert collectives == {Collective.ALL_GATHER: 9 + 6 + 1, Collective.REDUCE_SCATTER: 9}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_a_rank_holds_is_what_the_formula_says(size: int) -> None:
+    """Shards shrink with the number of ranks, as far as padding lets them."""
+    with _one_of(size), simulated_device():
+        model: Any = StreamShard(Stack((64,) * 9), precision=BF16)
+        report = model.memory_report()
+    assert dict(report.held_bytes) == dict(report.formula_bytes)
+    assert report.held_bytes["main weights"] < 4 * (report.numel / size + 9 * 16)
