@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, checkpoint_sequential
 
 from streamshard import StreamShard
+from tests import families
 from tests.models import Block, Layer, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -235,11 +236,6 @@ def test_selective_checkpoints(context: RankContext) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_of_a_transformers_model(context: RankContext, reentrant: bool) -> None:
     """Switched on after sharding, as Trainer does, and off again."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=48, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2
-    )
 
     def switch(model: Any, to: str) -> Any:
         return getattr(model, f"activation_checkpointing_{to}", None) or getattr(model, f"gradient_checkpointing_{to}")
@@ -255,7 +251,7 @@ def test_gradient_checkpointing_of_a_transformers_model(context: RankContext, re
         tokens = token_batch(call.step, call.rank)
         return call.backward(model(input_ids=tokens, labels=tokens, use_cache=False).loss)
 
-    assert_trains_like_plain(context, lambda: LlamaForCausalLM(config).train(), step, prepare=prepare)
+    assert_trains_like_plain(context, families.llama, step, prepare=prepare)
 
 
 @on_ranks(2)
@@ -481,21 +477,8 @@ def test_evaluation_only_needs_no_optimizer_and_no_backward(context: RankContext
 
 
 def _tiny_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(7)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=48,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            pad_token_id=0,
-            eos_token_id=None,
-            bos_token_id=1,
-        )
-    )
+    return families.llama(eos_token_id=None, bos_token_id=1)
 
 
 @on_ranks(1, 2)
@@ -534,13 +517,10 @@ def test_generate_gives_the_tokens_of_plain_pytorch(context: RankContext, how: s
 @on_ranks(2)
 def test_an_encoder_decoder_generates(context: RankContext) -> None:
     """`generate` calls the encoder by itself, outside the root's forward."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(vocab_size=48, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0)
     torch.manual_seed(7)
-    plain: Any = T5ForConditionalGeneration(config).eval()
+    plain: Any = families.t5().eval()
     torch.manual_seed(7)
-    model: Any = StreamShard(T5ForConditionalGeneration(config).eval(), precision=FP32)
+    model: Any = StreamShard(families.t5().eval(), precision=FP32)
     prompt = token_batch(0, context.rank, rows=1, length=4)
     mask = torch.ones_like(prompt)
     wanted, found = (
