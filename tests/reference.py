@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +28,7 @@ __all__ = [
     "EXACT",
     "FP32",
     "ROUNDING",
+    "SETTINGS",
     "Call",
     "Step",
     "Tolerance",
@@ -35,6 +37,7 @@ __all__ = [
     "assert_trains_like_ddp",
     "assert_trains_like_plain",
     "counted_collectives",
+    "each_setting",
     "full_grads",
     "full_weights",
     "lm_step",
@@ -44,6 +47,15 @@ __all__ = [
 
 FP32 = Precision(param_dtype=torch.float32)
 SEED = 7
+# Slots that units take turns in, and one for each unit. What lies between has the one's weights and the other's grads.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "two slots": {},
+    "a slot each": {"weight_slots": "all", "grad_slots": "all"},
+}
+# For tests that are ``@on_ranks()``: one rank has no slots, so there is nothing to set.
+each_setting = pytest.mark.parametrize(
+    ("world_size", "settings"), [(1, "two slots"), *((2, settings) for settings in SETTINGS)]
+)
 
 
 class Call(NamedTuple):
