@@ -1204,7 +1204,7 @@ MUTANTS: list[Mutant] = [
         "engine/grad_inputs",
         "what trains is not asked before gradients are",
         "            unit.take_trainability()  # views",
-        "            pass",
+        "            pass  # views",
         "grad_inputs",
     ),
 ]
