@@ -1260,7 +1260,7 @@ MUTANTS: list[Mutant] = [
         "engine/grad_inputs",
         "what trains is not asked before gradients are",
         "            unit.take_trainability()  # views",
-        "            pass",
+        "            pass  # views",
         "grad_inputs",
     ),
     # -- uneven inputs

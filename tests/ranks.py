@@ -284,10 +284,14 @@ class Ranks:
 
 
 class RankPool:
-    """Worker processes by rank, started on first use. Owns them and the store their groups meet at."""
+    """Worker processes by rank, started on first use. Owns them and the store their groups meet at.
+
+    Attributes:
+        run_timeout_s: how long a run may take.
+    """
 
     def __init__(self, *, run_timeout_s: float = RUN_TIMEOUT_S, group_timeout_s: float = GROUP_TIMEOUT_S) -> None:
-        self._run_timeout_s = run_timeout_s
+        self.run_timeout_s = run_timeout_s
         self._group_timeout_s = group_timeout_s
         self._store: TCPStore | None = None
         self._workers: dict[tuple[str, int], _Worker] = {}
@@ -338,7 +342,7 @@ class RankPool:
     def _collect(self, workers: list[_Worker]) -> dict[int, _Reply]:
         """One reply per rank; ranks that do not answer get one that says where they were."""
         replies: dict[int, _Reply] = {}
-        deadline = time.monotonic() + self._run_timeout_s
+        deadline = time.monotonic() + self.run_timeout_s
         while len(replies) < len(workers):
             waiting = {worker.connection: rank for rank, worker in enumerate(workers) if rank not in replies}
             ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0.0))
@@ -397,7 +401,8 @@ def on_ranks(*world_sizes: int, backend: str = "gloo") -> Callable[[Callable[...
     """Make a test whose body runs on every rank, once for each of `world_sizes`.
 
     The body's first argument is its `RankContext`; others come from ``pytest.mark.parametrize`` or fixtures and
-    must be picklable.
+    must be picklable. Without `world_sizes` the test's own ``parametrize`` names `world_size` beside others, where not
+    all of them go together.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -410,6 +415,8 @@ def on_ranks(*world_sizes: int, backend: str = "gloo") -> Callable[[Callable[...
         own = list(inspect.signature(body).parameters.values())[1:]
         given = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("ranks", "world_size")]
         test.__signature__ = inspect.Signature(given + own)  # type: ignore[attr-defined]  # what pytest reads
+        if not world_sizes:
+            return test
         marked: Callable[..., None] = pytest.mark.parametrize("world_size", world_sizes)(test)
         return marked
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,6 +29,7 @@ __all__ = [
     "EXACT",
     "FP32",
     "ROUNDING",
+    "SETTINGS",
     "Call",
     "Step",
     "Tolerance",
@@ -36,6 +38,7 @@ __all__ = [
     "assert_trains_like_ddp",
     "assert_trains_like_plain",
     "counted_collectives",
+    "each_setting",
     "full_grads",
     "full_weights",
     "heard_collectives",
@@ -46,6 +49,15 @@ __all__ = [
 
 FP32 = Precision(param_dtype=torch.float32)
 SEED = 7
+# Slots that units take turns in, and one for each unit. What lies between has the one's weights and the other's grads.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "two slots": {},
+    "a slot each": {"weight_slots": "all", "grad_slots": "all"},
+}
+# For tests that are ``@on_ranks()``: one rank has no slots, so there is nothing to set.
+each_setting = pytest.mark.parametrize(
+    ("world_size", "settings"), [(1, "two slots"), *((2, settings) for settings in SETTINGS)]
+)
 
 
 class Call(NamedTuple):

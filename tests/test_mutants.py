@@ -9,8 +9,10 @@ from tests.mutants import MUTANTS, ROOT, Mutant, named_tests
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.file}: {mutant.what}")
 def test_it_can_be_applied_and_tried(mutant: Mutant) -> None:
-    """What it replaces is in its file exactly once; its tests are where it says."""
-    assert (ROOT / "streamshard" / f"{mutant.file}.py").read_text().count(mutant.old) == 1
+    """What it replaces is in its file exactly once, what comes of it is Python; its tests are where it says."""
+    source = (ROOT / "streamshard" / f"{mutant.file}.py").read_text()
+    assert source.count(mutant.old) == 1
     assert mutant.old != mutant.new
+    compile(source.replace(mutant.old, mutant.new), mutant.file, "exec")
     for path, test in named_tests(mutant, ROOT):
         assert not test or f"def {test}(" in (ROOT / path).read_text()

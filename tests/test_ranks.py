@@ -79,10 +79,12 @@ def test_a_rank_that_dies_is_named(ranks: RankPool) -> None:
 @pytest.mark.ranks
 def test_a_rank_that_hangs_is_killed_and_its_place_named() -> None:
     """The failure shows the function the rank was in, and the pool works afterwards."""
-    with open_pool(run_timeout_s=8.0) as pool:
+    with open_pool() as pool:
         pool(2).run(_sum_of_ranks, 0)
+        timeout_s, pool.run_timeout_s = pool.run_timeout_s, 2.0
         with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2 ----\nno answer; it was at.*_never_returns"):
             pool(2).run(_hang_on, 1)
+        pool.run_timeout_s = timeout_s
         assert pool(2).run(_sum_of_ranks, 0) == [1, 1]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -18,6 +17,7 @@ from streamshard.checkpoint.export import export_shards
 from streamshard.errors import ExportError
 from streamshard.plan.layout import ParamSize, plan_unit
 from streamshard.unit.shard import ParamShard
+from tests.families import bert, dinov2, gpt2, llama, mixtral, t5, vit
 
 T = TypeVar("T")
 
@@ -101,105 +101,6 @@ def export(
     written = succeed(on_threads(world_size, action))
     assert all(names == written[0] for names in written)
     return written[0]
-
-
-def llama(**changes: Any) -> nn.Module:
-    """A tiny Llama."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 61,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "pad_token_id": 0,
-    }
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(sizes | changes)))
-
-
-def gpt2() -> nn.Module:
-    """A tiny GPT-2: tied head, Conv1D weights."""
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=61))
-
-
-def bert() -> nn.Module:
-    """A tiny BERT with its masked language model head: tied decoder and bias."""
-    config = transformers.BertConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, vocab_size=61
-    )
-    return transformers.BertForMaskedLM(config)
-
-
-def t5() -> nn.Module:
-    """A tiny T5: one embedding under four names."""
-    config = transformers.T5Config(d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=2, vocab_size=61)
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def mixtral() -> nn.Module:
-    """A tiny Mixtral: experts are stacked in the model and single tensors on disk."""
-    config = transformers.MixtralConfig(
-        vocab_size=61,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=3,
-        max_position_embeddings=32,
-    )
-    return transformers.MixtralForCausalLM(config)
-
-
-def vit() -> nn.Module:
-    """A tiny vision transformer: no generation config."""
-    config = transformers.ViTConfig(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        image_size=8,
-        patch_size=4,
-    )
-    return transformers.ViTForImageClassification(config)
-
-
-def dinov2() -> nn.Module:
-    """A tiny DINOv2 with a gated feed-forward network."""
-    config = transformers.Dinov2Config(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4, use_swiglu_ffn=True
-    )
-    return transformers.Dinov2Model(config)
-
-
-def qwen3_vl_moe() -> nn.Module:
-    """A tiny Qwen3-VL with experts: transposed on saving, depending on the shape a parameter has in the model."""
-    text = {
-        "vocab_size": 61,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "moe_intermediate_size": 8,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "num_experts": 3,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 32,
-        "pad_token_id": 0,
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": 16,
-        "num_heads": 2,
-        "intermediate_size": 24,
-        "out_hidden_size": 16,
-        "deepstack_visual_indexes": [0],
-        "num_position_embeddings": 16,
-    }
-    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
-    return transformers.Qwen3VLMoeForConditionalGeneration(config)
 
 
 MODELS = [llama, gpt2, bert, t5, mixtral, vit, dinov2]

@@ -22,7 +22,8 @@ from streamshard.checkpoint import safetensors_file, writer
 from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.safetensors_file import read_directory
 from streamshard.errors import ExportError
-from tests.checkpoint.exporting import Plain, ThreadGroup, export, filled, llama, names_in, shards_for, stored_bytes
+from tests.checkpoint.exporting import Plain, ThreadGroup, export, filled, names_in, shards_for, stored_bytes
+from tests.families import llama
 
 # As (old, new) max_shard_size: the same file, the same number of files, more, fewer, one to several and back.
 SIZES = [("5GB", "5GB"), (150, 150), (150, 400), (400, 150), ("5GB", 150), (150, "5GB")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,13 @@ def test_library_opens_what_is_planned(tmp_path: Path) -> None:
         assert opened.get_tensor("a").shape == (2, 3)
 
 
+def _store(directory: Path, header: bytes, content: bytes = b"") -> Path:
+    """A file with that header, whatever it says."""
+    path = directory / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content)
+    return path
+
+
 def _damage(tmp_path: Path, name: str, old: bytes, new: bytes) -> None:
     path = tmp_path / name
     content = path.read_bytes()
@@ -213,8 +221,7 @@ def test_file_of_another_length_raises(change: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig"])
 def test_header_in_another_encoding_raises(encoding: str, tmp_path: Path) -> None:
     """Python would read it."""
-    header = '{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'.encode(encoding)
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    _store(tmp_path, '{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'.encode(encoding))
     with pytest.raises(ExportError, match="damaged"):
         read_directory(tmp_path)
 
@@ -222,8 +229,7 @@ def test_header_in_another_encoding_raises(encoding: str, tmp_path: Path) -> Non
 def test_shape_of_many_dimensions_raises(tmp_path: Path) -> None:
     """The product of a million sizes is not taken: it would have a million digits."""
     shape = ",".join(["9"] * 1_000_000)
-    header = ('{"a":{"dtype":"F32","shape":[' + shape + '],"data_offsets":[0,4]}}').encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
+    _store(tmp_path, ('{"a":{"dtype":"F32","shape":[' + shape + '],"data_offsets":[0,4]}}').encode(), b"1234")
     with pytest.raises(ExportError, match="damaged"):
         read_directory(tmp_path)
 
@@ -232,26 +238,19 @@ def test_shape_of_many_dimensions_raises(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 def test_what_is_no_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
     """Opening a pipe waits for somebody to write to it; directories and links to nothing are no files either."""
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(ExportError, match="has neither"):
-        read_directory(tmp_path)
-    (tmp_path / name).unlink()
-    (tmp_path / name).mkdir()
-    with pytest.raises(ExportError, match="has neither"):
-        read_directory(tmp_path)
-    (tmp_path / name).rmdir()
-    (tmp_path / name).symlink_to("nothing")
-    with pytest.raises(ExportError, match="has neither"):
-        read_directory(tmp_path)
+    path = tmp_path / name
+    for make, remove in ((os.mkfifo, os.unlink), (os.mkdir, os.rmdir), (partial(os.symlink, "nothing"), os.unlink)):
+        make(path)
+        with pytest.raises(ExportError, match="has neither"):
+            read_directory(tmp_path)
+        remove(path)
 
 
 def test_file_larger_than_memory_is_opened(tmp_path: Path) -> None:
     """Nothing is reserved for what is not read. The file is full of holes."""
     size_bytes = 1 << 43
     header = json.dumps({"a": {"dtype": "U8", "shape": [size_bytes], "data_offsets": [0, size_bytes]}}).encode()
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + size_bytes)
+    os.truncate(_store(tmp_path, header), 8 + len(header) + size_bytes)
     with read_directory(tmp_path) as stored:
         assert stored.tensors["a"].shape == (size_bytes,)
 

@@ -18,16 +18,8 @@ from streamshard.checkpoint import writer
 from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.writer import TensorEntry, write_sharded
 from streamshard.errors import ExportError
-from tests.checkpoint.exporting import (
-    Plain,
-    ThreadGroup,
-    export,
-    filled,
-    llama,
-    names_in,
-    on_threads,
-    shards_for,
-)
+from tests.checkpoint.exporting import Plain, ThreadGroup, export, filled, names_in, on_threads, shards_for
+from tests.families import llama
 
 # ------------------------------------------------------------------------------------------------ memory
 

@@ -18,13 +18,16 @@ from streamshard.errors import ConfigError, ShardingError
 from streamshard.inspect import engine_inside
 from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, counted_collectives, stack_step
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "two slots": {},
-    "weights kept": {"weight_slots": "all"},
-    "a slot each": {"weight_slots": "all", "grad_slots": "all"},
-}
+from tests.reference import (
+    FP32,
+    SETTINGS,
+    Call,
+    assert_same,
+    assert_trains_like_plain,
+    counted_collectives,
+    each_setting,
+    stack_step,
+)
 
 
 def _pair_step(model: nn.Module, call: Call) -> Tensor:
@@ -88,8 +91,8 @@ class Regularised(Stack):
         return self.head(x), penalty
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", SETTINGS)
+@on_ranks()
+@each_setting
 @pytest.mark.parametrize("kind", ["tuple", "list", "kept", "frozen"])
 def test_a_weight_that_a_layer_returns_stays_that_weight(context: RankContext, kind: str, settings: str) -> None:
     """Whatever the slot that it lay in is used for afterwards; in containers too."""
@@ -199,9 +202,9 @@ class Reading(Stack):
         return out, READERS[self.what](self, x)
 
 
-@on_ranks(1, 2)
+@on_ranks()
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("settings", SETTINGS)
+@each_setting
 @pytest.mark.parametrize("what", READERS)
 def test_the_root_may_read_weights_of_layers(context: RankContext, what: str, settings: str, first: bool) -> None:
     """Loss, gradients and weights are plain PyTorch's."""
@@ -260,8 +263,8 @@ class ReentrantBorrowingStack(BorrowingStack):
     recomputed = "reentrant"
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", SETTINGS)
+@on_ranks()
+@each_setting
 @pytest.mark.parametrize("steps", [(1,), (2,), (1, 2, 3)])
 @pytest.mark.parametrize("build", [BorrowingStack, RecomputedBorrowingStack, ReentrantBorrowingStack])
 def test_layers_may_read_weights_of_layers(
@@ -315,8 +318,8 @@ class Alternating(Borrowing):
         return Layer.forward(self, x)
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", SETTINGS)
+@on_ranks()
+@each_setting
 def test_a_layer_finds_its_weights_again_in_backward(context: RankContext, settings: str) -> None:
     """Those of a layer in the same slot were needed in between."""
 
@@ -450,8 +453,8 @@ class AsideStack(Stack):
         return out + sum(layer.aside for layer in self.layers)  # type: ignore[misc]  # an AsideLayer
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", SETTINGS)
+@on_ranks()
+@each_setting
 @pytest.mark.parametrize("build", [WrappingStack, WrappingToTheEnd, AsideStack])
 def test_a_recomputation_that_nobody_announces_finds_its_weights(
     context: RankContext, build: Callable[[], nn.Module], settings: str
@@ -493,8 +496,8 @@ class GivingStack(Stack):
         return [lambda x, layer=layer: layer(x).x for layer in list(self.layers)[:3]]
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", SETTINGS)
+@on_ranks()
+@each_setting
 def test_a_layer_may_be_given_a_weight_that_is_in_its_slot(context: RankContext, settings: str) -> None:
     """Backward finds it again, although a second forward has had the slot since."""
 
@@ -528,8 +531,8 @@ class Encoder(Stack):
         return F.linear(x, self.head.weight * scale, self.head.bias)
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", SETTINGS)
+@on_ranks()
+@each_setting
 def test_a_registered_method_is_a_forward(context: RankContext, settings: str) -> None:
     """Of the model and of a layer; losses of both kinds mix."""
 
@@ -681,8 +684,8 @@ class _PairsThatGive(Stack):
         return list(self.layers)[::2]
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", SETTINGS)
+@on_ranks()
+@each_setting
 def test_a_weight_that_a_layer_gives_to_another_is_its_own(context: RankContext, settings: str) -> None:
     """Although its slot goes to others while the inner layer runs."""
     assert_trains_like_plain(context, _PairsThatGive, stack_step, checked=(0, 1, 3), **SETTINGS[settings])

@@ -109,8 +109,8 @@ def _all_rows(model: nn.Module, call: Call) -> Tensor:
     return _all_rows.last  # type: ignore[attr-defined, no-any-return]
 
 
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize("settings", [{}, {"weight_slots": 3}, {"grad_slots": "all"}], ids=str)
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "settings"), [(1, {}), (2, {}), (2, {"weight_slots": 3}), (3, {})], ids=str)
 @pytest.mark.parametrize("build", [CodebookStack, _data_stack, _by_hook])
 def test_what_a_forward_writes_to_weights_stays(
     context: RankContext, build: Callable[[], nn.Module], settings: dict[str, Any]
@@ -147,8 +147,8 @@ class _PairsThatWrite(Stack):
         return list(self.layers)[::2]
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", [{}, {"weight_slots": 3}, {"grad_slots": "all"}], ids=str)
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "settings"), [(1, {}), (2, {}), (2, {"weight_slots": 3})], ids=str)
 def test_what_a_layer_writes_before_it_calls_another_stays(context: RankContext, settings: dict[str, Any]) -> None:
     """Its slot goes to the inner layer, or to one that is on its way, and it finds what it has written again."""
     assert_trains_like_plain(context, _PairsThatWrite, _all_rows, checked=(0, 1, 3), **settings)

@@ -16,13 +16,17 @@ from streamshard.errors import ShardingError
 from streamshard.inspect import engine_inside
 from tests.models import Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, full_grads, full_weights, stack_step
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "two slots": {},
-    "weights kept": {"weight_slots": "all"},
-    "a slot each": {"weight_slots": "all", "grad_slots": "all"},
-}
+from tests.reference import (
+    FP32,
+    SETTINGS,
+    Call,
+    assert_same,
+    assert_trains_like_plain,
+    each_setting,
+    full_grads,
+    full_weights,
+    stack_step,
+)
 
 
 def _loss(model: nn.Module, call: Call, part: int = 0) -> Tensor:
@@ -173,8 +177,8 @@ STEPS: dict[str, Callable[[Any, Call], Tensor]] = {
 }
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", SETTINGS)
+@on_ranks()
+@each_setting
 @pytest.mark.parametrize("what", STEPS)
 def test_gradients_that_are_asked_for_are_plain_pytorchs(context: RankContext, what: str, settings: str) -> None:
     """The mean over ranks, in pieces: what a backward leaves in ``.grad``."""

@@ -33,7 +33,7 @@ from tests.reference import (
     lm_step,
     stack_step,
 )
-from tests.scenarios import BF16, SCENARIOS, dropping, sharded, train
+from tests.scenarios import BF16, SCENARIOS, dropping, reference, sharded, train, trained
 
 SHAPES = [(2, 2), (4, 1), (1, 4)]  # replicate, shard
 NEAR = Tolerance(1e-4, 1e-5)  # sums in another order, through Adam
@@ -43,12 +43,6 @@ def _mesh(replicate: int, shard: int) -> DeviceMesh:
     return init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
 
 
-def _trained(context: RankContext, scenario: str, **settings: Any) -> dict[str, torch.Tensor]:
-    model = sharded(scenario, **settings)
-    train(model, scenario, context)
-    return full_weights(model)
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_training_equals_ddp_over_all_ranks(context: RankContext, shape: tuple[int, int]) -> None:
@@ -56,16 +50,37 @@ def test_training_equals_ddp_over_all_ranks(context: RankContext, shape: tuple[i
     assert_trains_like_ddp(context, TinyLM, lm_step, mesh=_mesh(*shape))
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
-@pytest.mark.parametrize("scenario", list(SCENARIOS))
+# Replicas that are sharded over ranks, and whole ones, which have no slots.
+MESHES = pytest.mark.parametrize(("world_size", "shape"), [(4, (2, 2)), (2, (2, 1))])
+
+
+# What is averaged while a backward goes on, or given up in the middle of one; all else is a shard group's own affair.
+_AVERAGING = (
+    "plain",
+    "micro-batches",
+    "no_sync",
+    "layers unused on some ranks",
+    "layers used twice",
+    "two backwards",
+    "a kept graph",
+    "freezing",
+    "clipping",
+    "a backward that fails",
+    "gradients kept when a backward fails",
+)
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "shape", "scenario"),
+    [*((2, (2, 1), name) for name in SCENARIOS), *((4, (2, 2), name) for name in _AVERAGING)],
+)
 def test_every_way_of_training_equals_one_shard_group(
     context: RankContext, scenario: str, shape: tuple[int, int]
 ) -> None:
     """Layers that only some replicas use, gradients in several parts, exceptions and all."""
-    wanted = _trained(context, scenario, precision=FP32)
-    found = _trained(context, scenario, precision=FP32, mesh=_mesh(*shape))
-    assert_same(found, wanted, "weights", NEAR)
+    found = trained(context, scenario, FP32, mesh=_mesh(*shape))
+    assert_same(found, reference(context, scenario, FP32), "weights", NEAR)
 
 
 @on_ranks(4)
@@ -73,9 +88,8 @@ def test_every_way_of_training_equals_one_shard_group(
 def test_the_dial_works_on_a_mesh(context: RankContext, slots: dict[str, Any]) -> None:
     """Main grads that lie in the slots, gradients left there inside no_sync."""
     for scenario in ("no_sync", "micro-batches", "layers used twice", "layers unused on some ranks"):
-        wanted = _trained(context, scenario, precision=FP32)
-        found = _trained(context, scenario, precision=FP32, mesh=_mesh(2, 2), **slots)
-        assert_same(found, wanted, scenario, NEAR)
+        found = trained(context, scenario, FP32, mesh=_mesh(2, 2), **slots)
+        assert_same(found, reference(context, scenario, FP32), scenario, NEAR)
 
 
 @on_ranks(4)
@@ -91,17 +105,16 @@ def test_all_replicas_hold_the_same_bits(context: RankContext) -> None:
         assert_same(other, everyone[0], "rank", EXACT)
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+@on_ranks()
+@MESHES
 @pytest.mark.parametrize("scenario", ["plain", "layers used twice", "two backwards", "micro-batches"])
 def test_averages_are_free_of_races(context: RankContext, scenario: str, shape: tuple[int, int]) -> None:
     """And an adversarial transport changes nothing."""
-    settings: dict[str, Any] = {"precision": BF16, "mesh": _mesh(*shape)}
-    model = sharded(scenario, **settings)
+    model = sharded(scenario, BF16, mesh=_mesh(*shape))
     with detect_races(model), make_adversarial(model):
         train(model, scenario, context)
         found = full_weights(model)
-    assert_same(found, _trained(context, scenario, **settings), "weights", EXACT)
+    assert_same(found, trained(context, scenario, BF16, mesh=_mesh(*shape)), "weights", EXACT)
 
 
 def _races_without(context: RankContext, scenario: str, wait: str, mesh: DeviceMesh) -> set[tuple[Category, Rule]]:

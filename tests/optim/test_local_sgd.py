@@ -78,10 +78,11 @@ def _train(model: nn.Module, optimizer: Optimizer, step: Step, context: RankCont
         optimizer.zero_grad()
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
-@pytest.mark.parametrize(("warmup_steps", "period"), [(4, 3), (0, 2), (0, 4), (20, 2)])
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "shape"), [(4, (2, 2)), (2, (2, 1))])  # sharded replicas, and whole ones
+@pytest.mark.parametrize(
+    ("warmup_steps", "period", "kind"), [(4, 3, "sgd"), (0, 2, "adamw"), (0, 4, "sgd"), (20, 2, "adamw")]
+)
 def test_training_equals_post_local_sgd(
     context: RankContext, kind: str, warmup_steps: int, period: int, shape: tuple[int, int]
 ) -> None:

@@ -65,7 +65,7 @@ def _two_groups(name: str, **options: Any) -> Callable[[nn.Module], Optimizer]:
     return build
 
 
-@on_ranks(2, 3)
+@on_ranks(2)
 @pytest.mark.parametrize("way", ["plain", "foreach", "fused"])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_an_optimizer_trains_like_on_the_unsharded_model(context: RankContext, name: str, way: str) -> None:

@@ -77,12 +77,22 @@ def _copied(optimizer: Optimizer) -> dict[str, Tensor]:
 # -- skipping -----------------------------------------------------------------------------------------------------
 
 
-@on_ranks(1, 2, 3)
+# World size, build, slots, clips: unscaled by itself or by the step; pieces of which some are empty, on one rank or on
+# two; main grads in slots; nobody to ask.
+_OVERFLOWING: list[tuple[int, type[nn.Module], str, bool]] = [
+    (2, Stack, "ZeRO-3", False),
+    (2, Stack, "ZeRO-3", True),
+    (2, Stack, "ZeRO-1", False),
+    (2, Tiny, "ZeRO-3", False),
+    (3, Tiny, "ZeRO-1", True),
+    (1, Stack, "ZeRO-3", False),
+]
+
+
+@on_ranks()
 @pytest.mark.parametrize("scaler_name", SCALERS)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("slots", SLOTS)
-@pytest.mark.parametrize("build", [Stack, Tiny])
-@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize(("world_size", "build", "slots", "clips"), _OVERFLOWING)
 def test_an_overflow_in_one_piece_skips_the_step_on_all_ranks(
     context: RankContext, scaler_name: str, way: str, slots: str, build: type[nn.Module], clips: bool
 ) -> None:
@@ -114,7 +124,7 @@ def test_an_overflow_in_one_piece_skips_the_step_on_all_ranks(
             assert any(not after[name].equal(weights[name]) for name in after), "nothing was trained"
 
 
-@on_ranks(2, 3)
+@on_ranks(2)
 @pytest.mark.parametrize("slots", SLOTS)
 def test_a_loss_that_overflows_on_one_rank_skips_the_step_on_all(context: RankContext, slots: str) -> None:
     """fp16 itself overflows here: the scale is too large for one rank's batch."""
@@ -160,11 +170,9 @@ def _overflows(seed: int, steps: int) -> list[bool]:
     return [choose.random() < 0.3 for _ in range(steps)]
 
 
-@on_ranks(2, 3)
+@on_ranks(2)
 @pytest.mark.parametrize("scaler_name", SCALERS)
-@pytest.mark.parametrize(
-    ("growth_factor", "backoff_factor", "growth_interval"), [(2.0, 0.5, 1), (2.0, 0.5, 3), (1.7, 0.3, 2), (4.0, 0.9, 5)]
-)
+@pytest.mark.parametrize(("growth_factor", "backoff_factor", "growth_interval"), [(2.0, 0.5, 3), (1.7, 0.3, 2)])
 def test_the_scale_has_the_history_it_has_without_sharding(
     context: RankContext, scaler_name: str, growth_factor: float, backoff_factor: float, growth_interval: int
 ) -> None:
@@ -328,9 +336,8 @@ def test_the_device_is_the_gpu_if_there_is_one() -> None:
 # -- in use -------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("slots", SLOTS)
-@pytest.mark.parametrize("way", ["plain", "fused"])
+@on_ranks(2)
+@pytest.mark.parametrize(("slots", "way"), [("ZeRO-3", "plain"), ("ZeRO-1", "fused")])
 def test_fp16_training_ends_near_fp32(context: RankContext, slots: str, way: str) -> None:
     """The first scale is far too large, and it grows again: several steps are skipped, on all ranks."""
     losses = {}
@@ -361,8 +368,7 @@ def test_fp16_training_ends_near_fp32(context: RankContext, slots: str, way: str
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("scaler_name", SCALERS)
-@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize(("scaler_name", "slots"), [("torch's", "ZeRO-1"), ("ours", "ZeRO-3")])
 def test_accelerates_use_of_the_scaler_is_right(context: RankContext, scaler_name: str, slots: str) -> None:
     """`step_was_skipped` on all ranks at once; steps that are not skipped are those of plain PyTorch."""
     from accelerate import Accelerator

@@ -85,7 +85,7 @@ MODELS = {
 }
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 @pytest.mark.parametrize("way", ["shared memory", "sockets"])
 def test_the_report_equals_the_formula_and_what_is_held(context: RankContext, way: str, precision: str) -> None:

@@ -19,23 +19,19 @@ from tests.models import Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     FP32,
+    SETTINGS,
     Call,
     assert_same,
     assert_trains_like_ddp,
     assert_trains_like_plain,
     counted_collectives,
+    each_setting,
     full_grads,
     full_weights,
     sgd,
     stack_step,
 )
 from tests.scenarios import RoutedStack, over_sockets
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "two slots": {},
-    "weights kept": {"weight_slots": "all"},
-    "a slot each": {"weight_slots": "all", "grad_slots": "all"},
-}
 
 
 def _loss(model: nn.Module, call: Call, part: int = 0) -> Tensor:
@@ -133,8 +129,8 @@ TRAINABILITY: dict[str, Callable[[Any, Call], Tensor]] = {
 }
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", SETTINGS)
+@on_ranks()
+@each_setting
 @pytest.mark.parametrize("what", TRAINABILITY)
 def test_what_trains_is_a_property_of_the_graph(context: RankContext, what: str, settings: str) -> None:
     """Gradients are there, and missing, exactly where plain PyTorch has them so."""
@@ -266,8 +262,8 @@ def _raised(model: Any) -> None:
     hook.remove()
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", ["two slots", "a slot each"])
+@on_ranks()
+@each_setting
 @pytest.mark.parametrize("step", [_dropped, _not_all_used, _retained, _raised])
 def test_a_graph_dies_with_what_refers_to_it(context: RankContext, step: Callable[[Any], None], settings: str) -> None:
     """At once, without help of the garbage collector, although nobody has differentiated all of it."""
@@ -285,8 +281,8 @@ def test_a_graph_dies_with_what_refers_to_it(context: RankContext, step: Callabl
 # ---------------------------------------------------------------------------------------------- versions
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", SETTINGS)
+@on_ranks()
+@each_setting
 @pytest.mark.parametrize("what", ["step", "load", "step of the head", "step of a layer"])
 def test_weights_changed_between_a_forward_and_its_backward_raise(
     context: RankContext, what: str, settings: str
@@ -305,8 +301,8 @@ def test_weights_changed_between_a_forward_and_its_backward_raise(
     stack_step(model, Call(2, context.rank, context.world_size, 1.0))
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", SETTINGS)
+@on_ranks()
+@each_setting
 def test_a_step_inside_no_sync_is_seen_by_the_next_forward(context: RankContext, settings: str) -> None:
     """Weights are gathered anew when they have changed, whatever the context promises."""
     found = []
@@ -336,8 +332,8 @@ def _penalty(model: nn.Module) -> Tensor:
     return total
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", SETTINGS)
+@on_ranks()
+@each_setting
 @pytest.mark.parametrize("where", ["in all", "in the first", "in the last", "in the second", "before each", "alone"])
 def test_penalties_on_the_parameters_accumulate_with_everything_else(
     context: RankContext, where: str, settings: str
@@ -378,8 +374,8 @@ def test_gradients_that_wait_can_be_cleared_and_added_to(context: RankContext, s
     assert_trains_like_ddp(context, Stack, step, **SETTINGS["a slot each"])
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", SETTINGS)
+@on_ranks()
+@each_setting
 def test_a_gradient_that_was_let_go_of_is_not_written_again(context: RankContext, settings: str) -> None:
     """As multi-task methods keep one task's gradients while they compute the next one's."""
     model = StreamShard(Stack(), precision=FP32, **SETTINGS[settings])
@@ -452,8 +448,8 @@ class NestedAndRecomputed(Nested):
         return out
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", SETTINGS)
+@on_ranks()
+@each_setting
 @pytest.mark.parametrize("build", [Nested, NestedAndSkipping, NestedAndRecomputed])
 def test_layers_may_call_layers(context: RankContext, build: type[Nested], settings: str) -> None:
     """The outer one finds its own weights again when the inner ones are done."""
@@ -486,8 +482,8 @@ def _energy_stack(layer: type[Layer]) -> Stack:
     return model
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", SETTINGS)
+@on_ranks()
+@each_setting
 @pytest.mark.parametrize("layer", [EnergyLayer, DifferentiableEnergyLayer])
 def test_a_layer_may_differentiate_inside(context: RankContext, layer: type[Layer], settings: str) -> None:
     """A backward inside a forward is served from the pass that is under way."""
@@ -504,8 +500,8 @@ class ForceStack(Stack):
         return super().forward(x) + force.sum(1, keepdim=True)
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", SETTINGS)
+@on_ranks()
+@each_setting
 def test_a_model_may_differentiate_through_its_layers(context: RankContext, settings: str) -> None:
     """Layers are asked for in reverse, in the middle of the forward."""
     assert_trains_like_plain(context, ForceStack, stack_step, **SETTINGS[settings])
@@ -544,8 +540,8 @@ def test_after_a_backward_no_layer_is_left_bound(context: RankContext) -> None:
     assert all(bool(value.isfinite().all()) for value in full_weights(model).values())
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", SETTINGS)
+@on_ranks()
+@each_setting
 def test_a_model_is_gone_when_nobody_has_it_any_more(context: RankContext, settings: str) -> None:
     """At once, as a plain module: its buffers are most of a device's memory."""
     model: Any = StreamShard(RoutedStack(), precision=FP32, **SETTINGS[settings])

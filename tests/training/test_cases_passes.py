@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, checkpoint_sequential
 
 from streamshard import StreamShard
+from tests import families
 from tests.models import Block, Layer, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -235,11 +236,6 @@ def test_selective_checkpoints(context: RankContext) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_of_a_transformers_model(context: RankContext, reentrant: bool) -> None:
     """Switched on after sharding, as Trainer does, and off again."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=48, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2
-    )
 
     def switch(model: Any, to: str) -> Any:
         return getattr(model, f"activation_checkpointing_{to}", None) or getattr(model, f"gradient_checkpointing_{to}")
@@ -255,7 +251,7 @@ def test_gradient_checkpointing_of_a_transformers_model(context: RankContext, re
         tokens = token_batch(call.step, call.rank)
         return call.backward(model(input_ids=tokens, labels=tokens, use_cache=False).loss)
 
-    assert_trains_like_plain(context, lambda: LlamaForCausalLM(config).train(), step, prepare=prepare)
+    assert_trains_like_plain(context, families.llama, step, prepare=prepare)
 
 
 @on_ranks(2)
@@ -437,8 +433,9 @@ def test_a_backward_through_a_backward_is_right_or_raises(context: RankContext) 
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "first"), [(torch.no_grad, True), (torch.inference_mode, True), (torch.no_grad, False)]
+)
 def test_evaluation_between_training_steps(context: RankContext, mode: Any, first: bool) -> None:
     """It sees the weights of the last step, disturbs nothing, and may come before the first training step."""
     torch.manual_seed(7)
@@ -481,25 +478,12 @@ def test_evaluation_only_needs_no_optimizer_and_no_backward(context: RankContext
 
 
 def _tiny_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(7)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=48,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            pad_token_id=0,
-            eos_token_id=None,
-            bos_token_id=1,
-        )
-    )
+    return families.llama(eos_token_id=None, bos_token_id=1)
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("how", ["greedy", "sample", "beams"])
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "how"), [(1, "greedy"), (2, "greedy"), (2, "sample"), (2, "beams")])
 def test_generate_gives_the_tokens_of_plain_pytorch(context: RankContext, how: str) -> None:
     """Before and after training steps; every rank has its own prompt."""
     plain, model = _tiny_llama(), StreamShard(_tiny_llama(), precision=FP32)
@@ -534,13 +518,10 @@ def test_generate_gives_the_tokens_of_plain_pytorch(context: RankContext, how: s
 @on_ranks(2)
 def test_an_encoder_decoder_generates(context: RankContext) -> None:
     """`generate` calls the encoder by itself, outside the root's forward."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(vocab_size=48, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0)
     torch.manual_seed(7)
-    plain: Any = T5ForConditionalGeneration(config).eval()
+    plain: Any = families.t5().eval()
     torch.manual_seed(7)
-    model: Any = StreamShard(T5ForConditionalGeneration(config).eval(), precision=FP32)
+    model: Any = StreamShard(families.t5().eval(), precision=FP32)
     prompt = token_batch(0, context.rank, rows=1, length=4)
     mask = torch.ones_like(prompt)
     wanted, found = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from streamshard import StreamShard
+from tests import families
 from tests.models import Block, Layer, TinyLM, image_batch, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, assert_trains_like_plain, counted_collectives, lm_step, stack_step
@@ -31,109 +33,6 @@ def _traffic_of_forward(model: nn.Module, *inputs: Any, **named: Any) -> int:
 # ---------------------------------------------------------------------------------------------- transformers
 
 
-def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=48,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=DEPTH,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            tie_word_embeddings=False,
-        )
-    )
-
-
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=48,
-            n_positions=16,
-            n_embd=16,
-            n_layer=DEPTH,
-            n_head=2,
-            attn_pdrop=0.0,
-            embd_pdrop=0.0,
-            resid_pdrop=0.0,
-        )
-    )
-
-
-def _bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=48,
-            hidden_size=16,
-            num_hidden_layers=DEPTH,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=16,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
-
-
-def _t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=48,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=DEPTH // 2,
-            num_decoder_layers=DEPTH // 2,
-            num_heads=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )
-    )
-
-
-def _mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=48,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=DEPTH,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-        )
-    )
-
-
-def _vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(
-        ViTConfig(
-            image_size=8,
-            patch_size=4,
-            hidden_size=16,
-            num_hidden_layers=DEPTH,
-            num_attention_heads=2,
-            intermediate_size=32,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            num_labels=3,
-        )
-    )
-
-
 def _text_inputs(step: int, rank: int) -> dict[str, Tensor]:
     tokens = token_batch(step, rank)
     mask = torch.ones_like(tokens)
@@ -145,13 +44,14 @@ def _image_inputs(step: int, rank: int) -> dict[str, Tensor]:
     return {"pixel_values": image_batch(step, rank), "labels": torch.tensor([rank % 3, step % 3])}
 
 
+# Models of `DEPTH` layers, and their inputs.
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], dict[str, Tensor]]]] = {
-    "llama": (_llama, _text_inputs),
-    "gpt2": (_gpt2, _text_inputs),
-    "bert": (_bert, _text_inputs),
-    "t5": (_t5, _text_inputs),
-    "mixtral": (_mixtral, _text_inputs),
-    "vit": (_vit, _image_inputs),
+    "llama": (functools.partial(families.llama, num_hidden_layers=DEPTH), _text_inputs),
+    "gpt2": (functools.partial(families.gpt2, n_layer=DEPTH), _text_inputs),
+    "bert": (functools.partial(families.bert, num_hidden_layers=DEPTH), _text_inputs),
+    "t5": (families.t5, _text_inputs),
+    "mixtral": (functools.partial(families.mixtral, num_hidden_layers=DEPTH), _text_inputs),
+    "vit": (functools.partial(families.vit, num_hidden_layers=DEPTH, num_labels=3), _image_inputs),
 }
 
 
@@ -192,7 +92,7 @@ def test_an_encoder_decoder_is_trained_with_frozen_encoder(context: RankContext)
     """Half of the units have nothing to reduce."""
 
     def build() -> nn.Module:
-        model: Any = _t5()
+        model: Any = families.t5()
         for p in model.encoder.block.parameters():
             p.requires_grad_(False)
         return model  # type: ignore[no-any-return]

@@ -41,7 +41,7 @@ def test_a_transformer_trains_like_plain_pytorch(context: RankContext) -> None:
     assert_trains_like_plain(context, TinyLM, lm_step)
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(2)
 def test_a_transformer_trains_like_plain_pytorch_with_adamw(context: RankContext) -> None:
     """Adam's state lives in shards and gives the same updates."""
     assert_trains_like_plain(context, TinyLM, lm_step, optimizer=adamw)
@@ -53,14 +53,14 @@ def test_a_longer_run_does_not_drift(context: RankContext) -> None:
     assert_trains_like_plain(context, Stack, stack_step, steps=20, checked=(19,), optimizer=adamw)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(2, 3)
 def test_ranks_with_batches_of_different_sizes_train_like_plain_pytorch(context: RankContext) -> None:
     """The reduction is the mean over ranks, not over samples, as in DDP."""
     assert_trains_like_plain(context, TinyLM, uneven_step)
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("tied", [False, True])
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "tied"), [(2, False), (3, True)])
 def test_a_transformer_trains_like_ddp(context: RankContext, tied: bool) -> None:
     """The same against the real thing instead of the formula."""
     assert_trains_like_ddp(context, lambda: TinyLM(TinyConfig(tied=tied, dropout=0.2)), lm_step)
@@ -107,9 +107,9 @@ def test_ranks_start_from_the_weights_and_buffers_of_rank_0(context: RankContext
     assert_same(full_weights(sharded), wanted.state_dict(), "weights at the start", EXACT)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_two_runs_are_equal_bit_by_bit(context: RankContext) -> None:
-    """Nothing depends on timing: the same program gives the same bits."""
+    """Nothing depends on timing: the same program gives the same bits, where sums have an order."""
     assert_same(_weights_after_training(context), _weights_after_training(context), "second run", EXACT)
 
 
@@ -155,7 +155,7 @@ def test_a_process_group_can_be_given_as_mesh(context: RankContext) -> None:
     assert_trains_like_plain(alone, Stack, step, mesh=groups[context.rank])
 
 
-@on_ranks(2, 4)
+@on_ranks(2)
 def test_a_one_dimensional_device_mesh_can_be_given(context: RankContext) -> None:
     """The shard group is the mesh's."""
     mesh = init_device_mesh("cpu", (context.world_size,))
@@ -215,35 +215,6 @@ def test_a_teacher_under_no_grad_does_not_disturb_its_student(context: RankConte
         return step_with(teacher if isinstance(model, StreamShard) else plain_teacher)(model, call)
 
     assert_trains_like_plain(context, Stack, step)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("name", ["SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD"])
-def test_elementwise_optimizers_update_shards_as_they_update_whole_weights(context: RankContext, name: str) -> None:
-    """Any torch optimizer that works element by element, with its default settings."""
-    kind = getattr(torch.optim, name)
-    settings = {} if name in ("SGD", "Adadelta", "Rprop", "ASGD") else {"eps": 1e-2}
-    # eps as in `adamw`; Rprop looks at signs, so only weights that have a clear one are comparable: one step
-    steps = 1 if name == "Rprop" else 4
-    assert_trains_like_plain(
-        context,
-        Stack,
-        stack_step,
-        steps=steps,
-        checked=(steps - 1,),
-        optimizer=lambda model: kind(model.parameters(), lr=1e-2, **settings),
-    )
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("flavour", ["foreach", "fused", "amsgrad", "maximize"])
-def test_flavours_of_adamw_update_shards_alike(context: RankContext, flavour: str) -> None:
-    """Also with parameters of which this rank owns nothing."""
-
-    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, **{flavour: True})
-
-    assert_trains_like_plain(context, TinyLM, lm_step, optimizer=optimizer)
 
 
 @on_ranks(2)

@@ -71,12 +71,12 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("name", list(NUMBERS))
-def test_numbers_of_a_gradient_are_of_all_ranks(context: RankContext, name: str) -> None:
+def test_numbers_of_a_gradient_are_of_all_ranks(context: RankContext) -> None:
     """As of the whole one, on every rank, although ranks hold different and some no elements."""
     model, plain = _pair()
-    for ours, theirs in zip(_grads(model), _grads(plain), strict=True):
-        assert float(NUMBERS[name](ours)) == pytest.approx(float(NUMBERS[name](theirs)), rel=1e-5, abs=1e-7)
+    for name, number in NUMBERS.items():
+        for ours, theirs in zip(_grads(model), _grads(plain), strict=True):
+            assert float(number(ours)) == pytest.approx(float(number(theirs)), rel=1e-5, abs=1e-7), name
 
 
 # Of two lists of gradients, of one model each: a number.
@@ -91,13 +91,13 @@ VECTORS: dict[str, Callable[[list[Tensor], list[Tensor]], Tensor]] = {
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("name", list(VECTORS))
-def test_numbers_of_all_gradients_are_of_all_ranks(context: RankContext, name: str) -> None:
+def test_numbers_of_all_gradients_are_of_all_ranks(context: RankContext) -> None:
     """Gradients put one behind the other, and two such vectors together."""
     model, plain = _pair()
     ours, theirs = _grads(model), _grads(plain)
-    found, wanted = (float(VECTORS[name](grads, [g.abs() for g in grads])) for grads in (ours, theirs))
-    assert found == pytest.approx(wanted, rel=1e-5)
+    for name, number in VECTORS.items():
+        found, wanted = (float(number(grads, [g.abs() for g in grads])) for grads in (ours, theirs))
+        assert found == pytest.approx(wanted, rel=1e-5), name
 
 
 def _project(grads: list[Tensor], others: list[Tensor]) -> list[Tensor]:
@@ -154,20 +154,27 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", list(REFUSED))
-def test_what_would_be_of_one_piece_raises(context: RankContext, name: str) -> None:
-    """By the operation's name, with what to do instead."""
+def test_what_would_be_of_one_piece_raises(context: RankContext) -> None:
+    """By the operation's name, with what to do instead; the gradient is as it was."""
     model, _ = _pair()
-    with pytest.raises(ShardingError, match=r"of a gradient.*piece.*summon_full_params"):
-        REFUSED[name](model.layers[1].linear.weight.grad)
+    grad = model.layers[1].linear.weight.grad
+    before = grad.as_subclass(Tensor).clone()
+    for name, operation in REFUSED.items():
+        try:
+            with pytest.raises(ShardingError, match=r"of a gradient.*piece.*summon_full_params"):
+                operation(grad)
+        except BaseException as error:
+            error.add_note(name)
+            raise
+        assert torch.equal(grad.as_subclass(Tensor), before), name
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("name", list(REFUSED))
-def test_one_rank_has_whole_gradients(context: RankContext, name: str) -> None:
+def test_one_rank_has_whole_gradients(context: RankContext) -> None:
     """Where nothing is a piece, everything works."""
     model, _ = _pair()
-    REFUSED[name](model.layers[1].linear.weight.grad)
+    for operation in REFUSED.values():
+        operation(model.layers[1].linear.weight.grad)
 
 
 @on_ranks(2)
