@@ -20,7 +20,7 @@ from streamshard.comm.groups import Groups, groups_of, refuse_together, resolve_
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.shared_memory import share_memory
 from streamshard.comm.streams import Streams
-from streamshard.config import Precision, Settings
+from streamshard.config import PieceAlignment, Precision, Settings
 from streamshard.engine.attach import attach
 from streamshard.engine.buffer_sync import BufferSync, check_buffers, describe_state
 from streamshard.engine.engine import Engine
@@ -29,7 +29,7 @@ from streamshard.engine.grad_inputs import answer_for
 from streamshard.engine.handle import handle_of, registered_names
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
-from streamshard.errors import RankMismatchError, ShardingError
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError
 from streamshard.plan.discovery import (
     FoundParam,
     FoundUnit,
@@ -59,6 +59,8 @@ __all__ = ["shard_model"]
 
 register_optimizer_step_pre_hook(before_step)
 register_optimizer_step_post_hook(after_step)
+
+_MOST_PADDING = 2  # times the elements that units have without `align_pieces_to`
 
 
 class _Checked(NamedTuple):
@@ -252,11 +254,23 @@ def _plan_layouts(
     settings: Settings,
 ) -> list[UnitLayout]:
     names = ["", *(unit.name for unit in found)]
-    layouts = []
-    for name, params in zip(names, groups, strict=True):
-        sizes = [ParamSize(p.names[0], tuple(p.param.shape)) for p in params]
-        itemsize = settings.precision.param_dtype.itemsize
-        layouts.append(plan_unit(name, sizes, world_size, element_bytes=itemsize, pad_numel=settings.pad_units_to))
+    sizes = [[ParamSize(p.names[0], tuple(p.param.shape)) for p in params] for params in groups]
+
+    def plan(pieces: PieceAlignment) -> list[UnitLayout]:
+        itemsize, pad = settings.precision.param_dtype.itemsize, settings.pad_units_to
+        return [
+            plan_unit(name, own, world_size, element_bytes=itemsize, pad_numel=pad, align_pieces_to=pieces)
+            for name, own in zip(names, sizes, strict=True)
+        ]
+
+    layouts = plan(settings.align_pieces_to)
+    wanted, needed = (sum(layout.padded_numel for layout in each) for each in (layouts, plan(1)))
+    if wanted > _MOST_PADDING * needed:
+        raise ConfigError(
+            f"align_pieces_to={settings.align_pieces_to!r} would pad the model's {needed:,} elements to {wanted:,} on "
+            f"{world_size} ranks: wanted a smaller number of elements, or fewer ranks; between rows of lengths that "
+            "have few common multiples parameters can be cut at few places"
+        )
     return layouts
 
 

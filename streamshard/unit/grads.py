@@ -88,7 +88,7 @@ class ParamGrad:
     def disown(self) -> None:
         """Whoever has the gradient keeps it as it is; `in_main` is another tensor from now on, on the same memory."""
         kept = self.in_main
-        self.in_main = ShardedGrad.wrap(kept.as_subclass(torch.Tensor).detach(), kept.ranks)
+        self.in_main = ShardedGrad.wrap(kept.as_subclass(torch.Tensor).detach(), kept.ranks, kept.has_rows)
         kept.data = kept.clone()
 
     def give(self) -> nn.Parameter:
@@ -172,7 +172,7 @@ class UnitGrads:
         for grad in self.params:
             place = grad.shard.layout
             grad.in_slot = flat.narrow(0, place.offset, place.numel).view(place.shape)
-            grad.in_main = ShardedGrad.wrap(grad.shard.shaped(self.main), self._ranks)
+            grad.in_main = ShardedGrad.wrap(grad.shard.shaped(self.main), self._ranks, grad.shard.has_rows)
 
     @property
     def is_open(self) -> bool:
