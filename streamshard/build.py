@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from streamshard.comm.connect import connect
 from streamshard.comm.groups import Groups, groups_of, refuse_together, resolve_group
@@ -51,14 +51,13 @@ from streamshard.plan.structure import (
 )
 from streamshard.unit.buffers import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.unit.grads import UnitGrads
-from streamshard.unit.optimizer_hooks import after_step, before_step
+from streamshard.unit.optimizer_hooks import before_step
 from streamshard.unit.shard import UnitShard
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = ["shard_model"]
 
 register_optimizer_step_pre_hook(before_step)
-register_optimizer_step_post_hook(after_step)
 
 _MOST_PADDING = 2  # times the elements that units have without `align_pieces_to`
 
