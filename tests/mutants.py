@@ -1227,7 +1227,7 @@ MUTANTS: list[Mutant] = [
         "a transposed gradient has rows",
         " and result.stride() == grad.stride()  # no .T\n",
         "\n",
-        "aligned_pieces::test_only_what_stays_within_rows_is_answered",
+        "aligned_pieces::test_a_square_of_rows_has_none_when_it_is_turned",
     ),
     Mutant(
         "unit/sharded_grad",
@@ -1263,7 +1263,7 @@ MUTANTS: list[Mutant] = [
         "what a step that failed has set aside is not put back",
         "    put_back(params)  # of a step that has failed\n",
         "",
-        "step_grads::test_gradients_are_back_after_a_step_that_failed",
+        "step_grads::test_a_step_that_failed_can_be_made_again",
     ),
     Mutant(
         "checkpoint/optimizer_state",

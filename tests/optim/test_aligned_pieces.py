@@ -256,6 +256,22 @@ def test_only_what_stays_within_rows_is_answered(context: RankContext) -> None:
                 refused(grad)
 
 
+@on_ranks(2)
+def test_a_square_of_rows_has_none_when_it_is_turned(context: RankContext) -> None:
+    """Its shape is what it was."""
+    model: Any = StreamShard(TinyLM(), precision=FP32, align_pieces_to="row")
+    lm_step(model, Call(0, 0, 1, 1.0))
+    squares = [param.grad for param in model.parameters() if param.ndim == 2 and len(set(param.shape)) == 1]
+    heard: list[Any] = [None] * context.world_size
+    dist.all_gather_object(heard, len(squares))
+    assert sum(heard), "there is nothing to see"
+    for grad in squares:
+        assert grad.sum(1).shape == grad.shape[:1]
+        for turned in (grad.t(), grad.T, grad.transpose(0, 1).abs()):
+            with pytest.raises(ShardingError, match="of a gradient"):
+                turned.sum(1)
+
+
 # -- everything else --------------------------------------------------------------------------------------------------
 
 ALIGNMENTS: list[PieceAlignment] = [24, "row"]

@@ -200,6 +200,26 @@ def test_gradients_are_back_after_a_step_that_failed(context: RankContext) -> No
 
 
 @on_ranks(3)
+@pytest.mark.parametrize("package", ["torchao", "elsewhere"])
+def test_a_step_that_failed_can_be_made_again(context: RankContext, package: str) -> None:
+    """Hooks that run before it see all gradients, as what they were."""
+    model = _model()
+    optimizer = _of_package(package, "Failing", _Failing)(model.parameters())
+    params = list(model.parameters())
+    _backward(model)
+    model.clip_grad_norm_(0.5)
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    assert any(param.grad is None for param in params) or all(param.numel() for param in params)
+    seen: list[set[type]] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append({type(param.grad) for param in params}))
+    optimizer.fails = False
+    optimizer.step()
+    assert seen == [{ShardedGrad}]
+    assert {type(param.grad) for param in params} == {ShardedGrad}
+
+
+@on_ranks(3)
 def test_nothing_is_kept_for_empty_pieces(context: RankContext) -> None:
     """And what is kept of a parameter is collected from ranks that have some of it."""
     model = _model()
