@@ -23,6 +23,7 @@ from streamshard.plan.memory import Category
 from streamshard.unit.buffers import GradSlot, Ledger
 from streamshard.unit.shard import ParamShard, UnitShard
 from streamshard.unit.sharded_grad import ShardedGrad
+from streamshard.unit.step_grads import put_back
 from streamshard.unit.unreduced_grad import UnreducedGrad
 
 __all__ = ["ParamGrad", "UnitGrads"]
@@ -206,6 +207,7 @@ class UnitGrads:
 
     def _take(self) -> None:
         """Until `finish` parameters hold no gradient: what autograd puts there meanwhile is told apart from ours."""
+        put_back(grad.shard.param for grad in self.params)
         for grad in self.params:
             grad.take()
         self._adds = any(grad.is_kept for grad in self.params)
@@ -318,6 +320,7 @@ class UnitGrads:
 
     def resume(self) -> None:
         """Take the stand-ins back. Gradients whose stand-in was cleared meanwhile are forgotten."""
+        put_back(grad.shard.param for grad in self.params)
         for grad in self.params:
             stand_in = grad.stand_in
             if stand_in is None:

@@ -22,6 +22,7 @@ from streamshard.unit.first_step import FirstStep, first_step, refuse_optimizer
 from streamshard.unit.pieces import Piece, StatePiece, piece_of
 from streamshard.unit.sharded_grad import know_grads
 from streamshard.unit.step_grads import put_back, set_aside, show_in
+from streamshard.unit.unreduced_grad import UnreducedGrad
 
 __all__ = ["NUMBERS", "before_step", "take_over_state"]
 
@@ -151,9 +152,14 @@ def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _check_grads(params: list[torch.Tensor]) -> None:
-    """Plain tensors as gradients become known as pieces; were they changed in place, nobody knows by what norm."""
+    """Plain tensors as gradients become known as pieces; were they changed in place, nobody knows by what norm.
+
+    Gradients that wait are no gradients yet, on any rank, whatever it has of them.
+    """
     for param in params:
         grad = param.grad
+        if isinstance(grad, UnreducedGrad):
+            grad.refuse("an optimizer's step")
         if type(grad) is not torch.Tensor or grad.is_inference():  # which have no versions
             continue
         if grad._version and (piece := piece_of(param)) is not None:

@@ -43,7 +43,7 @@ def set_aside(params: Iterable[torch.Tensor], *, plain: bool) -> None:
 
 
 def put_back(params: Iterable[torch.Tensor]) -> None:
-    """What was set aside is ``.grad`` again: after the step, or after it has failed when somebody asks."""
+    """What was set aside is ``.grad`` again: after the step; if it has failed, when somebody asks, or a backward."""
     if not _aside:
         return
     for param in params:

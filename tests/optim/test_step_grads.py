@@ -201,8 +201,9 @@ def test_gradients_are_back_after_a_step_that_failed(context: RankContext) -> No
 
 @on_ranks(3)
 @pytest.mark.parametrize("package", ["torchao", "elsewhere"])
-def test_a_step_that_failed_can_be_made_again(context: RankContext, package: str) -> None:
-    """Hooks that run before it see all gradients, as what they were."""
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_step_that_failed_can_be_made_again(context: RankContext, package: str, adds: bool) -> None:
+    """Hooks that run before it see all gradients, as what they were; another backward adds to them."""
     model = _model()
     optimizer = _of_package(package, "Failing", _Failing)(model.parameters())
     params = list(model.parameters())
@@ -211,6 +212,9 @@ def test_a_step_that_failed_can_be_made_again(context: RankContext, package: str
     with pytest.raises(FloatingPointError):
         optimizer.step()
     assert any(param.grad is None for param in params) or all(param.numel() for param in params)
+    if adds:
+        _backward(model, 1)
+        assert {type(param.grad) for param in params} == {ShardedGrad}
     seen: list[set[type]] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append({type(param.grad) for param in params}))
     optimizer.fails = False
