@@ -19,7 +19,7 @@ from streamshard.build import shard_model
 from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.load import load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
-from streamshard.config import MemoryBudget, Precision, SlotCount
+from streamshard.config import MemoryBudget, PieceAlignment, Precision, SlotCount
 from streamshard.engine.handle import HANDLE, Uncopyable, engine_at_rest, engine_of, handle_of
 from streamshard.engine.hooks import call_shell
 from streamshard.errors import ConfigError, ShardingError
@@ -71,6 +71,9 @@ class StreamShard(Uncopyable):
             ``"1MiB"``, so that tiny layers do not pay a collective each. 0 leaves units as they are.
         pad_units_to: make each unit's size a multiple of this many elements, and of N. ``2**16`` gives NCCL messages
             that all its rings like, for up to that many elements more per unit.
+        align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
+            optimizer whose state is kept in blocks (8-bit moments) sees whole ones; with ``"row"`` between rows, and
+            pieces have the shape ``[rows, ..]``, for optimizers with statistics of each row. Costs padding.
         broadcast_weights: start from rank 0's weights; else every rank shards its own, which must be equal.
         check_grads: a backward that leaves nan or inf in a gradient on any rank raises `GradientError` on all of them.
             One collective and one wait of the host per backward. Not for fp16 with a loss scaler, which overflows now
@@ -105,6 +108,7 @@ class StreamShard(Uncopyable):
         memory_budget: MemoryBudget | None = None,
         min_unit_size: int | str = 0,
         pad_units_to: int = 1,
+        align_pieces_to: PieceAlignment = 1,
         broadcast_weights: bool = True,
         check_grads: bool = False,
         allow_untested_accelerator: bool = False,

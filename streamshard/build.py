@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from streamshard.comm.connect import connect
 from streamshard.comm.groups import Groups, groups_of, refuse_together, resolve_group
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.shared_memory import share_memory
 from streamshard.comm.streams import Streams
-from streamshard.config import Precision, Settings
+from streamshard.config import PieceAlignment, Precision, Settings
 from streamshard.device import check_tried, module_of, training_device
 from streamshard.engine.attach import attach
 from streamshard.engine.buffer_sync import BufferSync, check_buffers, describe_state
@@ -30,7 +30,7 @@ from streamshard.engine.grad_inputs import answer_for
 from streamshard.engine.handle import handle_of, registered_names
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
-from streamshard.errors import RankMismatchError, ShardingError, warn_user
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError, warn_user
 from streamshard.plan.discovery import (
     FoundParam,
     FoundUnit,
@@ -52,14 +52,15 @@ from streamshard.plan.structure import (
 )
 from streamshard.unit.buffers import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.unit.grads import UnitGrads
-from streamshard.unit.optimizer_hooks import after_step, before_step
+from streamshard.unit.optimizer_hooks import before_step
 from streamshard.unit.shard import UnitShard
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = ["shard_model"]
 
 register_optimizer_step_pre_hook(before_step)
-register_optimizer_step_post_hook(after_step)
+
+_MOST_PADDING = 2  # times the elements that units have without `align_pieces_to`
 
 
 class _Checked(NamedTuple):
@@ -265,11 +266,23 @@ def _plan_layouts(
     settings: Settings,
 ) -> list[UnitLayout]:
     names = ["", *(unit.name for unit in found)]
-    layouts = []
-    for name, params in zip(names, groups, strict=True):
-        sizes = [ParamSize(p.names[0], tuple(p.param.shape)) for p in params]
-        itemsize = settings.precision.param_dtype.itemsize
-        layouts.append(plan_unit(name, sizes, world_size, element_bytes=itemsize, pad_numel=settings.pad_units_to))
+    sizes = [[ParamSize(p.names[0], tuple(p.param.shape)) for p in params] for params in groups]
+
+    def plan(pieces: PieceAlignment) -> list[UnitLayout]:
+        itemsize, pad = settings.precision.param_dtype.itemsize, settings.pad_units_to
+        return [
+            plan_unit(name, own, world_size, element_bytes=itemsize, pad_numel=pad, align_pieces_to=pieces)
+            for name, own in zip(names, sizes, strict=True)
+        ]
+
+    layouts = plan(settings.align_pieces_to)
+    wanted, needed = (sum(layout.padded_numel for layout in each) for each in (layouts, plan(1)))
+    if wanted > _MOST_PADDING * needed:
+        raise ConfigError(
+            f"align_pieces_to={settings.align_pieces_to!r} would pad the model's {needed:,} elements to {wanted:,} on "
+            f"{world_size} ranks: wanted a smaller number of elements, or fewer ranks; between rows of lengths that "
+            "have few common multiples parameters can be cut at few places"
+        )
     return layouts
 
 

@@ -164,7 +164,7 @@ class _Summoned:
                 grad = None
             else:
                 if grad is None:
-                    grad = ShardedGrad.wrap(torch.empty_like(piece), self._engine.ranks)
+                    grad = ShardedGrad.wrap(torch.empty_like(piece), self._engine.ranks, shard.has_rows)
                 grad.view(-1).copy_(whole.detach().reshape(-1)[local])
             self._sharded[place] = _Sharded(shard, piece, grad)
         self._meet_next_pass()

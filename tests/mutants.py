@@ -980,7 +980,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/used",
         "flags that have changed are not written",
-        "                self._flags[0].copy_(torch.tensor(flags, dtype=torch.uint8))\n",
+        "                self._flags[0].copy_(told, non_blocking=is_remote)\n",
         "",
         "cases_execution",
     ),
@@ -1333,6 +1333,71 @@ MUTANTS: list[Mutant] = [
         "announced._replace(casts=any(row.casts for row in rows))",
         "announced._replace(casts=False)",
         "join",
+    ),
+    # -- pieces of whole blocks and rows
+    Mutant(
+        "plan/layout",
+        "a parameter that is cut starts where the one before it ends",
+        "                offset += before_cut % grain\n",
+        "                pass\n",
+        "layout aligned_pieces::test_blockwise_moments_are_those_of_the_unsharded_model",
+    ),
+    Mutant(
+        "plan/layout",
+        "a shard that is cut into often is not a multiple of the grain",
+        "        common = math.lcm(multiple, *cut_often)\n",
+        "        common = multiple\n",
+        "layout aligned_pieces::test_blockwise_moments_are_those_of_the_unsharded_model",
+    ),
+    Mutant(
+        "unit/sharded_grad",
+        "a transposed gradient has rows",
+        " and result.stride() == grad.stride()  # no .T\n",
+        "\n",
+        "aligned_pieces::test_a_square_of_rows_has_none_when_it_is_turned",
+    ),
+    Mutant(
+        "unit/sharded_grad",
+        "columns are taken for rows",
+        "type(each) is int and each % grad.ndim for each in dims)",
+        "type(each) is int for each in dims)",
+        "aligned_pieces::test_only_what_stays_within_rows_is_answered",
+    ),
+    # -- what optimizers see while they step
+    Mutant(
+        "unit/step_grads",
+        "empty pieces have gradients in a step",
+        "                param.grad = None\n",
+        "                pass\n",
+        "step_grads::test_kernels_over_lists_of_tensors_meet_no_empty_ones",
+    ),
+    Mutant(
+        "unit/step_grads",
+        "gradients made by a closure are not set aside",
+        "            set_aside(mine, plain=plain)\n",
+        "            pass\n",
+        "step_grads::test_a_closure_sees_and_makes_all_gradients",
+    ),
+    Mutant(
+        "unit/optimizer_hooks",
+        "hooks registered later see gradients that were set aside",
+        "        before.move_to_end(self.before.id)\n",
+        "",
+        "step_grads::test_hooks_around_a_step_see_all_gradients",
+    ),
+    Mutant(
+        "unit/optimizer_hooks",
+        "what a step that failed has set aside is not put back",
+        "    put_back(params)  # of a step that has failed\n",
+        "",
+        "step_grads::test_a_step_that_failed_can_be_made_again",
+    ),
+    Mutant(
+        "checkpoint/optimizer_state",
+        "state of parameters is what the first rank has of them",
+        "if number is None or shard.layout.numel and not shard.local.numel:",
+        "if number is None:",
+        "step_grads::test_nothing_is_kept_for_empty_pieces",
     ),
 ]
 

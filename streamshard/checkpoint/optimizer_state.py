@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamshard.engine.engine import Engine
 from streamshard.errors import RankMismatchError, ShardingError
@@ -28,22 +29,70 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     wanted = not rank0_only or engine.ranks.is_first
     numbers = {param: number for number, param in enumerate(_params_of(optimizer))}
     packed = optimizer.state_dict()
-    state = {number: {name: _copied(v) for name, v in values.items()} for number, values in packed["state"].items()}
+    outlines = _agree(engine, optimizer, numbers)
+    state = {number: dict(values) for number, values in outlines.items()}
+    sharded = {numbers.get(shard.param) for shard in engine.param_shards}
+    for number, values in packed["state"].items():
+        if number not in sharded:  # a parameter of something else
+            state[number] = {name: _copied(value) for name, value in values.items()}
     for unit in engine.units:
-        names = names_of_moments(unit.shard.params, optimizer)
-        if len({tuple(other) for other in engine.ranks.gather_objects(names)}) > 1:
-            raise RankMismatchError(f"the optimizer's state of {unit.name!r} differs between ranks: here it is {names}")
-        for name in names:
-            moments = [moment_of(shard, optimizer, name) for shard in unit.shard.params]
-            shards = unit.shard.params
+        shards = unit.shard.params
+        known = [outlines.get(numbers.get(shard.param, -1), {}) for shard in shards]
+        moments = (name for values in known for name, value in values.items() if isinstance(value, _Tensor))
+        for name in dict.fromkeys(moments):
             # Parameters without such state take part with whatever else is of their size.
-            pieces = [s.main if m is None else m.reshape(-1) for s, m in zip(shards, moments, strict=True)]
+            pieces = [s.main if (m := moment_of(s, optimizer, name)) is None else m.reshape(-1) for s in shards]
             full = unit.gather_full(pieces)
-            for shard, moment in zip(shards, moments, strict=True):
-                if wanted and moment is not None:
+            for shard, values in zip(shards, known, strict=True):
+                if wanted and isinstance(values.get(name), _Tensor):
                     whole = full.narrow(0, shard.layout.offset, shard.layout.numel).view(shard.layout.shape)
-                    state[numbers[shard.param]][name] = whole.to("cpu", moment.dtype, copy=True)
-    return {**packed, "state": state} if wanted else {}
+                    state[numbers[shard.param]][name] = whole.to("cpu", values[name].dtype, copy=True)
+    return {**packed, "state": dict(sorted(state.items()))} if wanted else {}
+
+
+def _agree(engine: Engine, optimizer: Optimizer, numbers: Mapping[nn.Parameter, int]) -> dict[int, dict[str, Any]]:
+    """What is kept for which parameter, as ranks say that have elements of it; a `_Tensor` for each moment.
+
+    Raises:
+        RankMismatchError: two of them keep different things.
+        ShardingError: something has neither an element for each of the piece's nor is one number.
+    """
+    mine: dict[int, dict[str, Any]] = {}
+    error: str | None = None
+    for shard in engine.param_shards:
+        number = numbers.get(shard.param)
+        # A rank without elements keeps nothing, but for what it has loaded or had before it was sharded.
+        if number is None or shard.layout.numel and not shard.local.numel:
+            continue
+        mine[number] = {}
+        for name, value in optimizer.state.get(shard.param, {}).items():
+            is_quantized = is_traceable_wrapper_subclass(value)
+            if not is_quantized and moment_of(shard, optimizer, name) is not None:
+                mine[number][name] = _Tensor(value)
+            elif not is_quantized and not (isinstance(value, torch.Tensor) and value.ndim):
+                mine[number][name] = _copied(value)
+            else:
+                error = error or (
+                    f"optimizer state {name!r} of {shard.name!r} is {'quantized' if is_quantized else 'of'} "
+                    f"{tuple(value.shape)} for a piece of {tuple(shard.piece.shape)}: only what has one number for "
+                    "each element can be put together. Collect the weights alone (model.full_state_dict()) and begin "
+                    "with new moments, or use an optimizer of torch.optim"
+                )
+    said = engine.ranks.gather_objects((mine, error))
+    for _, theirs in said:
+        if theirs is not None:
+            raise ShardingError(theirs)
+    agreed: dict[int, dict[str, Any]] = {}
+    for rank, (outlines, _) in enumerate(said):
+        for number, values in outlines.items():
+            first = agreed.setdefault(number, values)
+            if list(first) != list(values):
+                name = next(shard.name for shard in engine.param_shards if numbers.get(shard.param) == number)
+                raise RankMismatchError(
+                    f"the optimizer's state of {name!r} differs between ranks: {list(first)}, and {list(values)} on "
+                    f"rank {rank}"
+                )
+    return {number: values for number, values in agreed.items() if values}
 
 
 def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
@@ -89,7 +138,7 @@ def _copied(value: Any) -> Any:
 
 
 class _Tensor:
-    """Stands for a tensor that is still to be sent."""
+    """Stands for a tensor that is still to be sent, or put together."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape = tuple(tensor.shape)

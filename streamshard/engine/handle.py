@@ -18,6 +18,7 @@ from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
 from streamshard.plan.structure import modules_inside
 from streamshard.unit.sharded_grad import know_grads
+from streamshard.unit.step_grads import put_back
 from streamshard.unit.unit import Member
 
 __all__ = [
@@ -190,6 +191,7 @@ class Uncopyable(nn.Module):
             self.__dict__.pop(STATE_KEY, None)
             self._refuse_wrapper(name)
         for name, param in super().named_parameters(*args, **kwargs):
+            put_back((param,))
             know_grads((param,))
             yield name, param
 

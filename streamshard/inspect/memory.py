@@ -19,6 +19,7 @@ class MemoryReport:
         held_bytes: counted on the live tensors.
         formula_bytes: computed from the layout.
         numel: parameters of the whole model.
+        padded_numel: elements of all units, with what lies between parameters and behind them.
         world_size: N.
         adam_bytes: what the two moments of Adam take on this rank once it has stepped; not held by the engine.
         slots: how many there are, and why.
@@ -27,6 +28,7 @@ class MemoryReport:
     held_bytes: Mapping[str, int]
     formula_bytes: Mapping[str, int]
     numel: int
+    padded_numel: int
     world_size: int
     adam_bytes: int
     slots: str
@@ -37,7 +39,9 @@ class MemoryReport:
         return sum(self.held_bytes.values())
 
     def __str__(self) -> str:
-        lines = [f"memory of this rank, 1 of {self.world_size}; bytes per parameter of all {self.numel:,}"]
+        padding = self.padded_numel / self.numel - 1 if self.numel else 0
+        who = f"memory of this rank, 1 of {self.world_size}"
+        lines = [f"{who}; bytes per parameter of all {self.numel:,}, padded by {padding:.2%}"]
         rows = [(name, held, self.formula_bytes[name]) for name, held in self.held_bytes.items()]
         rows.append(("total", self.total_bytes, sum(self.formula_bytes.values())))
         for name, held, formula in rows:
@@ -59,6 +63,7 @@ def report_memory(engine: Engine) -> MemoryReport:
         held_bytes={category.value: engine.ledger.held_bytes(category) for category in Category},
         formula_bytes={category.value: expected[category] for category in Category},
         numel=sum(layout.numel for layout in layouts),
+        padded_numel=sum(layout.padded_numel for layout in layouts),
         world_size=layouts[0].world_size,
         adam_bytes=8 * sum(layout.shard_numel for layout, train in zip(layouts, trains, strict=True) if train),
         slots=engine.why_slots,

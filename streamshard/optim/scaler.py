@@ -15,6 +15,7 @@ import torch
 from streamshard.device import accelerator
 from streamshard.errors import ConfigError
 from streamshard.unit.sharded_grad import know_grads
+from streamshard.unit.step_grads import put_back
 
 __all__ = ["GradScaler"]
 
@@ -63,7 +64,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
         # What torch's unscale_ and step are made of: gradients of the user's own are pieces as well.
-        know_grads(param for group in optimizer.param_groups for param in group["params"])
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        put_back(params)
+        know_grads(params)
         return super()._unscale_grads_(optimizer, *args)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:

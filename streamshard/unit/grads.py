@@ -24,6 +24,7 @@ from streamshard.plan.memory import Category
 from streamshard.unit.buffers import GradSlot, Ledger
 from streamshard.unit.shard import ParamShard, UnitShard
 from streamshard.unit.sharded_grad import ShardedGrad
+from streamshard.unit.step_grads import put_back
 from streamshard.unit.unreduced_grad import UnreducedGrad
 
 __all__ = ["ParamGrad", "UnitGrads"]
@@ -89,7 +90,7 @@ class ParamGrad:
     def disown(self) -> None:
         """Whoever has the gradient keeps it as it is; `in_main` is another tensor from now on, on the same memory."""
         kept = self.in_main
-        self.in_main = ShardedGrad.wrap(kept.as_subclass(torch.Tensor).detach(), kept.ranks)
+        self.in_main = ShardedGrad.wrap(kept.as_subclass(torch.Tensor).detach(), kept.ranks, kept.has_rows)
         kept.data = kept.clone()
 
     def give(self) -> nn.Parameter:
@@ -182,7 +183,7 @@ class UnitGrads:
         for grad in self.params:
             place = grad.shard.layout
             grad.in_slot = flat.narrow(0, place.offset, place.numel).view(place.shape)
-            grad.in_main = ShardedGrad.wrap(grad.shard.shaped(self.main), self._ranks)
+            grad.in_main = ShardedGrad.wrap(grad.shard.shaped(self.main), self._ranks, grad.shard.has_rows)
 
     @property
     def is_open(self) -> bool:
@@ -215,6 +216,7 @@ class UnitGrads:
 
     def _take(self) -> None:
         """Until `finish` parameters hold no gradient: what autograd puts there meanwhile is told apart from ours."""
+        put_back(grad.shard.param for grad in self.params)
         for grad in self.params:
             grad.take()
         self._adds = any(grad.is_kept for grad in self.params)
@@ -331,6 +333,7 @@ class UnitGrads:
 
     def resume(self) -> None:
         """Take the stand-ins back. Gradients whose stand-in was cleared meanwhile are forgotten."""
+        put_back(grad.shard.param for grad in self.params)
         for grad in self.params:
             stand_in = grad.stand_in
             if stand_in is None:

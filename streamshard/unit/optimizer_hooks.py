@@ -1,39 +1,68 @@
 """What is seen of the user's optimizers: hooks of torch around the steps of all, and around the state of each.
 
-Before a step gradients and state are what the optimizer takes them for, this rank's pieces. The first step is watched
-(see `streamshard.unit.first_step`).
+Before a step gradients and state are what the optimizer takes them for, this rank's pieces (see
+`streamshard.unit.step_grads`). The first step is watched (see `streamshard.unit.first_step`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
-from weakref import WeakSet
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.decorators import skip
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
 
 from streamshard.errors import ShardingError
 from streamshard.unit.first_step import FirstStep, first_step, refuse_optimizer
 from streamshard.unit.pieces import Piece, StatePiece, piece_of
-from streamshard.unit.sharded_grad import ShardedGrad, know_grads
+from streamshard.unit.sharded_grad import know_grads
+from streamshard.unit.step_grads import put_back, set_aside, show_in
+from streamshard.unit.unreduced_grad import UnreducedGrad
 
-__all__ = ["NUMBERS", "after_step", "before_step", "take_over_state"]
+__all__ = ["NUMBERS", "before_step", "take_over_state"]
 
 NUMBERS = ("step", "eta", "mu", "mu_product")  # of a parameter that is one number itself, those that are no moments
 
-_WHOLE_MATRIX_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "LARS")
+# Those whose kernels nobody could watch are known by name only: of apex, DeepSpeed and bitsandbytes.
+_WHOLE_MATRIX_OPTIMIZERS = frozenset(
+    (
+        *("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "LARS"),
+        *("FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad"),
+        *("FusedLamb", "OnebitAdam", "OnebitLamb", "ZeroOneAdam"),
+        *("LAMB8bit", "LAMB32bit", "LARS8bit", "LARS32bit", "PytorchLARS"),
+    )
+)
+_SHARDING_OPTIMIZERS = frozenset(("ZeroRedundancyOptimizer", "DistributedFusedAdam", "DistributedFusedLAMB"))
+# Element by element, or block by block, in operations of their own or compiled ones, which take plain gradients.
+_WANT_PLAIN_GRADS = ("bitsandbytes", "torchao")
 
-_watched: WeakSet[Optimizer] = WeakSet()
+
+class _Hooks(NamedTuple):
+    """The hooks of one optimizer: right before and right after its step, inside of all that the user has registered."""
+
+    before: RemovableHandle
+    after: RemovableHandle
+
+    def be_innermost(self, optimizer: Optimizer) -> None:
+        """Hooks that the user has registered meanwhile, which may take norms of gradients, see all of them."""
+        before: Any = optimizer._optimizer_step_pre_hooks  # ordered dicts, which torch declares as plain ones
+        after: Any = optimizer._optimizer_step_post_hooks
+        before.move_to_end(self.before.id)
+        after.move_to_end(self.after.id, last=False)
+
+
+_watched: WeakKeyDictionary[Optimizer, _Hooks] = WeakKeyDictionary()
+_unseen: WeakSet[Optimizer] = WeakSet()  # those of them that have not begun a step
 
 
 @skip
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Global hook before optimizer steps.
-
-    A compiled step, which could not be watched, is given plain gradients: what looks into them would be traced.
 
     From the first one on the ``state_dict()`` of an optimizer of pieces holds `StatePiece`: saved on one rank it would
     look like the whole.
@@ -51,41 +80,59 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any, is_compiled: bool) ->
     is_new = optimizer not in _watched
     if is_new and all(piece_of(param) is None for param in params):
         return
+    put_back(params)  # of a step that has failed
     _check_grads(params)
-    if is_compiled:
-        for param in params:
-            if isinstance(param.grad, ShardedGrad):
-                param.grad = param.grad.as_subclass(torch.Tensor)
     if not is_new:
+        _watched[optimizer].be_innermost(optimizer)
         return
-    name = type(optimizer).__name__
-    if name in _WHOLE_MATRIX_OPTIMIZERS:
+    name, names = type(optimizer).__name__, {kind.__name__ for kind in type(optimizer).__mro__}
+    if names & _WHOLE_MATRIX_OPTIMIZERS or _takes_norms(optimizer):
         refuse_optimizer(name)
-    if name == "ZeroRedundancyOptimizer":
+    if names & _SHARDING_OPTIMIZERS:
         raise ShardingError(
             f"{name} shares out whole parameters, and those of a StreamShard model are shared out already: use its "
             "inner optimizer, torch.optim.AdamW(model.parameters()) for example, which holds 1/N of the state here"
         )
     take_over_state(optimizer)
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if not is_compiled:
-        first_step.append(FirstStep(optimizer, getattr(getattr(closure, "func", closure), "__code__", None)))
-    elif not _is_of_torch(optimizer):
+    if is_compiled and not _is_of_torch(optimizer):
         raise ShardingError(
             f"the first step of {name} is compiled, so that nobody can see whether it looks at whole parameters, of "
             "which each rank holds pieces: step once as it is, then compile"
         )
-    _watched.add(optimizer)
+    hooks = _Hooks(optimizer.register_step_pre_hook(_enter), optimizer.register_step_post_hook(_leave))
+    hooks.be_innermost(optimizer)
+    _watched[optimizer] = hooks
+    _unseen.add(optimizer)
     optimizer.register_state_dict_post_hook(_mark_state)
     optimizer.register_load_state_dict_pre_hook(_cut_loaded_state)
 
 
 @skip
-def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Global hook after optimizer steps: nothing unusual was seen in the first one."""
+def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """The step itself begins.
+
+    One that is compiled, or hands gradients to what knows plain tensors only, is given these.
+    """
+    params = _params_of(optimizer)
+    is_compiled = get_eval_frame_callback() not in (None, False)
+    plain = is_compiled or _is_of(optimizer, _WANT_PLAIN_GRADS)
+    torch._dynamo.disable(set_aside)(params, plain=plain)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if optimizer in _unseen:
+        _unseen.remove(optimizer)
+        if not is_compiled:
+            first_step.append(FirstStep(optimizer, getattr(getattr(closure, "func", closure), "__code__", None)))
+    if not callable(closure):
+        return None
+    shown = show_in(closure, params, plain=plain)
+    return ((args[0], shown, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": shown})
+
+
+@skip
+def _leave(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """The step itself is over. If it was the first, nothing unusual was seen in it."""
     first_step.clear()
-    if get_eval_frame_callback() not in (None, False):
-        torch._dynamo.disable(know_grads)(_params_of(optimizer))
+    torch._dynamo.disable(put_back)(_params_of(optimizer))
 
 
 def take_over_state(optimizer: Optimizer) -> None:
@@ -105,9 +152,14 @@ def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _check_grads(params: list[torch.Tensor]) -> None:
-    """Plain tensors as gradients become known as pieces; were they changed in place, nobody knows by what norm."""
+    """Plain tensors as gradients become known as pieces; were they changed in place, nobody knows by what norm.
+
+    Gradients that wait are no gradients yet, on any rank, whatever it has of them.
+    """
     for param in params:
         grad = param.grad
+        if isinstance(grad, UnreducedGrad):
+            grad.refuse("an optimizer's step")
         if type(grad) is not torch.Tensor or grad.is_inference():  # which have no versions
             continue
         if grad._version and (piece := piece_of(param)) is not None:
@@ -122,24 +174,50 @@ def _check_grads(params: list[torch.Tensor]) -> None:
 
 def _cut(optimizer: Optimizer, piece: Piece, param: torch.Tensor, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Those of the `values` kept for `param` that are to be replaced by pieces of them."""
-    changed = {}
+    changed: dict[str, torch.Tensor] = {}
+    others = []
     for name, value in values.items():
         if not isinstance(value, torch.Tensor) or value.shape == param.shape:
             continue
-        if tuple(value.shape) == piece.shape and (value.ndim or name not in NUMBERS):
+        if is_traceable_wrapper_subclass(value):
+            others.append(name)
+        elif tuple(value.shape) == piece.shape and (value.ndim or name not in NUMBERS):
             changed[name] = piece.cut(value)
-        elif value.ndim and _is_of_torch(optimizer):
+        elif value.ndim and not _is_of_torch(optimizer):
+            others.append(name)
+        elif value.ndim:
             raise ShardingError(
                 f"optimizer state {name!r} of {piece.name!r} has shape {tuple(value.shape)}: wanted {piece.shape}, the "
                 f"whole, or {tuple(param.shape)}, this rank's piece. State of another number of ranks is collected by "
                 "full_optimizer_state_dict there and loaded by load_optimizer_state_dict"
             )
+    quantized = [name for name in others if tuple(values[name].shape) == piece.shape]
+    if quantized or changed and others:
+        raise ShardingError(
+            f"optimizer state {(quantized or others)[0]!r} of {piece.name!r}, of the whole parameter, is quantized or "
+            "kept for more than one element, and cannot be cut: begin with new moments"
+        )
     return changed
+
+
+def _takes_norms(optimizer: Optimizer) -> bool:
+    """Whether an optimizer of bitsandbytes was asked to, inside its kernels, of parameters or gradients."""
+    asked = getattr(optimizer, "args", None)
+    if not _is_of(optimizer, ("bitsandbytes",)) or asked is None:
+        return False
+    is_clipping = getattr(asked, "max_unorm", 0.0) > 0.0 or getattr(asked, "percentile_clipping", 100) < 100
+    return is_clipping or not getattr(asked, "block_wise", True)
 
 
 def _is_of_torch(optimizer: Optimizer) -> bool:
     """Whether all tensors in its state have an element for each of the parameter's, or one."""
-    return any(kind.__module__.startswith("torch.optim.") for kind in type(optimizer).__mro__ if kind is not Optimizer)
+    return _is_of(optimizer, ("torch.optim",))
+
+
+def _is_of(optimizer: Optimizer, packages: tuple[str, ...]) -> bool:
+    """Whether a class that it is of, beside torch's base class, is defined in one of `packages`."""
+    kinds = [kind.__module__ + "." for kind in type(optimizer).__mro__ if kind is not Optimizer]
+    return any(kind.startswith(package + ".") for kind in kinds for package in packages)
 
 
 def _mark_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +237,16 @@ def _cut_loaded_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
 
 def _with_state(state_dict: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     state = {
-        number: {key: change(value) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+        number: {key: _changed(value, change) for key, value in values.items()}
         for number, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
+
+
+def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with `change` made to it, or to the tensors that it is made of: codes and scales of quantized moments."""
+    if is_traceable_wrapper_subclass(value):
+        names, context = value.__tensor_flatten__()
+        inner = {name: _changed(getattr(value, name), change) for name in names}
+        return type(value).__tensor_unflatten__(inner, context, value.shape, value.stride())
+    return change(value) if isinstance(value, torch.Tensor) else value

@@ -25,19 +25,22 @@ class Piece(NamedTuple):
         name: of the parameter.
         shape: of the whole.
         start, stop: which elements of the flattened whole this rank has.
+        local_shape: of this rank's.
         ranks: of the shard group.
+        has_rows: this rank has whole rows, as the other ranks have.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    local_shape: tuple[int, ...]
     ranks: Ranks
+    has_rows: bool
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of `whole`, in new memory: [1, .., 1, stop - start]."""
-        shape = (*[1] * (len(self.shape) - 1), self.stop - self.start)
-        return whole.detach().reshape(-1)[self.start : self.stop].clone().view(shape)
+        """This rank's elements of `whole`, in new memory: [local_shape]."""
+        return whole.detach().reshape(-1)[self.start : self.stop].clone().view(self.local_shape)
 
 
 _pieces: MutableMapping[torch.Tensor, Piece] = WeakIdKeyDictionary()

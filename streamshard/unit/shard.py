@@ -32,6 +32,7 @@ class ParamShard(NamedTuple):
         local: which elements of the flattened parameter this rank owns.
         dtype: the parameter's dtype before sharding.
         piece: the memory of the piece in the main weights, as `param` first had it.
+        has_rows: pieces are whole rows, on all ranks.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ParamShard(NamedTuple):
     local: LocalRange
     dtype: torch.dtype
     piece: torch.Tensor
+    has_rows: bool = False
 
     @property
     def main(self) -> torch.Tensor:
@@ -49,7 +51,8 @@ class ParamShard(NamedTuple):
 
     def what(self, ranks: Ranks) -> Piece:
         """What the parameter is a piece of; `ranks` is the shard group's."""
-        return Piece(self.name, self.layout.shape, self.local.start, self.local.stop, ranks)
+        start, stop = self.local.start, self.local.stop
+        return Piece(self.name, self.layout.shape, start, stop, tuple(self.piece.shape), ranks, self.has_rows)
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """The range of `flat` [shard_numel] that is this parameter's, in the sharded parameter's shape."""
@@ -109,7 +112,8 @@ class UnitShard:
         piece = self.main.narrow(0, local.shard_offset, local.numel)
         piece = piece.view(self.layout.local_shape(layout, self._ranks.rank))
         piece.view(-1).copy_(full[local.start : local.stop])
-        shard = ParamShard(layout.name, aliases, param, layout, local, param.dtype, piece)
+        has_rows = self.layout.has_rows and len(layout.shape) > 1
+        shard = ParamShard(layout.name, aliases, param, layout, local, param.dtype, piece, has_rows)
         param.grad = None
         param.data = piece
         self.params.append(shard)

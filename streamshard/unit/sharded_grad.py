@@ -30,7 +30,7 @@ def know_grads(params: Iterable[torch.Tensor]) -> None:
     """Gradients of pieces that the user has put there as plain tensors know that they are pieces from now on."""
     for param in params:
         if type(param.grad) is torch.Tensor and (piece := piece_of(param)) is not None:
-            param.grad = ShardedGrad.wrap(param.grad, piece.ranks)
+            param.grad = ShardedGrad.wrap(param.grad, piece.ranks, piece.has_rows)
 
 
 class ShardedGrad(torch.Tensor):
@@ -39,16 +39,19 @@ class ShardedGrad(torch.Tensor):
     Attributes:
         ranks: norms and sums are collectives of it.
         cuts: of several gradients put one behind the other, where each begins and ends; only there it is cut again.
+        has_rows: its first dimension is the whole's, cut; along the others nothing is missing (``align_pieces_to``).
     """
 
     ranks: Ranks
     cuts: frozenset[int] | None = None
+    has_rows: bool = False
 
     @classmethod
-    def wrap(cls, piece: torch.Tensor, ranks: Ranks) -> ShardedGrad:
+    def wrap(cls, piece: torch.Tensor, ranks: Ranks, has_rows: bool = False) -> ShardedGrad:
         """`piece` as a ShardedGrad on the same memory; its norms are collectives of `ranks`."""
         grad = piece.as_subclass(cls)
         grad.ranks = ranks
+        grad.has_rows = has_rows
         return grad
 
     @classmethod
@@ -78,7 +81,7 @@ class ShardedGrad(torch.Tensor):
 
     def __deepcopy__(self, memo: object) -> ShardedGrad:
         """Optimizers keep clones of gradients, and people copy their state."""
-        return ShardedGrad.wrap(self.as_subclass(torch.Tensor).clone(), self.ranks)
+        return ShardedGrad.wrap(self.as_subclass(torch.Tensor).clone(), self.ranks, self.has_rows)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """One rank's gradient is whole and saved as a tensor; a piece is not saved as if it were the whole."""
@@ -96,7 +99,8 @@ def _known(func: Callable[..., Any], result: Any, args: tuple[Any, ...], kwargs:
     if isinstance(result, torch.Tensor):
         if isinstance(result, ShardedGrad) or args and result is args[0] or result is kwargs.get("out"):
             return result
-        return _derived(func, result, _first_of(args, kwargs))
+        grads = (value for value in flat((*args, *kwargs.values())) if isinstance(value, ShardedGrad))
+        return _derived(func, result, max(grads, key=torch.Tensor.numel))  # less in it: one number for each row
     if isinstance(result, list | tuple) and not func.__name__.endswith("_"):
         if not func.__name__.startswith("_foreach_"):
             grad = _first_of(args, kwargs)
@@ -119,7 +123,8 @@ def _derived(func: Callable[..., Any], result: torch.Tensor, grad: ShardedGrad) 
         if func.__name__ == "__get__":  # ``_base``: the main grads
             return result
         _refuse_op(func, grad)
-    derived = ShardedGrad.wrap(result, grad.ranks)
+    has_rows = grad.has_rows and result.shape == grad.shape and result.stride() == grad.stride()  # no .T
+    derived = ShardedGrad.wrap(result, grad.ranks, has_rows)
     if grad.cuts is not None and result.ndim == 1:
         derived.cuts = grad.cuts
     return derived
@@ -131,7 +136,9 @@ def _foreach_norms(func: Callable[..., Any], grad: ShardedGrad, args: Any, kwarg
     return [_norm_of(item, order) if isinstance(item, ShardedGrad) else local_norm(item, order) for item in args[0]]
 
 
-def _norm(func: Callable[..., Any], grad: ShardedGrad, args: Any, kwargs: Mapping[str, Any]) -> PartialNorm:
+def _norm(func: Callable[..., Any], grad: ShardedGrad, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
+    if _is_of_rows(grad, args, kwargs, 2):
+        return ShardedGrad.wrap(func(*args, **kwargs), grad.ranks)
     refuse_stepping()
     return _norm_of(grad, _order_of(func, grad, args, kwargs))
 
@@ -148,7 +155,9 @@ def _reduce(func: Callable[..., Any], grad: ShardedGrad, args: Any, kwargs: Mapp
             return _known(func, func(*args, **kwargs), args, kwargs)
         if args[0].numel() != args[1].numel():
             _refuse_op(func, grad)
-    elif any(value not in (None, False) for value in (*args[1:], *(kwargs[key] for key in kwargs if key in _ALONG))):
+    elif any(_is_given(value) for value in (*args[1:], *(kwargs[key] for key in kwargs if key in _ALONG))):
+        if name not in ("max", "min") and _is_of_rows(grad, args, kwargs, 1):
+            return ShardedGrad.wrap(func(*args, **kwargs), ranks)
         _refuse_op(func, grad)  # along a dimension, of which a piece has none
     refuse_stepping()
     if name in ("max", "min", "amax", "amin"):
@@ -170,6 +179,19 @@ def _reduce(func: Callable[..., Any], grad: ShardedGrad, args: Any, kwargs: Mapp
 
 
 _ALONG = ("dim", "axis", "keepdim", "keepdims", "other", "tensor", "out")
+
+
+def _is_given(value: object) -> bool:
+    """Not the default of `dim` or `keepdim`; dimension 0 is none."""
+    return value is not None and value is not False
+
+
+def _is_of_rows(grad: ShardedGrad, args: Any, kwargs: Mapping[str, Any], place: int) -> bool:
+    """Whether a reduction, with `dim` as argument number `place`, is within each row: this rank has these whole."""
+    dim = args[place] if len(args) > place else kwargs.get("dim", kwargs.get("axis"))
+    dims = dim if isinstance(dim, tuple | list) else (dim,)
+    is_within = grad.has_rows and len(dims) > 0 and all(type(each) is int and each % grad.ndim for each in dims)
+    return is_within and kwargs.get("out") is None
 
 
 def _extreme(piece: torch.Tensor, largest: bool, ranks: Ranks) -> torch.Tensor:
@@ -294,6 +316,6 @@ def _order_of(func: Callable[..., Any], grad: ShardedGrad, args: tuple[Any, ...]
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
     along = [*args[2:], *(kwargs.get(key) for key in ("dim", "keepdim", "dtype", "out"))]
     is_of_matrix = func is torch.linalg.norm and grad.ndim > 1 and order not in (None, "fro")
-    if order == "nuc" or is_of_matrix or any(value not in (None, False) for value in along):
+    if order == "nuc" or is_of_matrix or any(_is_given(value) for value in along):
         _refuse_op(func, grad)
     return 2.0 if order is None or order == "fro" else float(order)

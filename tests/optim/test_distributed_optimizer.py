@@ -77,7 +77,7 @@ class Hesitant(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """``w = 0.9 w - 0.1 grad``"""
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         new = [param * 0.9 - 0.1 * param.grad for param in params]
         self.have_read += 1
         for _ in range(self.patience):

@@ -1,0 +1,381 @@
+"""What optimizers see while they step: gradients with elements, plain ones where kernels want them."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.testing._internal.two_tensor import TwoTensor
+
+from streamshard import StreamShard, full_optimizer_state_dict
+from streamshard.errors import OptimizerError, ShardingError
+from streamshard.optim import distributed
+from streamshard.unit.sharded_grad import ShardedGrad
+from tests.models import Stack
+from tests.ranks import RankContext, on_ranks
+from tests.reference import EXACT, FP32, Call, assert_same, assert_trains_like_plain, full_weights, stack_step
+
+
+class _Foreign(Optimizer):
+    """SGD of a package that nobody knows, tensor by tensor."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+        self.seen: list[Tensor | None] = []  # gradients, of the last step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        params = [param for group in self.param_groups for param in group["params"]]
+        self.seen = [param.grad for param in params]
+        self.update([param for param in params if param.grad is not None])
+        return loss
+
+    def update(self, params: list[Tensor]) -> None:
+        for param in params:
+            param.sub_(param.grad, alpha=self.defaults["lr"])
+
+
+class _FusedLists(_Foreign):
+    """Launches as apex's ``multi_tensor_apply`` does: after a chunk that fills a launch, or is the last of the last."""
+
+    PER_LAUNCH, CHUNK = 3, 64
+
+    def update(self, params: list[Tensor]) -> None:
+        waiting: list[tuple[Tensor, Tensor, slice]] = []
+        slots = 0
+        for place, param in enumerate(params):
+            slots += 1
+            assert slots <= self.PER_LAUNCH, "written beside the arguments of the kernel"
+            chunks = -(-param.numel() // self.CHUNK)
+            for chunk in range(chunks):
+                part = slice(chunk * self.CHUNK, (chunk + 1) * self.CHUNK)
+                waiting.append((param.view(-1), param.grad.as_subclass(Tensor).view(-1), part))
+                is_last = place == len(params) - 1 and chunk == chunks - 1
+                if is_last or slots == self.PER_LAUNCH and chunk == chunks - 1:
+                    for flat, grad, where in waiting:
+                        flat[where] -= self.defaults["lr"] * grad[where]
+                    waiting, slots = [], 0
+
+
+def _model() -> Any:
+    torch.manual_seed(9)
+    return StreamShard(Stack(), precision=FP32)
+
+
+def _backward(model: nn.Module, number: int = 0) -> float:
+    return float(stack_step(model, Call(number, 0, 1, 1.0)))
+
+
+def _norms(model: nn.Module) -> list[float]:
+    """One after the other, as logs have them: each is a collective of its own."""
+    return [float(param.grad.norm()) for param in model.parameters() if param.grad is not None]
+
+
+def _alike(value: Any, context: RankContext) -> bool:
+    heard: list[Any] = [None] * context.world_size
+    dist.all_gather_object(heard, value)
+    return all(other == value for other in heard)
+
+
+@on_ranks(2, 3, 4)
+def test_kernels_over_lists_of_tensors_meet_no_empty_ones(context: RankContext) -> None:
+    """They would leave out what comes before, or write where nobody asked them to."""
+    model = assert_trains_like_plain(context, Stack, stack_step, optimizer=lambda m: _FusedLists(m.parameters()))
+    heard: list[Any] = [None] * context.world_size
+    dist.all_gather_object(heard, [param.numel() for param in model.parameters()])
+    assert any(numel == 0 for numels in heard for numel in numels), "there is nothing to see"
+
+
+@on_ranks(3)
+def test_empty_pieces_have_gradients_outside_of_steps(context: RankContext) -> None:
+    """The same number of norms, and the same norms, on every rank: before a step, after it, and without some of it."""
+    model = _model()
+    optimizer = _Foreign(model.parameters())
+    for number in range(2):
+        _backward(model, number)
+        grads = [param.grad for param in model.parameters()]
+        norms = _norms(model)
+        assert len(norms) == len(grads)
+        assert _alike(norms, context)
+        optimizer.step()
+        assert [grad is None for grad in optimizer.seen] == [not param.numel() for param in model.parameters()]
+        assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
+        assert _norms(model) == norms
+        optimizer.zero_grad()
+        assert all(param.grad is None for param in model.parameters())
+
+
+@on_ranks(3)
+def test_hooks_around_a_step_see_all_gradients(context: RankContext) -> None:
+    """Whenever they were registered: they log norms, and clear gradients."""
+    model = _model()
+    optimizer = _Foreign(model.parameters())
+    logs: list[tuple[str, list[float]]] = []
+
+    def log(when: str) -> Callable[..., None]:
+        return lambda *_: logs.append((when, [float(p.grad.norm()) for p in params if p.grad is not None]))
+
+    params = list(model.parameters())
+    optimizer.register_step_pre_hook(log("before"))
+    optimizer.register_step_post_hook(log("after"))
+    _backward(model)
+    optimizer.step()
+    optimizer.register_step_pre_hook(log("later, before"))
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
+    optimizer.step()
+    assert [when for when, _ in logs] == ["before", "after", "before", "later, before", "after"]
+    assert all(norms == logs[0][1] and len(norms) == len(params) for _, norms in logs)
+    assert _alike(logs, context)
+    assert all(param.grad is None for param in params)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_closure_sees_and_makes_all_gradients(context: RankContext, by_name: bool) -> None:
+    """It clips them; the step that called it sees those with elements."""
+    model, plain = _model(), Stack()
+    plain.load_state_dict(full_weights(model))
+    optimizer = _FusedLists(model.parameters())
+    params = list(model.parameters())
+    norms = []
+
+    def closure(number: int) -> float:
+        optimizer.zero_grad()
+        loss = _backward(model, number)
+        assert not any(param.grad is None for param in params)
+        norms.append(float(nn.utils.clip_grad_norm_(params, 0.1)))
+        return loss
+
+    for number in range(3):
+        call: Any = {"closure": lambda number=number: closure(number)}
+        optimizer.step(**call) if by_name else optimizer.step(call["closure"])
+        assert [grad is None for grad in optimizer.seen] == [not param.numel() for param in params]
+        assert not any(param.grad is None for param in params)
+    theirs = _Foreign(plain.parameters())
+    for number in range(3):
+        theirs.zero_grad()
+        _backward(plain, number)
+        assert float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1)) == pytest.approx(norms[number])
+        theirs.step()
+    assert_same(full_weights(model), dict(plain.state_dict()), "weights")
+
+
+class _Failing(_Foreign):
+    fails = True
+
+    def update(self, params: list[Tensor]) -> None:
+        if self.fails:
+            raise FloatingPointError("no")
+        super().update(params)
+
+
+@on_ranks(3)
+def test_gradients_are_back_after_a_step_that_failed(context: RankContext) -> None:
+    """On the rank where it did too, as soon as the model's parameters or the next step are asked for."""
+    model = _model()
+    inner = _Failing(model.parameters())
+    inner.fails = context.rank == 1
+    optimizer = distributed.DistributedOptimizer(inner, model)
+    _backward(model)
+    count = len(_norms(model))
+    with pytest.raises(OptimizerError, match="FloatingPointError"):
+        optimizer.step()
+    norms = _norms(model)
+    assert len(norms) == count
+    assert _alike(norms, context)
+    inner.fails = False
+    optimizer.step()
+    assert _norms(model) == norms
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("package", ["torchao", "elsewhere"])
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_step_that_failed_can_be_made_again(context: RankContext, package: str, adds: bool) -> None:
+    """Hooks that run before it see all gradients, as what they were; another backward adds to them."""
+    model = _model()
+    optimizer = _of_package(package, "Failing", _Failing)(model.parameters())
+    params = list(model.parameters())
+    _backward(model)
+    model.clip_grad_norm_(0.5)
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    assert any(param.grad is None for param in params) or all(param.numel() for param in params)
+    if adds:
+        _backward(model, 1)
+        assert {type(param.grad) for param in params} == {ShardedGrad}
+    seen: list[set[type]] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append({type(param.grad) for param in params}))
+    optimizer.fails = False
+    optimizer.step()
+    assert seen == [{ShardedGrad}]
+    assert {type(param.grad) for param in params} == {ShardedGrad}
+
+
+@on_ranks(3)
+def test_nothing_is_kept_for_empty_pieces(context: RankContext) -> None:
+    """And what is kept of a parameter is collected from ranks that have some of it."""
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    plain = Stack()
+    plain.load_state_dict(full_weights(model))
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for _ in range(2):
+        for each, stepped in ((model, optimizer), (plain, theirs)):
+            _backward(each)
+            stepped.step()
+            stepped.zero_grad()
+    assert set(optimizer.state) == {param for param in model.parameters() if param.numel()}
+    found = full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    wanted = theirs.state_dict()
+    assert list(found["state"]) == list(wanted["state"])
+    for number, values in wanted["state"].items():
+        assert list(found["state"][number]) == list(values)
+        assert_same(found["state"][number], values, f"state of {number}")
+
+
+# -- packages ---------------------------------------------------------------------------------------------------------
+
+
+def _of_package(package: str, name: str, kind: type[_Foreign] = _Foreign) -> Any:
+    return type(name, (kind,), {"__module__": f"{package}.optim.adam"})
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("package", ["bitsandbytes", "torchao", "elsewhere"])
+def test_what_knows_plain_tensors_only_is_given_plain_gradients(context: RankContext, package: str) -> None:
+    """From the first step on, and nobody else."""
+    model = _model()
+    optimizer = _of_package(package, "AdamW8bit")(model.parameters())
+    wanted = ShardedGrad if package == "elsewhere" else Tensor
+    for number in range(2):
+        _backward(model, number)
+        norms = _norms(model)
+        optimizer.step()
+        assert {type(grad) for grad in optimizer.seen if grad is not None} == {wanted}
+        assert {type(param.grad) for param in model.parameters()} == {ShardedGrad}
+        assert _norms(model) == norms
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [
+        ("apex", "FusedLAMB"),
+        ("apex", "FusedNovoGrad"),
+        ("deepspeed", "OnebitAdam"),
+        ("bitsandbytes", "LAMB8bit"),
+        ("bitsandbytes", "LARS"),
+    ],
+)
+def test_kernels_that_take_norms_are_known_by_name(context: RankContext, package: str, name: str) -> None:
+    """Nobody can watch them; classes made of them too."""
+    model = _model()
+    kind = _of_package(package, name)
+    for each in (kind, type("Mine", (kind,), {})):
+        _backward(model)
+        with pytest.raises(ShardingError, match=f"{each.__name__} looks at whole parameters"):
+            each(model.parameters()).step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("asked", [{"max_unorm": 0.5}, {"percentile_clipping": 5}, {"block_wise": False}, {}])
+def test_norms_that_bitsandbytes_is_asked_for_are_refused(context: RankContext, asked: dict[str, Any]) -> None:
+    """Of an optimizer that else works element by element."""
+    model = _model()
+    optimizer = _of_package("bitsandbytes", "Adam")(model.parameters())
+    settings = {"max_unorm": 0.0, "percentile_clipping": 100, "block_wise": True, **asked}
+    optimizer.args = type("Args", (), settings)()
+    _backward(model)
+    if not asked:
+        optimizer.step()
+        return
+    with pytest.raises(ShardingError, match="Adam looks at whole parameters"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_an_optimizer_that_shards_by_itself_is_refused(context: RankContext) -> None:
+    """Parameters are shared out already."""
+    model = _model()
+    _backward(model)
+    with pytest.raises(ShardingError, match="DistributedFusedAdam shares out whole parameters"):
+        _of_package("apex", "DistributedFusedAdam")(model.parameters()).step()
+
+
+# -- state that is not one number for each element --------------------------------------------------------------------
+
+
+class _Blocks(_Foreign):
+    """Keeps a scale for each block of elements."""
+
+    def update(self, params: list[Tensor]) -> None:
+        for param in params:
+            state = self.state[param]
+            state["codes"] = torch.zeros_like(param, dtype=torch.uint8)
+            state["scales"] = torch.ones(param.numel() // 4 + 2)
+
+
+class _Quantized(_Foreign):
+    """Keeps moments that are made of several tensors."""
+
+    def update(self, params: list[Tensor]) -> None:
+        for param in params:
+            self.state[param]["moment"] = TwoTensor(torch.ones_like(param), torch.full_like(param, 2.0))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [_Blocks, _Quantized])
+def test_quantized_state_is_not_put_together(context: RankContext, kind: type[_Foreign]) -> None:
+    """All ranks say so."""
+    model = _model()
+    optimizer = kind(model.parameters())
+    _backward(model)
+    optimizer.step()
+    with pytest.raises(ShardingError, match="only what has one number for each element can be put together"):
+        full_optimizer_state_dict(model, optimizer)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [_Blocks, _Quantized])
+def test_quantized_state_of_whole_parameters_is_not_cut(context: RankContext, kind: type[_Foreign]) -> None:
+    """From before sharding: scales would be those of other blocks."""
+    torch.manual_seed(9)
+    plain = Stack()
+    optimizer = kind(plain.parameters())
+    _backward(plain)
+    optimizer.step()
+    optimizer.zero_grad()
+    model = StreamShard(plain, precision=FP32)
+    _backward(model)
+    with pytest.raises(ShardingError, match="of the whole parameter, is quantized or kept for more than one element"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_pieces_of_quantized_state_are_copied_but_not_saved(context: RankContext) -> None:
+    """As those of other state are."""
+    model = _model()
+    optimizer = _Quantized(model.parameters())
+    _backward(model)
+    optimizer.step()
+    with pytest.raises(ShardingError, match="full_optimizer_state_dict"):
+        torch.save(optimizer.state_dict(), io.BytesIO())
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for param in model.parameters():
+        if param.numel():
+            moment = optimizer.state[param]["moment"]
+            assert {type(moment.a), type(moment.b)} == {Tensor}
+            assert_same({"b": moment.b}, {"b": torch.full_like(param, 2.0)}, "moment", EXACT)
