@@ -95,6 +95,7 @@ class SimulatedDevice:
 
     Attributes:
         synchronizations: how often the host has waited for the device.
+        is_capturing: it records a graph.
     """
 
     Stream = SimulatedStream
@@ -102,6 +103,7 @@ class SimulatedDevice:
 
     def __init__(self) -> None:
         self.synchronizations = 0
+        self.is_capturing = False
         self._compute = SimulatedStream(name="compute")
         self._local = threading.local()
 
@@ -118,6 +120,10 @@ class SimulatedDevice:
             yield
         finally:
             self._local.stream = outer
+
+    def is_current_stream_capturing(self) -> bool:
+        """Whether a graph is recorded."""
+        return self.is_capturing
 
     def empty_cache(self) -> None:
         """What nobody uses is not kept here."""

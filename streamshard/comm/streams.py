@@ -34,7 +34,7 @@ from typing import Any, Protocol
 import torch
 
 from streamshard.device import has_streams, module_of
-from streamshard.errors import StateError
+from streamshard.errors import ShardingError, StateError
 
 __all__ = ["AllWork", "Collective", "Fence", "Moment", "Observer", "Rule", "StreamName", "Streams", "Work"]
 
@@ -242,6 +242,20 @@ class Streams:
             raise StateError("streams", f"on {self.device}", "a device that has streams")
         return self._comm if name is StreamName.COMM else self.module.current_stream(self.device)
 
+    def refuse_capture(self) -> None:
+        """Raise if the device records a graph of what the caller issues.
+
+        Raises:
+            ShardingError: it does.
+        """
+        if self.module is None or not getattr(self.module, "is_current_stream_capturing", _is_not)():
+            return
+        raise ShardingError(
+            "a pass of a StreamShard model is captured in a device graph: replaying it would repeat this step's "
+            "collectives without the host, which decides what follows them. Capture layers: torch.compile(layer, "
+            'mode="reduce-overhead"), whose weights stay at the same addresses'
+        )
+
     def keep_for_comm(self, buffer: torch.Tensor) -> None:
         """`buffer` is used by the comm stream, so its memory is nobody's until that is done, whenever it is freed."""
         if self.device.type != "cpu":
@@ -289,3 +303,7 @@ class Streams:
         """Tell the observers that a collective is issued. Arguments: see `Observer.on_collective`."""
         for observer in self.observers:
             observer.on_collective(collective, tag, reads, writes)
+
+
+def _is_not() -> bool:
+    return False

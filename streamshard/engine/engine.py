@@ -211,6 +211,7 @@ class Engine:
         """What comes before a pass, and before hooks of the model's own: it sees the buffers that it computes with."""
         self.settle()
         refuse_transforms()
+        self.streams.refuse_capture()
         self.inputs.before_pass()
         if len(units) == len(self.units):  # as under DDP, a call of a part of the model is none of it
             trains = torch.is_grad_enabled() and self.is_synced

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamshard import Precision
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Collective, Observer, Rule, StreamName
+from streamshard.errors import ShardingError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.races import detect_races
 from streamshard.unit.unit import StreamedUnit
@@ -224,3 +225,15 @@ def test_gradients_that_come_on_other_streams_are_waited_for(context: RankContex
     assert all(watch.waited)
     assert len(drained) > 9
     assert all(drained)
+
+
+@on_ranks(2)
+def test_a_step_is_not_captured_in_a_graph(context: RankContext) -> None:
+    """It says what can be; afterwards training goes on."""
+    with simulated_device() as device:
+        model = sharded("unequal layers", BF16)
+        device.is_capturing = True
+        with pytest.raises(ShardingError, match='captured in a device graph.*mode="reduce-overhead"'):
+            stack_step(model, Call(0, context.rank, 2, 1.0))
+        device.is_capturing = False
+        stack_step(model, Call(0, context.rank, 2, 1.0))
