@@ -61,10 +61,10 @@ class Layers(nn.Module):
 
 
 def connect_as_gpus_do(
-    group: dist.ProcessGroup, streams: Streams, everyone: dist.ProcessGroup | None, replica: int
+    group: dist.ProcessGroup, streams: Streams, all_ranks: dist.ProcessGroup | None, replica: int
 ) -> Ranks:
     """In the place of `streamshard.comm.connect.connect`: NCCL's transport, on the CPU."""
-    ranks = Ranks(group, streams, everyone, replica)
+    ranks = Ranks(group, streams, all_ranks, replica)
     ranks.transport = NcclTransport(ranks)
     return ranks
 

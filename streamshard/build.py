@@ -103,7 +103,7 @@ def shard_model(
         checked = _check(module, units, who, given)
     except Exception as error:  # a predicate of the user's may raise anything
         if who is not None or dist.is_initialized():
-            refuse_together(who.everyone if who is not None else None, error)
+            refuse_together(who.all_ranks if who is not None else None, error)
         raise
     ranks, replicas = _connect(who, checked.here, checked.device)
     _check_ranks_agree(ranks, module, checked)
@@ -217,12 +217,12 @@ def _connect(who: Groups | None, here: torch.device, device: torch.device) -> tu
         )
     if who is None:
         who = groups_of(resolve_group(device))
-    refuse_together(who.everyone, None)
+    refuse_together(who.all_ranks, None)
     streams = Streams(device)
-    ranks = connect(who.shard, streams, who.everyone, who.replica)
+    ranks = connect(who.shard, streams, who.all_ranks, who.replica)
     if who.replicate is None:
         return ranks, None
-    return ranks, Replicas(connect(who.replicate, streams, who.everyone))
+    return ranks, Replicas(connect(who.replicate, streams, who.all_ranks))
 
 
 def _check_ranks_agree(ranks: Ranks, module: nn.Module, checked: _Checked) -> None:
@@ -237,9 +237,9 @@ def _check_ranks_agree(ranks: Ranks, module: nn.Module, checked: _Checked) -> No
     rows += describe_state(module)
     if ranks.are_equal("\n".join(rows)):
         return
-    everyone = ranks.gather_objects(rows)
-    for rank, theirs in enumerate(everyone):
-        pairs = zip(everyone[0] + ["no more"], theirs + ["no more"], strict=False)
+    gathered = ranks.gather_objects(rows)
+    for rank, theirs in enumerate(gathered):
+        pairs = zip(gathered[0] + ["no more"], theirs + ["no more"], strict=False)
         for number, (first, other) in enumerate(pairs):
             if first != other:
                 what = "settings" if number < len(settings) else "models"

@@ -201,7 +201,7 @@ class UnevenInputs(Inputs):
         if _Role.HAS_RUN_OUT in self._roles:
             with ranks.guard("the end of a step with uneven inputs (Join)"):
                 marks = torch.full((1,), _MARK, device=self._engine.streams.device)
-                ranks.all_reduce(marks, everyone=True)
+                ranks.all_reduce(marks, with_replicas=True)
                 if marks.item() != _MARK * ranks.total_size:
                     raise RuntimeError("some ranks take norms of gradients, or part in other sums, that others do not")
 
@@ -216,7 +216,7 @@ class UnevenInputs(Inputs):
         engine, ranks = self._engine, self._engine.ranks
         table = torch.zeros(ranks.total_size, len(own), dtype=torch.int32, device=engine.streams.device)
         table[ranks.number] = torch.tensor(own, dtype=torch.int32)
-        ranks.all_reduce(table, everyone=True)
+        ranks.all_reduce(table, with_replicas=True)
         rows = [_Row(_Role(role), *map(bool, said)) for role, *said in table.tolist()]
         roles = [row.role for row in rows]
         active = [rank for rank, role in enumerate(roles) if role is _Role.HAS_INPUTS]
@@ -238,14 +238,14 @@ class UnevenInputs(Inputs):
         Raises:
             ShardingError: on all ranks: it is not.
         """
-        everyone: list[list[_Act]] = self._engine.ranks.gather_objects([_legible(act) for act in self._acts])
+        gathered: list[list[_Act]] = self._engine.ranks.gather_objects([_legible(act) for act in self._acts])
         first = self._roles.index(_Role.HAS_INPUTS)
-        for rank, acts in enumerate(everyone):
-            if acts != everyone[first]:
+        for rank, acts in enumerate(gathered):
+            if acts != gathered[first]:
                 who = "has run out, and repeat=" if self._roles[rank] is _Role.HAS_RUN_OUT else "itself"
                 raise ShardingError(
-                    f"uneven inputs (Join): after a backward rank {rank} {who} did {_story(acts, everyone[first])}; "
-                    f"rank {first} did {_story(everyone[first], acts)}. {_ADVICE}"
+                    f"uneven inputs (Join): after a backward rank {rank} {who} did {_story(acts, gathered[first])}; "
+                    f"rank {first} did {_story(gathered[first], acts)}. {_ADVICE}"
                 )
 
 

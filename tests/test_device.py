@@ -123,6 +123,12 @@ def test_a_group_without_a_backend_for_the_parameters_is_refused(gloo: dist.Proc
 # ---------------------------------------------------------------------------------------------- whoever makes the group
 
 
+def _leave_group() -> None:
+    """The test's own group: not before all have it, or gloo would take whoever leaves it for dead."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def _unnamed(context: RankContext, place: str) -> Any:
     dist.init_process_group(init_method=f"file://{place}", rank=context.rank, world_size=context.world_size)
     assert dist.get_backend() == "undefined"
@@ -148,7 +154,7 @@ STARTS: dict[str, Callable[[RankContext, str], Any]] = {"unnamed": _unnamed, "me
 @pytest.mark.parametrize("start", list(STARTS))
 def test_it_trains_however_the_group_was_made(context: RankContext, start: str, tmp_path: Path) -> None:
     """Without a backend's name, by a mesh, for several kinds of device."""
-    dist.destroy_process_group()
+    _leave_group()
     mesh = STARTS[start](context, f"{tmp_path}/store")
     assert_trains_like_plain(context, Stack, stack_step, mesh=mesh)
 
@@ -156,7 +162,7 @@ def test_it_trains_however_the_group_was_made(context: RankContext, start: str, 
 @on_ranks(2)
 def test_hosts_talk_although_the_group_serves_devices_only(context: RankContext, tmp_path: Path) -> None:
     """Over a second group, which every further model uses too; an exception ends their waits."""
-    dist.destroy_process_group()
+    _leave_group()
     dist.init_process_group(
         "cuda:fake", init_method=f"file://{tmp_path}/store", rank=context.rank, world_size=context.world_size
     )
@@ -196,7 +202,7 @@ def test_models_started_by_a_launcher_have_a_group_for_the_cpu_too(ranks: RankPo
 
 
 def _start_from_environment(context: RankContext, place: str) -> None:
-    dist.destroy_process_group()
+    _leave_group()
     with pytest.MonkeyPatch.context() as patch:
         real = dist.init_process_group
 

@@ -161,9 +161,9 @@ def run_on_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> 
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         cause = error
         told = str(error) if isinstance(error, ExportError) else f"{type(error).__name__}: {error}"
-    everyone = group.gather_objects(told)
-    failed = [f"rank {rank}: {error}" for rank, error in enumerate(everyone) if error is not None]
-    if len(failed) > 1 and len(set(everyone)) == 1:
+    gathered = group.gather_objects(told)
+    failed = [f"rank {rank}: {error}" for rank, error in enumerate(gathered) if error is not None]
+    if len(failed) > 1 and len(set(gathered)) == 1:
         failed = [f"all ranks: {told}"]
     if failed:
         raise ExportError(f"could not {doing}: " + "; ".join(failed)) from cause

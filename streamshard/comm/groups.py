@@ -24,14 +24,14 @@ class Groups(NamedTuple):
     Attributes:
         shard: ranks that hold a model between them.
         replicate: ranks that hold the same shard of it; None where there is one replica.
-        everyone: all ranks of both.
+        all_ranks: all ranks of both.
         replica: this rank's place in `replicate`.
         device_type: what the user's mesh is for; None: it was none.
     """
 
     shard: dist.ProcessGroup
     replicate: dist.ProcessGroup | None
-    everyone: dist.ProcessGroup
+    all_ranks: dist.ProcessGroup
     replica: int = 0
     device_type: str | None = None
 
@@ -65,10 +65,10 @@ def groups_of(mesh: object) -> Groups:
     if mesh.size(0) == 1:
         return Groups(shard, None, shard, device_type=mesh.device_type)
     if mesh.size() == dist.get_world_size() and dist.group.WORLD is not None:
-        everyone = dist.group.WORLD
+        all_ranks = dist.group.WORLD
     else:
-        everyone = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
-    return Groups(shard, replicate, everyone, mesh.get_local_rank(0), mesh.device_type)
+        all_ranks = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+    return Groups(shard, replicate, all_ranks, mesh.get_local_rank(0), mesh.device_type)
 
 
 def resolve_group(device: torch.device) -> dist.ProcessGroup:

@@ -35,7 +35,7 @@ class Ranks:
     Args:
         group: the shard group: gathers, reductions and norms are among its ranks.
         streams: the engine's streams.
-        everyone: all ranks that train this model, replicas included, who agree on things; None: the shard group.
+        all_ranks: all ranks that train this model, replicas included, who agree on things; None: the shard group.
         replica: place of this rank's replica among them, on the replicate axis.
 
     Attributes:
@@ -43,9 +43,9 @@ class Ranks:
         rank: this rank within the shard group.
         world_size: N.
         replica: see above; weights are written to files by replica 0.
-        number: of this rank among everyone.
+        number: of this rank among all ranks.
         is_first: whether this is the rank whose weights count at the start and that writes what is written once.
-        total_size: number of ranks in `everyone`.
+        total_size: number of ranks in `all_ranks`.
         failure: how a collective has failed; None: none has.
         vigil: how long this rank has been waiting for others.
         log: what this rank has issued.
@@ -55,21 +55,21 @@ class Ranks:
     transport: Transport
 
     def __init__(
-        self, group: dist.ProcessGroup, streams: Streams, everyone: dist.ProcessGroup | None = None, replica: int = 0
+        self, group: dist.ProcessGroup, streams: Streams, all_ranks: dist.ProcessGroup | None = None, replica: int = 0
     ) -> None:
         self.failure: str | None = None
         self.log = Log()
         self.names: Sequence[str] = ()
         # Weak: destroy_process_group() has to end gloo's threads, which must not outlive Python (they take its lock).
         self._group_of = weakref.ref(group)
-        self._everyone_of = weakref.ref(everyone or group)
+        self._all_ranks_of = weakref.ref(all_ranks or group)
         self.streams = streams
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self.replica = replica
-        self.number: int = dist.get_rank(self.everyone)
+        self.number: int = dist.get_rank(self.all_ranks)
         self.is_first = self.number == 0
-        self.total_size: int = dist.get_world_size(self.everyone)
+        self.total_size: int = dist.get_world_size(self.all_ranks)
         self.vigil = Vigil(self)
         _alive_ones.add(self)
 
@@ -88,28 +88,24 @@ class Ranks:
         return _alive(self._group_of)
 
     @property
-    def everyone(self) -> dist.ProcessGroup:
+    def all_ranks(self) -> dist.ProcessGroup:
         """All ranks that train this model.
 
         Raises:
             CommunicationError: the group has been destroyed.
         """
-        return _alive(self._everyone_of)
+        return _alive(self._all_ranks_of)
 
     def host_groups(self) -> list[dist.ProcessGroup]:
         """The groups over which hosts talk and that have not been destroyed."""
-        groups = {group_of() for group_of in (self._group_of, self._everyone_of)}
+        groups = {group_of() for group_of in (self._group_of, self._all_ranks_of)}
         hosts = {host_group_of(group, makes=False) for group in groups if group is not None}
         return [group for group in hosts if group is not None]
 
     @property
     def host_group(self) -> dist.ProcessGroup:
         """All ranks, for tensors in CPU memory. Collective the first time."""
-        return _host_group(self.everyone)
-
-    @property
-    def _shard_host_group(self) -> dist.ProcessGroup:
-        return _host_group(self.group)
+        return _host_group(self.all_ranks)
 
     def guard(self, action: str, subject: str = "") -> Guard:
         """A context around collectives and waits for them: says what failed, see `Guard`."""
@@ -121,19 +117,19 @@ class Ranks:
             self.transport.before_talk()
             with self.guard("a broadcast"):
                 self.log.add(Kind.BROADCAST)
-                dist.broadcast(tensor, src=dist.get_global_rank(self.everyone, source), group=self.everyone)
+                dist.broadcast(tensor, src=dist.get_global_rank(self.all_ranks, source), group=self.all_ranks)
 
-    def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False, everyone: bool = False) -> None:
+    def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False, with_replicas: bool = False) -> None:
         """Replace `tensor` by the sum (or maximum) over ranks, on the compute stream.
 
         Args:
             tensor: any shape.
             maximum: instead of the sum.
-            everyone: over replicas too.
+            with_replicas: over replicas too.
         """
-        if (self.total_size if everyone else self.world_size) > 1:
+        if (self.total_size if with_replicas else self.world_size) > 1:
             self.transport.before_talk()
-            group = self.everyone if everyone else self.group
+            group = self.all_ranks if with_replicas else self.group
             with self.guard("a sum over all ranks"):
                 self.log.add(Kind.SUM)
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
@@ -146,19 +142,20 @@ class Ranks:
         with self.guard("a vote of all ranks"):
             return self.transport.any_rank(value)
 
-    def gather_objects(self, value: object, *, everyone: bool = True) -> list[Any]:
+    def gather_objects(self, value: object, *, with_replicas: bool = True) -> list[Any]:
         """Every rank's `value`, in rank order. Blocks; for set-up and errors, not for steps.
 
         Args:
             value: can be pickled.
-            everyone: from replicas too.
+            with_replicas: from replicas too.
         """
-        values: list[Any] = [value] * (self.total_size if everyone else self.world_size)
+        values: list[Any] = [value] * (self.total_size if with_replicas else self.world_size)
         if len(values) > 1:
             self.transport.before_talk()
             with self.guard("a meeting of all ranks"):
                 self.log.add(Kind.MEETING)
-                dist.all_gather_object(values, value, group=self.host_group if everyone else self._shard_host_group)
+                group = self.host_group if with_replicas else _host_group(self.group)
+                dist.all_gather_object(values, value, group=group)
         return values
 
     def are_equal(self, text: str) -> bool:

@@ -275,10 +275,10 @@ def share_memory(ranks: Ranks, nbytes: int, units: int) -> None:
         mine = offer_memory(nbytes)
     arenas = None
     try:
-        offers = ranks.gather_objects(None if mine is None else mine[1], everyone=False)
+        offers = ranks.gather_objects(None if mine is None else mine[1], with_replicas=False)
         if mine is not None:
             arenas = map_all(offers, ranks.rank, mine[0], units)
-        all_can = all(ranks.gather_objects(arenas is not None, everyone=False))
+        all_can = all(ranks.gather_objects(arenas is not None, with_replicas=False))
     finally:
         if mine is not None:
             os.close(mine[1].descriptor)  # mappings stay

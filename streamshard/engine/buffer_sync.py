@@ -205,11 +205,11 @@ class BufferSync:
 
     def _make_list(self, buffers: dict[str, torch.Tensor], *, compares: bool) -> None:
         """What is sent from now on. The decision is a function of what all ranks say, so it is the same on all."""
-        everyone: list[dict[str, _Row]] = self._ranks.gather_objects(self._rows(buffers, compares=compares))
+        gathered: list[dict[str, _Row]] = self._ranks.gather_objects(self._rows(buffers, compares=compares))
         sent: dict[str, _Form] = {}
         equal: list[str] = []
-        for name in sorted({name for rows in everyone for name in rows}):
-            rows = [theirs.get(name) for theirs in everyone]
+        for name in sorted({name for rows in gathered for name in rows}):
+            rows = [theirs.get(name) for theirs in gathered]
             _refuse_together(name, rows)
             found = [row for row in rows if row is not None]
             if len(found) < len(rows) or len({row.form for row in found}) > 1:
@@ -219,7 +219,7 @@ class BufferSync:
                 sent[name] = found[0].form
             else:
                 equal.append(name)
-        self._has_tables = any(not row.is_persistent for rows in everyone for row in rows.values())
+        self._has_tables = any(not row.is_persistent for rows in gathered for row in rows.values())
         # By dtype: copies of one dtype go in one kernel.
         self._sent = dict(sorted(sent.items(), key=lambda item: (str(item[1].dtype), item[0])))
         self._outside = {name: _Outside.of(buffer) for name, buffer in buffers.items()}

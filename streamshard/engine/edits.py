@@ -114,7 +114,7 @@ class Edits:
             mask = mine != before
             values[0] = torch.where(mask, mine.float(), values[0])
             values[1] = torch.where(mask, -mine.float(), values[1])
-        self._ranks.all_reduce(values, maximum=True, everyone=True)
+        self._ranks.all_reduce(values, maximum=True, with_replicas=True)
         largest, smallest = values[0], -values[1]
         is_changed = largest > -math.inf
         conflict = is_changed & (largest != smallest)

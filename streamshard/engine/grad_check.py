@@ -44,7 +44,7 @@ class GradCheck:
                 peaks[place] = norm
         peak = torch.stack(peaks)
         codes = peak.isnan().to(torch.uint8).mul_(2).add_(peak.isinf())
-        self._ranks.all_reduce(codes, maximum=True, everyone=True)
+        self._ranks.all_reduce(codes, maximum=True, with_replicas=True)
         bad = [(code, shard.name) for code, shard in zip(codes.tolist(), self._params, strict=True) if code]
         if bad:
             code, name = bad[0]

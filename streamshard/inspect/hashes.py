@@ -23,9 +23,9 @@ def compare_weights(engine: Engine) -> None:
     """
     engine.settle()
     mine = dict(_hashes(engine))
-    everyone: list[dict[str, str]] = engine.ranks.gather_objects(mine)
-    for name, value in everyone[0].items():
-        others = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != value]
+    gathered: list[dict[str, str]] = engine.ranks.gather_objects(mine)
+    for name, value in gathered[0].items():
+        others = [rank for rank, theirs in enumerate(gathered) if theirs.get(name) != value]
         if others:
             raise RankMismatchError(
                 f"{name!r} is not the same on all ranks: rank 0 has one value, {others} have others"

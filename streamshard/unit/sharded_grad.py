@@ -264,7 +264,7 @@ def _is_one_element(index: Any, tensor: torch.Tensor) -> bool:
 def _check_finite(func: Callable[..., Any], grad: ShardedGrad, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The check saw this rank's pieces only; an overflow anywhere must skip the step everywhere."""
     result = func(*args, **kwargs)
-    grad.ranks.all_reduce(args[1], maximum=True, everyone=True)
+    grad.ranks.all_reduce(args[1], maximum=True, with_replicas=True)
     return result
 
 
