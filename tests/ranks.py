@@ -22,6 +22,7 @@ import gc
 import importlib
 import inspect
 import multiprocessing
+import multiprocessing.context
 import os
 import pickle
 import random
@@ -51,6 +52,7 @@ __all__ = [
     "RankPool",
     "Ranks",
     "await_groups_of_before",
+    "forkserver",
     "on_ranks",
     "warnings_are_errors",
 ]
@@ -215,13 +217,21 @@ def _start_clean() -> None:
 # ---------------------------------------------------------------------------------------------- in the parent
 
 
+def forkserver() -> multiprocessing.context.ForkServerContext:
+    """Makes processes that have imported already what most tests need."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when the fork server imports torch
+    start = multiprocessing.get_context("forkserver")
+    start.set_forkserver_preload(["torch", "torch.distributed", "pytest", "streamshard", "tests.reference"])
+    return start
+
+
 class _Worker:
     """One rank process. Owns the process, its pipe and the file its stacks are dumped to."""
 
     def __init__(self, store_port: int, environment: dict[str, str]) -> None:
         handle, self.dump_path = tempfile.mkstemp(prefix="rank_stacks_")
         os.close(handle)
-        start = multiprocessing.get_context("forkserver")
+        start = forkserver()
         self.connection, theirs = start.Pipe()
         target = _serve if not environment else functools.partial(_serve_with_environment, environment)
         self.process: BaseProcess = start.Process(target=target, args=(theirs, store_port, self.dump_path), daemon=True)
@@ -365,11 +375,6 @@ class RankPool:
     def _worker(self, backend: str, rank: int) -> _Worker:
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            os.environ["OMP_NUM_THREADS"] = "1"  # read when the fork server imports torch
-            forkserver = multiprocessing.get_context("forkserver")
-            forkserver.set_forkserver_preload(
-                ["torch", "torch.distributed", "pytest", "streamshard", "tests.reference"]
-            )
         if (backend, rank) not in self._workers:
             environment = {}
             if backend == "nccl":

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import textwrap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from streamshard.errors import (
     UnitError,
 )
 from tests.models import Block, Layer, Stack, TinyLM
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import RankContext, forkserver, on_ranks, warnings_are_errors
 from tests.reference import FP32, Call, assert_same, full_grads, lm_step, sgd, stack_step
 
 
@@ -459,6 +460,39 @@ def _start_ranks(script: str, world_size: int) -> list[subprocess.Popen[str]]:
     return [_start(script, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(world_size)]
 
 
+def _run(script: str, environment: dict[str, str], output: Path) -> None:
+    os.environ.update(environment)
+    for stream in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
+    warnings_are_errors()
+    exec(compile(textwrap.dedent(script), "<script>", "exec"), {"__name__": "__main__"})
+
+
+def _fork_ranks(script: str, world_size: int, directory: Path) -> list[tuple[BaseProcess, Path]]:
+    """The same without an interpreter of their own, which takes seconds to import everything; and their outputs."""
+    common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    forked: list[tuple[BaseProcess, Path]] = []
+    for rank in range(world_size):
+        output = directory / f"output of rank {rank}"
+        environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        forked.append((forkserver().Process(target=_run, args=(script, environment, output)), output))
+        forked[-1][0].start()
+    return forked
+
+
+def _join(forked: list[tuple[BaseProcess, Path]], awaited: Sequence[int]) -> list[tuple[int | None, str]]:
+    """Exit code and output of the ranks that are `awaited`; the others are killed then."""
+    try:
+        for rank in awaited:
+            forked[rank][0].join(60.0)
+            assert forked[rank][0].exitcode is not None, f"rank {rank} hangs"
+        return [(process.exitcode, output.read_text()) for process, output in forked]
+    finally:
+        for process, _ in forked:
+            process.kill()
+            process.join()
+
+
 def _finish(processes: list[subprocess.Popen[str]], timeout_s: float = 60.0) -> list[tuple[int, str]]:
     """Exit code and output of each; a process that hangs is an assertion."""
     results = []
@@ -545,10 +579,10 @@ WHEN = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("world_size", "when"), [(2, "in forward"), (3, "in backward"), (2, "between steps")])
-def test_when_a_rank_dies_the_others_stop_with_an_error(when: str, world_size: int) -> None:
+def test_when_a_rank_dies_the_others_stop_with_an_error(when: str, world_size: int, tmp_path: Path) -> None:
     """Within the group's timeout, and by an exception, not by a crash."""
     script = _DYING.format(how="os._exit(9)", when=WHEN[when])
-    results = _finish(_start_ranks(script, world_size))
+    results = _join(_fork_ranks(script, world_size, tmp_path), range(world_size))
     for rank, (code, output) in enumerate(results):
         if rank == 1:
             assert code == 9
@@ -560,17 +594,13 @@ def test_when_a_rank_dies_the_others_stop_with_an_error(when: str, world_size: i
 
 @pytest.mark.ranks
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="this system cannot stop processes")
-def test_when_a_rank_stands_still_the_others_stop_with_an_error() -> None:
+def test_when_a_rank_stands_still_the_others_stop_with_an_error(tmp_path: Path) -> None:
     """No closed connection tells them: the group's timeout does."""
     script = _DYING.format(how="os.kill(os.getpid(), signal.SIGSTOP)", when=WHEN["in forward"])
-    processes = _start_ranks(script, 2)
-    try:
-        ((code, output),) = _finish([processes[0]])
-        assert code == 1, output
-        assert "Error" in output
-    finally:
-        processes[1].kill()
-        processes[1].communicate()
+    (code, output), (stopped, _) = _join(_fork_ranks(script, 2, tmp_path), [0])
+    assert code == 1, output
+    assert "Error" in output
+    assert stopped is None
 
 
 @pytest.mark.ranks
