@@ -207,7 +207,7 @@ def _start_from_environment(context: RankContext, place: str) -> None:
         real = dist.init_process_group
 
         def init(backend: str, **settings: Any) -> None:
-            assert backend == "cpu:gloo"
+            assert backend == "gloo"
             real(backend, init_method=f"file://{place}/store", rank=context.rank, world_size=context.world_size)
 
         patch.setattr(dist, "init_process_group", init)

@@ -248,7 +248,7 @@ def test_a_context_that_is_switched_off_is_none(context: RankContext) -> None:
     model = _sharded(Stack)
     with Join([model], enable=False):
         stack_step(model, Call(0, context.rank, 2, 1.0))
-    with Join([model], enable=False), counted_collectives() as counts, torch.no_grad():
+    with Join([model], enable=False), counted_collectives(model) as counts, torch.no_grad():
         model(torch.ones(2, 16))
     assert "allreduce_" not in counts
 

@@ -89,9 +89,8 @@ def resolve_group(device: torch.device) -> dist.ProcessGroup:
                 "others: it needs a config file such as docs/examples/two_processes.yaml"
             )
         backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
-        dist.init_process_group(
-            ",".join(f"{kind}:{backend}" for kind, backend in backends.items()), timeout=datetime.timedelta(minutes=10)
-        )
+        several = ",".join(f"{kind}:{backend}" for kind, backend in backends.items())
+        dist.init_process_group(several if len(backends) > 1 else "gloo", timeout=datetime.timedelta(minutes=10))
         if has_streams(device):
             atexit.register(_end, weakref.ref(_default()))
     return _default()
