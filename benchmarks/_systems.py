@@ -149,11 +149,15 @@ def _fsdp2_zero2(model: nn.Module, blocks: list[nn.Module], options: dict[str, A
     return _fsdp2(model, blocks, options, keep=True)._replace(no_sync=contextlib.nullcontext)
 
 
-def _streamshard(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any], **settings: int | str) -> System:
+def _streamshard(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any], **settings: Any) -> System:
     from streamshard import Precision, StreamShard
 
     precision = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    return _with_optimizer(StreamShard(model, units=blocks, precision=precision, **settings), options)
+    return _with_optimizer(StreamShard(model, precision=precision, **settings), options)
+
+
+def _one_edge(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
+    return _streamshard(model, blocks, options, units=blocks)
 
 
 def _zero2(model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> System:
@@ -177,6 +181,7 @@ SYSTEMS: dict[str, Callable[[nn.Module, list[nn.Module], dict[str, Any]], System
     "fsdp2-keep": _fsdp2_keep,  # reshard_after_forward=False
     "fsdp2-zero2": _fsdp2_zero2,  # and every micro-batch reduced: no whole gradients are held
     "streamshard": _streamshard,  # two slots of each kind: ZeRO-3
+    "one-edge": _one_edge,  # StreamShard with embedding and head in one unit with all that is no block
     "coalesced": _coalesced,  # StreamShard with units of at least 512 KiB
     "zero2": _zero2,  # StreamShard with all weight slots
     "zero1": _zero1,  # StreamShard with all slots of both kinds

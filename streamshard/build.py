@@ -36,6 +36,7 @@ from streamshard.plan.discovery import (
     FoundUnit,
     UnitsArgument,
     coalesce,
+    find_large,
     find_units,
     group_params,
     warn_of_edge,
@@ -194,7 +195,10 @@ def _check_names(module: nn.Module) -> None:
 def _find_groups(
     module: nn.Module, units: UnitsArgument, settings: Settings
 ) -> tuple[list[FoundUnit], list[list[FoundParam]]]:
-    """The units, small ones put together, and the parameters of each; those of the edge unit first."""
+    """The units, small ones put together, and the parameters of each; those of the edge unit first.
+
+    Units that are not given are the layers, and what is large beside them.
+    """
     found = find_units(module, units)
     groups = group_params(module, found)
     if settings.min_unit_bytes:
@@ -203,6 +207,8 @@ def _find_groups(
         groups = group_params(module, found)
     if units is None and found:
         warn_of_edge(module, groups)
+        found = find_large(module, found, -(-settings.min_unit_bytes // settings.precision.param_dtype.itemsize))
+        groups = group_params(module, found)
     return found, groups
 
 
@@ -252,7 +258,7 @@ def _check_ranks_agree(ranks: Ranks, module: nn.Module, checked: _Checked) -> No
 def _share_slots(found: Sequence[FoundUnit]) -> list[bool]:
     """By unit, edge unit first, whether it takes turns in the block slots. See [Note: slots]."""
     kinds = Counter(type(layer) for unit in found for layer in unit.modules)
-    return [False, *(all(kinds[type(layer)] > 1 for layer in unit.modules) for unit in found)]
+    return [False, *(not unit.is_lone and all(kinds[type(layer)] > 1 for layer in unit.modules) for unit in found)]
 
 
 def _param_bytes(params: Sequence[FoundParam], precision: Precision) -> int:

@@ -176,8 +176,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "the edge unit's edits are not kept",
-        "            self._take_edits(self.edge)\n",
-        "            pass\n",
+        "                for index in (EDGE, *sorted(forward.read)):\n",
+        "                for index in sorted(forward.read):\n",
         "edits",
     ),
     Mutant(
@@ -239,8 +239,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "a unit's edits are not forgotten when it is bound",
-        "        unit.forget_edits()\n        member.bind()\n",
-        "        member.bind()\n",
+        "        self.edits.restore(unit)\n        unit.forget_edits()\n",
+        "        self.edits.restore(unit)\n",
         "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind edits",
     ),
     Mutant(
@@ -317,16 +317,79 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "a gradient of a borrowed unit ends the turn of the one that computes",
-        "unit is not self.edge and not (backward.swept is not None and unit.index in backward.swept.borrowed):\n",
-        "unit is not self.edge:\n",
+        "            if self._turns[unit.index] and not is_borrowed:\n",
+        "            if self._turns[unit.index]:\n",
         "away::test_reading_weights_costs_no_reduction",
+    ),
+    Mutant(
+        "engine/engine",
+        "what is written to a weight that was read is not kept",
+        "                for index in (EDGE, *sorted(forward.read)):\n",
+        "                for index in (EDGE,):\n",
+        "large_units::test_however_it_is_used_it_trains_like_plain_pytorch",
+    ),
+    Mutant(
+        "engine/engine",
+        "what was read is not compared in backward",
+        "            forward.pass_.versions.setdefault(unit.index, unit.versions())\n",
+        "",
+        "large_units::test_weights_changed_between_a_forward_and_its_backward_raise",
+    ),
+    Mutant(
+        "engine/engine",
+        "a layer that calls a large module ends its turn",
+        "        is_inside = bool(forward.running) and not self._turns[unit.index]\n",
+        "        is_inside = False\n",
+        "large_units::test_each_is_gathered_and_reduced_once_in_a_step",
+    ),
+    Mutant(
+        "engine/engine",
+        "a unit that stays ends the turns before its own in backward",
+        "        if not self._turns[unit.index] and visit > backward.sweep.released",
+        "        if False and visit > backward.sweep.released",
+        "large_units::test_ranks_may_have_images_or_not",
+    ),
+    Mutant(
+        "plan/program",
+        "what stays is not gathered first before the order is known",
+        "    return tuple(sorted(range(len(turns)), key=turns.__getitem__))\n",
+        "    return tuple(range(len(turns)))\n",
+        "program large_units::test_ranks_may_leave_early_at_different_layers",
+    ),
+    Mutant(
+        "plan/program",
+        "a unit that stays departs when it is used again",
+        "        if visit is None and not self._turns[unit] and unit in self.visits:\n            return []\n",
+        "",
+        "program large_units::test_ranks_may_leave_early_at_different_layers",
+    ),
+    Mutant(
+        "engine/away",
+        "a weight that stays is read before it has arrived",
+        "        self.engine.read(self.unit)\n",
+        "",
+        "large_units::test_however_it_is_used_it_trains_like_plain_pytorch",
+    ),
+    Mutant(
+        "build",
+        "large modules of one class take turns in the layers' slots",
+        "not unit.is_lone and all(kinds",
+        "all(kinds",
+        "large_units::test_modules_of_one_class_have_a_slot_each",
+    ),
+    Mutant(
+        "plan/discovery",
+        "a module whose weight another one keeps in a list is large",
+        "                and all(users[param] <= within for param in params_of(child).values())\n",
+        "",
+        "large_units::test_what_is_large_beside_the_layers_is_a_unit",
     ),
     # -- engine: backward
     Mutant(
         "engine/engine",
         "a first gradient without `_advance`",
-        "unit.index in backward.swept.borrowed):\n                self._advance(backward, unit)\n",
-        "unit.index in backward.swept.borrowed):\n                pass\n",
+        "and not is_borrowed:\n                self._advance(backward, unit)\n",
+        "and not is_borrowed:\n                pass\n",
         "invariants::test_a_gradient_that_comes_unannounced_ends_the_turns_before_it cases_values cases_graphs",
     ),
     Mutant(
@@ -375,8 +438,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "versions of the edge unit are not compared",
-        "        self._check_versions(self.edge, pass_.edge_versions)\n",
-        "",
+        "            self._check_versions(self.units[index], versions)\n",
+        "            pass\n",
         "cases_graphs",
     ),
     Mutant(
@@ -1230,10 +1293,10 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "engine/away",
-        "on one rank graphs do not know of weights that are read elsewhere",
-        "        if self.unit.weight_slot.is_shared or torch.is_grad_enabled():",
-        "        if self.unit.weight_slot.is_shared:",
-        "away::test_on_one_rank_too_a_weight_that_was_read_and_changed_since_raises",
+        "weights that take turns are taken to stay",
+        "        return self.in_place(place) if self.engine.stays(self.unit) else self.away(place)\n",
+        "        return self.in_place(place)\n",
+        "away::test_the_root_may_read_weights_of_layers",
     ),
     Mutant(
         "engine/grad_inputs",

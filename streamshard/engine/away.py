@@ -10,7 +10,8 @@ another layer's. See [Note: away].
 ``nn.Module.__getattr__`` is reached for parameters, buffers and submodules only, and looks parameters up in the
 module's ``_parameters``. A bound module has a plain dict there. An unbound one has a `ShardedParameters`, whose
 look-ups answer for the time being: outside of passes with the sharded parameter, inside with an `AwayWeight`, or, where
-the unit has a slot of its own, with the compute view, once it has arrived.
+the unit has a slot of its own, with the compute view, once it has arrived. Lists of parameters hold `AwayWeight`s of
+what the pass has not used yet: who asks for the dtype of the first needs no weights.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
+from torch._dynamo.decorators import skip
 
 from streamshard.engine.containers import map_tensors, tensors_in
 from streamshard.engine.engine import Engine
@@ -234,14 +236,17 @@ class Home:
         return value is self.unit.views[place]
 
     def listed(self, place: int) -> torch.Tensor:
-        """The weight at `place` in a list of all: the edge unit's are in place throughout a pass."""
-        return self.unit.views[place] if self.unit is self.engine.edge else self.away(place)
+        """The weight at `place` in a list of all."""
+        return self.unit.views[place] if self.engine.is_in_place(self.unit) else self.away(place)
 
+    @skip  # torch.compile breaks its graph where weights are read
     def weight(self, place: int) -> torch.Tensor:
         """What code that reads the weight at `place` gets."""
-        if self.unit.weight_slot.is_shared or torch.is_grad_enabled():  # a graph has to know what it was made of
-            return self.away(place)
-        self.engine.borrow(self.unit).give_back()  # a slot of its own: what has arrived stays
+        return self.in_place(place) if self.engine.stays(self.unit) else self.away(place)
+
+    def in_place(self, place: int) -> torch.Tensor:
+        """The weight at `place` of a unit that stays in its slot, arrived."""
+        self.engine.read(self.unit)
         return self.unit.views[place]
 
 
@@ -249,22 +254,29 @@ def _compute(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> 
     """`func` with every away weight in its arguments replaced by the weight.
 
     With one unit its slot is computed with directly; what comes out as a view of it is copied. Weights of several units
-    may need the same slot, so they are copied one after the other.
+    may need the same slot, so they are copied one after the other. Those of units that stay are simply there.
     """
     found = list(_away_in((args, kwargs)))
-    homes = {weight.home for weight in found}
     weights: dict[AwayWeight, torch.Tensor] = {}
-    if len(homes) > 1:
+    homes: set[Home] = set()
+    for weight in found:
+        if not weight.home.engine.is_in_pass:
+            raise ShardingError(
+                f"{weight.param_name!r} was read inside a forward and is used after it, where every rank has its piece "
+                "only: compute with it inside, keep a clone(), or read it inside summon_full_params()"
+            )
+        if weight.home.engine.stays(weight.home.unit):
+            view = weight.home.in_place(weight.place)
+            weights[weight] = view.detach() if weight.is_detached else view
+        else:
+            homes.add(weight.home)
+    if len(homes) != 1:
         for weight in found:
-            weights[weight] = _compute(torch.clone, (weight,), {})
+            if weight.home in homes:
+                weights[weight] = _compute(torch.clone, (weight,), {})
         return _call(func, args, kwargs, weights)
     (home,) = homes
     unit = home.unit
-    if not home.engine.is_in_pass:
-        raise ShardingError(
-            f"{found[0].param_name!r} was read inside a forward and is used after it, where every rank has its piece "
-            "only: compute with it inside, keep a clone(), or read it inside summon_full_params()"
-        )
     slot = unit.weight_slot
     for tensor in tensors_in((args, kwargs)):  # another layer's weights in the same slot, such as the running one's
         if slot.content != unit.index and not isinstance(tensor, AwayWeight) and slot.holds(tensor):
@@ -273,9 +285,10 @@ def _compute(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> 
     try:
         with holding_back_weights(home.engine, borrowed.use) if borrowed.use is not None else contextlib.nullcontext():
             for weight in found:
-                view: torch.Tensor = unit.views[weight.place]
-                view = view.detach() if weight.is_detached else view
-                weights[weight] = view if borrowed.use is not None else view.clone()
+                if weight.home is home:
+                    view = unit.views[weight.place]
+                    view = view.detach() if weight.is_detached else view
+                    weights[weight] = view if borrowed.use is not None else view.clone()
             result = _call(func, args, kwargs, weights)
             return map_tensors(result, lambda tensor: tensor.clone() if slot.holds(tensor) else tensor)
     finally:

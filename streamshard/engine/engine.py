@@ -38,7 +38,7 @@ from streamshard.engine.passes import Backward, Forward, Pass, Use
 from streamshard.engine.reductions import Reductions
 from streamshard.errors import ShardingError, warn_user
 from streamshard.plan.memory import Sizing
-from streamshard.plan.program import Op, OpKind, Sweep, merge_order
+from streamshard.plan.program import Op, OpKind, Sweep, first_order, merge_order
 from streamshard.plan.slots import SlotPlan
 from streamshard.plan.structure import refuse_transforms
 from streamshard.unit.buffers import Ledger
@@ -123,12 +123,13 @@ class Engine:
         self.step_lock = threading.RLock()
         self.inputs = Inputs()
         self.depth = 0  # of forwards of modules that the engine watches
-        self.order: tuple[int, ...] = tuple(range(len(units)))
+        self.order = first_order(plan.shared)
         self._has_learnt = False
         self.plan = plan
         self.sizing = sizing
         self.precision = sizing.precision
         self._slot_of = plan.weights
+        self._turns = plan.shared
         self._weights_are_current = False
         self._forward: Forward | None = None
         self._backward: Backward | None = None
@@ -243,8 +244,8 @@ class Engine:
         if not self._weights_are_current or self._cast_versions != [unit.versions() for unit in self.units]:
             self._cast()
         visits = [index for index in self.order if index in units or index == EDGE]
-        pass_ = Pass(self.edge.versions() if torch.is_grad_enabled() else [])
-        self._forward = Forward(Sweep(visits, self._slot_of, reduce=False), pass_)
+        pass_ = Pass({EDGE: self.edge.versions()} if torch.is_grad_enabled() else {})
+        self._forward = Forward(Sweep(visits, self._slot_of, self._turns, reduce=False), pass_)
         for observer in self.streams.observers:
             observer.on_moment(Moment.FORWARD_BEGINS, EDGE)
         self.edits.begin_pass()
@@ -290,10 +291,15 @@ class Engine:
         assert forward is not None
         for observer in self.streams.observers:
             observer.on_moment(Moment.FORWARD_BEGINS, unit.index)
-        self._reach(forward, unit)
+        is_inside = bool(forward.running) and not self._turns[unit.index]
+        if is_inside:  # beside the program: the outer layer's turn goes on
+            self.read(unit)
+        else:
+            self._reach(forward, unit)
         self._bind(member)
         forward.running.append(member)
-        return Use(unit, forward.pass_, unit.versions() if torch.is_grad_enabled() else [])
+        versions = unit.versions() if torch.is_grad_enabled() else []
+        return Use(unit, forward.pass_, versions, is_borrowed=is_inside)
 
     def post_forward(self, member: Member) -> None:
         """`member` has computed. Its slot goes to another unit once one is asked for."""
@@ -311,18 +317,26 @@ class Engine:
         forward.running.pop()
         self._take_edits(member.unit)
         member.unit.release(member)
-        if forward.running:  # a layer inside a layer: the outer one goes on, with weights that may have left
+        if forward.running and self._turns[member.unit.index]:  # the outer layer goes on: its weights may have left
             outer = forward.running[-1]
             self._reach(forward, outer.unit)
             self._bind(outer)
 
     def _bind(self, member: Member) -> None:
         """`member` computes with its unit's slot from here on. What the unit was like before is remembered."""
-        unit = member.unit
+        self._look_at(member.unit)
+        member.bind()
+
+    def _look_at(self, unit: StreamedUnit) -> None:
+        """Somebody is about to see the unit's compute views. They are as they were left, if they stay in place."""
+        forward = self._forward
+        if not self._turns[unit.index] and forward is not None:
+            if unit.index in forward.in_place:
+                return
+            forward.in_place.add(unit.index)
         unit.take_trainability()
         self.edits.restore(unit)
         unit.forget_edits()
-        member.bind()
 
     def _take_edits(self, unit: StreamedUnit) -> None:
         """What its forward has changed about the unit itself persists."""
@@ -338,7 +352,7 @@ class Engine:
     def _recomputed_pass(self, backward: Backward) -> Pass:
         """The pass that is being swept; of a graph of edge parameters alone, one without visits."""
         if backward.swept is None:
-            backward.swept = Pass(self.edge.versions())
+            backward.swept = Pass({EDGE: self.edge.versions()})
         return backward.swept
 
     def _reach(self, forward: Forward, unit: StreamedUnit) -> None:
@@ -363,6 +377,33 @@ class Engine:
         if self._forward is not None or self._entering is not None:
             return True
         return not self._is_delivering and in_backward()
+
+    def stays(self, unit: StreamedUnit) -> bool:
+        """Whether `unit` takes no turns in the block slots: what was gathered stays in place."""
+        return not self._turns[unit.index]
+
+    def is_in_place(self, unit: StreamedUnit) -> bool:
+        """Whether `unit` stays, and the pass under way has used it."""
+        return self._forward is not None and unit.index in self._forward.in_place
+
+    def read(self, unit: StreamedUnit) -> None:
+        """Weights of `unit`, which stays, are read while no layer of it runs: they are in place from here on.
+
+        Its compute views may go into the graph: backward finds them as they are. Nobody says when they are read last: a
+        slot of a unit's own is gathered into only behind a cast, before which all computing was (rule 5).
+        """
+        self._begin_if_entering()
+        forward = self._forward
+        if forward is None:
+            if self._backward is None:  # nobody has said yet that backward has begun
+                self.begin_backward(None)
+            self._acquire(unit)
+        elif unit is not self.edge:
+            self._acquire(unit)
+            self._look_at(unit)
+            forward.read.add(unit.index)
+            forward.sweep.read(unit.index, is_inside=bool(forward.running))
+            forward.pass_.versions.setdefault(unit.index, unit.versions())
 
     def borrow(self, unit: StreamedUnit) -> Borrowed:
         """Weights of `unit` are read while no layer of it runs: they are in its slot until they are given back."""
@@ -391,7 +432,7 @@ class Engine:
         return Use(unit, self._recomputed_pass(self._backward), unit.versions(), is_borrowed=True)
 
     def _depart(self, forward: Forward, unit: StreamedUnit) -> None:
-        if unit is not self.edge:
+        if self._turns[unit.index]:
             forward.sweep.depart(unit.index)
             forward.pass_.borrowed.add(unit.index)
 
@@ -421,7 +462,8 @@ class Engine:
         refused: ShardingError | None = None
         if error is None:
             try:
-                self._take_edits(self.edge)
+                for index in (EDGE, *sorted(forward.read)):
+                    self._take_edits(self.units[index])
             except ShardingError as raised:
                 error = refused = raised
         for unit in self.units:
@@ -453,8 +495,8 @@ class Engine:
         Args:
             sweep: None if the forward has failed here: then the next one counts.
         """
-        order = None if sweep is None else merge_order(range(len(self.units)), sweep.used)
-        if self.ranks.any_rank(order != self.order):  # most models run as they are registered
+        order = None if sweep is None else merge_order(sweep.used, self._turns)
+        if self.ranks.any_rank(order != self.order):  # with layers alone most models run as they are registered
             orders = set(self.ranks.gather_objects(order))
             self._has_learnt = None not in orders
             if len(orders) == 1 and order is not None:
@@ -508,19 +550,22 @@ class Engine:
         if backward.swept is not None:
             backward.closed.append(backward.swept)
             self._close_all(backward)
-        self._check_versions(self.edge, pass_.edge_versions)
+        for index, versions in pass_.versions.items():
+            self._check_versions(self.units[index], versions)
         backward.swept = pass_
         visits = [unit for unit in reversed(pass_.visits) if unit != EDGE]
-        backward.sweep = Sweep(visits, self._slot_of, reduce=True)
+        backward.sweep = Sweep(visits, self._slot_of, self._turns, reduce=True)
         self.reductions.due = set(visits)
         self._issue(backward.sweep.release_before(0))
+        for index in pass_.versions:
+            self._acquire(self.units[index])
 
     def _open_backward(self) -> Backward:
         for unit in self.units:
             unit.take_trainability()
             if self.plan.keeps_grads:
                 unit.grads.resume()
-        nothing = Sweep([], self._slot_of, reduce=True)
+        nothing = Sweep([], self._slot_of, self._turns, reduce=True)
         backward = self._backward = Backward(nothing, leaves_unreduced=self.leaves_unreduced_next)
         self.reductions.due = set()
         Variable._execution_engine.queue_callback(self.finish_backward)
@@ -537,7 +582,7 @@ class Engine:
         if backward is not None and backward.computing is unit and unit.is_bound and not use.is_borrowed:
             return
         is_inside_forward = forward is not None and use.pass_ is forward.pass_
-        if torch.is_grad_enabled() and not self.is_alone and not (is_inside_forward and self._runs(unit)):
+        if torch.is_grad_enabled() and unit.weight_slot.is_shared and not (is_inside_forward and self._runs(unit)):
             raise ShardingError(
                 f"backward(create_graph=True) through {unit.name!r}: its weights leave their slot afterwards, so "
                 "with more than one rank gradients cannot be differentiated again"
@@ -585,6 +630,8 @@ class Engine:
         visit = backward.sweep.find(unit.index)
         if visit is None:  # outside the program, or needed again after its turn
             return
+        if not self._turns[unit.index] and visit > backward.sweep.released + (backward.computing is not None):
+            return  # it needs no turn, and those whose turn is before may still come
         backward.computing = unit
         for observer in self.streams.observers:
             observer.on_moment(Moment.BACKWARD_BEGINS, unit.index)
@@ -605,7 +652,8 @@ class Engine:
                 )
             backward = backward or self._open_backward()
             # Of a unit that was borrowed a part comes while others compute, whose turn is not over.
-            if unit is not self.edge and not (backward.swept is not None and unit.index in backward.swept.borrowed):
+            is_borrowed = backward.swept is not None and unit.index in backward.swept.borrowed
+            if self._turns[unit.index] and not is_borrowed:
                 self._advance(backward, unit)
         scale = self.inputs.grad_scale
         self.reductions.take(unit, place, grad if scale == 1.0 else grad * scale)

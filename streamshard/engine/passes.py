@@ -17,16 +17,17 @@ class Pass:
 
     Attributes:
         visits: what the program issued, units outside the program included, in order; filled at the end.
-        borrowed: indices of units whose weights were read while none of their layers ran.
-        edge_versions: of the edge unit's sharded parameters, see `StreamedUnit.versions`.
+        borrowed: indices of units that take turns whose weights were read while none of their layers ran.
+        versions: of the sharded parameters, by index, see `StreamedUnit.versions`: of the edge unit and of units with
+            slots of their own whose weights were read. Their compute views are in the graph as they are.
     """
 
-    __slots__ = ("borrowed", "edge_versions", "visits")
+    __slots__ = ("borrowed", "versions", "visits")
 
-    def __init__(self, edge_versions: list[int]) -> None:
+    def __init__(self, versions: dict[int, list[int]]) -> None:
         self.visits: tuple[int, ...] = ()
         self.borrowed: set[int] = set()
-        self.edge_versions = edge_versions
+        self.versions = versions
 
 
 class Use:
@@ -53,14 +54,18 @@ class Forward:
         sweep: hands out its gathers.
         pass_: what its graph will remember.
         running: layers whose forward is running, one inside the other.
+        in_place: indices of units in slots of their own that were used: what their compute views are like counts.
+        read: those of them whose weights were read while none of their layers ran.
     """
 
-    __slots__ = ("pass_", "running", "sweep")
+    __slots__ = ("in_place", "pass_", "read", "running", "sweep")
 
     def __init__(self, sweep: Sweep, pass_: Pass) -> None:
         self.sweep = sweep
         self.pass_ = pass_
         self.running: list[Member] = []
+        self.in_place: set[int] = set()
+        self.read: set[int] = set()
 
 
 class Backward:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -18,6 +19,7 @@ __all__ = [
     "FoundUnit",
     "UnitsArgument",
     "coalesce",
+    "find_large",
     "find_units",
     "group_params",
     "owners_of",
@@ -30,10 +32,17 @@ UnitsArgument = (
 
 
 class FoundUnit(NamedTuple):
-    """What becomes a unit: one layer, or several that `coalesce` has put together."""
+    """What becomes a unit: one layer, or several that `coalesce` has put together; or what `find_large` has found.
+
+    Attributes:
+        name: fully qualified.
+        modules: its layers.
+        is_lone: it takes no turns in the block slots, whatever else is of its class.
+    """
 
     name: str
     modules: tuple[nn.Module, ...]
+    is_lone: bool = False
 
 
 class FoundParam(NamedTuple):
@@ -165,6 +174,88 @@ def warn_of_edge(root: nn.Module, groups: Sequence[Sequence[FoundParam]]) -> Non
             f"StreamShard has found ({examples}, ..): they are all gathered at once. Name the layers that hold them "
             "with units=[...] to stream them too",
         )
+
+
+_LARGE = 0.5  # share of the largest layer that makes a module worth a gather and a reduction of its own
+
+
+def find_large(root: nn.Module, found: Sequence[FoundUnit], at_least: int = 0) -> list[FoundUnit]:
+    """`found`, and each large module outside of its layers as a unit of its own: embedding and head, above all.
+
+    Large is what holds half as many parameters as the largest layer. A transformers model's input and output embeddings
+    are large whatever they hold. A module stays in the edge unit if one of its parameters is in use elsewhere: tied, or
+    in a list that another module keeps.
+
+    Args:
+        root: the model.
+        found: its layers, detected.
+        at_least: smaller modules, in parameters, are not large.
+
+    Returns:
+        All of them, in registration order.
+    """
+    layers = [module for unit in found for module in unit.modules]
+    inside = {inner for layer in layers for inner in modules_inside(layer)}
+    enough: dict[nn.Module, float] = dict.fromkeys(
+        modules_inside(root), max(at_least, _LARGE * max(map(_numel, layers), default=0))
+    )
+    for embeddings in _embeddings(root):
+        for module in modules_inside(embeddings):  # adapters beside the weights are small
+            enough[module] = max(at_least, min(enough[module], _LARGE * _numel(embeddings)))
+    users = _users(root)
+    units = [*found]
+
+    def look_into(module: nn.Module, prefix: str) -> None:
+        for key, child in module._modules.items():
+            if child is None or child in inside:
+                continue
+            own = sum(param.numel() for param in child._parameters.values() if param is not None)
+            within = set(modules_inside(child))
+            if (
+                0 < own >= enough[child]
+                and _is_callable(child)
+                and within.isdisjoint(inside)
+                and all(users[param] <= within for param in params_of(child).values())
+            ):
+                units.append(FoundUnit(join_names(prefix, key), (child,), is_lone=True))
+                inside.update(within)
+            else:
+                look_into(child, join_names(prefix, key))
+
+    look_into(root, "")
+    order = {module: place for place, module in enumerate(modules_inside(root))}
+    return sorted(units, key=lambda unit: order[unit.modules[0]])
+
+
+def _embeddings(root: nn.Module) -> Iterator[nn.Module]:
+    """What a transformers model says are its embeddings."""
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            module = getattr(root, name)()
+        except (AttributeError, NotImplementedError):  # another kind of model; one that has none
+            continue
+        if isinstance(module, nn.Module):
+            yield module
+
+
+def _users(root: nn.Module) -> dict[nn.Parameter, set[nn.Module]]:
+    """Which modules hold each parameter: registered, or in a list or dict of their own."""
+    users: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in modules_inside(root):
+        held = [value for key, value in module.__dict__.items() if key not in ("_buffers", "_modules")]
+        for param in _params_in(held):
+            users.setdefault(param, set()).add(module)
+    return users
+
+
+def _params_in(value: object, depth: int = 4) -> Iterator[nn.Parameter]:
+    if isinstance(value, weakref.ref):
+        value = value()
+    if isinstance(value, nn.Parameter):
+        yield value
+    elif depth and isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _params_in(item, depth - 1)
 
 
 def _select(root: nn.Module, units: UnitsArgument, names: dict[nn.Module, str]) -> list[nn.Module]:

@@ -14,6 +14,10 @@ of the operations issued before, hence equal on all ranks.
 
 A visit is over when another unit is asked for, or the pass ends. So it does not matter to the program which of a
 unit's layers run, in which order, or how often.
+
+A unit that takes no turns in the block slots stays in its own: once gathered, it can be used at any time in the pass,
+on any rank, without a collective. Until it is known when such units are used, they are gathered first (`first_order`):
+then ranks may use them in whatever order, as they may those of the edge unit.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Op", "OpKind", "Sweep", "merge_order", "plan_steps"]
+__all__ = ["Op", "OpKind", "Sweep", "first_order", "merge_order", "plan_steps"]
 
 
 class OpKind(enum.Enum):
@@ -74,12 +78,15 @@ class Sweep:
 
     Args:
         visits, slot_of, reduce: see `plan_steps`.
+        turns: by unit, whether it takes turns in the block slots; others stay in their own.
     """
 
-    def __init__(self, visits: Sequence[int], slot_of: Sequence[int], *, reduce: bool) -> None:
+    def __init__(self, visits: Sequence[int], slot_of: Sequence[int], turns: Sequence[bool], *, reduce: bool) -> None:
         self.visits = tuple(visits)
         self.log: list[int] = []  # visits passed so far, those outside the program included
-        self.used: list[int] = []  # the units that really ran on this rank, in order
+        self.used: list[int] = []  # the units that were really used on this rank, in order
+        self._turns = turns
+        self._current: int | None = None  # the unit that was asked for last
         self._steps = plan_steps(self.visits, slot_of, reduce=reduce)
         self._issued_steps = 0
         self._is_outside = True  # whether what was asked for last is no visit of the program
@@ -88,12 +95,17 @@ class Sweep:
     def reach(self, unit: int) -> list[Op]:
         """`unit` is used now, so a visit of another unit is over: what has become possible, `unit`'s gather included.
 
-        If the program has no visit of `unit` left, this is a departure, after the visits released so far.
+        If the program has no visit of `unit` left, this is a departure, after the visits released so far; unless it is
+        a unit that stays.
         """
-        if self.used and self.used[-1] == unit:
+        if self.used[-1:] != [unit]:
+            self.used.append(unit)
+        if self._current == unit:
             return []  # still there
-        self.used.append(unit)
         visit = self.find(unit)
+        if visit is None and not self._turns[unit] and unit in self.visits:
+            return []
+        self._current = unit
         if visit is not None:
             self._is_outside = False
             return self.release_before(visit)
@@ -105,6 +117,26 @@ class Sweep:
     def depart(self, unit: int) -> None:
         """`unit` is used beside the program, while another unit's visit goes on: backward has to come by there."""
         self.log.append(unit)
+
+    def read(self, unit: int, *, is_inside: bool) -> None:
+        """Weights of `unit`, which stays, are read: nobody's visit is over.
+
+        It departs only if it is read before its first turn has come, since backward comes by there last.
+
+        Args:
+            unit: whose.
+            is_inside: by a running layer, in whose backward `unit` gets a part of its gradients. By nobody's: behind
+                the layers that have run.
+        """
+        place = len(self.used) - is_inside
+        if unit not in self.used[max(place - 1, 0) : place + 1]:
+            self.used.insert(place, unit)
+        if unit in self.log or unit in self.visits[: self.released]:
+            return
+        visit = self.find(unit)
+        start = self.released + (not self._is_outside)
+        if visit is None or is_inside or any(self._turns[other] for other in self.visits[start:visit]):
+            self.log.append(unit)
 
     def find(self, unit: int, start: int = 0) -> int | None:
         """The next visit of `unit` that is not released, at or after visit `start`; None if there is none."""
@@ -129,16 +161,28 @@ class Sweep:
         return self.release_before(len(self.visits))
 
 
-def merge_order(registered: Sequence[int], used: Iterable[int]) -> tuple[int, ...]:
-    """The order in which units were used, with those not used put in behind their registered predecessor.
+def first_order(turns: Sequence[bool]) -> tuple[int, ...]:
+    """The order before one is known: units that stay, whenever they may be used, then those that take turns."""
+    return tuple(sorted(range(len(turns)), key=turns.__getitem__))
 
-    Units that were skipped stay in the program, so that a rank that uses one later finds the others taking part.
+
+def merge_order(used: Iterable[int], turns: Sequence[bool]) -> tuple[int, ...]:
+    """The order in which units were used, with those not used put in where a rank that uses them finds them in time.
+
+    Those that take turns come behind their registered predecessor among such, or before all of them; units that stay
+    come behind the first unit, as in `first_order`. Units that were skipped stay in the program, so that a rank that
+    uses one later finds the others taking part.
+
+    Args:
+        used: in order; units may occur more than once.
+        turns: by unit, whether it takes turns.
     """
     order = list(used)
-    seen = set(order)
-    for position, unit in enumerate(registered):
-        if unit not in seen:
-            before = registered[position - 1] if position else None
-            order.insert(order.index(before) + 1 if before is not None else 0, unit)
-            seen.add(unit)
-    return tuple(order)
+    before: int | None = None
+    for unit in (unit for unit, takes_turns in enumerate(turns) if takes_turns):
+        if unit not in order:
+            first = next((place for place, other in enumerate(order) if turns[other]), len(order))
+            order.insert(first if before is None else order.index(before) + 1, unit)
+        before = unit
+    missing = [unit for unit, takes_turns in enumerate(turns) if not takes_turns and unit not in order]
+    return (*order[:1], *missing, *order[1:])

@@ -298,7 +298,7 @@ def test_an_order_that_ranks_do_not_share_is_not_adopted(context: RankContext) -
     """The registration order stays."""
     engine = engine_inside(_stack())
     before = engine.order
-    sweep = Sweep([], engine._slot_of, reduce=False)
+    sweep = Sweep([], engine._slot_of, engine.plan.shared, reduce=False)
     sweep.used = [0, 1, 2, 3, 4] if context.rank == 0 else [0, 4, 3, 2, 1]
     engine._learn(sweep)
     assert engine.order == before == (0, 1, 2, 3, 4)

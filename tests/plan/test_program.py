@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.plan.program import Op, OpKind, Sweep, merge_order, plan_steps
+from streamshard.plan.program import Op, OpKind, Sweep, first_order, merge_order, plan_steps
 
 UNITS = 7
 visits_lists = st.lists(st.integers(0, UNITS - 1), max_size=12)
 slots_lists = st.lists(st.integers(0, 3), min_size=UNITS, max_size=UNITS)
+turns_lists = st.lists(st.booleans(), min_size=UNITS, max_size=UNITS)
+ALL_TURN = [True] * UNITS
 
 
 def _gathers(steps: Sequence[Sequence[Op]]) -> list[tuple[int, int]]:
@@ -88,12 +91,12 @@ def test_an_example_by_hand() -> None:
 # -- the sweep ----------------------------------------------------------------------------------------------------
 
 
-@given(visits_lists, slots_lists, st.booleans(), st.data())
+@given(visits_lists, slots_lists, turns_lists, st.booleans(), st.data())
 def test_ranks_that_skip_visits_issue_the_same_operations_in_the_same_order(
-    visits: list[int], slots: list[int], reduce: bool, data: st.DataObject
+    visits: list[int], slots: list[int], turns: list[bool], reduce: bool, data: st.DataObject
 ) -> None:
     """Each exactly once, whatever is asked for and released, in whatever portions."""
-    sweep = Sweep(visits, slots, reduce=reduce)
+    sweep = Sweep(visits, slots, turns, reduce=reduce)
     issued: list[Op] = []
     for unit in data.draw(st.lists(st.integers(0, UNITS - 1), max_size=15), label="used"):
         issued += sweep.reach(unit)
@@ -102,10 +105,12 @@ def test_ranks_that_skip_visits_issue_the_same_operations_in_the_same_order(
     assert sweep.finish() == []
 
 
-@given(visits_lists, slots_lists, st.data())
-def test_being_asked_for_a_visit_issues_its_gather(visits: list[int], slots: list[int], data: st.DataObject) -> None:
+@given(visits_lists, slots_lists, turns_lists, st.data())
+def test_being_asked_for_a_visit_issues_its_gather(
+    visits: list[int], slots: list[int], turns: list[bool], data: st.DataObject
+) -> None:
     """And all before it."""
-    sweep = Sweep(visits, slots, reduce=False)
+    sweep = Sweep(visits, slots, turns, reduce=False)
     issued: list[Op] = []
     for unit in data.draw(st.lists(st.sampled_from(visits or [0]), max_size=15), label="used"):
         visit = sweep.find(unit)
@@ -115,10 +120,12 @@ def test_being_asked_for_a_visit_issues_its_gather(visits: list[int], slots: lis
             assert visits[visit] == unit
 
 
-@given(visits_lists, slots_lists, st.lists(st.integers(0, UNITS - 1), max_size=15))
-def test_asking_again_for_the_same_unit_changes_nothing(visits: list[int], slots: list[int], used: list[int]) -> None:
+@given(visits_lists, slots_lists, turns_lists, st.lists(st.integers(0, UNITS - 1), max_size=15))
+def test_asking_again_for_the_same_unit_changes_nothing(
+    visits: list[int], slots: list[int], turns: list[bool], used: list[int]
+) -> None:
     """It is one stay, in which any of the unit's layers may run, any number of times."""
-    once, often = (Sweep(visits, slots, reduce=False) for _ in range(2))
+    once, often = (Sweep(visits, slots, turns, reduce=False) for _ in range(2))
     for unit in used:
         ops = once.reach(unit)
         assert often.reach(unit) == ops
@@ -129,7 +136,7 @@ def test_asking_again_for_the_same_unit_changes_nothing(visits: list[int], slots
 @given(visits_lists, slots_lists, st.lists(st.integers(0, UNITS - 1), max_size=15))
 def test_a_unit_is_left_before_another_is_used(visits: list[int], slots: list[int], used: list[int]) -> None:
     """Also for one outside of the program: backward must see them in the order in which they ran."""
-    sweep = Sweep(visits, slots, reduce=False)
+    sweep = Sweep(visits, slots, ALL_TURN, reduce=False)
     for unit in used:
         sweep.reach(unit)
     sweep.finish()
@@ -141,7 +148,7 @@ def test_a_unit_is_left_before_another_is_used(visits: list[int], slots: list[in
 @given(visits_lists, slots_lists, st.integers(0, 12))
 def test_a_released_visit_is_not_found_again(visits: list[int], slots: list[int], released: int) -> None:
     """The next one is, if there is one."""
-    sweep = Sweep(visits, slots, reduce=False)
+    sweep = Sweep(visits, slots, ALL_TURN, reduce=False)
     sweep.release_before(min(released, len(visits)))
     for unit in range(UNITS):
         wanted = next((k for k in range(min(released, len(visits)), len(visits)) if visits[k] == unit), None)
@@ -150,7 +157,7 @@ def test_a_released_visit_is_not_found_again(visits: list[int], slots: list[int]
 
 def test_the_log_has_what_was_passed_and_what_was_used_beside_the_program() -> None:
     """In order: backward is planned from it."""
-    sweep = Sweep([0, 1, 2, 3], [0, 1, 0, 1], reduce=False)
+    sweep = Sweep([0, 1, 2, 3], [0, 1, 0, 1], ALL_TURN, reduce=False)
     sweep.reach(1)
     sweep.reach(6)
     sweep.reach(0)  # its turn is over
@@ -159,18 +166,75 @@ def test_the_log_has_what_was_passed_and_what_was_used_beside_the_program() -> N
     assert sweep.used == [1, 6, 0]
 
 
+@given(visits_lists, slots_lists, st.lists(st.integers(0, UNITS - 1), max_size=15))
+def test_a_unit_that_stays_departs_only_if_the_program_does_not_have_it(
+    visits: list[int], slots: list[int], used: list[int]
+) -> None:
+    """What was gathered for it is in place, whenever it is used again; the others' turns go on."""
+    sweep = Sweep(visits, slots, [False] * UNITS, reduce=False)
+    for unit in used:
+        released = sweep.released
+        if sweep.find(unit) is None and unit in visits:
+            assert sweep.reach(unit) == []
+            assert sweep.released == released
+        else:
+            sweep.reach(unit)
+    sweep.finish()
+    outside = [unit for unit in sweep.log if unit not in visits]
+    assert set(outside) == set(used) - set(visits)
+    assert len(sweep.log) == len(visits) + len(outside)
+
+
+READS: dict[str, tuple[list[int], int, bool, list[int]]] = {  # units that ran, what is read, by a layer; the log
+    "before its turn": ([0], 4, False, [4, 0, 1, 2, 3, 4]),
+    "in its turn": ([0, 1, 2, 3], 4, False, [0, 1, 2, 3, 4]),
+    "after its turn": ([0, 1, 2], 0, False, [0, 1, 2, 3, 4]),
+    "by the layer before its turn": ([0, 1, 2, 3], 4, True, [0, 1, 2, 4, 3, 4]),
+    "by a layer, after its turn": ([0, 1], 0, True, [0, 1, 2, 3, 4]),
+}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_a_unit_that_is_read_before_its_turn_is_reduced_after_whoever_has_read_it(what: str) -> None:
+    """Backward comes by there later. Reading it again changes nothing, and the order is learnt from the first."""
+    ran, read, is_inside, log = READS[what]
+    sweep = Sweep([0, 1, 2, 3, 4], [2, 0, 1, 0, 3], [False, True, True, True, False], reduce=False)
+    for unit in ran:
+        sweep.reach(unit)
+    for _ in range(3):
+        sweep.read(read, is_inside=is_inside)
+    sweep.finish()
+    assert sweep.log == log
+    before, last = ran[: len(ran) - is_inside], ran[len(ran) - is_inside :]
+    assert sweep.used == [*before, *([] if before[-1:] == [read] else [read]), *last]
+
+
 # -- learning the order -------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(0, UNITS - 1), max_size=12))
-def test_merging_keeps_what_was_used_and_adds_each_of_the_rest_once(used: list[int]) -> None:
+@given(turns_lists)
+def test_before_an_order_is_known_what_stays_comes_first(turns: list[bool]) -> None:
+    """Then ranks may use it in whatever order; the rest as registered."""
+    order = first_order(turns)
+    assert sorted(order) == list(range(UNITS))
+    stays, rest = order[: turns.count(False)], order[turns.count(False) :]
+    assert [turns[unit] for unit in stays] == [False] * len(stays)
+    assert (list(stays), list(rest)) == (sorted(stays), sorted(rest))
+
+
+@given(st.lists(st.integers(0, UNITS - 1), max_size=12), turns_lists)
+def test_merging_keeps_what_was_used_and_adds_each_of_the_rest_once(used: list[int], turns: list[bool]) -> None:
     """So that a rank which uses a skipped unit later finds the others taking part."""
-    merged = merge_order(range(UNITS), used)
+    merged = merge_order(used, turns)
     assert [unit for unit in merged if unit in used] == used
     assert sorted(unit for unit in merged if unit not in used) == [u for u in range(UNITS) if u not in used]
 
 
-def test_an_unused_unit_stands_behind_its_registered_predecessor() -> None:
-    """Or first, if it is the first."""
-    assert merge_order(range(5), [3, 1, 4]) == (0, 3, 1, 2, 4)
-    assert merge_order(range(3), []) == (0, 1, 2)
+def test_an_unused_unit_stands_where_it_is_found_in_time() -> None:
+    """Behind its registered predecessor, or before all that take turns. What stays, behind the first."""
+    turns = [False, True, True, True, True]
+    assert merge_order([0, 3, 1, 4], turns) == (0, 3, 1, 2, 4)
+    assert merge_order([0, 3], turns) == (0, 1, 2, 3, 4)
+    # What takes images, and the layers 3 and 4 for text, with embedding 5 and head 6: this batch has no images.
+    turns = [False, True, True, True, True, False, False, False]
+    assert merge_order([0, 5, 3, 4, 6], turns) == (0, 7, 5, 1, 2, 3, 4, 6)

@@ -70,20 +70,26 @@ def test_transformers_models_train_like_plain_pytorch(context: RankContext, fami
 @on_ranks(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_repeated_layer_of_a_transformers_model_is_a_unit(context: RankContext, family: str) -> None:
-    """Fewer units given by hand cost exactly one gather less each: the detected ones are the layers."""
+    """Fewer units given by hand cost exactly one gather less each: the detected ones are the layers and embeddings."""
     build, inputs = FAMILIES[family]
     batch = inputs(0, context.rank)
     detected = StreamShard(build().eval(), precision=FP32)  # embeddings named in _no_split_modules are no layers
     layers = [name for name, module in build().named_modules() if type(module).__name__ in LAYER_CLASSES]
     assert len(layers) == DEPTH
-    all_by_name = StreamShard(build().eval(), units=layers, precision=FP32)
-    one_fewer = StreamShard(build().eval(), units=layers[1:], precision=FP32)
-    two_fewer = StreamShard(build().eval(), units=layers[2:], precision=FP32)
+    large = EMBEDDINGS.get(family, [])
+    all_by_name = StreamShard(build().eval(), units=layers + large, precision=FP32)
+    one_fewer = StreamShard(build().eval(), units=layers[1:] + large, precision=FP32)
+    two_fewer = StreamShard(build().eval(), units=layers[2:] + large, precision=FP32)
     traffic = [_traffic_of_forward(model, **batch) for model in (detected, all_by_name, one_fewer, two_fewer)]
     assert traffic[0] == traffic[1]
     assert traffic[1] - traffic[2] == traffic[2] - traffic[3] > 0
 
 
+EMBEDDINGS = {  # that are not tied
+    "llama": ["model.embed_tokens", "lm_head"],
+    "mixtral": ["model.embed_tokens", "lm_head"],
+    "vit": ["vit.embeddings.patch_embeddings.projection"],
+}
 LAYER_CLASSES = {"LlamaDecoderLayer", "GPT2Block", "BertLayer", "T5Block", "MixtralDecoderLayer", "ViTLayer"}
 
 
