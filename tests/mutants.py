@@ -1159,6 +1159,13 @@ MUTANTS: list[Mutant] = [
     # -- weights that are away, hooks
     Mutant(
         "engine/away",
+        "a gradient that a Function gives to a weight is dropped",
+        "        take_grad(unit, weight.place, grad)\n",
+        "        pass\n",
+        "away::test_a_function_of_the_users_gives_gradients_to_the_weights_that_it_is_given",
+    ),
+    Mutant(
+        "engine/away",
         "the running layer's weight is not saved from a borrowed one",
         "            weights[tensor] = tensor.clone()  #",
         "            weights[tensor] = tensor  #",

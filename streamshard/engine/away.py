@@ -30,7 +30,7 @@ from streamshard.engine.engine import Engine
 from streamshard.engine.hooks import holding_back_weights
 from streamshard.engine.outside import OutsideParameters
 from streamshard.errors import ShardingError
-from streamshard.unit.unit import StreamedUnit
+from streamshard.unit.unit import StreamedUnit, take_grad
 
 __all__ = ["AwayWeight", "Home", "Place", "ShardedParameters"]
 
@@ -66,12 +66,15 @@ class AwayWeight(torch.Tensor):
         """The weight at `place` of `home`."""
         view = home.unit.views[place]
         weight: AwayWeight = torch.Tensor._make_wrapper_subclass(
-            AwayWeight, view.shape, dtype=view.dtype, device=view.device
+            AwayWeight, view.shape, dtype=view.dtype, device=view.device, requires_grad=not is_detached
         )
         weight._home_of = weakref.ref(home)
         weight.place = place
         weight.is_detached = is_detached
         weight._is_param = True  # what isinstance(.., nn.Parameter) asks
+        if not is_detached:
+            with torch._C.DisableTorchFunctionSubclass():
+                weight.register_post_accumulate_grad_hook(_give_grad)  # type: ignore[no-untyped-call]
         return weight
 
     @property
@@ -299,6 +302,15 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], weight
     """`func` with the keys of `weights` replaced in its arguments."""
     args, kwargs = map_tensors((args, kwargs), lambda tensor: weights.get(tensor, tensor))
     return func(*args, **kwargs)
+
+
+def _give_grad(weight: AwayWeight) -> None:
+    """A Function of the user's, which autograd calls with the weight as it is, has made a gradient of it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad, weight.grad = weight.grad, None
+    unit = weight.home.unit
+    if grad is not None and unit.views[weight.place].requires_grad:
+        take_grad(unit, weight.place, grad)
 
 
 def _away_in(value: Any) -> Iterator[AwayWeight]:

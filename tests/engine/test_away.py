@@ -713,3 +713,38 @@ def test_on_one_rank_too_a_weight_that_was_read_and_changed_since_raises(context
     loss = model(vector_batch(1, 0)).square().mean()
     with pytest.raises(ShardingError, match=r"'layers\.0\.linear\.weight' was modified by an inplace operation"):
         (loss + before).backward()
+
+
+class Scaled(torch.autograd.Function):
+    """x @ w.T with a backward of its own, as fused kernels have: autograd calls it with the weight as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """[rows, DIM], [DIM, DIM] -> [rows, DIM]"""
+        ctx.save_for_backward(x, weight.clone())
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Of the input, and of the weight"""
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight, grads[0].t() @ x
+
+
+class Lending(Stack):
+    """The root gives weights of two layers to a Function, besides calling the layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        x = Scaled.apply(x, self.layers[2].linear.weight)
+        x = super().forward(Scaled.apply(x, self.layers[0].linear.weight))
+        return x
+
+
+@on_ranks()
+@each_setting
+def test_a_function_of_the_users_gives_gradients_to_the_weights_that_it_is_given(
+    context: RankContext, settings: str
+) -> None:
+    """Although they are another layer's by the time it is called; added to those that the layers' own forwards give."""
+    assert_trains_like_plain(context, Lending, stack_step, **SETTINGS[settings])
