@@ -85,7 +85,9 @@ def test_each_repeated_layer_of_a_transformers_model_is_a_unit(context: RankCont
     assert traffic[1] - traffic[2] == traffic[2] - traffic[3] > 0
 
 
-EMBEDDINGS = {  # that are not tied
+EMBEDDINGS = {  # that are not tied, and larger than half a layer of such small models
+    "bert": ["bert.embeddings.position_embeddings"],
+    "gpt2": ["transformer.wpe"],
     "llama": ["model.embed_tokens", "lm_head"],
     "mixtral": ["model.embed_tokens", "lm_head"],
     "vit": ["vit.embeddings.patch_embeddings.projection"],
