@@ -154,8 +154,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "what was issued last is left out at the end of a pass",
-        "        self._issue(forward.sweep.finish())\n        if self.precision",
-        "        forward.sweep.finish()\n        if self.precision",
+        "        self._issue(forward.schedule.finish())\n        if self.precision",
+        "        forward.schedule.finish()\n        if self.precision",
         "cases_execution",
     ),
     Mutant(
@@ -345,8 +345,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "a unit that stays ends the turns before its own in backward",
-        "        if not self._turns[unit.index] and visit > backward.sweep.released",
-        "        if False and visit > backward.sweep.released",
+        "        if not self._turns[unit.index] and visit > backward.schedule.released",
+        "        if False and visit > backward.schedule.released",
         "large_units::test_ranks_may_have_images_or_not",
     ),
     Mutant(
@@ -416,15 +416,15 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "engine/engine",
-        "what is borrowed moves the sweep on",
-        "            if backward is not None and use.pass_ is backward.swept and not use.is_borrowed:\n",
-        "            if backward is not None and use.pass_ is backward.swept:\n",
+        "what is borrowed moves the schedule on",
+        "            if backward is not None and use.pass_ is backward.pass_ and not use.is_borrowed:\n",
+        "            if backward is not None and use.pass_ is backward.pass_:\n",
         "away::test_reading_weights_costs_no_reduction",
     ),
     Mutant(
         "engine/engine",
-        "a pass that is over moves the sweep of another on",
-        "            if backward is not None and use.pass_ is backward.swept and not use.is_borrowed:\n",
+        "a pass that is over moves the schedule of another on",
+        "            if backward is not None and use.pass_ is backward.pass_ and not use.is_borrowed:\n",
         "            if backward is not None and not use.is_borrowed:\n",
         "invariants::test_a_pass_that_backward_has_left_is_not_begun_again",
     ),
@@ -445,15 +445,15 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "passes that a backward has been through are forgotten",
-        "            backward.closed.append(backward.swept)\n",
+        "            backward.closed.append(backward.pass_)\n",
         "",
         "invariants::test_a_pass_that_backward_has_left_is_not_begun_again",
     ),
     Mutant(
         "engine/engine",
         "a pass is left without closing it",
-        "            backward.closed.append(backward.swept)\n            self._close_all(backward)\n",
-        "            backward.closed.append(backward.swept)\n",
+        "            backward.closed.append(backward.pass_)\n            self._close_all(backward)\n",
+        "            backward.closed.append(backward.pass_)\n",
         "cases_execution::test_ranks_may_run_different_layers_in_graphs_that_are_used_twice",
     ),
     Mutant(
@@ -515,7 +515,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "engine/engine",
-        "a recomputation does not move the sweep on",
+        "a recomputation does not move the schedule on",
         "                self._advance(backward, unit)\n        self._acquire(unit)\n        unit.bind()\n",
         "                pass\n        self._acquire(unit)\n        unit.bind()\n",
         "invariants::test_gradients_are_on_their_way_while_the_layer_before_is_recomputed",
@@ -523,8 +523,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "a recomputation is one visit late",
-        "            start = sweep.released + (backward.computing is not None)\n",
-        "            start = sweep.released\n",
+        "            start = schedule.released + (backward.computing is not None)\n",
+        "            start = schedule.released\n",
         "invariants::test_gradients_are_on_their_way_while_the_layer_before_is_recomputed",
     ),
     Mutant(
@@ -536,7 +536,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "engine/engine",
-        "units stay bound when a sweep is over",
+        "units stay bound when a schedule is over",
         "        for unit in self.units[1:]:\n"
         "            if unit.is_bound:\n"
         "                unit.release()\n"
@@ -546,7 +546,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "engine/engine",
-        "the last unit still computes when a sweep is over",
+        "the last unit still computes when a schedule is over",
         "                unit.release()\n        backward.computing = None\n",
         "                unit.release()\n",
         "cases_graphs invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind",
@@ -589,7 +589,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "engine/engine",
-        "`settle` does not close the sweep",
+        "`settle` does not close the schedule",
         "                self._close_all(backward)\n"
         "                self._reduce_edge(backward)\n"
         "                self.reductions.complete()\n",
@@ -1251,7 +1251,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "plan/program",
-        "the end of a sweep leaves its last step out",
+        "the end of a schedule leaves its last step out",
         "        return self.release_before(len(self.visits))\n",
         "        return self.release_before(len(self.visits) - 1)\n",
         "program",

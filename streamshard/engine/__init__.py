@@ -1,1 +1,1 @@
-"""When everything happens: passes, sweeps, and what torch tells of them."""
+"""When everything happens: passes, their schedules, and what torch tells of them."""

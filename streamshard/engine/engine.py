@@ -13,10 +13,10 @@ are complete, because autograd runs nodes latest-created first, and what a unit 
 from the program: its reduction stands behind its last visit.
 
 [Note: several passes]
-A backward sweeps the passes that it reaches, each when it reaches it: nobody is asked beforehand which graphs exist or
-are still alive, because the answer could differ between ranks, and with it the collectives. autograd runs nodes
-latest-created first, so the passes of one backward come one after the other, the latest first. A unit is reduced at the
-end of its turn in each of them, and adds up in the main grads; the edge unit, once, at the end.
+A backward takes each pass when it reaches it: nobody is asked beforehand which graphs exist or are still alive, because
+the answer could differ between ranks, and with it the collectives. autograd runs nodes latest-created first, so the
+passes of one backward come one after the other, the latest first. A unit is reduced at the end of its turn in each of
+them, and adds up in the main grads; the edge unit, once, at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from streamshard.engine.passes import Backward, Forward, Pass, Use
 from streamshard.engine.reductions import Reductions
 from streamshard.errors import ShardingError, warn_user
 from streamshard.plan.memory import Sizing
-from streamshard.plan.program import Op, OpKind, Sweep, first_order, merge_order
+from streamshard.plan.program import Op, OpKind, Schedule, first_order, merge_order
 from streamshard.plan.slots import SlotPlan
 from streamshard.plan.structure import refuse_transforms
 from streamshard.unit.buffers import Ledger
@@ -245,7 +245,7 @@ class Engine:
             self._cast()
         visits = [index for index in self.order if index in units or index == EDGE]
         pass_ = Pass({EDGE: self.edge.versions()} if torch.is_grad_enabled() else {})
-        self._forward = Forward(Sweep(visits, self._slot_of, self._turns, reduce=False), pass_)
+        self._forward = Forward(Schedule(visits, self._slot_of, self._turns, reduce=False), pass_)
         for observer in self.streams.observers:
             observer.on_moment(Moment.FORWARD_BEGINS, EDGE)
         self.edits.begin_pass()
@@ -350,14 +350,14 @@ class Engine:
         return self._backward if self._backward is not None and in_backward() else None
 
     def _recomputed_pass(self, backward: Backward) -> Pass:
-        """The pass that is being swept; of a graph of edge parameters alone, one without visits."""
-        if backward.swept is None:
-            backward.swept = Pass({EDGE: self.edge.versions()})
-        return backward.swept
+        """The pass whose graph it is; of a graph of edge parameters alone, one without visits."""
+        if backward.pass_ is None:
+            backward.pass_ = Pass({EDGE: self.edge.versions()})
+        return backward.pass_
 
     def _reach(self, forward: Forward, unit: StreamedUnit) -> None:
         """Issue what the program has up to `unit`, and let compute wait for its weights (rule 1)."""
-        self._issue(forward.sweep.reach(unit.index))
+        self._issue(forward.schedule.reach(unit.index))
         self._acquire(unit)
 
     @property
@@ -402,7 +402,7 @@ class Engine:
             self._acquire(unit)
             self._look_at(unit)
             forward.read.add(unit.index)
-            forward.sweep.read(unit.index, is_inside=bool(forward.running))
+            forward.schedule.read(unit.index, is_inside=bool(forward.running))
             forward.pass_.versions.setdefault(unit.index, unit.versions())
 
     def borrow(self, unit: StreamedUnit) -> Borrowed:
@@ -433,7 +433,7 @@ class Engine:
 
     def _depart(self, forward: Forward, unit: StreamedUnit) -> None:
         if self._turns[unit.index]:
-            forward.sweep.depart(unit.index)
+            forward.schedule.depart(unit.index)
             forward.pass_.borrowed.add(unit.index)
 
     def unit_at(self, address: int) -> StreamedUnit | None:
@@ -471,7 +471,7 @@ class Engine:
                 unit.release()
         if error is not None and (self.ranks.has_failed or not isinstance(error, Exception)):
             return None
-        self._issue(forward.sweep.finish())
+        self._issue(forward.schedule.finish())
         if self.precision.param_dtype is torch.float32:  # gathers read the main weights, which the user may edit now
             self._drain_gathers()
             self._await_readers()
@@ -481,21 +481,21 @@ class Engine:
         if self.edits.end_pass(has_failed=has_failed):
             self._cast()  # backward computes with what forward has left
         if torch.is_grad_enabled() and not self._has_learnt:
-            self._learn(None if has_failed else forward.sweep)
+            self._learn(None if has_failed else forward.schedule)
         if refused is not None:
             raise refused
         if has_failed or not torch.is_grad_enabled():
             return None
-        forward.pass_.visits = tuple(forward.sweep.log)
+        forward.pass_.visits = tuple(forward.schedule.log)
         return forward.pass_
 
-    def _learn(self, sweep: Sweep | None) -> None:
+    def _learn(self, schedule: Schedule | None) -> None:
         """After the first training pass: adopt the order in which units ran if it was the same on all ranks.
 
         Args:
-            sweep: None if the forward has failed here: then the next one counts.
+            schedule: None if the forward has failed here: then the next one counts.
         """
-        order = None if sweep is None else merge_order(sweep.used, self._turns)
+        order = None if schedule is None else merge_order(schedule.used, self._turns)
         if self.ranks.any_rank(order != self.order):  # with layers alone most models run as they are registered
             orders = set(self.ranks.gather_objects(order))
             self._has_learnt = None not in orders
@@ -545,18 +545,18 @@ class Engine:
             pass_: None for a graph in which no unit's weights are needed and no output of a pass occurs.
         """
         backward = self._backward or self._open_backward()
-        if pass_ is None or pass_ is backward.swept or pass_ in backward.closed:
+        if pass_ is None or pass_ is backward.pass_ or pass_ in backward.closed:
             return
-        if backward.swept is not None:
-            backward.closed.append(backward.swept)
+        if backward.pass_ is not None:
+            backward.closed.append(backward.pass_)
             self._close_all(backward)
         for index, versions in pass_.versions.items():
             self._check_versions(self.units[index], versions)
-        backward.swept = pass_
+        backward.pass_ = pass_
         visits = [unit for unit in reversed(pass_.visits) if unit != EDGE]
-        backward.sweep = Sweep(visits, self._slot_of, self._turns, reduce=True)
+        backward.schedule = Schedule(visits, self._slot_of, self._turns, reduce=True)
         self.reductions.due = set(visits)
-        self._issue(backward.sweep.release_before(0))
+        self._issue(backward.schedule.release_before(0))
         for index in pass_.versions:
             self._acquire(self.units[index])
 
@@ -565,7 +565,7 @@ class Engine:
             unit.take_trainability()
             if self.plan.keeps_grads:
                 unit.grads.resume()
-        nothing = Sweep([], self._slot_of, self._turns, reduce=True)
+        nothing = Schedule([], self._slot_of, self._turns, reduce=True)
         backward = self._backward = Backward(nothing, leaves_unreduced=self.leaves_unreduced_next)
         self.reductions.due = set()
         Variable._execution_engine.queue_callback(self.finish_backward)
@@ -593,7 +593,7 @@ class Engine:
         else:
             self.begin_backward(use.pass_)
             backward = self._backward
-            if backward is not None and use.pass_ is backward.swept and not use.is_borrowed:
+            if backward is not None and use.pass_ is backward.pass_ and not use.is_borrowed:
                 self._advance(backward, unit)
         self._acquire(unit)
         if not use.is_borrowed:
@@ -615,10 +615,10 @@ class Engine:
 
     def _recompute(self, backward: Backward, unit: StreamedUnit) -> None:
         """Forward inside backward. The next unit of the program is simply early; any other is fetched beside it."""
-        sweep = backward.sweep
+        schedule = backward.schedule
         if backward.computing is not unit:
-            start = sweep.released + (backward.computing is not None)
-            if start < len(sweep.visits) and sweep.visits[start] == unit.index:
+            start = schedule.released + (backward.computing is not None)
+            if start < len(schedule.visits) and schedule.visits[start] == unit.index:
                 self._advance(backward, unit)
         self._acquire(unit)
         unit.bind()
@@ -627,10 +627,10 @@ class Engine:
         """Move on to `unit`'s next visit: units before it are over, so their slots and gradients go (rules 2 and 4)."""
         if backward.computing is unit:
             return
-        visit = backward.sweep.find(unit.index)
+        visit = backward.schedule.find(unit.index)
         if visit is None:  # outside the program, or needed again after its turn
             return
-        if not self._turns[unit.index] and visit > backward.sweep.released + (backward.computing is not None):
+        if not self._turns[unit.index] and visit > backward.schedule.released + (backward.computing is not None):
             return  # it needs no turn, and those whose turn is before may still come
         backward.computing = unit
         for observer in self.streams.observers:
@@ -638,7 +638,7 @@ class Engine:
         for other in self.units[1:]:
             if other.is_bound and other is not unit:
                 other.release()
-        self._issue(backward.sweep.release_before(visit))
+        self._issue(backward.schedule.release_before(visit))
 
     def on_grad(self, unit: StreamedUnit, place: int, grad: torch.Tensor) -> None:
         """A gradient is complete, as far as this graph goes: it moves into the grad slot (rule 3)."""
@@ -652,7 +652,7 @@ class Engine:
                 )
             backward = backward or self._open_backward()
             # Of a unit that was borrowed a part comes while others compute, whose turn is not over.
-            is_borrowed = backward.swept is not None and unit.index in backward.swept.borrowed
+            is_borrowed = backward.pass_ is not None and unit.index in backward.pass_.borrowed
             if self._turns[unit.index] and not is_borrowed:
                 self._advance(backward, unit)
         scale = self.inputs.grad_scale
@@ -661,14 +661,14 @@ class Engine:
             observer.on_moment(Moment.GRAD_WRITTEN, unit.index)
 
     def _close_all(self, backward: Backward) -> None:
-        """The sweep is over: issue what is left, let go of every unit."""
+        """The schedule is over: issue what is left, let go of every unit."""
         for observer in self.streams.observers:
             observer.on_moment(Moment.BACKWARD_ENDS, None)
         for unit in self.units[1:]:
             if unit.is_bound:
                 unit.release()
         backward.computing = None
-        self._issue(backward.sweep.finish())
+        self._issue(backward.schedule.finish())
         if not backward.leaves_unreduced:
             self.reductions.start_late_ones()
 

@@ -6,7 +6,7 @@ engine and last until it leaves them, by whatever way: nothing of either has to 
 
 from __future__ import annotations
 
-from streamshard.plan.program import Sweep
+from streamshard.plan.program import Schedule
 from streamshard.unit.unit import Member, StreamedUnit
 
 __all__ = ["Backward", "Forward", "Pass", "Use"]
@@ -51,17 +51,17 @@ class Forward:
     """One outermost forward while it runs.
 
     Attributes:
-        sweep: hands out its gathers.
+        schedule: hands out its gathers.
         pass_: what its graph will remember.
         running: layers whose forward is running, one inside the other.
         in_place: indices of units in slots of their own that were used: what their compute views are like counts.
         read: those of them whose weights were read while none of their layers ran.
     """
 
-    __slots__ = ("in_place", "pass_", "read", "running", "sweep")
+    __slots__ = ("in_place", "pass_", "read", "running", "schedule")
 
-    def __init__(self, sweep: Sweep, pass_: Pass) -> None:
-        self.sweep = sweep
+    def __init__(self, schedule: Schedule, pass_: Pass) -> None:
+        self.schedule = schedule
         self.pass_ = pass_
         self.running: list[Member] = []
         self.in_place: set[int] = set()
@@ -72,19 +72,19 @@ class Backward:
     """One backward while it runs. See [Note: several passes] in `streamshard.engine.engine`.
 
     Attributes:
-        sweep: hands out gathers and reductions of the pass that it has reached last.
-        swept: that pass; None while none was reached.
+        schedule: hands out gathers and reductions of the pass that it has reached last.
+        pass_: that pass; None while none was reached.
         closed: passes that it has been through.
         computing: the unit whose backward is running; None between units.
         running: layers that are being recomputed, one inside the other.
         leaves_unreduced: gradients stay in their slots.
     """
 
-    __slots__ = ("closed", "computing", "leaves_unreduced", "running", "sweep", "swept")
+    __slots__ = ("closed", "computing", "leaves_unreduced", "pass_", "running", "schedule")
 
-    def __init__(self, sweep: Sweep, *, leaves_unreduced: bool) -> None:
-        self.sweep = sweep
-        self.swept: Pass | None = None
+    def __init__(self, schedule: Schedule, *, leaves_unreduced: bool) -> None:
+        self.schedule = schedule
+        self.pass_: Pass | None = None
         self.closed: list[Pass] = []
         self.computing: StreamedUnit | None = None
         self.running: list[Member] = []

@@ -1,12 +1,13 @@
 """The order of collectives: the same on every rank, whatever each rank's own forward does.
 
-Pure Python. A *visit* is one stay in a unit during a pass, a *sweep* one pass over a list of visits. From the visits
-and each unit's slot follows, by `plan_steps`, the only order in which this sweep's operations are ever issued. Being
-asked for a visit issues everything before it, the end of the sweep issues what is left. Ranks that skip units
-therefore still take part in every collective, in the same order as those that do not. See [Note: one program].
+Pure Python. A *visit* is one stay in a unit during a pass; a *schedule* hands out the operations that a list of visits
+needs, in one direction. From the visits and each unit's slot follows, by `plan_steps`, the only order in which they are
+ever issued. Being asked for a visit issues everything before it, the end of the schedule issues what is left. Ranks
+that skip units therefore still take part in every collective, in the same order as those that do not. See [Note: one
+program].
 
 [Note: one program]
-Step k of a sweep holds the operations that become possible once all visits before k are released: gathers into the
+Step k of a schedule holds the operations that become possible once all visits before k are released: gathers into the
 slots that those visits have freed (rule 2) and reductions of the units that they were the last visit of (rule 4).
 Prefetch is nothing but issuing step k as soon as visit k - 1 is released, so it does not depend on how far the host
 runs ahead. Whether a gather is needed at all is decided when it is issued, from what the slot holds: that is a function
@@ -26,7 +27,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Op", "OpKind", "Sweep", "first_order", "merge_order", "plan_steps"]
+__all__ = ["Op", "OpKind", "Schedule", "first_order", "merge_order", "plan_steps"]
 
 
 class OpKind(enum.Enum):
@@ -37,14 +38,14 @@ class OpKind(enum.Enum):
 
 
 class Op(NamedTuple):
-    """One collective of a sweep: `kind` on the unit with index `unit`."""
+    """One collective of a schedule: `kind` on the unit with index `unit`."""
 
     kind: OpKind
     unit: int
 
 
 def plan_steps(visits: Sequence[int], slot_of: Sequence[int], *, reduce: bool) -> list[list[Op]]:
-    """Order the operations of one sweep.
+    """Order the operations of one schedule, step by step.
 
     Args:
         visits: unit indices in order of use; a unit may occur more than once.
@@ -73,8 +74,8 @@ def plan_steps(visits: Sequence[int], slot_of: Sequence[int], *, reduce: bool) -
     return steps
 
 
-class Sweep:
-    """One pass over visits: hands out each operation exactly once, in program order.
+class Schedule:
+    """The program of one pass in one direction, as it is issued: hands out each operation exactly once, in order.
 
     Args:
         visits, slot_of, reduce: see `plan_steps`.

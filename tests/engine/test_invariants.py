@@ -23,7 +23,7 @@ from streamshard.engine.engine import Engine
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
-from streamshard.plan.program import Sweep
+from streamshard.plan.program import Schedule
 from streamshard.unit.grads import UnitGrads
 from streamshard.unit.unit import Member, StreamedUnit
 from tests.models import DIM, Layer, Stack, vector_batch
@@ -298,9 +298,9 @@ def test_an_order_that_ranks_do_not_share_is_not_adopted(context: RankContext) -
     """The registration order stays."""
     engine = engine_inside(_stack())
     before = engine.order
-    sweep = Sweep([], engine._slot_of, engine.plan.shared, reduce=False)
-    sweep.used = [0, 1, 2, 3, 4] if context.rank == 0 else [0, 4, 3, 2, 1]
-    engine._learn(sweep)
+    schedule = Schedule([], engine._slot_of, engine.plan.shared, reduce=False)
+    schedule.used = [0, 1, 2, 3, 4] if context.rank == 0 else [0, 4, 3, 2, 1]
+    engine._learn(schedule)
     assert engine.order == before == (0, 1, 2, 3, 4)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.plan.program import Op, OpKind, Sweep, first_order, merge_order, plan_steps
+from streamshard.plan.program import Op, OpKind, Schedule, first_order, merge_order, plan_steps
 
 UNITS = 7
 visits_lists = st.lists(st.integers(0, UNITS - 1), max_size=12)
@@ -88,7 +88,7 @@ def test_an_example_by_hand() -> None:
     ]
 
 
-# -- the sweep ----------------------------------------------------------------------------------------------------
+# -- the schedule -------------------------------------------------------------------------------------------------
 
 
 @given(visits_lists, slots_lists, turns_lists, st.booleans(), st.data())
@@ -96,13 +96,13 @@ def test_ranks_that_skip_visits_issue_the_same_operations_in_the_same_order(
     visits: list[int], slots: list[int], turns: list[bool], reduce: bool, data: st.DataObject
 ) -> None:
     """Each exactly once, whatever is asked for and released, in whatever portions."""
-    sweep = Sweep(visits, slots, turns, reduce=reduce)
+    schedule = Schedule(visits, slots, turns, reduce=reduce)
     issued: list[Op] = []
     for unit in data.draw(st.lists(st.integers(0, UNITS - 1), max_size=15), label="used"):
-        issued += sweep.reach(unit)
-    issued += sweep.finish()
+        issued += schedule.reach(unit)
+    issued += schedule.finish()
     assert issued == [op for ops in plan_steps(visits, slots, reduce=reduce) for op in ops]
-    assert sweep.finish() == []
+    assert schedule.finish() == []
 
 
 @given(visits_lists, slots_lists, turns_lists, st.data())
@@ -110,11 +110,11 @@ def test_being_asked_for_a_visit_issues_its_gather(
     visits: list[int], slots: list[int], turns: list[bool], data: st.DataObject
 ) -> None:
     """And all before it."""
-    sweep = Sweep(visits, slots, turns, reduce=False)
+    schedule = Schedule(visits, slots, turns, reduce=False)
     issued: list[Op] = []
     for unit in data.draw(st.lists(st.sampled_from(visits or [0]), max_size=15), label="used"):
-        visit = sweep.find(unit)
-        issued += sweep.reach(unit)
+        visit = schedule.find(unit)
+        issued += schedule.reach(unit)
         if visit is not None:
             assert [op.unit for op in issued][: visit + 1] == visits[: visit + 1]
             assert visits[visit] == unit
@@ -125,7 +125,7 @@ def test_asking_again_for_the_same_unit_changes_nothing(
     visits: list[int], slots: list[int], turns: list[bool], used: list[int]
 ) -> None:
     """It is one stay, in which any of the unit's layers may run, any number of times."""
-    once, often = (Sweep(visits, slots, turns, reduce=False) for _ in range(2))
+    once, often = (Schedule(visits, slots, turns, reduce=False) for _ in range(2))
     for unit in used:
         ops = once.reach(unit)
         assert often.reach(unit) == ops
@@ -136,11 +136,11 @@ def test_asking_again_for_the_same_unit_changes_nothing(
 @given(visits_lists, slots_lists, st.lists(st.integers(0, UNITS - 1), max_size=15))
 def test_a_unit_is_left_before_another_is_used(visits: list[int], slots: list[int], used: list[int]) -> None:
     """Also for one outside of the program: backward must see them in the order in which they ran."""
-    sweep = Sweep(visits, slots, ALL_TURN, reduce=False)
+    schedule = Schedule(visits, slots, ALL_TURN, reduce=False)
     for unit in used:
-        sweep.reach(unit)
-    sweep.finish()
-    places = iter(sweep.log)
+        schedule.reach(unit)
+    schedule.finish()
+    places = iter(schedule.log)
     stays = [unit for place, unit in enumerate(used) if used[place - 1 : place] != [unit]]
     assert all(unit in places for unit in stays)
 
@@ -148,22 +148,22 @@ def test_a_unit_is_left_before_another_is_used(visits: list[int], slots: list[in
 @given(visits_lists, slots_lists, st.integers(0, 12))
 def test_a_released_visit_is_not_found_again(visits: list[int], slots: list[int], released: int) -> None:
     """The next one is, if there is one."""
-    sweep = Sweep(visits, slots, ALL_TURN, reduce=False)
-    sweep.release_before(min(released, len(visits)))
+    schedule = Schedule(visits, slots, ALL_TURN, reduce=False)
+    schedule.release_before(min(released, len(visits)))
     for unit in range(UNITS):
         wanted = next((k for k in range(min(released, len(visits)), len(visits)) if visits[k] == unit), None)
-        assert sweep.find(unit) == wanted
+        assert schedule.find(unit) == wanted
 
 
 def test_the_log_has_what_was_passed_and_what_was_used_beside_the_program() -> None:
     """In order: backward is planned from it."""
-    sweep = Sweep([0, 1, 2, 3], [0, 1, 0, 1], ALL_TURN, reduce=False)
-    sweep.reach(1)
-    sweep.reach(6)
-    sweep.reach(0)  # its turn is over
-    sweep.finish()
-    assert sweep.log == [0, 1, 6, 0, 2, 3]
-    assert sweep.used == [1, 6, 0]
+    schedule = Schedule([0, 1, 2, 3], [0, 1, 0, 1], ALL_TURN, reduce=False)
+    schedule.reach(1)
+    schedule.reach(6)
+    schedule.reach(0)  # its turn is over
+    schedule.finish()
+    assert schedule.log == [0, 1, 6, 0, 2, 3]
+    assert schedule.used == [1, 6, 0]
 
 
 @given(visits_lists, slots_lists, st.lists(st.integers(0, UNITS - 1), max_size=15))
@@ -171,18 +171,18 @@ def test_a_unit_that_stays_departs_only_if_the_program_does_not_have_it(
     visits: list[int], slots: list[int], used: list[int]
 ) -> None:
     """What was gathered for it is in place, whenever it is used again; the others' turns go on."""
-    sweep = Sweep(visits, slots, [False] * UNITS, reduce=False)
+    schedule = Schedule(visits, slots, [False] * UNITS, reduce=False)
     for unit in used:
-        released = sweep.released
-        if sweep.find(unit) is None and unit in visits:
-            assert sweep.reach(unit) == []
-            assert sweep.released == released
+        released = schedule.released
+        if schedule.find(unit) is None and unit in visits:
+            assert schedule.reach(unit) == []
+            assert schedule.released == released
         else:
-            sweep.reach(unit)
-    sweep.finish()
-    outside = [unit for unit in sweep.log if unit not in visits]
+            schedule.reach(unit)
+    schedule.finish()
+    outside = [unit for unit in schedule.log if unit not in visits]
     assert set(outside) == set(used) - set(visits)
-    assert len(sweep.log) == len(visits) + len(outside)
+    assert len(schedule.log) == len(visits) + len(outside)
 
 
 READS: dict[str, tuple[list[int], int, bool, list[int]]] = {  # units that ran, what is read, by a layer; the log
@@ -198,15 +198,15 @@ READS: dict[str, tuple[list[int], int, bool, list[int]]] = {  # units that ran, 
 def test_a_unit_that_is_read_before_its_turn_is_reduced_after_whoever_has_read_it(what: str) -> None:
     """Backward comes by there later. Reading it again changes nothing, and the order is learnt from the first."""
     ran, read, is_inside, log = READS[what]
-    sweep = Sweep([0, 1, 2, 3, 4], [2, 0, 1, 0, 3], [False, True, True, True, False], reduce=False)
+    schedule = Schedule([0, 1, 2, 3, 4], [2, 0, 1, 0, 3], [False, True, True, True, False], reduce=False)
     for unit in ran:
-        sweep.reach(unit)
+        schedule.reach(unit)
     for _ in range(3):
-        sweep.read(read, is_inside=is_inside)
-    sweep.finish()
-    assert sweep.log == log
+        schedule.read(read, is_inside=is_inside)
+    schedule.finish()
+    assert schedule.log == log
     before, last = ran[: len(ran) - is_inside], ran[len(ran) - is_inside :]
-    assert sweep.used == [*before, *([] if before[-1:] == [read] else [read]), *last]
+    assert schedule.used == [*before, *([] if before[-1:] == [read] else [read]), *last]
 
 
 # -- learning the order -------------------------------------------------------------------------------------------
