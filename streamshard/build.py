@@ -235,9 +235,9 @@ def _check_ranks_agree(ranks: Ranks, module: nn.Module, checked: _Checked) -> No
     """Compare what every rank is about to shard."""
     settings = checked.settings.rows()
     rows = settings + [
-        f"unit {place} {' = '.join(p.names)} {tuple(p.param.shape)} {p.param.dtype} "
+        f"unit {index} {' = '.join(p.names)} {tuple(p.param.shape)} {p.param.dtype} "
         f"requires_grad={p.param.requires_grad}"
-        for place, params in enumerate(checked.groups)
+        for index, params in enumerate(checked.groups)
         for p in params
     ]
     rows += describe_state(module)
@@ -327,9 +327,9 @@ def _allocate(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> l
             dtype, is_visible = precision.param_dtype, plan.keeps_weights
             is_users = dtype is torch.float32  # main weights and compute shards are one there
             buffer = ledger.allocate(Category.WEIGHT_SLOTS, numel, dtype, is_visible=is_visible, is_users=is_users)
-            takes_turns = any(s and place == slot for s, place in zip(plan.shared, plan.weights, strict=True))
+            takes_turns = any(s and number == slot for s, number in zip(plan.shared, plan.weights, strict=True))
             weight_slots[slot] = WeightSlot(buffer, streams, f"weight slot {slot}", is_shared=takes_turns)
-        room = {place: Scratch(numel, grad_dtype, ledger) for place, numel in _largest(plan.scratch, scratch).items()}
+        room = {number: Scratch(numel, grad_dtype, ledger) for number, numel in _largest(plan.scratch, scratch).items()}
         scratch_of = dict(zip(plan.grads, plan.scratch, strict=True))
         for slot, numel in _largest(plan.grads, padded).items():
             beside = room[scratch_of[slot]]
@@ -378,9 +378,9 @@ def _on_grad_of(engine: Engine) -> Callable[[StreamedUnit, int, torch.Tensor], N
     """What units call with gradients. The engine holds the units, and nothing of it holds the engine but modules."""
     engine_of = weakref.ref(engine)
 
-    def on_grad(unit: StreamedUnit, place: int, grad: torch.Tensor) -> None:
+    def on_grad(unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
         if (alive := engine_of()) is not None:
-            alive.on_grad(unit, place, grad)
+            alive.on_grad(unit, param_index, grad)
 
     return on_grad
 

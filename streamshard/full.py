@@ -154,7 +154,7 @@ class _Summoned:
 
     def write_back(self) -> None:
         """Take over this rank's pieces of the whole tensors."""
-        for place, (shard, piece, grad) in enumerate(self._sharded):
+        for index, (shard, piece, grad) in enumerate(self._sharded):
             local = slice(shard.local.start, shard.local.stop)
             piece.view(-1).copy_(shard.param.detach().reshape(-1)[local])
             if not self.has_grads:
@@ -166,7 +166,7 @@ class _Summoned:
                 if grad is None:
                     grad = ShardedGrad.wrap(torch.empty_like(piece), self._engine.ranks, shard.has_rows)
                 grad.view(-1).copy_(whole.detach().reshape(-1)[local])
-            self._sharded[place] = _Sharded(shard, piece, grad)
+            self._sharded[index] = _Sharded(shard, piece, grad)
         self._meet_next_pass()
 
     def _meet_next_pass(self) -> None:
@@ -257,8 +257,8 @@ def _state_dict_of(model: nn.Module, whole: Sequence[tuple[ParamShard, torch.Ten
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    places = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (one, other)]
-    return places[0] == places[1]
+    views = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (one, other)]
+    return views[0] == views[1]
 
 
 # -- clipping -----------------------------------------------------------------------------------------------------

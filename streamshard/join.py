@@ -124,8 +124,8 @@ class UnevenInputs(Inputs):
         if not self._roles or self._params.isdisjoint(param for group in groups for param in group["params"]):
             return
         settings = {
-            key if len(groups) == 1 else f"param_groups[{place}].{key}": value
-            for place, group in enumerate(groups)
+            key if len(groups) == 1 else f"param_groups[{index}].{key}": value
+            for index, group in enumerate(groups)
             for key, value in group.items()
             if key not in ("params", "param_names")
         }
@@ -297,8 +297,8 @@ def _story(acts: Sequence[_Act], others: Iterable[_Act]) -> str:
     """For messages: ``clip_grad_norm_(), AdamW.step(lr=0.1)``, with those settings in which `others` differ."""
     theirs = dict(enumerate(others))
     parts = []
-    for place, (name, settings) in enumerate(acts):
-        other = theirs.get(place, _Act("", {}))
+    for index, (name, settings) in enumerate(acts):
+        other = theirs.get(index, _Act("", {}))
         differing = [f"{k}={v}" for k, v in settings.items() if other.name == name and other.settings.get(k) != v]
         parts.append(f"{name}({', '.join(differing)})")
     return ", ".join(parts) or "nothing"

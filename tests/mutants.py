@@ -741,7 +741,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/grads",
         "parked gradients are dropped",
-        "                self.write(place, parked)\n",
+        "                self.write(param_index, parked)\n",
         "",
         "coalesce",
     ),
@@ -1160,7 +1160,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/away",
         "a gradient that a Function gives to a weight is dropped",
-        "        take_grad(unit, weight.place, grad)\n",
+        "        take_grad(unit, weight.param_index, grad)\n",
         "        pass\n",
         "away::test_a_function_of_the_users_gives_gradients_to_the_weights_that_it_is_given",
     ),
@@ -1301,21 +1301,21 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/away",
         "weights that take turns are taken to stay",
-        "        return self.in_place(place) if self.engine.stays(self.unit) else self.away(place)\n",
-        "        return self.in_place(place)\n",
+        "        return self.in_place(param_index) if self.engine.stays(self.unit) else self.away(param_index)\n",
+        "        return self.in_place(param_index)\n",
         "away::test_the_root_may_read_weights_of_layers",
     ),
     Mutant(
         "engine/grad_inputs",
         "gradients that are asked for are added to what `.grad` holds",
-        "        place.param.grad = None\n",
+        "        each.param.grad = None\n",
         "        pass\n",
         "grad_inputs",
     ),
     Mutant(
         "engine/grad_inputs",
         "what `.grad` held does not come back",
-        "            place.param.grad = grad\n",
+        "            each.param.grad = grad\n",
         "            pass\n",
         "grad_inputs",
     ),

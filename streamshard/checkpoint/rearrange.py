@@ -115,10 +115,10 @@ class Rearrangement(TorchDispatchMode):
         ends = list(accumulate(origin.row_numels))
         while numel:
             row, within = divmod(offset, ends[-1])
-            place = bisect_right(ends, within)
-            length = min(ends[place] - within, numel)
-            in_part = within - (ends[place] - origin.row_numels[place])
-            yield from self._of_view(name, origin.parts[place], row * origin.row_numels[place] + in_part, length)
+            number = bisect_right(ends, within)
+            length = min(ends[number] - within, numel)
+            in_part = within - (ends[number] - origin.row_numels[number])
+            yield from self._of_view(name, origin.parts[number], row * origin.row_numels[number] + in_part, length)
             offset, numel = offset + length, numel - length
 
 

@@ -67,7 +67,7 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_DTYPE_ORDER = {dtype: place for place, dtype in enumerate(_DTYPE_NAMES)}
+_DTYPE_ORDER = {dtype: position for position, dtype in enumerate(_DTYPE_NAMES)}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
@@ -131,8 +131,8 @@ class StoredDirectory(contextlib.AbstractContextManager["StoredDirectory"]):
         self.tensors = tensors
         digest = hashlib.sha256()
         for name, stored in sorted(tensors.items()):
-            place = (name, Path(os.fsdecode(stored.file.name)).name, stored.offset, stored.shape, str(stored.dtype))
-            digest.update(repr(place).encode())
+            entry = (name, Path(os.fsdecode(stored.file.name)).name, stored.offset, stored.shape, str(stored.dtype))
+            digest.update(repr(entry).encode())
         self.layout = digest.hexdigest()
         self.identity = tuple(file.identity[1:] for file in files)  # hosts number a shared device differently
 

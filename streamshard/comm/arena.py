@@ -150,7 +150,7 @@ class Arena:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
 
-    def place(self, numel: int, dtype: torch.dtype, *, is_users: bool) -> torch.Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, *, is_users: bool) -> torch.Tensor:
         """A new buffer [numel] of zeros. Only on the rank whose arena it is.
 
         Args:

@@ -28,7 +28,7 @@ class PairwiseTransport(Transport):
         self._board = Board(ranks.group, ranks.rank, ranks.world_size)
 
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
-        """See `Transport.start_gather`. Other ranks' shards are received in place; this rank's is copied."""
+        """See `Transport.start_gather`. Other ranks' shards are received in index; this rank's is copied."""
         self.ranks.log.add(Kind.GATHER, tag)
         return self._exchange(shard, slot, tag, 0)
 
@@ -61,10 +61,10 @@ class PairwiseTransport(Transport):
         )
         self.ranks.log.add(Kind.REDUCE, reduction.tag)
         messages = []
-        for place, peer in enumerate(self._peers()):
+        for index, peer in enumerate(self._peers()):
             tag = reduction.tag * _TAGS_PER_UNIT + 1
             messages.append(self.ranks.group.send([chunks[peer]], peer, tag))
-            messages.append(self.ranks.group.recv([received[place]], peer, tag))
+            messages.append(self.ranks.group.recv([received[index]], peer, tag))
         return _Exchange(messages, lambda: self._sum(chunks[self.ranks.rank], received, reduction))
 
     def start_average(self, tensor: torch.Tensor) -> Work | None:

@@ -25,7 +25,7 @@ class Groups(NamedTuple):
         shard: ranks that hold a model between them.
         replicate: ranks that hold the same shard of it; None where there is one replica.
         all_ranks: all ranks of both.
-        replica: this rank's place in `replicate`.
+        replica: this rank's number in `replicate`.
         device_type: what the user's mesh is for; None: it was none.
     """
 

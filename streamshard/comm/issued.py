@@ -115,14 +115,14 @@ class Board:
 
     Args:
         group: whose store.
-        rank, world_size: this rank's place in it.
+        rank, world_size: of this rank in it.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
         number = _boards.get(group, 0)  # the same on all ranks: transports are made together
         _boards[group] = number + 1
         self._store = group.get_group_store()
-        self._keys = [f"streamshard/{number}/{place}" for place in range(world_size)]
+        self._keys = [f"streamshard/{number}/{rank}" for rank in range(world_size)]
         self._rank = rank
         self._shown = ""
 
@@ -134,9 +134,9 @@ class Board:
             if (shown := bytes(log.words).hex()) != self._shown:
                 self._store.set(self._keys[self._rank], shown)
                 self._shown = shown
-            for place, key in enumerate(self._keys):
-                if place != self._rank and self._store.check([key]):
-                    logs[place] = memoryview(bytes.fromhex(self._store.get(key).decode())).cast("q")
+            for rank, key in enumerate(self._keys):
+                if rank != self._rank and self._store.check([key]):
+                    logs[rank] = memoryview(bytes.fromhex(self._store.get(key).decode())).cast("q")
         return logs
 
 

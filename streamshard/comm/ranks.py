@@ -36,7 +36,7 @@ class Ranks:
         group: the shard group: gathers, reductions and norms are among its ranks.
         streams: the engine's streams.
         all_ranks: all ranks that train this model, replicas included, who agree on things; None: the shard group.
-        replica: place of this rank's replica among them, on the replicate axis.
+        replica: number of this rank's replica among them, on the replicate axis.
 
     Attributes:
         transport: moves bytes between them. Whoever wants to watch or disturb that puts another one here.
@@ -112,7 +112,7 @@ class Ranks:
         return Guard(self, action, subject)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Overwrite `tensor` on every rank by that of the rank at place `source`. Blocks."""
+        """Overwrite `tensor` on every rank by that of rank number `source`. Blocks."""
         if self.total_size > 1:
             self.transport.before_talk()
             with self.guard("a broadcast"):

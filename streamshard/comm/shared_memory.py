@@ -12,7 +12,7 @@ Each rank has five counters, which only it increments:
 - RETRACTED: I have read all I was going to read. Peers wait for it before they cast anew (rule 6).
 - WRITTEN: reductions whose grad slot I have filled. Peers wait for it before they sum.
 - SUMMED: reductions that I have summed. Peers wait for it before they write that slot again (rule 3).
-- VOTED: votes that I have given. A rank gives its next one when it has read all of the last, so two places are enough.
+- VOTED: votes that I have given. A rank gives its next one when it has read all of the last, so room for two is enough.
 
 Counts say enough because passes and reductions come in the same order on all ranks (the program's). That they do is
 compared: with each count goes what the log of all that was issued before came to (`streamshard.comm.issued`). Sums are
@@ -82,7 +82,7 @@ class SharedMemoryTransport(PairwiseTransport):
 
     def allocate_visible(self, numel: int, dtype: torch.dtype, *, is_users: bool = False) -> torch.Tensor:
         """See `Transport.allocate_visible`."""
-        return self._own.place(numel, dtype, is_users=is_users)
+        return self._own.allocate(numel, dtype, is_users=is_users)
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
         """Nothing is received, so there is nothing to receive it in."""
@@ -101,8 +101,8 @@ class SharedMemoryTransport(PairwiseTransport):
     def publish_shards(self, shards: Sequence[torch.Tensor]) -> None:
         """See `Transport.publish_shards`."""
         self._own.forget_copy()
-        for place, shard in enumerate(shards):
-            self._own.shards[place] = self._offset_of(shard) if shard.numel() else 0
+        for tag, shard in enumerate(shards):
+            self._own.shards[tag] = self._offset_of(shard) if shard.numel() else 0
         count = self._own.counters[Counter.PUBLISHED] + 1
         self._own.published[count % len(self._own.published)] = self.ranks.log.digest
         self._advance(Counter.PUBLISHED)
@@ -133,11 +133,11 @@ class SharedMemoryTransport(PairwiseTransport):
         if self.ranks.total_size > self.ranks.world_size:
             return super().any_rank(value)
         self.ranks.log.add(Kind.VOTE)
-        place = self._own.counters[Counter.VOTED] % len(self._own.votes)
-        self._own.votes[place] = value
+        turn = self._own.counters[Counter.VOTED] % len(self._own.votes)
+        self._own.votes[turn] = value
         count = self._advance(Counter.VOTED)
         self._await(Counter.VOTED, count)
-        return any(arena.votes[place] for arena in self._arenas)
+        return any(arena.votes[turn] for arena in self._arenas)
 
     # -- reductions -------------------------------------------------------------------------------------------------
 
@@ -163,8 +163,8 @@ class SharedMemoryTransport(PairwiseTransport):
         self._await(Counter.SUMMED, count)
 
     def _sum_next(self) -> None:
-        place = self._own.counters[Counter.SUMMED]
-        self._compare([arena.written[place % len(arena.written)] for arena in self._arenas])
+        number = self._own.counters[Counter.SUMMED]
+        self._compare([arena.written[number % len(arena.written)] for arena in self._arenas])
         slot, out, _, _, accumulate, _ = self._started.popleft()
         # Grad slots are allocated in the same order on all ranks, so they lie at the same place in every arena.
         start = self._offset_of(slot) + self.ranks.rank * out.numel() * slot.element_size()

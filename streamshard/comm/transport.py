@@ -148,7 +148,7 @@ class Transport(abc.ABC):
         """Compute shards are written: other ranks may read them from now on.
 
         Args:
-            shards: all units', at the places that are the tags of their gathers.
+            shards: all units', at the indices that are the tags of their gathers.
         """
 
     def progress(self) -> None:  # noqa: B027  # where a backend has threads of its own there is nothing to do

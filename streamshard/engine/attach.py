@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamshard.engine.away import Home, Place, ShardedParameters
+from streamshard.engine.away import Home, ShardedParameters, UnitParam
 from streamshard.engine.engine import EDGE, Engine
 from streamshard.engine.handle import Handle
 from streamshard.engine.hooks import watch
@@ -40,21 +40,21 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     owner = owners_of(found)
     members: dict[nn.Module, Member] = {}
     homes = {unit: Home(unit, engine) for unit in engine.units}
-    places = {
-        shard.param: Place(homes[unit], number)
+    unit_params = {
+        shard.param: UnitParam(homes[unit], param_index)
         for unit in engine.units
-        for number, shard in enumerate(unit.shard.params)
+        for param_index, shard in enumerate(unit.shard.params)
     }
     for streamed, home in homes.items():
         streamed.away = _away_of(home)
     for module in modules_inside(root):
         if any(param is not None for param in module._parameters.values()):  # look-ups are answered: [Note: away]
-            module.__dict__["_parameters"] = ShardedParameters(module._parameters, places, engine)
-    for place, unit in enumerate(found, 1):
+            module.__dict__["_parameters"] = ShardedParameters(module._parameters, unit_params, engine)
+    for index, unit in enumerate(found, 1):
         for layer in unit.modules:
-            members[layer] = engine.units[place].add_member()
+            members[layer] = engine.units[index].add_member()
             for module in modules_inside(layer):
-                if owner[module] == place:
+                if owner[module] == index:
                     _bind_views(members[layer], module, views, engine)
     edge = engine.edge.add_member()
     for module in modules_inside(root):
@@ -87,10 +87,10 @@ def _away_of(home: Home) -> Callable[[int], torch.Tensor]:
     """What units ask for what stands for their weights. Modules hold the home, and the engine, whose the units are."""
     home_of = weakref.ref(home)
 
-    def away(place: int) -> torch.Tensor:
+    def away(param_index: int) -> torch.Tensor:
         if (alive := home_of()) is None:
             raise StateError("a unit", "without its modules", "a model that is alive")
-        return alive.away(place)
+        return alive.away(param_index)
 
     return away
 

@@ -32,7 +32,7 @@ from streamshard.engine.outside import OutsideParameters
 from streamshard.errors import ShardingError
 from streamshard.unit.unit import StreamedUnit, take_grad
 
-__all__ = ["AwayWeight", "Home", "Place", "ShardedParameters"]
+__all__ = ["AwayWeight", "Home", "ShardedParameters", "UnitParam"]
 
 # Answered from the outside, without the values: properties and methods of tensors.
 _KNOWN = frozenset(
@@ -53,23 +53,23 @@ class AwayWeight(torch.Tensor):
 
     Attributes:
         home: what it is a weight of.
-        place: of the parameter in its unit.
+        param_index: of the parameter in its unit.
         is_detached: whether operations on it are not part of a graph (``.data``, ``.detach()``).
     """
 
     _home_of: weakref.ref[Home]
-    place: int
+    param_index: int
     is_detached: bool
 
     @staticmethod
-    def make(home: Home, place: int, *, is_detached: bool = False) -> AwayWeight:
-        """The weight at `place` of `home`."""
-        view = home.unit.views[place]
+    def make(home: Home, param_index: int, *, is_detached: bool = False) -> AwayWeight:
+        """The weight of parameter `param_index` of `home`."""
+        view = home.unit.views[param_index]
         weight: AwayWeight = torch.Tensor._make_wrapper_subclass(
             AwayWeight, view.shape, dtype=view.dtype, device=view.device, requires_grad=not is_detached
         )
         weight._home_of = weakref.ref(home)
-        weight.place = place
+        weight.param_index = param_index
         weight.is_detached = is_detached
         weight._is_param = True  # what isinstance(.., nn.Parameter) asks
         if not is_detached:
@@ -88,7 +88,7 @@ class AwayWeight(torch.Tensor):
     @property
     def param_name(self) -> str:
         """Fully qualified, for messages."""
-        return self.home.unit.shard.params[self.place].name
+        return self.home.unit.shard.params[self.param_index].name
 
     @classmethod
     def __torch_function__(
@@ -102,14 +102,14 @@ class AwayWeight(torch.Tensor):
             weight = args[0]
             if attribute in _OF_THE_PARAMETER:
                 return (
-                    getattr(weight.home.unit.shard.params[weight.place].param, attribute)
+                    getattr(weight.home.unit.shard.params[weight.param_index].param, attribute)
                     if name == "__get__"
-                    else (setattr(weight.home.unit.shard.params[weight.place].param, attribute, args[1]))
+                    else (setattr(weight.home.unit.shard.params[weight.param_index].param, attribute, args[1]))
                 )
             if name == "__set__":
                 _refuse_change(weight, f".{attribute} = ...")
             if attribute == "data":
-                return cls.make(weight.home, weight.place, is_detached=True)
+                return cls.make(weight.home, weight.param_index, is_detached=True)
             if attribute in _KNOWN:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
@@ -117,9 +117,9 @@ class AwayWeight(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         elif name == "detach":
-            return cls.make(args[0].home, args[0].place, is_detached=True)
+            return cls.make(args[0].home, args[0].param_index, is_detached=True)
         elif name == "requires_grad_":
-            args[0].home.unit.shard.params[args[0].place].param.requires_grad_(*args[1:], **kwargs)
+            args[0].home.unit.shard.params[args[0].param_index].param.requires_grad_(*args[1:], **kwargs)
             return args[0]
         elif name == "__repr__":
             return f"AwayWeight({args[0].param_name!r}, {tuple(args[0].shape)}, {args[0].dtype})"
@@ -143,48 +143,52 @@ class ShardedParameters(OutsideParameters):
 
     Args:
         sharded: name to sharded parameter.
-        places: where each of them lies, the tied ones in the edge unit.
+        unit_params: which of its unit's each of them is; tied ones are the edge unit's.
         engine: the model's.
     """
 
-    __slots__ = ("_places",)
+    __slots__ = ("_unit_params",)
 
-    def __init__(self, sharded: Mapping[str, nn.Parameter | None], places: Mapping[Any, Place], engine: Engine) -> None:
+    def __init__(
+        self, sharded: Mapping[str, nn.Parameter | None], unit_params: Mapping[Any, UnitParam], engine: Engine
+    ) -> None:
         super().__init__(sharded, engine)
-        self._places: dict[Any, Place] = {param: places[param] for param in sharded.values() if param is not None}
+        self._unit_params: dict[Any, UnitParam] = {
+            param: unit_params[param] for param in sharded.values() if param is not None
+        }
 
     def __getitem__(self, key: str) -> Any:
         """The parameter `key`, as it is for the time being."""
-        place = self._places.get(self.get(key))
-        if place is not None and place.home.is_in_pass:
-            return place.home.weight(place.number)
+        unit_param = self._unit_params.get(self.get(key))
+        if unit_param is not None and unit_param.home.is_in_pass:
+            return unit_param.home.weight(unit_param.param_index)
         return super().__getitem__(key)
 
     def __setitem__(self, key: str, value: Any) -> None:
         """What was looked up may be put back (``torch.func.functional_call`` does): as the sharded parameter again."""
-        for param, place in self._places.items():
-            if place.home.stands_for(value, place.number):
+        for param, unit_param in self._unit_params.items():
+            if unit_param.home.stands_for(value, unit_param.param_index):
                 value = param
         super().__setitem__(key, value)
 
     def items(self) -> Any:
         """As `__getitem__`, for ``module.parameters()`` inside a forward; a backward's hooks see what is sharded."""
         items = super().items()
-        if not any(place.home.is_in_forward for place in self._places.values()):
+        if not any(each.home.is_in_forward for each in self._unit_params.values()):
             return items
-        places = {param: place.home.listed(place.number) for param, place in self._places.items()}
-        return [(key, places.get(value, value)) for key, value in items]
+        listed = {param: each.home.listed(each.param_index) for param, each in self._unit_params.items()}
+        return [(key, listed.get(value, value)) for key, value in items]
 
     def values(self) -> Any:
         """As `items`."""
         return [value for _, value in self.items()]
 
 
-class Place(NamedTuple):
-    """Where a parameter lies: which of its unit's it is."""
+class UnitParam(NamedTuple):
+    """Which of its unit's a parameter is."""
 
     home: Home
-    number: int
+    param_index: int
 
 
 class Home:
@@ -226,31 +230,31 @@ class Home:
         """The same, or a backward: it may recompute."""
         return self.engine.is_in_pass
 
-    def away(self, place: int) -> AwayWeight:
-        """The weight at `place`, made once."""
-        if place not in self._away:
-            self._away[place] = AwayWeight.make(self, place)
-        return self._away[place]
+    def away(self, param_index: int) -> AwayWeight:
+        """The weight of parameter `param_index`, made once."""
+        if param_index not in self._away:
+            self._away[param_index] = AwayWeight.make(self, param_index)
+        return self._away[param_index]
 
-    def stands_for(self, value: Any, place: int) -> bool:
-        """Whether `value` is what the weight at `place` is computed with, or stands for it."""
+    def stands_for(self, value: Any, param_index: int) -> bool:
+        """Whether `value` is what the weight of parameter `param_index` is computed with, or stands for it."""
         if isinstance(value, AwayWeight):
-            return value.home is self and value.place == place
-        return value is self.unit.views[place]
+            return value.home is self and value.param_index == param_index
+        return value is self.unit.views[param_index]
 
-    def listed(self, place: int) -> torch.Tensor:
-        """The weight at `place` in a list of all."""
-        return self.unit.views[place] if self.engine.is_in_place(self.unit) else self.away(place)
+    def listed(self, param_index: int) -> torch.Tensor:
+        """The weight of parameter `param_index` in a list of all."""
+        return self.unit.views[param_index] if self.engine.is_in_place(self.unit) else self.away(param_index)
 
     @skip  # torch.compile breaks its graph where weights are read
-    def weight(self, place: int) -> torch.Tensor:
-        """What code that reads the weight at `place` gets."""
-        return self.in_place(place) if self.engine.stays(self.unit) else self.away(place)
+    def weight(self, param_index: int) -> torch.Tensor:
+        """What code that reads the weight of parameter `param_index` gets."""
+        return self.in_place(param_index) if self.engine.stays(self.unit) else self.away(param_index)
 
-    def in_place(self, place: int) -> torch.Tensor:
-        """The weight at `place` of a unit that stays in its slot, arrived."""
+    def in_place(self, param_index: int) -> torch.Tensor:
+        """The weight of parameter `param_index` in its slot, which the unit stays in, arrived."""
         self.engine.read(self.unit)
-        return self.unit.views[place]
+        return self.unit.views[param_index]
 
 
 def _compute(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -269,7 +273,7 @@ def _compute(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> 
                 "only: compute with it inside, keep a clone(), or read it inside summon_full_params()"
             )
         if weight.home.engine.stays(weight.home.unit):
-            view = weight.home.in_place(weight.place)
+            view = weight.home.in_place(weight.param_index)
             weights[weight] = view.detach() if weight.is_detached else view
         else:
             homes.add(weight.home)
@@ -289,7 +293,7 @@ def _compute(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> 
         with holding_back_weights(home.engine, borrowed.use) if borrowed.use is not None else contextlib.nullcontext():
             for weight in found:
                 if weight.home is home:
-                    view = unit.views[weight.place]
+                    view = unit.views[weight.param_index]
                     view = view.detach() if weight.is_detached else view
                     weights[weight] = view if borrowed.use is not None else view.clone()
             result = _call(func, args, kwargs, weights)
@@ -309,8 +313,8 @@ def _give_grad(weight: AwayWeight) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         grad, weight.grad = weight.grad, None
     unit = weight.home.unit
-    if grad is not None and unit.views[weight.place].requires_grad:
-        take_grad(unit, weight.place, grad)
+    if grad is not None and unit.views[weight.param_index].requires_grad:
+        take_grad(unit, weight.param_index, grad)
 
 
 def _away_in(value: Any) -> Iterator[AwayWeight]:

@@ -160,7 +160,7 @@ class BufferSync:
 
         Args:
             trains: this one has gradients, and is not inside ``no_sync()``.
-            source: place of the rank whose buffers count.
+            source: number of the rank whose buffers count.
 
         Raises:
             RankMismatchError, ShardingError: on all ranks: a buffer has become one that cannot be sent.
@@ -173,7 +173,7 @@ class BufferSync:
         self._has_trained = self._has_trained or trains
 
     def sync(self, source: int) -> None:
-        """Every rank gets the buffers of the rank at place `source` now. Collective."""
+        """Every rank gets the buffers of rank number `source` now. Collective."""
         if not self._is_needed:
             return
         buffers = _buffers_of(self._root)

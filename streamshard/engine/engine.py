@@ -438,8 +438,8 @@ class Engine:
 
     def unit_at(self, address: int) -> StreamedUnit | None:
         """The unit whose weights lie at `address`, of those that share their slots."""
-        place = bisect.bisect(self._slot_starts, address) - 1
-        slot = self._shared_slots[place] if place >= 0 else None
+        number = bisect.bisect(self._slot_starts, address) - 1
+        slot = self._shared_slots[number] if number >= 0 else None
         if slot is None or slot.content is None or address >= slot.last_byte:
             return None
         return self.units[slot.content]
@@ -640,13 +640,14 @@ class Engine:
                 other.release()
         self._issue(backward.schedule.release_before(visit))
 
-    def on_grad(self, unit: StreamedUnit, place: int, grad: torch.Tensor) -> None:
+    def on_grad(self, unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
         """A gradient is complete, as far as this graph goes: it moves into the grad slot (rule 3)."""
         backward = self._backward
         if backward is None or backward.computing is not unit:
             if self._forward is not None:
+                name = unit.shard.params[param_index].name
                 raise ShardingError(
-                    f"backward() inside the model's forward has made a gradient of {unit.shard.params[place].name!r}, "
+                    f"backward() inside the model's forward has made a gradient of {name!r}, "
                     "which is reduced over ranks only in a backward after it: use torch.autograd.grad(..., inputs) for "
                     "what the forward needs"
                 )
@@ -656,7 +657,7 @@ class Engine:
             if self._turns[unit.index] and not is_borrowed:
                 self._advance(backward, unit)
         scale = self.inputs.grad_scale
-        self.reductions.take(unit, place, grad if scale == 1.0 else grad * scale)
+        self.reductions.take(unit, param_index, grad if scale == 1.0 else grad * scale)
         for observer in self.streams.observers:
             observer.on_moment(Moment.GRAD_WRITTEN, unit.index)
 

@@ -34,14 +34,14 @@ class GradCheck:
         Raises:
             GradientError: names the first such parameter and says what its gradient holds. Gradients stay as they are.
         """
-        grads = [(place, shard.param.grad) for place, shard in enumerate(self._params)]
-        filled = [(place, grad.as_subclass(torch.Tensor)) for place, grad in grads if grad is not None and grad.numel()]
+        grads = [(index, shard.param.grad) for index, shard in enumerate(self._params)]
+        filled = [(index, grad.as_subclass(torch.Tensor)) for index, grad in grads if grad is not None and grad.numel()]
         # The maximum norm of finite numbers is finite, an inf or nan among them survives in it.
         peaks = [torch.zeros((), device=self._ranks.streams.device)] * len(self._params)
         if filled:
             norms = torch._foreach_norm([grad for _, grad in filled], math.inf)
-            for (place, _), norm in zip(filled, norms, strict=True):
-                peaks[place] = norm
+            for (index, _), norm in zip(filled, norms, strict=True):
+                peaks[index] = norm
         peak = torch.stack(peaks)
         codes = peak.isnan().to(torch.uint8).mul_(2).add_(peak.isinf())
         self._ranks.all_reduce(codes, maximum=True, with_replicas=True)
@@ -50,5 +50,5 @@ class GradCheck:
             code, name = bad[0]
             raise GradientError(
                 f"the gradient of {name!r} holds {_FOUND[code]} after this backward: the first of {len(bad)} such "
-                f"gradients, of {len(self._params)} in all. They are left in place: zero_grad() skips the step"
+                f"gradients, of {len(self._params)} in all. They are left in index: zero_grad() skips the step"
             )

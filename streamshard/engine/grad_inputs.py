@@ -33,44 +33,44 @@ class _Asked(NamedTuple):
     Attributes:
         param: the user's.
         engine: that it is trained by.
-        unit, place: where it is.
+        unit, param_index: whose, and which of the unit's it is.
     """
 
     param: nn.Parameter
     engine: Engine
     unit: StreamedUnit
-    place: int
+    param_index: int
 
     @property
     def view(self) -> nn.Parameter:
         """What its layer computes with."""
-        return self.unit.views[self.place]
+        return self.unit.views[self.param_index]
 
     @property
     def name(self) -> str:
         """Fully qualified, for messages."""
-        return self.unit.shard.params[self.place].name
+        return self.unit.shard.params[self.param_index].name
 
 
-_places: MutableMapping[torch.Tensor, Callable[[], _Asked | None]] = WeakIdKeyDictionary()
+_known: MutableMapping[torch.Tensor, Callable[[], _Asked | None]] = WeakIdKeyDictionary()
 
 
 def answer_for(engine: Engine) -> None:
     """Gradients with respect to the parameters of `engine` can be asked for from now on."""
     engine_of = weakref.ref(engine)
     for index, unit in enumerate(engine.units):
-        for place, shard in enumerate(unit.shard.params):
-            _places[shard.param] = functools.partial(_place, weakref.ref(shard.param), engine_of, index, place)
+        for param_index, shard in enumerate(unit.shard.params):
+            _known[shard.param] = functools.partial(_find, weakref.ref(shard.param), engine_of, index, param_index)
     start = getattr(torch.autograd, _STARTS_BACKWARD)
     if not isinstance(start, _RunBackward):
         setattr(torch.autograd, _STARTS_BACKWARD, _RunBackward(start))
 
 
-def _place(
-    param_of: Callable[[], nn.Parameter | None], engine_of: Callable[[], Engine | None], index: int, place: int
+def _find(
+    param_of: Callable[[], nn.Parameter | None], engine_of: Callable[[], Engine | None], index: int, param_index: int
 ) -> _Asked | None:
     param, engine = param_of(), engine_of()
-    return None if param is None or engine is None else _Asked(param, engine, engine.units[index], place)
+    return None if param is None or engine is None else _Asked(param, engine, engine.units[index], param_index)
 
 
 class _RunBackward:
@@ -95,47 +95,47 @@ class _RunBackward:
                 tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
             )
 
-        asked = {number: place for number, value in enumerate(inputs) if (place := _asked(value)) is not None}
-        for engine in {place.engine for place in asked.values()}:
+        asked = {position: each for position, value in enumerate(inputs) if (each := _asked(value)) is not None}
+        for engine in {each.engine for each in asked.values()}:
             engine.settle()
-        for unit in {place.unit for place in asked.values()}:
+        for unit in {each.unit for each in asked.values()}:
             unit.take_trainability()  # views that do not need gradients are no inputs
         if not asked or accumulate_grad:
-            views = [place.view for place in asked.values() if place.view.requires_grad]
+            views = [each.view for each in asked.values() if each.view.requires_grad]
             return start((*inputs, *views), allow_unreachable=allow_unreachable)
         _check(asked.values(), grad_tensors)
         return _grad(start, inputs, asked, allow_unused=allow_unreachable)
 
 
 def _asked(value: object) -> _Asked | None:
-    known = _places.get(value) if isinstance(value, torch.Tensor) else None
-    return None if known is None else known()
+    find = _known.get(value) if isinstance(value, torch.Tensor) else None
+    return None if find is None else find()
 
 
 def _grad(
     start: Callable[..., Any], inputs: Sequence[Any], asked: Mapping[int, _Asked], *, allow_unused: bool
 ) -> tuple[torch.Tensor | None, ...]:
     """``torch.autograd.grad``: gradients are reduced as in any backward, and returned instead of left in ``.grad``."""
-    kept = [(place, place.param.grad) for place in asked.values()]
-    trained = [place for place in asked.values() if place.view.requires_grad]
-    views, hooks = [place.view for place in trained], [_take_at(place) for place in trained]
-    engines = {place.engine for place in asked.values()}
-    for place in asked.values():
-        place.param.grad = None
+    kept = [(each, each.param.grad) for each in asked.values()]
+    trained = [each for each in asked.values() if each.view.requires_grad]
+    views, hooks = [each.view for each in trained], [_take_of(each) for each in trained]
+    engines = {each.engine for each in asked.values()}
+    for each in asked.values():
+        each.param.grad = None
     try:
         for engine in engines:
             engine.delivers = False
         found = start((*inputs, *views), allow_unreachable=True)
         results: list[torch.Tensor | None] = list(found[: len(inputs)])
-        for number, place in asked.items():
-            results[number] = _sum(place.param.grad, results[number])
+        for position, each in asked.items():
+            results[position] = _sum(each.param.grad, results[position])
     finally:
         for engine in engines:
             engine.delivers = True
         for hook in hooks:
             hook.remove()
-        for place, grad in kept:
-            place.param.grad = grad
+        for each, grad in kept:
+            each.param.grad = grad
     if not allow_unused and any(result is None for result in results):
         raise RuntimeError(
             "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if "
@@ -146,26 +146,26 @@ def _grad(
 
 def _check(asked: Iterable[_Asked], grad_tensors: Sequence[torch.Tensor | None]) -> None:
     is_batched = any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grad_tensors if grad is not None)
-    for place in asked:
-        of = f"torch.autograd.grad with respect to the sharded parameter {place.name!r}"
-        if place.engine.is_computing:
+    for each in asked:
+        of = f"torch.autograd.grad with respect to the sharded parameter {each.name!r}"
+        if each.engine.is_computing:
             raise ShardingError(
                 f"{of} inside a forward or a backward: its gradient is reduced at the end of a backward"
             )
-        if isinstance(place.param.grad, UnreducedGrad) or place.engine.leaves_unreduced_next:
+        if isinstance(each.param.grad, UnreducedGrad) or each.engine.leaves_unreduced_next:
             raise ShardingError(f"{of} while gradients accumulate inside no_sync(): they are not reduced until its end")
         if is_batched:
             raise ShardingError(f"{of} with is_grads_batched=True: gradients are reduced one backward at a time")
 
 
-def _take_at(place: _Asked) -> Any:
+def _take_of(asked: _Asked) -> Any:
     """Take the gradient of a view that autograd would return, which then has one element in its stead."""
 
     def take(grad: torch.Tensor) -> torch.Tensor:
-        take_grad(place.unit, place.place, grad)
+        take_grad(asked.unit, asked.param_index, grad)
         return grad.new_zeros(()).expand(grad.shape)
 
-    return place.view.register_hook(take)
+    return asked.view.register_hook(take)
 
 
 def _sum(reduced: torch.Tensor | None, direct: torch.Tensor | None) -> torch.Tensor | None:

@@ -280,9 +280,9 @@ def _leave_weights(value: Any, engine: Engine, verb: str) -> Any:
             return tensor
         if unit is None:
             return tensor
-        for place, view in enumerate(unit.views):
+        for param_index, view in enumerate(unit.views):
             if tensor is view:
-                return unit.away(place)
+                return unit.away(param_index)
         raise ShardingError(
             f"a layer of {unit.name!r} {verb} a view of one of its weights, {tuple(tensor.shape)} {tensor.dtype}, "
             "which lies in a buffer that other layers use next: make it a clone() of it, or the parameter itself"

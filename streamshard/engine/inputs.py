@@ -10,7 +10,7 @@ class Inputs:
 
     Attributes:
         grad_scale: gradients are multiplied by it before they are reduced.
-        buffer_source: place, among all ranks, of the rank whose buffers count.
+        buffer_source: number, among all ranks, of the rank whose buffers count.
     """
 
     grad_scale = 1.0

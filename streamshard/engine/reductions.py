@@ -45,13 +45,13 @@ class Reductions:
         self.used = UsedParams(units, ranks, ledger, None if replicas is None else replicas.ranks)
         self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "main grads")
 
-    def take(self, unit: StreamedUnit, place: int, grad: torch.Tensor) -> None:
+    def take(self, unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
         """A complete gradient moves into the unit's grad slot, which is opened for it (rule 3)."""
         if not unit.grads.is_open:
             self._open(unit)
         elif unit.grads.slot is None and self.replicas is not None:
             self.replicas.finish_average(unit)
-        unit.grads.write(place, grad)
+        unit.grads.write(param_index, grad)
         self.ranks.transport.progress()
 
     def _open(self, unit: StreamedUnit) -> None:

@@ -185,25 +185,25 @@ class RaceDetector(Observer):
         unit = units[tag].name if tag is not None and tag < len(units) else None
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
-                place = self._find(tensor)
-                if place is not None:
-                    start, stop = _bytes_of(tensor, self._buffers[place].address)
-                    self._declared[place].add((start, stop, is_write))
-                    owner = unit or self._buffers[place].unit
-                    self._add(place, StreamName.COMM, start, stop, is_write, collective.value, owner)
+                index = self._find(tensor)
+                if index is not None:
+                    start, stop = _bytes_of(tensor, self._buffers[index].address)
+                    self._declared[index].add((start, stop, is_write))
+                    owner = unit or self._buffers[index].unit
+                    self._add(index, StreamName.COMM, start, stop, is_write, collective.value, owner)
 
     def on_operation(self, tensor: torch.Tensor, *, write: bool, what: str) -> None:
         """An operation seen by the dispatch mode, on whatever stream is current."""
-        place = self._find(tensor)
-        if place is None:
+        index = self._find(tensor)
+        if index is None:
             return
-        buffer, stream = self._buffers[place], self.engine.streams.current
+        buffer, stream = self._buffers[index], self.engine.streams.current
         start, stop = _bytes_of(tensor, buffer.address)
-        if stream is StreamName.COMM and self._is_declared(place, start, stop, write):
+        if stream is StreamName.COMM and self._is_declared(index, start, stop, write):
             return  # counts from where the collective was issued
         content = buffer.slot.content if buffer.slot is not None else None
         owner = buffer.unit if content is None else self.engine.units[content].name
-        self._add(place, stream, start, stop, write, what, owner)
+        self._add(index, stream, start, stop, write, what, owner)
 
     def raise_if_any(self) -> None:
         """Raise for the races found so far.
@@ -219,24 +219,24 @@ class RaceDetector(Observer):
     # -- happens before ---------------------------------------------------------------------------------------------
 
     def _add(
-        self, place: int, stream: StreamName, start: int, stop: int, write: bool, what: str, unit: str | None
+        self, index: int, stream: StreamName, start: int, stop: int, write: bool, what: str, unit: str | None
     ) -> None:
         self.accesses += 1
         clock = self._clocks[stream]
         access = Access(stream, write, what, unit, start, stop, clock[stream])
-        for other, history in self._history[place].items():
+        for other, history in self._history[index].items():
             if other is stream:
                 continue
             for key, earlier in list(history.items()):
                 if earlier.time <= clock[other]:
                     del history[key]  # and before all that this stream will ever do
                 elif earlier.start < stop and start < earlier.stop and (write or earlier.is_write):
-                    self._report(place, earlier, access)
-        self._history[place][stream][start, stop, write] = access
+                    self._report(index, earlier, access)
+        self._history[index][stream][start, stop, write] = access
 
-    def _report(self, place: int, first: Access, second: Access) -> None:
-        buffer = self._buffers[place]
-        key = (place, first[:4], second[:4])
+    def _report(self, index: int, first: Access, second: Access) -> None:
+        buffer = self._buffers[index]
+        key = (index, first[:4], second[:4])
         if key not in self._seen:
             self._seen.add(key)
             rule = _missing_rule(buffer.category, first)
@@ -251,31 +251,31 @@ class RaceDetector(Observer):
         if tensor.numel() == 0:
             return None
         address = tensor.data_ptr()
-        place = bisect.bisect_right(self._buffers, address, key=_address) - 1
-        if place < 0 or address >= self._buffers[place].address + self._buffers[place].n_bytes:
+        index = bisect.bisect_right(self._buffers, address, key=_address) - 1
+        if index < 0 or address >= self._buffers[index].address + self._buffers[index].n_bytes:
             return None
-        return place
+        return index
 
-    def _is_declared(self, place: int, start: int, stop: int, write: bool) -> bool:
+    def _is_declared(self, index: int, start: int, stop: int, write: bool) -> bool:
         return any(
             first <= start and stop <= last and (is_write or not write)
-            for first, last, is_write in self._declared[place]
+            for first, last, is_write in self._declared[index]
         )
 
     def _watch_buffers(self) -> None:
         """(Again) look at the ledger: main grads of a unit appear when it is unfrozen."""
-        known = {buffer.address: place for place, buffer in enumerate(self._buffers)}
+        known = {buffer.address: index for index, buffer in enumerate(self._buffers)}
         owners = _describe(self.engine)
         buffers = []
         for category, tensor in self.engine.ledger.buffers:
             name, unit, slot = owners.get(tensor.data_ptr(), (category.value, None, None))
             buffers.append(_Buffer(tensor.data_ptr(), tensor.nbytes, category, name, unit, slot))
         buffers.sort(key=_address)
-        places = [known.get(buffer.address) for buffer in buffers]
+        indices = [known.get(buffer.address) for buffer in buffers]
         self._history = [
-            {stream: {} for stream in StreamName} if place is None else self._history[place] for place in places
+            {stream: {} for stream in StreamName} if index is None else self._history[index] for index in indices
         ]
-        self._declared = [set() if place is None else self._declared[place] for place in places]
+        self._declared = [set() if index is None else self._declared[index] for index in indices]
         self._buffers = buffers
 
 
@@ -351,14 +351,14 @@ def _touched(operation: torch._ops.OpOverload) -> _Touched:
     if name.endswith("_like") or name.startswith("new_") or torch.Tag.inplace_view in operation.tags:
         return _NOTHING
     positions, names = [], []
-    for place, argument in enumerate(operation._schema.arguments):
+    for position, argument in enumerate(operation._schema.arguments):
         alias = argument.alias_info
         if alias is not None and not alias.is_write:
             return _NOTHING
         if "Tensor" in str(argument.type):
             names.append((argument.name, alias is not None))
             if not argument.kwarg_only:
-                positions.append((place, alias is not None))
+                positions.append((position, alias is not None))
     return _Touched(tuple(positions), tuple(names))
 
 
@@ -375,9 +375,9 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         touched = _touched(func)
         with torch._C.DisableTorchFunctionSubclass():
-            for place, is_write in touched.by_position:
-                if place < len(args):
-                    self._look(args[place], is_write, func)
+            for position, is_write in touched.by_position:
+                if position < len(args):
+                    self._look(args[position], is_write, func)
             for name, is_write in touched.by_name:
                 if name in kwargs:
                     self._look(kwargs[name], is_write, func)

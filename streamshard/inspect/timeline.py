@@ -97,7 +97,7 @@ class Trace:
                         lanes.append([span])
                     else:
                         free.append(span)
-            rows += [(f"comm: {name} {place + 1}", lane) for place, lane in enumerate(lanes)]
+            rows += [(f"comm: {name} {number}", lane) for number, lane in enumerate(lanes, 1)]
         return rows
 
     def save_json(self, path: str | os.PathLike[str]) -> None:

@@ -61,7 +61,7 @@ def find_units(root: nn.Module, units: UnitsArgument) -> list[FoundUnit]:
     names = {module: name for name, module in modules_of(root)}
     found = _detect(root) if units is None else _select(root, units, names)
     _check_units(root, found)
-    order = {module: place for place, module in enumerate(names)}
+    order = {module: position for position, module in enumerate(names)}
     return [FoundUnit(names[module], (module,)) for module in sorted(found, key=order.__getitem__)]
 
 
@@ -223,7 +223,7 @@ def find_large(root: nn.Module, found: Sequence[FoundUnit], at_least: int = 0) -
                 look_into(child, join_names(prefix, key))
 
     look_into(root, "")
-    order = {module: place for place, module in enumerate(modules_inside(root))}
+    order = {module: position for position, module in enumerate(modules_inside(root))}
     return sorted(units, key=lambda unit: order[unit.modules[0]])
 
 
@@ -352,11 +352,11 @@ def _together(units: Sequence[FoundUnit]) -> FoundUnit:
 
 
 def owners_of(units: Sequence[FoundUnit]) -> dict[nn.Module, int]:
-    """Which unit each module belongs to, by place from 1; 0 for a module that several units share."""
+    """Which unit each module belongs to, by number from 1; 0 for a module that several units share."""
     owner: dict[nn.Module, int] = {}
-    for place, unit in enumerate(units, 1):
+    for number, unit in enumerate(units, 1):
         for module in itertools.chain.from_iterable(map(modules_inside, unit.modules)):
-            owner[module] = place if owner.get(module, place) == place else 0
+            owner[module] = number if owner.get(module, number) == number else 0
     return owner
 
 
@@ -376,6 +376,6 @@ def group_params(root: nn.Module, units: Sequence[FoundUnit]) -> list[list[Found
                 holders.setdefault(param, set()).add(owner.get(module, 0))
     groups: list[list[FoundParam]] = [[] for _ in range(len(units) + 1)]
     for param, where in holders.items():
-        place = next(iter(where)) if len(where) == 1 else 0
-        groups[place].append(FoundParam(tuple(names[param]), param))
+        number = next(iter(where)) if len(where) == 1 else 0
+        groups[number].append(FoundParam(tuple(names[param]), param))
     return groups

@@ -190,13 +190,13 @@ def _place(sizes: Sequence[ParamSize], grains: Sequence[int], align: int, shard_
     With a size of shards the first cut in each is at a multiple of its grain; the others are, if it divides the shard.
     """
     offset = 0
-    places = []
+    offsets = []
     for size, grain in zip(sizes, grains, strict=True):
         offset = -(-offset // align) * align
         if shard_numel:
             before_cut = -offset % shard_numel
             if before_cut < size.numel:
                 offset += before_cut % grain
-        places.append(offset)
+        offsets.append(offset)
         offset += size.numel
-    return [*places, offset]
+    return [*offsets, offset]

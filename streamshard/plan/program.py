@@ -129,9 +129,9 @@ class Schedule:
             is_inside: by a running layer, in whose backward `unit` gets a part of its gradients. By nobody's: behind
                 the layers that have run.
         """
-        place = len(self.used) - is_inside
-        if unit not in self.used[max(place - 1, 0) : place + 1]:
-            self.used.insert(place, unit)
+        position = len(self.used) - is_inside
+        if unit not in self.used[max(position - 1, 0) : position + 1]:
+            self.used.insert(position, unit)
         if unit in self.log or unit in self.visits[: self.released]:
             return
         visit = self.find(unit)
@@ -182,7 +182,7 @@ def merge_order(used: Iterable[int], turns: Sequence[bool]) -> tuple[int, ...]:
     before: int | None = None
     for unit in (unit for unit, takes_turns in enumerate(turns) if takes_turns):
         if unit not in order:
-            first = next((place for place, other in enumerate(order) if turns[other]), len(order))
+            first = next((position for position, other in enumerate(order) if turns[other]), len(order))
             order.insert(first if before is None else order.index(before) + 1, unit)
         before = unit
     missing = [unit for unit, takes_turns in enumerate(turns) if not takes_turns and unit not in order]

@@ -196,10 +196,10 @@ def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     addresses = []
     for tensor in (a, b):
-        places = torch.tensor(tensor.data_ptr())
+        elements = torch.tensor(tensor.data_ptr())
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            places = places[..., None] + torch.arange(size) * (stride * tensor.element_size())
-        addresses.append(places.flatten())
+            elements = elements[..., None] + torch.arange(size) * (stride * tensor.element_size())
+        addresses.append(elements.flatten())
     return bool(torch.isin(addresses[0], addresses[1]).any())
 
 

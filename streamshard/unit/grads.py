@@ -181,8 +181,8 @@ class UnitGrads:
         assert self.main is not None
         flat = self.main if self.all is None else self.all
         for grad in self.params:
-            place = grad.shard.layout
-            grad.in_slot = flat.narrow(0, place.offset, place.numel).view(place.shape)
+            layout = grad.shard.layout
+            grad.in_slot = flat.narrow(0, layout.offset, layout.numel).view(layout.shape)
             grad.in_main = ShardedGrad.wrap(grad.shard.shaped(self.main), self._ranks, grad.shard.has_rows)
 
     @property
@@ -209,10 +209,10 @@ class UnitGrads:
         self._set_written(self._adds and self._is_main_in_slot)
         if self._adds and self._is_main_in_slot:
             self._spread_main()
-        for place, grad in enumerate(self.params):
+        for param_index, grad in enumerate(self.params):
             if grad.parked is not None:
                 parked, grad.parked = grad.parked, None
-                self.write(place, parked)
+                self.write(param_index, parked)
 
     def _take(self) -> None:
         """Until `finish` parameters hold no gradient: what autograd puts there meanwhile is told apart from ours."""
@@ -236,9 +236,9 @@ class UnitGrads:
         for rank, chunk in enumerate(self.all.view(layout.world_size, -1)):
             chunk.mul_(layout.world_size) if rank == self._ranks.rank else chunk.zero_()
 
-    def write(self, place: int, value: torch.Tensor) -> None:
-        """Gradient `place` [shape of the view] into the slot: the one copy that gradients see. Compute stream."""
-        grad = self.params[place]
+    def write(self, param_index: int, value: torch.Tensor) -> None:
+        """Gradient `param_index` [shape of the view] into the slot: the one copy that gradients see. Compute stream."""
+        grad = self.params[param_index]
         grad.is_used = self.has_unreduced = True
         if self.slot is not None:
             self.slot.join()
@@ -360,13 +360,13 @@ class UnitGrads:
     def _watch_own(self, grad: ParamGrad) -> None:
         """While a stand-in is held, autograd adds to it in place: to what it stands for, of which the mean is taken."""
         node = torch.autograd.graph.get_gradient_edge(grad.shard.param).node
-        grads_of, factor, place = weakref.ref(self), self._shard.layout.world_size, self.params.index(grad)
+        grads_of, factor, param_index = weakref.ref(self), self._shard.layout.world_size, self.params.index(grad)
 
         def scale(values: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
             grads = grads_of()
             if grads is None or values[0] is None or not grads._is_main_in_slot:
                 return None
-            grad = grads.params[place]
+            grad = grads.params[param_index]
             if grad.stand_in is None or grad.shard.param.grad is not grad.stand_in:
                 return None
             return (values[0] * factor,)

@@ -108,9 +108,9 @@ def _known(func: Callable[..., Any], result: Any, args: tuple[Any, ...], kwargs:
         lists = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple) and len(arg) == len(result)]
         known = list(result)
         for values in reversed(lists):
-            for place, value in enumerate(values):
+            for position, value in enumerate(values):
                 if isinstance(value, ShardedGrad):
-                    known[place] = _derived(func, result[place], value)
+                    known[position] = _derived(func, result[position], value)
         return type(result)(known)
     return result
 
@@ -186,9 +186,9 @@ def _is_given(value: object) -> bool:
     return value is not None and value is not False
 
 
-def _is_of_rows(grad: ShardedGrad, args: Any, kwargs: Mapping[str, Any], place: int) -> bool:
-    """Whether a reduction, with `dim` as argument number `place`, is within each row: this rank has these whole."""
-    dim = args[place] if len(args) > place else kwargs.get("dim", kwargs.get("axis"))
+def _is_of_rows(grad: ShardedGrad, args: Any, kwargs: Mapping[str, Any], position: int) -> bool:
+    """Whether a reduction, with `dim` as argument number `position`, is within each row: this rank has these whole."""
+    dim = args[position] if len(args) > position else kwargs.get("dim", kwargs.get("axis"))
     dims = dim if isinstance(dim, tuple | list) else (dim,)
     is_within = grad.has_rows and len(dims) > 0 and all(type(each) is int and each % grad.ndim for each in dims)
     return is_within and kwargs.get("out") is None
@@ -257,8 +257,8 @@ def _is_everything_or_mask(index: Any, tensor: torch.Tensor) -> bool:
 
 
 def _is_one_element(index: Any, tensor: torch.Tensor) -> bool:
-    places = index if isinstance(index, tuple) else (index,)
-    return len(places) == tensor.ndim and all(type(place) is int for place in places)
+    indices = index if isinstance(index, tuple) else (index,)
+    return len(indices) == tensor.ndim and all(type(each) is int for each in indices)
 
 
 def _check_finite(func: Callable[..., Any], grad: ShardedGrad, args: Any, kwargs: Mapping[str, Any]) -> Any:

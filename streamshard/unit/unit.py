@@ -109,7 +109,7 @@ class StreamedUnit:
         members: its layers; the edge unit has one for all its modules.
         bound_members: how many of them hold the compute views (else the sharded parameters).
         is_bound: whether any does; kept beside the count because it is asked at every saved weight of a backward.
-        away: what stands for the weight at a place while the unit is elsewhere; set when modules are attached.
+        away: what stands for the weight of a parameter, by its index, while the unit is elsewhere; set by `attach`.
         on_grad: called with each complete gradient of a compute view; set by `make_views`.
     """
 
@@ -149,10 +149,10 @@ class StreamedUnit:
         """
         self.on_grad = on_grad
         alias = self.weights.data
-        for place, param in enumerate(self.shard.params):
+        for param_index, param in enumerate(self.shard.params):
             flat = alias.narrow(0, param.layout.offset, param.layout.numel)
             view = nn.Parameter(flat.view(param.layout.shape), requires_grad=True)
-            view.register_post_accumulate_grad_hook(_grad_taker(self, place))
+            view.register_post_accumulate_grad_hook(_grad_taker(self, param_index))
             self.views.append(view)
             self.grads.add(param, view)
         self._params = [param.param for param in self.shard.params]
@@ -306,7 +306,7 @@ class StreamedUnit:
         return full
 
 
-def _grad_taker(unit: StreamedUnit, place: int) -> Callable[[torch.Tensor], None]:
+def _grad_taker(unit: StreamedUnit, param_index: int) -> Callable[[torch.Tensor], None]:
     # Weak: the garbage collector does not see what a tensor's hook holds, and the unit holds the tensor.
     unit_of = weakref.ref(unit)
 
@@ -314,18 +314,18 @@ def _grad_taker(unit: StreamedUnit, place: int) -> Callable[[torch.Tensor], None
         grad, view.grad = view.grad, None
         unit = unit_of()
         if grad is not None and unit is not None:
-            take_grad(unit, place, grad)
+            take_grad(unit, param_index, grad)
 
     return take
 
 
-def take_grad(unit: StreamedUnit, place: int, grad: torch.Tensor) -> None:
-    """A graph has made `grad`, shape of the compute view, for the parameter at `place`.
+def take_grad(unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
+    """A graph has made `grad`, shape of the compute view, for the unit's parameter `param_index`.
 
     Raises:
         ShardingError: it is part of a graph itself.
     """
     if grad.requires_grad:
-        name = unit.shard.params[place].name
+        name = unit.shard.params[param_index].name
         raise ShardingError(f"backward(create_graph=True): gradients of {name!r} cannot be differentiated again")
-    unit.on_grad(unit, place, grad)
+    unit.on_grad(unit, param_index, grad)

@@ -207,12 +207,12 @@ def test_gradients_that_come_on_other_streams_are_waited_for(context: RankContex
         watch.comm = engine.streams.device_stream(StreamName.COMM)
         on_grad, drained = engine.on_grad, []
 
-        def on_side(unit: StreamedUnit, place: int, grad: Tensor) -> None:
-            if not unit.shard.params[place].name.endswith(kind):
-                on_grad(unit, place, grad)
+        def on_side(unit: StreamedUnit, param_index: int, grad: Tensor) -> None:
+            if not unit.shard.params[param_index].name.endswith(kind):
+                on_grad(unit, param_index, grad)
                 return
             with device.stream(side):
-                on_grad(unit, place, grad)
+                on_grad(unit, param_index, grad)
             watch.wrote_at = side.ticks
             slot = unit.grads.slot
             assert slot is not None
