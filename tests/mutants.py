@@ -691,7 +691,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "unit/unit",
-        "`start_gather` without `arrived.settle()`",
+        "`start_gather` without `arrived.complete()`",
         "        slot.arrived.complete()  #",
         "        #",
         "invariants::test_no_gather_is_under_way_where_weights_are_cast_or_gathered_again matrix cases_execution",
@@ -768,7 +768,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "unit/grads",
-        "a reduction does not settle what is unreduced",
+        "a reduction leaves `has_unreduced`",
         "        self.reductions += 1\n        self.has_unreduced = False\n",
         "        self.reductions += 1\n",
         "invariants::test_a_unit_is_averaged_over_replicas_once",
@@ -965,14 +965,14 @@ MUTANTS: list[Mutant] = [
     # -- reductions, replicas, used
     Mutant(
         "engine/reductions",
-        "replicas are not settled before a gradient is taken",
+        "an average is not awaited before a gradient is taken",
         "            self.replicas.finish_average(unit)\n        unit.grads.write",
         "            pass\n        unit.grads.write",
         "invariants::test_gradients_in_parts_do_not_meet_their_average",
     ),
     Mutant(
         "engine/reductions",
-        "replicas are not settled before a slot is opened",
+        "an average is not awaited before a slot is opened",
         "            self.replicas.finish_average(unit)\n        with self",
         "            pass\n        with self",
         "replicas",
@@ -986,7 +986,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "engine/reductions",
-        "what is not due is set aside",
+        "what is not due is parked",
         "            if earlier.index in self.due:  #",
         "            if True:  #",
         "invariants::test_gradients_that_come_late_are_reduced_where_another_unit_needs_their_slot",

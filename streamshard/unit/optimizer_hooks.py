@@ -99,7 +99,7 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any, is_compiled: bool) ->
             f"the first step of {name} is compiled, so that nobody can see whether it looks at whole parameters, of "
             "which each rank holds pieces: step once as it is, then compile"
         )
-    hooks = _Hooks(optimizer.register_step_pre_hook(_enter), optimizer.register_step_post_hook(_leave))
+    hooks = _Hooks(optimizer.register_step_pre_hook(_before_step), optimizer.register_step_post_hook(_after_step))
     hooks.be_innermost(optimizer)
     _watched[optimizer] = hooks
     _unseen.add(optimizer)
@@ -108,7 +108,7 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any, is_compiled: bool) ->
 
 
 @skip
-def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The step itself begins.
 
     One that is compiled, or hands gradients to what knows plain tensors only, is given these.
@@ -129,7 +129,7 @@ def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | No
 
 
 @skip
-def _leave(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The step itself is over. If it was the first, nothing unusual was seen in it."""
     first_step.clear()
     torch._dynamo.disable(put_back)(_params_of(optimizer))

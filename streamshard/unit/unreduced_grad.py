@@ -31,9 +31,9 @@ class UnreducedGrad(torch.Tensor):
     def wrap(cls, piece: torch.Tensor, name: str) -> UnreducedGrad:
         """A stand-in of the shape of `piece`, for messages that of parameter `name`."""
         with torch._C.DisableTorchFunctionSubclass():
-            held = piece.detach().as_subclass(cls)
-        held.param_name = name
-        return held
+            stand_in = piece.detach().as_subclass(cls)
+        stand_in.param_name = name
+        return stand_in
 
     @classmethod
     def __torch_function__(
@@ -42,11 +42,11 @@ class UnreducedGrad(torch.Tensor):
         """What ``zero_grad`` does, and questions about shape, dtype and device; anything else raises."""
         name = getattr(func, "__name__", "")
         if name in ("zero_", "_foreach_zero_"):
-            for held in args[0] if name == "_foreach_zero_" else args[:1]:
-                if isinstance(held, cls):
-                    held.on_zero()
+            for grad in args[0] if name == "_foreach_zero_" else args[:1]:
+                if isinstance(grad, cls):
+                    grad.on_zero()
                 else:
-                    held.zero_()
+                    grad.zero_()
             return args[0]
         if name in _QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():

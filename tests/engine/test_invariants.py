@@ -121,13 +121,13 @@ def _assert_units_at_rest(engine: Engine) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("scenario", list(SCENARIOS))
 def test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind(context: RankContext, scenario: str) -> None:
-    """At each event of each way of training, and after it; nothing is set aside where layers take turns."""
+    """At each event of each way of training, and after it; nothing is parked where layers take turns."""
     model: Any = sharded(scenario, FP32)
     engine = engine_inside(model)
-    aside = mock.Mock(side_effect=AssertionError("gradients are set aside"))
+    parks = mock.Mock(side_effect=AssertionError("gradients are parked"))
     # What the program did not foresee, and units that are borrowed while others compute.
-    may_set_aside = scenario in ("an order that changes", "weights read elsewhere")
-    with contextlib.nullcontext() if may_set_aside else mock.patch.object(UnitGrads, "park", aside):
+    may_park = scenario in ("an order that changes", "weights read elsewhere")
+    with contextlib.nullcontext() if may_park else mock.patch.object(UnitGrads, "park", parks):
         for number in range(2):
             with _checking(engine):
                 SCENARIOS[scenario].step(model, _call(context, number))
@@ -194,10 +194,10 @@ class _Shifts(nn.Module):
 
 @on_ranks(2)
 def test_a_gradient_that_comes_unannounced_ends_the_turns_before_it(context: RankContext) -> None:
-    """Whose gradients are reduced then; they need not be set aside for the next one's."""
+    """Whose gradients are reduced then; they need not be parked for the next one's."""
     model = _stack(_Shifts)
     for number in range(2):
-        with mock.patch.object(UnitGrads, "park", mock.Mock(side_effect=AssertionError("set aside"))):
+        with mock.patch.object(UnitGrads, "park", mock.Mock(side_effect=AssertionError("parked"))):
             stack_step(model, _call(context, number))
         _assert_at_rest(engine_inside(model))
 
@@ -216,7 +216,7 @@ def test_gradients_that_come_late_are_reduced_where_another_unit_needs_their_slo
     """Memory of their own is for those whose place in the program is still to come."""
     model = _stack(_RecomputedInPairs)
     for number in range(2):
-        with mock.patch.object(UnitGrads, "park", mock.Mock(side_effect=AssertionError("set aside"))):
+        with mock.patch.object(UnitGrads, "park", mock.Mock(side_effect=AssertionError("parked"))):
             stack_step(model, _call(context, number))
         _assert_at_rest(engine_inside(model))
 
