@@ -347,7 +347,7 @@ def _allocate(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> l
             weight_slot = WeightSlot(shard.compute, streams, f"compute shard {index}", is_shared=False)
         name = layout.name or "the edge unit"
         grads = UnitGrads(index, shard, grad_slot, ranks, ledger, precision.reduction_mode, scratch[index])
-        units.append(StreamedUnit(index, name, shard, weight_slot, grads, ranks))
+        units.append(StreamedUnit(index, name, shard, weight_slot, grads, ranks, takes_turns=plan.shared[index]))
     return units
 
 

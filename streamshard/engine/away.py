@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch._dynamo.decorators import skip
 
+from streamshard.engine.borrow import borrow, read
 from streamshard.engine.containers import map_tensors, tensors_in
 from streamshard.engine.engine import Engine
 from streamshard.engine.hooks import holding_back_weights
@@ -249,11 +250,11 @@ class Home:
     @skip  # torch.compile breaks its graph where weights are read
     def weight(self, param_index: int) -> torch.Tensor:
         """What code that reads the weight of parameter `param_index` gets."""
-        return self.in_place(param_index) if self.engine.stays(self.unit) else self.away(param_index)
+        return self.away(param_index) if self.unit.takes_turns else self.in_place(param_index)
 
     def in_place(self, param_index: int) -> torch.Tensor:
         """The weight of parameter `param_index` in its slot, which the unit stays in, arrived."""
-        self.engine.read(self.unit)
+        read(self.engine, self.unit)
         return self.unit.views[param_index]
 
 
@@ -272,11 +273,11 @@ def _compute(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> 
                 f"{weight.param_name!r} was read inside a forward and is used after it, where every rank has its piece "
                 "only: compute with it inside, keep a clone(), or read it inside summon_full_params()"
             )
-        if weight.home.engine.stays(weight.home.unit):
+        if weight.home.unit.takes_turns:
+            homes.add(weight.home)
+        else:
             view = weight.home.in_place(weight.param_index)
             weights[weight] = view.detach() if weight.is_detached else view
-        else:
-            homes.add(weight.home)
     if len(homes) != 1:
         for weight in found:
             if weight.home in homes:
@@ -288,7 +289,7 @@ def _compute(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> 
     for tensor in tensors_in((args, kwargs)):  # another layer's weights in the same slot, such as the running one's
         if slot.content != unit.index and not isinstance(tensor, AwayWeight) and slot.holds(tensor):
             weights[tensor] = tensor.clone()  # type: ignore[index]  # by identity
-    borrowed = home.engine.borrow(unit)
+    borrowed = borrow(home.engine, unit)
     try:
         with holding_back_weights(home.engine, borrowed.use) if borrowed.use is not None else contextlib.nullcontext():
             for weight in found:

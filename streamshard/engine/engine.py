@@ -21,10 +21,8 @@ them, and adds up in the main grads; the edge unit, once, at the end.
 
 from __future__ import annotations
 
-import bisect
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch.autograd import Variable
@@ -41,7 +39,7 @@ from streamshard.plan.memory import Sizing
 from streamshard.plan.program import Op, OpKind, Schedule, first_order, merge_order
 from streamshard.plan.slots import SlotPlan
 from streamshard.plan.structure import refuse_transforms
-from streamshard.unit.buffers import Ledger
+from streamshard.unit.buffers import Ledger, TurnSlots
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.unit import Member, StreamedUnit
 
@@ -53,26 +51,6 @@ EDGE = 0  # index of the edge unit
 def in_backward() -> bool:
     """Whether the calling thread is inside an autograd backward."""
     return torch._C._current_graph_task_id() != -1
-
-
-class Borrowed(NamedTuple):
-    """A unit that is in its slot for somebody else's sake. See `Engine.borrow`.
-
-    Attributes:
-        engine: whose.
-        unit: is in its slot.
-        evicted: layers of another unit that were bound, and computing perhaps, when it came.
-        use: what saved tensors refer to; None where somebody else's hooks take care of them.
-    """
-
-    engine: Engine
-    unit: StreamedUnit
-    evicted: list[Member]
-    use: Use | None
-
-    def give_back(self) -> None:
-        """The slot goes back to whom it was taken from."""
-        self.engine.take_back(self.unit, self.evicted)
 
 
 class Engine:
@@ -92,7 +70,7 @@ class Engine:
         is_whole: parameters hold whole tensors, for a while (``summon_full_params``).
         is_synced: False inside ``no_sync()``: weights cannot have changed since the last pass, so what slots hold is
             reused.
-        slots_span: first and last address (exclusive) between which all slots lie that units take turns in.
+        turn_slots: those that units take turns in.
         delivers: False while gradients of a backward go to whom asked for them: parameters' own hooks are not called.
         step_lock: held by the thread that is in an optimizer's step, see `streamshard.DistributedOptimizer`.
     """
@@ -137,11 +115,7 @@ class Engine:
         self._entering: frozenset[int] | None = None  # the units of a pass that begins when weights are first read
         self._is_delivering = False  # gradients are final: hooks of the sharded parameters run
         self._cast_versions: list[list[int]] = []  # of the weights that were cast last, inside no_sync()
-        slots = {unit.weight_slot for unit in units if unit.weight_slot.is_shared}
-        self._shared_slots = sorted(slots, key=lambda slot: slot.first_byte)
-        self._slot_starts = [slot.first_byte for slot in self._shared_slots]
-        # [first, last) byte between which all of them lie.
-        self.slots_span = (self._slot_starts[0], max(slot.last_byte for slot in slots)) if slots else (0, 0)
+        self.turn_slots = TurnSlots(unit.weight_slot for unit in units)
         self._cast_done = Fence(streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "compute shards")
         self._gathers_done = Fence(streams, Rule.SHARDS_READ, StreamName.COMM, "gathered shards")
 
@@ -218,6 +192,12 @@ class Engine:
             trains = torch.is_grad_enabled() and self.is_synced
             self.buffers.before_pass(trains=trains, source=self.inputs.buffer_source)
 
+    def begin_if_asked(self) -> None:
+        """Weights are asked for: the pass that waits for that begins, or a backward that nobody has announced."""
+        self._begin_if_entering()
+        if self._forward is None and self._backward is None:
+            self.begin_backward(None)
+
     def _begin_if_entering(self) -> None:
         units, self._entering = self._entering, None
         if units is not None:
@@ -291,9 +271,9 @@ class Engine:
         assert forward is not None
         for observer in self.streams.observers:
             observer.on_moment(Moment.FORWARD_BEGINS, unit.index)
-        is_inside = bool(forward.running) and not self._turns[unit.index]
+        is_inside = bool(forward.running) and not unit.takes_turns
         if is_inside:  # beside the program: the outer layer's turn goes on
-            self.read(unit)
+            self.use_in_place(unit)
         else:
             self._reach(forward, unit)
         self._bind(member)
@@ -317,7 +297,7 @@ class Engine:
         forward.running.pop()
         self._take_edits(member.unit)
         member.unit.release(member)
-        if forward.running and self._turns[member.unit.index]:  # the outer layer goes on: its weights may have left
+        if forward.running and member.unit.takes_turns:  # the outer layer goes on: its weights may have left
             outer = forward.running[-1]
             self._reach(forward, outer.unit)
             self._bind(outer)
@@ -330,7 +310,7 @@ class Engine:
     def _look_at(self, unit: StreamedUnit) -> None:
         """Somebody is about to see the unit's compute views. They are as they were left, if they stay in place."""
         forward = self._forward
-        if not self._turns[unit.index] and forward is not None:
+        if not unit.takes_turns and forward is not None:
             if unit.index in forward.in_place:
                 return
             forward.in_place.add(unit.index)
@@ -349,8 +329,16 @@ class Engine:
         """The backward that what runs forward now does so for; None in a pass."""
         return self._backward if self._backward is not None and in_backward() else None
 
+    @property
+    def pass_(self) -> Pass:
+        """The pass under way, or the one that is recomputed."""
+        if self._forward is not None:
+            return self._forward.pass_
+        assert self._backward is not None
+        return self._recomputed_pass(self._backward)
+
     def _recomputed_pass(self, backward: Backward) -> Pass:
-        """The pass whose graph it is; of a graph of edge parameters alone, one without visits."""
+        """The pass that backward goes through; of a graph of edge parameters alone, one without visits."""
         if backward.pass_ is None:
             backward.pass_ = Pass({EDGE: self.edge.versions()})
         return backward.pass_
@@ -358,7 +346,7 @@ class Engine:
     def _reach(self, forward: Forward, unit: StreamedUnit) -> None:
         """Issue what the program has up to `unit`, and let compute wait for its weights (rule 1)."""
         self._issue(forward.schedule.reach(unit.index))
-        self._acquire(unit)
+        self.acquire(unit)
 
     @property
     def is_in_forward(self) -> bool:
@@ -378,81 +366,35 @@ class Engine:
             return True
         return not self._is_delivering and in_backward()
 
-    def stays(self, unit: StreamedUnit) -> bool:
-        """Whether `unit` takes no turns in the block slots: what was gathered stays in place."""
-        return not self._turns[unit.index]
-
     def is_in_place(self, unit: StreamedUnit) -> bool:
         """Whether `unit` stays, and the pass under way has used it."""
         return self._forward is not None and unit.index in self._forward.in_place
 
-    def read(self, unit: StreamedUnit) -> None:
-        """Weights of `unit`, which stays, are read while no layer of it runs: they are in place from here on.
-
-        Its compute views may go into the graph: backward finds them as they are. Nobody says when they are read last: a
-        slot of a unit's own is gathered into only behind a cast, before which all computing was (rule 5).
-        """
-        self._begin_if_entering()
+    def use_in_place(self, unit: StreamedUnit) -> None:
+        """Weights of `unit`, which stays, are computed with beside the program: nobody's turn ends. Inside a pass."""
         forward = self._forward
-        if forward is None:
-            if self._backward is None:  # nobody has said yet that backward has begun
-                self.begin_backward(None)
-            self._acquire(unit)
-        elif unit is not self.edge:
-            self._acquire(unit)
-            self._look_at(unit)
-            forward.read.add(unit.index)
-            forward.schedule.read(unit.index, is_inside=bool(forward.running))
-            forward.pass_.versions.setdefault(unit.index, unit.versions())
+        assert forward is not None
+        self.acquire(unit)
+        self._look_at(unit)
+        forward.read.add(unit.index)
+        forward.schedule.read(unit.index, is_inside=bool(forward.running))
+        forward.pass_.versions.setdefault(unit.index, unit.versions())
 
-    def borrow(self, unit: StreamedUnit) -> Borrowed:
-        """Weights of `unit` are read while no layer of it runs: they are in its slot until they are given back."""
-        self._begin_if_entering()
-        content = unit.weight_slot.content
-        holder = None if content is None or content == unit.index else self.units[content]
-        evicted = [member for member in holder.members if member.is_bound] if holder is not None else []
-        if self._forward is None and self._backward is None:  # nobody has said yet that backward has begun
-            self.begin_backward(None)
-        is_inside = self.is_in_layer
-        # Only the innermost saved-tensor hooks are called. A running layer's are ours, in a recomputation too; others',
-        # such as a checkpoint's around the root's own code, have to see the same number of tensors both times.
-        is_ours = is_inside or torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-        self._acquire(unit)  # beside the program, which would take the running layer's turn to be over
-        if self._forward is not None:
-            self._depart(self._forward, unit)
-            unit.take_trainability()
-            return Borrowed(self, unit, evicted, self.borrowing(unit) if is_ours else None)
-        return Borrowed(self, unit, evicted, self.borrowing(unit) if is_inside else None)
-
-    def borrowing(self, unit: StreamedUnit) -> Use:
-        """What refers to weights of `unit` that are read in the pass under way, or the one that is recomputed."""
-        if self._forward is not None:
-            return Use(unit, self._forward.pass_, unit.versions(), is_borrowed=True)
-        assert self._backward is not None
-        return Use(unit, self._recomputed_pass(self._backward), unit.versions(), is_borrowed=True)
-
-    def _depart(self, forward: Forward, unit: StreamedUnit) -> None:
-        if self._turns[unit.index]:
+    def depart(self, unit: StreamedUnit) -> None:
+        """Weights of `unit` are read beside the program: its backward has to come by there. Inside a pass."""
+        forward = self._forward
+        assert forward is not None
+        if unit.takes_turns:
             forward.schedule.depart(unit.index)
             forward.pass_.borrowed.add(unit.index)
 
-    def unit_at(self, address: int) -> StreamedUnit | None:
-        """The unit whose weights lie at `address`, of those that share their slots."""
-        number = bisect.bisect(self._slot_starts, address) - 1
-        slot = self._shared_slots[number] if number >= 0 else None
-        if slot is None or slot.content is None or address >= slot.last_byte:
-            return None
-        return self.units[slot.content]
-
-    def take_back(self, unit: StreamedUnit, evicted: Sequence[Member]) -> None:
-        """A borrowed unit is given back: members of the unit that had to leave for it find their weights again."""
-        unit.weight_slot.released.record()
-        for member in evicted:
-            self._acquire(member.unit)
-            if self._recomputing is not None:
-                member.bind()
-            else:
-                self._bind(member)
+    def bring_back(self, member: Member) -> None:
+        """`member` goes on computing: it finds its weights again, which had to leave their slot."""
+        self.acquire(member.unit)
+        if self._recomputing is not None:
+            member.bind()
+        else:
+            self._bind(member)
 
     def _end_pass(self, error: BaseException | None) -> Pass | None:
         forward, self._forward = self._forward, None
@@ -525,7 +467,8 @@ class Engine:
         with self.ranks.guard("the gather of", unit.name):
             unit.start_gather()
 
-    def _acquire(self, unit: StreamedUnit) -> None:
+    def acquire(self, unit: StreamedUnit) -> None:
+        """Compute waits for the unit's weights (rule 1), which are gathered if they are elsewhere."""
         if unit.weight_slot.content != unit.index:
             self._gather(unit)
         with self.ranks.guard("the gather of", unit.name):
@@ -558,7 +501,7 @@ class Engine:
         self.reductions.due = set(visits)
         self._issue(backward.schedule.release_before(0))
         for index in pass_.versions:
-            self._acquire(self.units[index])
+            self.acquire(self.units[index])
 
     def _open_backward(self) -> Backward:
         for unit in self.units:
@@ -571,7 +514,7 @@ class Engine:
         Variable._execution_engine.queue_callback(self.finish_backward)
         for observer in self.streams.observers:
             observer.on_moment(Moment.BACKWARD_BEGINS, EDGE)
-        self._acquire(self.edge)
+        self.acquire(self.edge)
         self.edge.bind()
         return backward
 
@@ -589,13 +532,13 @@ class Engine:
             )
         self._check_versions(unit, use.versions)
         if is_inside_forward and forward is not None:  # torch.autograd.grad() in the model's own forward
-            self._depart(forward, unit)
+            self.depart(unit)
         else:
             self.begin_backward(use.pass_)
             backward = self._backward
             if backward is not None and use.pass_ is backward.pass_ and not use.is_borrowed:
                 self._advance(backward, unit)
-        self._acquire(unit)
+        self.acquire(unit)
         if not use.is_borrowed:
             unit.bind()
 
@@ -620,7 +563,7 @@ class Engine:
             start = schedule.released + (backward.computing is not None)
             if start < len(schedule.visits) and schedule.visits[start] == unit.index:
                 self._advance(backward, unit)
-        self._acquire(unit)
+        self.acquire(unit)
         unit.bind()
 
     def _advance(self, backward: Backward, unit: StreamedUnit) -> None:
@@ -630,7 +573,7 @@ class Engine:
         visit = backward.schedule.find(unit.index)
         if visit is None:  # outside the program, or needed again after its turn
             return
-        if not self._turns[unit.index] and visit > backward.schedule.released + (backward.computing is not None):
+        if not unit.takes_turns and visit > backward.schedule.released + (backward.computing is not None):
             return  # it needs no turn, and those whose turn is before may still come
         backward.computing = unit
         for observer in self.streams.observers:
@@ -654,7 +597,7 @@ class Engine:
             backward = backward or self._open_backward()
             # Of a unit that was borrowed a part comes while others compute, whose turn is not over.
             is_borrowed = backward.pass_ is not None and unit.index in backward.pass_.borrowed
-            if self._turns[unit.index] and not is_borrowed:
+            if unit.takes_turns and not is_borrowed:
                 self._advance(backward, unit)
         scale = self.inputs.grad_scale
         self.reductions.take(unit, param_index, grad if scale == 1.0 else grad * scale)

@@ -19,6 +19,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.decorators import skip
 from torch.nn.parallel import DistributedDataParallel
 
+from streamshard.engine.borrow import unit_at, use_of
 from streamshard.engine.containers import map_tensors, tensors_in
 from streamshard.engine.engine import Engine
 from streamshard.engine.handle import HANDLE, Handle, Uncopyable, handle_of, registered_names, watched_class
@@ -207,7 +208,7 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
     Python's collector does not see: so tensors are packed detached, and autograd puts the graph back when it unpacks.
     Closures: they are called for every saved tensor, and find local names faster than attributes.
     """
-    lowest, highest = engine.slots_span
+    lowest, highest = engine.turn_slots.span
     slot = use.unit.weight_slot
     first_byte, last_byte = slot.first_byte, slot.last_byte
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -220,8 +221,8 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
             if first_byte <= address < last_byte:
                 return tensor if tensor.is_leaf else tensor.detach(), use
             # Another layer's weight, that this one has read.
-            if lowest <= address < highest and (other := engine.unit_at(address)) is not None:
-                return tensor if tensor.is_leaf else tensor.detach(), engine.borrowing(other)
+            if lowest <= address < highest and (other := unit_at(engine, address)) is not None:
+                return tensor if tensor.is_leaf else tensor.detach(), use_of(engine, other)
         except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
             pass
         if outer is not None:
@@ -275,7 +276,7 @@ def _leave_weights(value: Any, engine: Engine, verb: str) -> Any:
 
     def leave(tensor: torch.Tensor) -> torch.Tensor:
         try:
-            unit = engine.unit_at(tensor.data_ptr())
+            unit = unit_at(engine, tensor.data_ptr())
         except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
             return tensor
         if unit is None:

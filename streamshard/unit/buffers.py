@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +16,7 @@ from streamshard.comm.streams import Fence, Rule, StreamName, Streams
 from streamshard.plan.memory import Category
 from streamshard.plan.structure import leave_inference_mode
 
-__all__ = ["GradSlot", "Ledger", "Scratch", "WeightSlot"]
+__all__ = ["GradSlot", "Ledger", "Scratch", "TurnSlots", "WeightSlot"]
 
 
 class Visible(Protocol):
@@ -100,6 +102,30 @@ class WeightSlot:
             return self.first_byte <= tensor.data_ptr() < self.last_byte
         except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
             return False
+
+
+class TurnSlots:
+    """Finds whose weights lie at an address, of the slots that units take turns in.
+
+    Args:
+        slots: all slots, of which those count.
+
+    Attributes:
+        span: first and last address (exclusive) between which all of them lie.
+    """
+
+    def __init__(self, slots: Iterable[WeightSlot]) -> None:
+        self._slots = sorted({slot for slot in slots if slot.is_shared}, key=lambda slot: slot.first_byte)
+        self._starts = [slot.first_byte for slot in self._slots]
+        self.span = (self._starts[0], self._slots[-1].last_byte) if self._slots else (0, 0)
+
+    def content_at(self, address: int) -> int | None:
+        """Index of the unit whose weights lie at `address`; None if nobody's do."""
+        lowest, highest = self.span
+        if not lowest <= address < highest:
+            return None
+        slot = self._slots[bisect.bisect(self._starts, address) - 1]
+        return slot.content if address < slot.last_byte else None
 
 
 class Scratch:

@@ -102,6 +102,7 @@ class StreamedUnit:
         weight_slot: where its weights are gathered to.
         grads: its gradients.
         ranks: moves its bytes.
+        takes_turns: in the block slots; else it stays in slots of its own, in place once gathered.
 
     Attributes:
         weights: [padded_numel] param_dtype, its part of the weight slot.
@@ -121,7 +122,10 @@ class StreamedUnit:
         weight_slot: WeightSlot,
         grads: UnitGrads,
         ranks: Ranks,
+        *,
+        takes_turns: bool,
     ) -> None:
+        self.takes_turns = takes_turns
         self.index = index
         self.name = name
         self.shard = shard
