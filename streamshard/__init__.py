@@ -7,6 +7,9 @@ from streamshard.api import (
     load_optimizer_state_dict,
     load_safetensors,
 )
+from streamshard.checkpoint.background import Saving
+from streamshard.checkpoint.directory import latest
+from streamshard.checkpoint.training import Loaded, load_checkpoint, save_checkpoint
 from streamshard.config import Precision
 from streamshard.engine.hooks import register_forward_method
 from streamshard.errors import (
@@ -32,10 +35,12 @@ __all__ = [
     "ExportError",
     "GradScaler",
     "GradientError",
+    "Loaded",
     "LocalSGD",
     "OptimizerError",
     "Precision",
     "RankMismatchError",
+    "Saving",
     "ShardingError",
     "StateError",
     "StreamShard",
@@ -43,7 +48,10 @@ __all__ = [
     "UnitError",
     "export_safetensors",
     "full_optimizer_state_dict",
+    "latest",
+    "load_checkpoint",
     "load_optimizer_state_dict",
     "load_safetensors",
     "register_forward_method",
+    "save_checkpoint",
 ]

@@ -161,7 +161,7 @@ def _read(model: nn.Module, plan: _Plan, stored: StoredDirectory) -> None:
     for match in sorted(plan.matches, key=lambda match: (str(match.stored.file.name), match.stored.offset)):
         _read_tensor(match, plan.pieces, staging)
     stored.check_unchanged()
-    _put_back_buffers(model, plan.pieces)
+    put_back_buffers(model, plan.pieces)
 
 
 def _read_tensor(match: _Match, pieces: Mapping[str, LocalPiece], staging: bytearray) -> None:
@@ -186,7 +186,7 @@ def _read_all(file: FileIO, target: memoryview) -> None:
         target = target[count:]
 
 
-def _put_back_buffers(model: nn.Module, pieces: Mapping[str, LocalPiece]) -> None:
+def put_back_buffers(model: nn.Module, pieces: Mapping[str, LocalPiece]) -> None:
     """Where a buffer was not contiguous, what was read is still in a copy of it."""
     with torch.no_grad():
         for name, buffer in model.named_buffers(remove_duplicate=False):

@@ -14,12 +14,21 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from streamshard.checkpoint.writer import RankGroup
 from streamshard.engine.engine import Engine
 from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.unit.optimizer_hooks import NUMBERS, take_over_state
 from streamshard.unit.shard import ParamShard
 
-__all__ = ["gather_state", "moment_of", "names_of_moments", "scatter_state"]
+__all__ = [
+    "agree_on_state",
+    "gather_state",
+    "is_moment",
+    "moment_of",
+    "names_of_moments",
+    "params_in",
+    "scatter_state",
+]
 
 
 def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict[str, Any]:
@@ -27,9 +36,9 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     engine.settle()
     take_over_state(optimizer)
     wanted = not rank0_only or engine.ranks.is_first
-    numbers = {param: number for number, param in enumerate(_params_of(optimizer))}
+    numbers = {param: number for number, param in enumerate(params_in(optimizer))}
     packed = optimizer.state_dict()
-    outlines = _agree(engine, optimizer, numbers)
+    outlines = agree_on_state(engine.param_shards, engine.ranks, optimizer, numbers)
     state = {number: dict(values) for number, values in outlines.items()}
     sharded = {numbers.get(shard.param) for shard in engine.param_shards}
     for number, values in packed["state"].items():
@@ -50,8 +59,19 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     return {**packed, "state": dict(sorted(state.items()))} if wanted else {}
 
 
-def _agree(engine: Engine, optimizer: Optimizer, numbers: Mapping[nn.Parameter, int]) -> dict[int, dict[str, Any]]:
-    """What is kept for which parameter, as ranks say that have elements of it; a `_Tensor` for each moment.
+def agree_on_state(
+    shards: Sequence[ParamShard], group: RankGroup, optimizer: Optimizer, numbers: Mapping[nn.Parameter, int]
+) -> dict[int, dict[str, Any]]:
+    """What is kept for which parameter, as ranks say that have elements of it. Collective.
+
+    Args:
+        shards: parameters, all that are sharded and some that the optimizer does not have.
+        group: the ranks.
+        optimizer: keeps it.
+        numbers: of the optimizer's parameters.
+
+    Returns:
+        By number and name; what `is_moment` stands for a tensor in this rank's memory.
 
     Raises:
         RankMismatchError: two of them keep different things.
@@ -59,7 +79,7 @@ def _agree(engine: Engine, optimizer: Optimizer, numbers: Mapping[nn.Parameter, 
     """
     mine: dict[int, dict[str, Any]] = {}
     error: str | None = None
-    for shard in engine.param_shards:
+    for shard in shards:
         number = numbers.get(shard.param)
         # A rank without elements keeps nothing, but for what it has loaded or had before it was sharded.
         if number is None or shard.layout.numel and not shard.local.numel:
@@ -78,7 +98,7 @@ def _agree(engine: Engine, optimizer: Optimizer, numbers: Mapping[nn.Parameter, 
                     "each element can be put together. Collect the weights alone (model.full_state_dict()) and begin "
                     "with new moments, or use an optimizer of torch.optim"
                 )
-    said = engine.ranks.gather_objects((mine, error))
+    said = group.gather_objects((mine, error))
     for _, theirs in said:
         if theirs is not None:
             raise ShardingError(theirs)
@@ -87,7 +107,7 @@ def _agree(engine: Engine, optimizer: Optimizer, numbers: Mapping[nn.Parameter, 
         for number, values in outlines.items():
             first = agreed.setdefault(number, values)
             if list(first) != list(values):
-                name = next(shard.name for shard in engine.param_shards if numbers.get(shard.param) == number)
+                name = next(shard.name for shard in shards if numbers.get(shard.param) == number)
                 raise RankMismatchError(
                     f"the optimizer's state of {name!r} differs between ranks: {list(first)}, and {list(values)} on "
                     f"rank {rank}"
@@ -98,7 +118,7 @@ def _agree(engine: Engine, optimizer: Optimizer, numbers: Mapping[nn.Parameter, 
 def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
     """See `streamshard.load_optimizer_state_dict`."""
     engine.settle()
-    ranks, params = engine.ranks, _params_of(optimizer)
+    ranks, params = engine.ranks, params_in(optimizer)
     shards = {shard.param: shard for shard in engine.param_shards}
     given: Mapping[str, Any] = (state_dict if ranks.is_first else None) or {"state": {}, "param_groups": []}
     errors = ranks.gather_errors(_format_error(given))
@@ -132,6 +152,11 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
     optimizer.load_state_dict({**others, "state": state})
 
 
+def is_moment(outline: Any) -> bool:
+    """Whether this stands for state with an element for each of the parameter's."""
+    return isinstance(outline, _Tensor)
+
+
 def _copied(value: Any) -> Any:
     """Not shared with the optimizer, which goes on counting steps."""
     return value.as_subclass(torch.Tensor).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
@@ -152,7 +177,7 @@ def _outline(name: str, value: Any, shard: ParamShard | None) -> Any:
     return _Tensor(value) if value.ndim or is_one_number and name not in NUMBERS else value
 
 
-def _params_of(optimizer: Optimizer) -> list[nn.Parameter]:
+def params_in(optimizer: Optimizer) -> list[nn.Parameter]:
     """In the order of their numbers in a state dict."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 

@@ -31,7 +31,17 @@ from pathlib import Path
 from streamshard.checkpoint.safetensors_file import INDEX_NAME, SINGLE_NAME, FileLayout, encode_index, files_of_index
 from streamshard.errors import ExportError
 
-__all__ = ["BESIDE", "PARTIAL", "check_free", "publish", "remove_partials", "sweep", "write_all", "write_synced"]
+__all__ = [
+    "BESIDE",
+    "PARTIAL",
+    "check_free",
+    "publish",
+    "remove_partials",
+    "sweep",
+    "sync_directory",
+    "write_all",
+    "write_synced",
+]
 
 PARTIAL = ".partial"
 BESIDE = "config" + PARTIAL  # a directory: what goes beside the weights, until it is published
@@ -68,7 +78,7 @@ def publish(root: Path, files: Sequence[FileLayout], total_parameters: int | Non
             undo.close()
         raise
     sweep(root)
-    _sync_directory(root)
+    sync_directory(root)
     shutil.rmtree(root / BESIDE, ignore_errors=True)
 
 
@@ -118,11 +128,11 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def _place_single(root: Path) -> None:
-    _sync_directory(root)
+    sync_directory(root)
     os.replace(root / (SINGLE_NAME + PARTIAL), root / SINGLE_NAME)
-    _sync_directory(root)
+    sync_directory(root)
     _remove(root / INDEX_NAME)
-    _sync_directory(root)
+    sync_directory(root)
 
 
 def _place_numbered(root: Path, files: Sequence[FileLayout], replaces_single: bool, undo: contextlib.ExitStack) -> None:
@@ -130,15 +140,15 @@ def _place_numbered(root: Path, files: Sequence[FileLayout], replaces_single: bo
     if replaces_single:
         _remove(root / INDEX_NAME)  # not the front beside model.safetensors; what it leads to is about to be replaced
         undo.callback(_remove, root / INDEX_NAME)
-        _sync_directory(root)
+        sync_directory(root)
     for file in files:
         undo.callback(_remove, root / file.name)
         os.replace(root / (file.name + PARTIAL), root / file.name)
-    _sync_directory(root)
+    sync_directory(root)
     os.replace(root / (INDEX_NAME + PARTIAL), root / INDEX_NAME)
-    _sync_directory(root)
+    sync_directory(root)
     _remove(root / SINGLE_NAME)
-    _sync_directory(root)
+    sync_directory(root)
 
 
 def _place_over(
@@ -150,14 +160,14 @@ def _place_over(
         _duplicate(root / (file.name + PARTIAL), root / _second_name(file))
     to_second = root / (INDEX_NAME + _SECOND + PARTIAL)
     write_synced(to_second, encode_index([file._replace(name=_second_name(file)) for file in files], total_parameters))
-    _sync_directory(root)
+    sync_directory(root)
     os.replace(to_second, root / INDEX_NAME)
-    _sync_directory(root)
+    sync_directory(root)
     for file in files:
         os.replace(root / (file.name + PARTIAL), root / file.name)
-    _sync_directory(root)
+    sync_directory(root)
     os.replace(root / (INDEX_NAME + PARTIAL), root / INDEX_NAME)
-    _sync_directory(root)
+    sync_directory(root)
 
 
 def _place_beside(root: Path, undo: contextlib.ExitStack) -> None:
@@ -233,7 +243,7 @@ def _sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sync_directory(root: Path) -> None:
+def sync_directory(root: Path) -> None:
     descriptor = os.open(root, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -36,8 +36,10 @@ __all__ = [
     "TensorSpec",
     "encode_index",
     "files_of_index",
+    "lay_out",
     "plan_files",
     "read_directory",
+    "read_file",
 ]
 
 SINGLE_NAME = "model.safetensors"
@@ -177,10 +179,10 @@ def plan_files(specs: Sequence[TensorSpec], max_file_bytes: int, metadata: Mappi
         raise ExportError(f"several tensors are named {repeated[0]!r}")
     groups = _split(specs, max_file_bytes)
     if len(groups) <= 1:
-        return (_lay_out(SINGLE_NAME, groups[0] if groups else [], metadata),)
+        return (lay_out(SINGLE_NAME, groups[0] if groups else [], metadata),)
     stem = SINGLE_NAME.removesuffix(".safetensors")
     return tuple(
-        _lay_out(f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors", group, metadata)
+        lay_out(f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors", group, metadata)
         for number, group in enumerate(groups, start=1)
     )
 
@@ -233,6 +235,24 @@ def read_directory(directory: str | os.PathLike[str]) -> StoredDirectory:
     raise ExportError(f"{root} was replaced {_OPENED_AT_MOST} times while it was being opened")
 
 
+def read_file(path: Path) -> StoredDirectory:
+    """Open one file and find every tensor in it; its header only is read.
+
+    Raises:
+        ExportError: there is none, or the safetensors library does not accept it.
+    """
+    with contextlib.ExitStack() as opened:
+        file = _open(path, opened)
+        if file is None:
+            raise ExportError(f"cannot read {path}: there is no such file")
+        try:
+            stored = StoredDirectory([file], _read_header(file))
+        except _Replaced as error:
+            raise ExportError(f"{path} was replaced while it was being opened") from error
+        opened.pop_all()
+        return stored
+
+
 class _Replaced(Exception):
     """Another file has taken the place of one that is open."""
 
@@ -281,7 +301,12 @@ def _split(specs: Sequence[TensorSpec], max_file_bytes: int) -> list[list[Tensor
     return groups
 
 
-def _lay_out(name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> FileLayout:
+def lay_out(name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> FileLayout:
+    """One file that holds all of `specs`.
+
+    Raises:
+        ExportError: a dtype has no name in the format, or the header becomes longer than readers accept.
+    """
     for spec in specs:
         if spec.dtype not in _DTYPE_NAMES:
             raise ExportError(f"{spec.name!r} is {spec.dtype}, which safetensors cannot hold")

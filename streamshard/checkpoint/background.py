@@ -1,0 +1,148 @@
+"""Saving beside training: copies in host memory, a thread that writes them, and a group over which ranks talk there.
+
+Owns what outlives a call: the save that is running, of which there is one in a process, and the memory of the copies.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from streamshard.checkpoint.piece_file import Piece
+from streamshard.comm.ranks import Ranks
+from streamshard.device import has_streams, module_of
+from streamshard.engine.engine import Engine
+from streamshard.log import log
+
+__all__ = ["Saving", "background_group", "copy_to_host", "finish_running", "run_in_background"]
+
+
+class Saving:
+    """A checkpoint that is being written while training goes on.
+
+    Attributes:
+        path: where it will be.
+    """
+
+    def __init__(self, path: Path, write: Callable[[], None]) -> None:
+        self.path = path
+        self._error: BaseException | None = None
+        self._write = write
+        # No daemon: an interpreter that ends waits for it.
+        self._thread = threading.Thread(target=self._run, name=f"save {path}")
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"Saving({str(self.path)!r}, done={self.done})"
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, for good or ill."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Return where the checkpoint is, once it is there.
+
+        Raises:
+            ExportError: it could not be written; names the rank and the cause. Raised once.
+        """
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self.path
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:
+            log.error("%s", error)
+            self._error = error
+        finally:
+            del self._write  # what it holds
+
+
+_running: Saving | None = None
+_copies: weakref.WeakKeyDictionary[Engine, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def run_in_background(saving: Saving) -> Saving:
+    global _running
+    _running = saving
+    return saving
+
+
+def finish_running() -> None:
+    """Wait for the save in the background, if there is one, and raise its error."""
+    global _running
+    saving, _running = _running, None
+    if saving is not None:
+        saving.wait()
+
+
+def copy_to_host(engine: Engine, pieces: list[Piece]) -> list[Piece]:
+    """Copies in host memory, the same memory each time."""
+    kept, device = _copies.setdefault(engine, {}), engine.streams.device
+    copied = []
+    for piece in pieces:
+        copy = kept.get(piece.name)
+        if copy is None or copy.dtype != piece.data.dtype or copy.shape != piece.data.shape:
+            copy = torch.empty(piece.data.shape, dtype=piece.data.dtype, pin_memory=has_streams(device))
+            kept[piece.name] = copy
+        copy.copy_(piece.data, non_blocking=True)
+        copied.append(piece._replace(data=copy))
+    for name in kept.keys() - {piece.name for piece in pieces}:
+        del kept[name]
+    if has_streams(device):
+        module_of(device).synchronize(device)
+    return copied
+
+
+class _BackgroundGroup:
+    """The ranks, as a thread beside training talks to them: over a group that nobody else uses, nor destroys."""
+
+    def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
+        self.is_first = ranks.is_first
+        self.replica = ranks.replica
+        self.number = ranks.number
+        self._size = ranks.total_size
+        self._group = group
+
+    def gather_objects(self, value: Any, /) -> list[Any]:
+        """Every rank's `value`, in rank order."""
+        if self._group is None:
+            return [value]
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._all_gather(torch.tensor([mine.numel()]))
+        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        gathered = self._all_gather(padded)
+        return [pickle.loads(each[: int(size)].numpy().tobytes()) for each, size in zip(gathered, sizes, strict=True)]
+
+    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        assert self._group is not None
+        results = [torch.empty_like(tensor) for _ in range(self._size)]
+        self._group.allgather([results], [tensor]).wait()
+        return results
+
+
+def background_group(ranks: Ranks) -> _BackgroundGroup:
+    """Collective the first time."""
+    if ranks.total_size == 1:
+        return _BackgroundGroup(ranks, None)
+    all_ranks = ranks.all_ranks
+    group_of = _groups.get(all_ranks)
+    group = None if group_of is None else group_of()
+    if group is None:
+        members = dist.get_process_group_ranks(all_ranks)
+        group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        _groups[all_ranks] = weakref.ref(group)
+    return _BackgroundGroup(ranks, group)

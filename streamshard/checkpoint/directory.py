@@ -1,0 +1,149 @@
+"""Checkpoints of a run, side by side in one directory: their names, which is the latest, which are deleted.
+
+A directory is a checkpoint once it holds a manifest. It is written under a name that ends in ``.partial`` and gets its
+own by renaming, when everything in it is on the disk; it is deleted under such a name again. So one that is not whole
+is never taken for a checkpoint, whenever a run is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from streamshard.checkpoint.manifest import MANIFEST_NAME, Manifest, check_sizes, read_manifest
+from streamshard.checkpoint.publish import PARTIAL, sync_directory
+from streamshard.errors import ExportError
+from streamshard.log import log
+
+__all__ = ["create_partial", "find_checkpoint", "latest", "next_number", "publish_checkpoint", "remove_partial"]
+
+_REPLACED = ".replaced"  # whole, about to be deleted because another of its number takes its name
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+class _Found(NamedTuple):
+    path: Path
+    manifest: Manifest
+
+    @property
+    def age(self) -> tuple[str, int, bool]:
+        """Sorts by when they were saved."""
+        return self.manifest.versions["saved_at"], self.manifest.number, not self.path.name.endswith(_REPLACED)
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint in `directory` that was saved last, of those that are whole; None where there is none.
+
+    Whole means: the manifest is what its checksum says, and all files are there and as long as they were. Their
+    contents are verified when it is loaded.
+    """
+    found = _whole_ones(Path(directory))
+    return found[-1].path if found else None
+
+
+def find_checkpoint(directory: Path) -> Path:
+    """`directory` if it is a checkpoint, else the latest one in it.
+
+    Raises:
+        ExportError: there is none.
+    """
+    if (directory / MANIFEST_NAME).exists():
+        return directory
+    found = latest(directory)
+    if found is None:
+        what = "is empty, or holds no whole checkpoint" if directory.is_dir() else "is no directory"
+        raise ExportError(f"{directory} {what}")
+    return found
+
+
+def next_number(directory: Path) -> int:
+    """One more than the largest there is, of whatever is called like a checkpoint."""
+    numbers = [int(match[1]) for path in _children(directory) if (match := _NAME.match(path.name))]
+    return max(numbers, default=0) + 1
+
+
+def create_partial(directory: Path, number: int) -> Path:
+    """An empty directory to write checkpoint `number` into. What killed runs have left is removed."""
+    os.makedirs(directory, exist_ok=True)
+    for path in _children(directory):
+        if _NAME.match(path.name) and path.name.endswith(PARTIAL):
+            shutil.rmtree(path)
+        elif _NAME.match(path.name) and path.name.endswith(_REPLACED):
+            own = path.with_name(path.name.removesuffix(_REPLACED))
+            if own.exists():
+                _delete(path)
+            else:
+                os.replace(path, own)
+    partial = directory / f"{_name(number)}{PARTIAL}"
+    os.mkdir(partial)
+    return partial
+
+
+def remove_partial(partial: Path) -> None:
+    """After an error: leave nothing."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def publish_checkpoint(partial: Path, manifest: Manifest, keep: int | None) -> Path:
+    """`partial`, whose files are all there, becomes a checkpoint; then all but the newest `keep` are deleted."""
+    check_sizes(partial, manifest)
+    descriptor = os.open(partial / MANIFEST_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    with open(descriptor, "wb") as file:
+        file.write(manifest.encode())
+        file.flush()
+        os.fsync(descriptor)
+    sync_directory(partial)
+    path = partial.with_name(_name(manifest.number))
+    replaced = path.with_name(path.name + _REPLACED)
+    if path.exists():
+        os.replace(path, replaced)
+    os.replace(partial, path)
+    sync_directory(path.parent)
+    if replaced.exists():
+        _delete(replaced)
+    if keep is not None:
+        for found in _whole_ones(path.parent)[:-keep]:
+            if found.path != path:
+                _delete(found.path)
+                log.info("deleted %s: keep=%d", found.path, keep)
+    return path
+
+
+def _name(number: int) -> str:
+    return f"checkpoint-{number}"
+
+
+def _children(directory: Path) -> list[Path]:
+    try:
+        return [path for path in directory.iterdir() if path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _whole_ones(directory: Path) -> list[_Found]:
+    """By age, the newest last."""
+    whole = []
+    for path in [directory, *_children(directory)]:
+        if path.name.endswith(PARTIAL) or not (path / MANIFEST_NAME).exists():
+            continue
+        try:
+            manifest = read_manifest(path)
+            check_sizes(path, manifest)
+        except ExportError as error:
+            log.warning("passed over: %s", error)
+            continue
+        whole.append(_Found(path, manifest))
+    return sorted(whole, key=lambda found: found.age)
+
+
+def _delete(path: Path) -> None:
+    """No checkpoint from the first step on. What is left if this is interrupted, the next save removes."""
+    gone = path.with_name(f"{path.name.removesuffix(_REPLACED)}.deleted{PARTIAL}")
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(gone)
+    os.replace(path, gone)
+    shutil.rmtree(gone)

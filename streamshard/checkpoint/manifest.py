@@ -1,0 +1,153 @@
+"""The manifest of a checkpoint: what lies where. A directory is a checkpoint if it holds one, because it comes last.
+
+It is JSON, with the SHA-256 of itself in its first line, and those of all other files inside: whatever byte of a
+checkpoint changes is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from streamshard.errors import ExportError
+
+__all__ = ["MANIFEST_NAME", "FileRecord", "Manifest", "PieceRecord", "TensorRecord", "read_manifest"]
+
+MANIFEST_NAME = "checkpoint.json"
+FORMAT = 1
+
+_HEAD = '{{"sha256": "{}", "content":\n'
+_TAIL = "\n}\n"
+
+
+class FileRecord(NamedTuple):
+    """One file beside the manifest."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class PieceRecord(NamedTuple):
+    """Elements [start, stop) of a flattened tensor are in file number `file`, under the tensor's name, 1-D."""
+
+    file: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A tensor, in pieces that lie one after another.
+
+    Attributes:
+        shape: of the whole.
+        dtype: name of a torch.dtype.
+        pieces: by `start`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[PieceRecord, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of. Everything in it is plain JSON.
+
+    Attributes:
+        number: of the checkpoint among those of its directory; users give the step.
+        world_size: ranks that have saved, replicas included.
+        replicas: how many copies of the model they held.
+        versions: of streamshard and torch, and when, for people.
+        files: beside the manifest, in the order in which pieces count them.
+        tensors: by name.
+        state: everything that is no tensor.
+    """
+
+    number: int
+    world_size: int
+    replicas: int
+    versions: Mapping[str, str]
+    files: tuple[FileRecord, ...]
+    tensors: Mapping[str, TensorRecord]
+    state: Mapping[str, Any] = field(repr=False)
+
+    def encode(self) -> bytes:
+        """The file's content."""
+        content = {**asdict(self), "files": [record._asdict() for record in self.files]}
+        content["tensors"] = {
+            name: {"shape": record.shape, "dtype": record.dtype, "pieces": record.pieces}
+            for name, record in self.tensors.items()
+        }
+        body = json.dumps({"format": FORMAT, **content}, allow_nan=False, separators=(",", ":")).encode()
+        return _HEAD.format(hashlib.sha256(body).hexdigest()).encode() + body + _TAIL.encode()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of the checkpoint in `directory`.
+
+    Raises:
+        ExportError: there is none, it is damaged, or a newer version has written it.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise ExportError(f"{directory} is not a checkpoint: it has no {MANIFEST_NAME}") from None
+    except OSError as error:
+        raise ExportError(f"cannot read {path}: {error}") from error
+    head_bytes = len(_HEAD.format("0" * 64))
+    body = text[head_bytes : -len(_TAIL)]
+    expected = _HEAD.format(hashlib.sha256(body).hexdigest()).encode() + body + _TAIL.encode()
+    if text != expected:
+        raise ExportError(f"{path} is damaged: it is not what its checksum says")
+    content = json.loads(body)
+    if content["format"] != FORMAT:
+        by = content.get("versions", {}).get("streamshard", "?")
+        raise ExportError(
+            f"{path} has format {content['format']}, written by streamshard {by}; this version reads format {FORMAT}: "
+            "load it with that version"
+        )
+    return Manifest(
+        content["number"],
+        content["world_size"],
+        content["replicas"],
+        content["versions"],
+        tuple(FileRecord(**record) for record in content["files"]),
+        {name: _tensor_record(path, name, record) for name, record in content["tensors"].items()},
+        content["state"],
+    )
+
+
+def check_sizes(directory: Path, manifest: Manifest) -> None:
+    """Raise an ExportError unless all files are there, as long as they were. Their contents are not looked at."""
+    for record in manifest.files:
+        try:
+            size_bytes = os.stat(directory / record.name).st_size
+        except OSError as error:
+            raise ExportError(f"the checkpoint {directory} is not whole: {record.name}: {error.strerror}") from error
+        if size_bytes != record.size_bytes:
+            raise ExportError(
+                f"the checkpoint {directory} is not whole: {record.name} has {size_bytes} bytes, was written with "
+                f"{record.size_bytes}"
+            )
+
+
+def _tensor_record(path: Path, name: str, record: Mapping[str, Any]) -> TensorRecord:
+    pieces = tuple(PieceRecord(*piece) for piece in record["pieces"])
+    shape = tuple(record["shape"])
+    stop = 0
+    for piece in pieces:
+        if piece.start != stop or piece.stop < piece.start:
+            raise ExportError(f"{path}: the pieces of {name!r} do not follow one another at element {stop}")
+        stop = piece.stop
+    if stop != math.prod(shape):
+        raise ExportError(f"{path}: the pieces of {name!r} end at element {stop} of {math.prod(shape)}")
+    return TensorRecord(shape, record["dtype"], pieces)

@@ -1,0 +1,169 @@
+"""One rank's file of a checkpoint: the pieces of tensors that it owns, one after another, in the safetensors format.
+
+Written once from front to back, so its checksum is made of the bytes that are written and nothing is read again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from streamshard.checkpoint.manifest import FileRecord
+from streamshard.checkpoint.publish import write_all
+from streamshard.checkpoint.safetensors_file import FileLayout, StoredTensor, TensorSpec, lay_out
+from streamshard.checkpoint.writer import CHUNK_BYTES
+from streamshard.errors import ExportError
+
+__all__ = ["Piece", "hash_file", "plan_piece_file", "read_range", "write_piece_file"]
+
+
+class Piece(NamedTuple):
+    """Elements [start, start + data.numel()) of the flattened tensor `name`.
+
+    Attributes:
+        name: of the tensor; on all ranks that have some of it the same.
+        shape: of the whole.
+        start: first element.
+        data: [n] 1-D contiguous, any device.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    data: torch.Tensor
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.data.numel()
+
+
+def plan_piece_file(name: str, pieces: Sequence[Piece]) -> FileLayout:
+    """Where in the file each of `pieces` will be.
+
+    Raises:
+        ExportError: the format has no name for a dtype, or two pieces are of one tensor.
+    """
+    specs = {piece.name: TensorSpec(piece.name, (piece.data.numel(),), piece.data.dtype) for piece in pieces}
+    if len(specs) != len(pieces):
+        repeated = next(
+            piece.name for place, piece in enumerate(pieces) if piece.name in {p.name for p in pieces[:place]}
+        )
+        raise ExportError(f"two tensors are called {repeated!r}")
+    return lay_out(name, list(specs.values()), {"format": "pt"})
+
+
+def write_piece_file(
+    directory: Path, layout: FileLayout, pieces: Sequence[Piece], advance: Callable[[int], object]
+) -> FileRecord:
+    """Write a new file, which is on the disk when this returns. Extra memory: `CHUNK_BYTES`, for devices only.
+
+    Args:
+        directory: where to.
+        layout: of `pieces`, made by `plan_piece_file`.
+        pieces: in any order.
+        advance: is told how many bytes were written, now and then.
+
+    Raises:
+        ExportError: names the file that cannot be written.
+    """
+    path = directory / layout.name
+    data_of = {piece.name: piece.data for piece in pieces}
+    digest = hashlib.sha256()
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            # Both let go of the interpreter's lock: the checksum is made while the system takes the bytes.
+            with ThreadPoolExecutor(1) as pool:
+                position = 0
+                for chunk in _chunks(layout, data_of):
+                    hashed = pool.submit(digest.update, chunk)
+                    write_all(descriptor, chunk, position)
+                    hashed.result()
+                    position += len(chunk)
+                    advance(len(chunk))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ExportError(f"{path}: {error}") from error
+    return FileRecord(layout.name, layout.size_bytes, digest.hexdigest())
+
+
+def hash_file(path: Path, advance: Callable[[int], object]) -> str:
+    """The SHA-256 of a file, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    buffer = bytearray(CHUNK_BYTES)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(memoryview(buffer)[:count])
+                advance(count)
+    except OSError as error:
+        raise ExportError(f"cannot read {path}: {error}") from error
+    return digest.hexdigest()
+
+
+def read_range(stored: StoredTensor, start: int, target: torch.Tensor) -> None:
+    """Fill `target` by elements [start, start + target.numel()) of `stored`, converted.
+
+    Args:
+        stored: 1-D.
+        start: first element.
+        target: [n] 1-D contiguous, any device and dtype; autograd hears of the change.
+
+    Raises:
+        ExportError: the file has become shorter.
+    """
+    target = target.detach()
+    is_direct = target.device.type == "cpu" and target.dtype == stored.dtype
+    if is_direct:
+        chunk = target
+        torch.autograd.graph.increment_version(target)
+    else:
+        chunk = torch.empty(min(CHUNK_BYTES // stored.dtype.itemsize, target.numel()), dtype=stored.dtype)
+    for done in range(0, target.numel(), max(chunk.numel(), 1)):
+        part = target[done : done + chunk.numel()]
+        _read(stored, start + done, chunk[: part.numel()])
+        if not is_direct:
+            part.copy_(chunk[: part.numel()])
+
+
+def _read(stored: StoredTensor, start: int, target: torch.Tensor) -> None:
+    stored.file.seek(stored.offset + start * stored.dtype.itemsize)
+    view = bytes_of(target)
+    while view:
+        count = stored.file.readinto(view)
+        if not count:
+            raise ExportError(f"{stored.file.name} became shorter while it was read")
+        view = view[count:]
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, of whatever dtype."""
+    if not tensor.numel():
+        return memoryview(b"")
+    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")
+
+
+def _chunks(layout: FileLayout, data_of: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+    """The file's bytes. Each chunk is to be used before the next is asked for."""
+    yield memoryview(layout.header)
+    staging: torch.Tensor | None = None
+    for name in layout.offsets:
+        data = data_of[name].detach()
+        numel = CHUNK_BYTES // data.dtype.itemsize
+        for done in range(0, data.numel(), numel):
+            part = data[done : done + numel]
+            if part.device.type != "cpu":
+                if staging is None:
+                    staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+                part = staging.view(data.dtype)[: part.numel()].copy_(part)
+            yield bytes_of(part)

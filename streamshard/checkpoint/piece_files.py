@@ -1,0 +1,76 @@
+"""The files of one checkpoint, read by slices of the tensors that are spread over them."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import torch
+
+from streamshard.checkpoint.manifest import Manifest
+from streamshard.checkpoint.piece_file import hash_file, read_range
+from streamshard.checkpoint.restore import Read
+from streamshard.checkpoint.safetensors_file import StoredDirectory, read_file
+from streamshard.comm.ranks import Ranks
+from streamshard.errors import ExportError
+from streamshard.log import progress
+
+__all__ = ["PieceFiles"]
+
+
+class PieceFiles:
+    """The files of one checkpoint, opened when they are needed."""
+
+    def __init__(self, path: Path, manifest: Manifest, opened: contextlib.ExitStack) -> None:
+        self._path = path
+        self._manifest = manifest
+        self._opened = opened
+        self._files: dict[int, StoredDirectory] = {}
+
+    def verify(self, ranks: Ranks) -> None:
+        """Compare this rank's part of the files with their checksums; all ranks together see all of them.
+
+        Raises:
+            ExportError: names the file that is damaged.
+        """
+        mine = self._manifest.files[ranks.number :: ranks.total_size]
+        with progress("verifying", sum(record.size_bytes for record in mine), shows=ranks.is_first) as advance:
+            for record in mine:
+                if hash_file(self._path / record.name, advance) != record.sha256:
+                    raise ExportError(f"{self._path / record.name} is damaged: it is not what its checksum says")
+
+    def read(self, read: Read) -> None:
+        """Fill its target.
+
+        Raises:
+            ExportError: names what is not where the manifest says.
+        """
+        record = self._manifest.tensors[read.name]
+        stop = read.start + read.target.numel()
+        for piece in record.pieces:
+            first, last = max(piece.start, read.start), min(piece.stop, stop)
+            if first >= last:
+                continue
+            stored = self._file(piece.file).tensors.get(read.name)
+            if stored is None or stored.shape != (piece.stop - piece.start,):
+                raise ExportError(
+                    f"{self._manifest.files[piece.file].name} does not hold what it should of {read.name!r}"
+                )
+            read_range(stored, first - piece.start, read.target[first - read.start : last - read.start])
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """A tensor, in new CPU memory."""
+        record = self._manifest.tensors[name]
+        whole = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+        self.read(Read(name, 0, whole.view(-1)))
+        return whole
+
+    def check_unchanged(self) -> None:
+        """Raise an ExportError if somebody has written into one of the files."""
+        for file in self._files.values():
+            file.check_unchanged()
+
+    def _file(self, number: int) -> StoredDirectory:
+        if number not in self._files:
+            self._files[number] = self._opened.enter_context(read_file(self._path / self._manifest.files[number].name))
+        return self._files[number]

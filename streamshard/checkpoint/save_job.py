@@ -1,0 +1,123 @@
+"""Writing a checkpoint that has been collected: nothing here looks at the run, so it may happen beside it.
+
+make the directory (rank 0) -> write and fsync (every rank) -> publish by renaming (rank 0)
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from streamshard.checkpoint.directory import create_partial, publish_checkpoint, remove_partial
+from streamshard.checkpoint.manifest import FileRecord, Manifest, PieceRecord, TensorRecord
+from streamshard.checkpoint.piece_file import Piece, plan_piece_file, write_piece_file
+from streamshard.checkpoint.safetensors_file import FileLayout
+from streamshard.checkpoint.writer import RankGroup, run_on_all_ranks
+from streamshard.comm.ranks import Ranks
+from streamshard.errors import ExportError
+from streamshard.log import progress
+
+__all__ = ["SaveJob", "plan_job"]
+
+
+class SaveJob(NamedTuple):
+    """All that is needed to write a checkpoint."""
+
+    root: Path
+    number: int
+    keep: int | None
+    layout: FileLayout
+    pieces: list[Piece]
+    tensors: dict[str, TensorRecord]
+    replicas: int
+    state: Mapping[str, Any]
+
+    @property
+    def path(self) -> Path:
+        return self.root / f"checkpoint-{self.number}"
+
+    def write(self, group: RankGroup) -> Path:
+        """Write this rank's file, and let the first rank publish all of them. Collective."""
+        doing = f"save {self.path}"
+        partial: Path | None = None
+        try:
+            made = run_on_all_ranks(
+                group, doing, lambda: create_partial(self.root, self.number) if group.is_first else None
+            )
+            partial = Path(group.gather_objects(None if made is None else str(made))[0])
+            filled = [piece for piece in self.pieces if piece.data.numel()]
+
+            def write() -> FileRecord:
+                with progress(f"saving {self.path.name}", self.layout.size_bytes, shows=group.is_first) as advance:
+                    return write_piece_file(partial, self.layout, filled, advance)
+
+            records = group.gather_objects(run_on_all_ranks(group, doing, write))
+
+            def publish() -> None:
+                if group.is_first:
+                    publish_checkpoint(partial, self._manifest(records), self.keep)
+
+            run_on_all_ranks(group, doing, publish)
+        except BaseException as error:
+            if partial is not None and group.is_first:
+                remove_partial(partial)
+            if isinstance(error, ExportError):  # on all ranks: none of them returns before it is gone
+                group.gather_objects(None)
+            raise
+        return self.path
+
+    def _manifest(self, records: list[FileRecord]) -> Manifest:
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
+        versions = {"streamshard": _version(), "torch": torch.__version__, "saved_at": now}
+        return Manifest(self.number, len(records), self.replicas, versions, tuple(records), self.tensors, self.state)
+
+
+def plan_job(
+    root: Path, number: int, keep: int | None, ranks: Ranks, state: Mapping[str, Any], pieces: list[Piece]
+) -> SaveJob:
+    """What each rank writes where. Collective."""
+    filled = [piece for piece in pieces if piece.data.numel()]
+    name = f"rank-{ranks.number:05d}-of-{ranks.total_size:05d}.safetensors"
+    layout = run_on_all_ranks(ranks, f"save to {root}", lambda: plan_piece_file(name, filled))
+    rows = [
+        (piece.name, piece.shape, str(piece.data.dtype).removeprefix("torch."), piece.start, piece.stop)
+        for piece in pieces
+    ]
+    tensors = _tensor_records(ranks.gather_objects(rows))
+    return SaveJob(root, number, keep, layout, pieces, tensors, ranks.total_size // ranks.world_size, state)
+
+
+def _tensor_records(by_rank: list[list[tuple[str, tuple[int, ...], str, int, int]]]) -> dict[str, TensorRecord]:
+    found: dict[str, tuple[tuple[int, ...], str, list[PieceRecord]]] = {}
+    for file, rows in enumerate(by_rank):
+        for name, shape, dtype, start, stop in rows:
+            own = found.setdefault(name, (shape, dtype, []))
+            if own[:2] != (shape, dtype):
+                raise ExportError(
+                    f"{name!r} is {own[1]} {list(own[0])} on one rank and {dtype} {list(shape)} on another"
+                )
+            if start < stop:
+                own[2].append(PieceRecord(file, start, stop))
+    tensors = {}
+    for name, (shape, dtype, pieces) in found.items():
+        pieces.sort(key=lambda piece: piece.start)
+        ends = [0, *(piece.stop for piece in pieces)]
+        if [piece.start for piece in pieces] != ends[:-1] or ends[-1] != math.prod(shape):
+            raise ExportError(
+                f"{name!r}: ranks have the elements {[(p.start, p.stop) for p in pieces]} of {list(shape)}"
+            )
+        tensors[name] = TensorRecord(shape, dtype, tuple(pieces))
+    return tensors
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("streamshard")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return "not installed"

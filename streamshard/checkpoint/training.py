@@ -1,0 +1,240 @@
+"""`save_checkpoint` and `load_checkpoint`: a training run to disk, and back at any number of ranks.
+
+collect -> copy to the host, if training goes on meanwhile -> write, see `save_job.py`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from streamshard.checkpoint.background import (
+    Saving,
+    background_group,
+    copy_to_host,
+    finish_running,
+    run_in_background,
+)
+from streamshard.checkpoint.collect import collect
+from streamshard.checkpoint.directory import find_checkpoint, next_number
+from streamshard.checkpoint.manifest import MANIFEST_NAME, Manifest, check_sizes, read_manifest
+from streamshard.checkpoint.parts import name_parts
+from streamshard.checkpoint.piece_files import PieceFiles
+from streamshard.checkpoint.restore import plan_restore
+from streamshard.checkpoint.save_job import plan_job
+from streamshard.checkpoint.writer import run_on_all_ranks
+from streamshard.errors import ConfigError, ExportError
+from streamshard.log import log, progress
+
+__all__ = ["Loaded", "load_checkpoint", "save_checkpoint"]
+
+Models = nn.Module | Mapping[str, nn.Module]
+Optimizers = Optimizer | Mapping[str, Optimizer]
+
+
+class Loaded(dict[str, Any]):
+    """The values of ``extra`` that were saved, by key.
+
+    Attributes:
+        path: the checkpoint.
+        left_out: what it holds and nobody asked for or, with ``strict=False``, what did not fit; lines for people.
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: Path, left_out: list[str]) -> None:
+        super().__init__(values)
+        self.path = path
+        self.left_out = left_out
+
+
+@overload
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    model: Models,
+    optimizer: Optimizers | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    *,
+    step: int | None = None,
+    wait: Literal[True] = True,
+) -> Path: ...
+@overload
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    model: Models,
+    optimizer: Optimizers | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    *,
+    step: int | None = None,
+    wait: Literal[False],
+) -> Saving: ...
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    model: Models,
+    optimizer: Optimizers | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    *,
+    step: int | None = None,
+    wait: bool = True,
+) -> Path | Saving:
+    """Save all that a run needs to go on, as a new checkpoint in `directory`. Call it on every rank, between steps.
+
+    Main weights, buffers, the optimizer's state, random states of every rank, and whatever else is given. Each rank
+    writes what it owns into a file of its own, so nothing is gathered; on CPUs nothing is copied either. The files are
+    safetensors, the rest is JSON with a checksum of each file; there is no pickle and no code. A checkpoint is there
+    whole or not at all, whenever a rank is killed.
+
+    Args:
+        directory: on storage that all ranks share; holds the checkpoints of one run, side by side. Made if it is not
+            there.
+        model: made by `StreamShard`, or a dict of several, some of which may be plain modules.
+        optimizer: over its parameters, or a dict of several.
+        scheduler: anything with ``state_dict()`` and ``load_state_dict()``, or a dict of several.
+        scaler: the same, such as `GradScaler`.
+        extra: by name, values (numbers, strings, lists, dicts, tensors) and objects with ``state_dict()``, such as a
+            data loader. Ranks may give different ones; then the number of ranks that load has to be the same.
+        keep: how many of the newest checkpoints to keep; older ones are deleted once the new one is whole.
+        step: the checkpoint's number, as in ``checkpoint-1000``; None is one more than the largest that is there. One
+            that has this number already is replaced once the new one is whole.
+        wait: False: return once everything is copied to host memory, which is kept for the next time, and write in the
+            background.
+
+    Returns:
+        The checkpoint's path; with ``wait=False`` a handle. A save that is running is waited for first.
+
+    Raises:
+        ExportError: on every rank; names the rank, the file and the cause. Nothing is left of the new checkpoint then,
+            and older ones are untouched. What went wrong in the background is raised by the next call, or by the
+            handle's ``wait()``.
+        ConfigError: an argument that cannot work.
+        ShardingError: no model is sharded, or it is called inside a forward or backward.
+    """
+    began = time.perf_counter()
+    finish_running()
+    for name, value, least in (("keep", keep, 1), ("step", step, 0)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise ConfigError(f"{name}={value!r}: wanted an integer of at least {least}, or None")
+    parts = name_parts("save_checkpoint", model, optimizer, scheduler, scaler, extra)
+    root, ranks = Path(directory), parts.engine.ranks
+    number = step
+    if number is None:
+        number = ranks.gather_objects(
+            run_on_all_ranks(ranks, f"save to {root}", lambda: next_number(root) if ranks.is_first else 0)
+        )[0]
+    state, pieces = collect(parts)
+    job = plan_job(root, number, keep, ranks, state, pieces)
+    if wait:
+        path = job.write(ranks)
+        log.info("saved %s in %.1f s", path, time.perf_counter() - began)
+        return path
+    job = job._replace(pieces=copy_to_host(parts.engine, job.pieces))
+    group = background_group(ranks)
+
+    def write() -> None:
+        path = job.write(group)
+        log.info("saved %s in the background, %.1f s after the call", path, time.perf_counter() - began)
+
+    return run_in_background(Saving(job.path, write))
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str],
+    model: Models,
+    optimizer: Optimizers | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    strict: bool = True,
+) -> Loaded:
+    """Go on where `save_checkpoint` was called: on any number of ranks, with any units, slots and meshes.
+
+    On as many ranks as have saved, what follows is what would have followed, to the bit. Every file is verified before
+    anything changes; each rank reads what it owns.
+
+    Args:
+        directory: a checkpoint, or a directory of them, of which the latest that is whole is taken.
+        model: as given when it was saved; so are `optimizer`, `scheduler` and `scaler`, of which those that are left
+            out stay as they are.
+        extra: objects that were saved under the same keys, whose ``load_state_dict`` is called. Values need not be
+            given.
+        strict: whatever was saved and whatever is there have to fit. False: load what fits, name for name, and list
+            the rest.
+
+    Returns:
+        What was saved as `extra`, by key, and what was left out.
+
+    Raises:
+        ExportError: on every rank, before any weight changes; names the file that is damaged or missing, or all
+            parameters that do not fit.
+        ConfigError: an argument that cannot work.
+        ShardingError: no model is sharded, or it is called inside a forward or backward.
+    """
+    began = time.perf_counter()
+    finish_running()
+    parts = name_parts("load_checkpoint", model, optimizer, scheduler, scaler, extra)
+    ranks, root = parts.engine.ranks, Path(directory)
+    found = run_on_all_ranks(ranks, f"load {root}", lambda: str(find_checkpoint(root)) if ranks.is_first else "")
+    path = Path(ranks.gather_objects(found)[0])
+    doing = f"load {path}"
+    manifest = run_on_all_ranks(ranks, doing, lambda: _read_whole_manifest(path))
+    digests = ranks.gather_objects(hashlib.sha256((path / MANIFEST_NAME).read_bytes()).hexdigest())
+    if len(set(digests)) > 1:
+        raise ExportError(f"could not {doing}: ranks see different checkpoints there; it has to be on shared storage")
+    with contextlib.ExitStack() as opened:
+        files = PieceFiles(path, manifest, opened)
+        # Opened before they are verified: what is read afterwards are the same files, whatever is put in their place.
+        run_on_all_ranks(ranks, doing, lambda: files.verify(ranks))
+        plan = run_on_all_ranks(ranks, doing, lambda: plan_restore(parts, manifest, files.read_whole, strict=strict))
+
+        def load_objects() -> None:
+            for name, load in plan.loads.items():
+                try:
+                    load()
+                except Exception as error:
+                    raise ExportError(f"{name} does not take its state: {type(error).__name__}: {error}") from error
+
+        run_on_all_ranks(ranks, doing, load_objects)
+
+        def read() -> None:
+            total = sum(read.target.nbytes for read in plan.reads)
+            with torch.no_grad(), progress(f"loading {path.name}", total, shows=ranks.is_first) as advance:
+                for each in plan.reads:
+                    files.read(each)
+                    advance(each.target.nbytes)
+            files.check_unchanged()
+            for finish in plan.finish:
+                finish()
+
+        # From here on only the storage itself can fail.
+        run_on_all_ranks(
+            ranks, f"finish loading {path}, and half of it is loaded now: load again before going on", read
+        )
+    log.info("loaded %s in %.1f s", path, time.perf_counter() - began)
+    for line in plan.left_out:
+        log.info("%s: left out: %s", path, line)
+    return Loaded(plan.values, path, plan.left_out)
+
+
+def _read_whole_manifest(path: Path) -> Manifest:
+    manifest = read_manifest(path)
+    check_sizes(path, manifest)
+    return manifest

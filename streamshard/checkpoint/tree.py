@@ -1,0 +1,154 @@
+"""State as users' objects give it (nested containers, numbers, tensors) to JSON and tensors, and back. No code in it.
+
+JSON has neither tuples nor numbers that are not finite, and keys of dicts are strings. What it cannot say is an object
+with the key ``"$"``, which names the kind. What even that cannot say is refused by the path at which it was found:
+reading it back would need the code of a class.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from streamshard.errors import ExportError
+
+__all__ = ["decode", "encode"]
+
+_KIND = "$"
+_MAPPINGS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
+
+
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """What `value` is as JSON; its tensors are put into `tensors`, detached, not copied.
+
+    Args:
+        value: None, numbers, strings, bytes, lists, tuples, sets, dicts, tensors, arrays of numpy, dtypes, devices, and
+            what is nested of them.
+        path: what it is called; of tensors, the beginning of their names.
+        tensors: by name; gains those of `value`.
+
+    Raises:
+        ExportError: names the path of something else.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int) and type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {_KIND: "float", "value": repr(value)}
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, path, tensors)
+    if type(value) is list:
+        return [encode(each, f"{path}[{place}]", tensors) for place, each in enumerate(value)]
+    if type(value) in (tuple, torch.Size):
+        return {_KIND: "tuple", "items": encode(list(value), path, tensors)}
+    if type(value) in (set, frozenset):
+        items = [encode(each, f"{path}[{place}]", tensors) for place, each in enumerate(sorted(value, key=repr))]
+        return {_KIND: type(value).__name__, "items": items}
+    if isinstance(value, defaultdict) or type(value) in _MAPPINGS.values():
+        return _encode_mapping(value, path, tensors)
+    if type(value) in (bytes, bytearray):
+        data = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
+        return {_KIND: "bytes", "tensor": _keep(data, path, tensors)}
+    if isinstance(value, torch.dtype | torch.device):
+        return {_KIND: type(value).__name__, "value": str(value).removeprefix("torch.")}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
+        return encode(value.item(), path, tensors)
+    if numpy is not None and type(value) is numpy.ndarray and value.dtype.kind in "biuf":
+        data = torch.from_numpy(numpy.array(value, order="C"))
+        return {_KIND: "array", "tensor": _keep(data, path, tensors)}
+    raise ExportError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds numbers, strings, lists, "
+        "tuples, sets, dicts, bytes, tensors and arrays, and objects that have state_dict() and load_state_dict(); "
+        "nothing whose code it would have to hold"
+    )
+
+
+def decode(saved: Any, tensor_of: Callable[[str], torch.Tensor], device: torch.device) -> Any:
+    """What was given to `encode`.
+
+    Args:
+        saved: the JSON.
+        tensor_of: a new tensor in CPU memory, by its name.
+        device: for tensors that were not in CPU memory.
+    """
+    if isinstance(saved, list):
+        return [decode(each, tensor_of, device) for each in saved]
+    if not isinstance(saved, dict):
+        return saved
+    kind = saved.get(_KIND)
+    if kind is None:
+        return {key: decode(each, tensor_of, device) for key, each in saved.items()}
+    if kind == "float":
+        return float(saved["value"])
+    if kind == "number":
+        return torch.tensor(
+            _number(saved["value"]), dtype=getattr(torch, saved["dtype"]), device=_device(saved, device)
+        )
+    if kind == "tensor":
+        return tensor_of(saved["tensor"]).to(_device(saved, device))
+    if kind == "bytes":
+        return tensor_of(saved["tensor"]).numpy().tobytes()
+    if kind == "array":
+        return tensor_of(saved["tensor"]).numpy()
+    if kind in ("dtype", "device"):
+        return getattr(torch, saved["value"]) if kind == "dtype" else torch.device(saved["value"])
+    items = decode(saved["items"], tensor_of, device)
+    if kind in ("tuple", "set", "frozenset"):
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind](dict(items))  # of a Counter the counts, not how many such items there are
+    raise ExportError(f"a value of kind {kind!r}, which this version of streamshard does not know")
+
+
+def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided or value.is_quantized:
+        raise ExportError(
+            f"{path} is a {type(value).__name__} of layout {value.layout}: a checkpoint holds plain tensors; give it "
+            "what it is made of, or value.full_tensor(), value.to_dense() and the like"
+        )
+    if value.is_meta:
+        raise ExportError(f"{path} is on the meta device: it has no values yet")
+    data = value.detach().as_subclass(torch.Tensor)
+    where = {} if data.device.type == "cpu" else {"device": data.device.type}
+    if not data.shape and not data.dtype.is_complex:
+        number = data.item()
+        is_finite = not isinstance(number, float) or math.isfinite(number)
+        shown = number if is_finite else repr(number)
+        return {_KIND: "number", "dtype": str(data.dtype).removeprefix("torch."), "value": shown, **where}
+    return {_KIND: "tensor", "tensor": _keep(data, path, tensors), **where}
+
+
+def _keep(data: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> str:
+    """Under which name `data` is in `tensors` now: its path, which another may have (a key with a dot in it)."""
+    while path in tensors:
+        path += "'"
+    tensors[path] = data
+    return path
+
+
+def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    # A defaultdict's factory is code; what is missing in it is for the object that loads it to make.
+    kind = "dict" if isinstance(value, defaultdict) else type(value).__name__
+    if kind == "dict" and all(type(key) is str and key != _KIND for key in value):
+        return {key: encode(each, f"{path}.{key}", tensors) for key, each in value.items()}
+    items = [
+        [encode(key, f"a key of {path}", tensors), encode(each, f"{path}[{key!r}]", tensors)]
+        for key, each in value.items()
+    ]
+    return {_KIND: kind, "items": [{_KIND: "tuple", "items": item} for item in items]}
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) else value
+
+
+def _device(saved: Mapping[str, Any], device: torch.device) -> torch.device:
+    return device if "device" in saved else torch.device("cpu")

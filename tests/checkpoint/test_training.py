@@ -1,0 +1,405 @@
+"""A run that was saved goes on as if nothing had happened; what does not fit is refused before anything changes."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from streamshard import LocalSGD, StreamShard, latest, load_checkpoint, save_checkpoint
+from streamshard.checkpoint import save_job
+from streamshard.errors import ConfigError, ExportError, ShardingError
+from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
+from tests.models import DIM, Layer, Stack
+from tests.ranks import RankContext, RankPool, on_ranks
+from tests.reference import EXACT, FP32, Call, adamw, assert_same, full_weights, stack_step
+
+
+def _save(directory: Path, run: Run, **settings: Any) -> Any:
+    return save_checkpoint(directory, *run, **settings)
+
+
+def _load(directory: Path, run: Run, **settings: Any) -> Any:
+    return load_checkpoint(directory, *run, **settings)
+
+
+@on_ranks(1, 2, 3)
+def test_a_run_goes_on_to_the_bit(context: RankContext, tmp_path: Path) -> None:
+    """Weights, moments, schedule, scale, counters and random numbers: another model, started otherwise, takes over."""
+    run = start(0)
+    random.seed(context.rank)
+    steps(run, 0, 3)
+    where = _save(tmp_path, run, extra={"position": 3, "mean": torch.tensor([0.5])})
+    wanted = steps(run, 3, 6)
+    other = start(1)
+    steps(other, 0, 1)
+    loaded = _load(tmp_path, other)
+    assert where == loaded.path == tmp_path / "checkpoint-1"
+    assert loaded["position"] == 3
+    assert torch.equal(loaded["mean"], torch.tensor([0.5]))
+    assert loaded.left_out == []
+    assert other.model.calls == {"seen": 3}
+    assert steps(other, 3, 6) == wanted
+    assert_same(weights_of(other), weights_of(run), "weights", EXACT)
+
+
+OTHERS = [
+    {},
+    {"weight_slots": "all", "grad_slots": "all"},
+    {"min_unit_size": "1GB"},
+    {"align_pieces_to": "row"},
+    {"pad_units_to": 64},
+]
+
+
+def _goes_on(context: RankContext, path: Path, settings: dict[str, Any]) -> list[float]:
+    run = start(1, **settings)
+    _load(path, run)
+    return steps(run, 2, 4, spread=12)
+
+
+def _is_saved(context: RankContext, path: Path, settings: dict[str, Any]) -> list[float]:
+    run = start(0, **settings)
+    steps(run, 0, 2, spread=12)
+    _save(path, run)
+    return steps(run, 2, 4, spread=12)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("saved_by", [1, 2, 3, 4])
+def test_any_number_of_ranks_loads_what_any_has_saved(ranks: RankPool, tmp_path: Path, saved_by: int) -> None:
+    """With other units, slots and layouts too: losses to rounding, and to the bit where all is the same."""
+    wanted = ranks(saved_by).run(_is_saved, tmp_path, {})[0]
+    for loaded_by in (1, 2, 3, 4):
+        settings = OTHERS[loaded_by if loaded_by != saved_by else 0]
+        found = ranks(loaded_by).run(_goes_on, tmp_path, settings)[0]
+        if loaded_by == saved_by:
+            assert found == wanted
+        else:
+            assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@on_ranks(2)
+def test_saving_in_the_background_saves_what_was_there(context: RankContext, tmp_path: Path) -> None:
+    """Training goes on at once; what is written is what was there at the call."""
+    run = start(0)
+    steps(run, 0, 2)
+    saving = _save(tmp_path, run, wait=False, step=2)
+    wanted = steps(run, 2, 4)
+    assert saving.wait() == tmp_path / "checkpoint-2"
+    assert saving.done
+    again = _save(tmp_path, run, wait=False, step=4)  # over the same copies
+    later = steps(run, 4, 6)
+    _load(again.path, run)  # waits
+    assert steps(run, 4, 6) == later
+    other = start(1)
+    _load(tmp_path / "checkpoint-2", other)
+    assert steps(other, 2, 4) == wanted
+
+
+def _break_writing(context: RankContext, rank: int) -> Any:
+    def refuse(*args: Any) -> Any:
+        raise ExportError("the disk is full")
+
+    patch = pytest.MonkeyPatch()
+    if context.rank == rank:
+        patch.setattr(save_job, "write_piece_file", refuse)
+    return patch
+
+
+@on_ranks(2)
+def test_what_fails_in_the_background_is_raised_by_the_next_call(context: RankContext, tmp_path: Path) -> None:
+    """Once, on every rank; nothing is left of it, and what was there before stays."""
+    run = start(0)
+    before = _save(tmp_path, run)
+    patch = _break_writing(context, 1)
+    saving = _save(tmp_path, run, wait=False)
+    while not saving.done:
+        steps(run, 0, 1)
+    patch.undo()
+    with pytest.raises(ExportError, match="rank 1: the disk is full"):
+        _save(tmp_path, run)
+    assert latest(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert _save(tmp_path, run).name == "checkpoint-2"
+
+
+@on_ranks(2)
+def test_an_error_of_one_rank_is_raised_on_all_and_leaves_nothing(context: RankContext, tmp_path: Path) -> None:
+    """With its name; the next save works."""
+    run = start(0)
+    patch = _break_writing(context, 1)
+    with pytest.raises(ExportError, match=r"could not save .*checkpoint-1: rank 1: the disk is full"):
+        _save(tmp_path, run)
+    patch.undo()
+    assert list(tmp_path.iterdir()) == []
+    assert latest(tmp_path) is None
+    _save(tmp_path, run)
+    blocked = tmp_path / "file"
+    if context.rank == 0:
+        blocked.write_text("not a directory")
+    dist.barrier()
+    with pytest.raises(ExportError, match=r"could not save .*file"):
+        _save(blocked, run)
+
+
+@on_ranks(2)
+def test_keep_deletes_the_oldest_ones(context: RankContext, tmp_path: Path) -> None:
+    """And nothing that is not a checkpoint; the one of a number that is there already is replaced."""
+    run = start(0)
+    if context.rank == 0:
+        (tmp_path / "notes").mkdir()
+    names = [_save(tmp_path, run, keep=2, step=step).name for step in (5, 10, 15)]
+    assert names == ["checkpoint-5", "checkpoint-10", "checkpoint-15"]
+    assert {path.name for path in tmp_path.iterdir()} == {"notes", "checkpoint-10", "checkpoint-15"}
+    steps(run, 0, 1)
+    wanted = weights_of(run)
+    _save(tmp_path, run, keep=2, step=10)
+    assert {path.name for path in tmp_path.iterdir()} == {"notes", "checkpoint-10", "checkpoint-15"}
+    assert latest(tmp_path) == tmp_path / "checkpoint-10"  # it was saved last
+    steps(run, 1, 2)
+    _load(tmp_path, run)
+    assert_same(weights_of(run), wanted, "weights", EXACT)
+    assert _save(tmp_path, run).name == "checkpoint-16"
+
+
+class Position:
+    """A data loader's."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is."""
+        return {"position": self.position, "generator": torch.arange(self.position)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go there."""
+        assert torch.equal(state["generator"], torch.arange(state["position"]))
+        self.position = state["position"]
+
+
+@on_ranks(2)
+def test_several_models_optimizers_and_objects(context: RankContext, tmp_path: Path) -> None:
+    """Sharded and plain ones, objects that differ between ranks, values; each comes back to its own."""
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        actor, critic, plain = (
+            StreamShard(Stack(), precision=FP32),
+            StreamShard(Stack((DIM,) * 3), precision=FP32),
+            Layer(),
+        )
+        both = torch.optim.SGD([*actor.parameters(), *critic.parameters(), *plain.parameters()], lr=0.1, momentum=0.9)
+        for model in (actor, critic):
+            stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+        plain(torch.ones(1, DIM)).sum().backward()
+        both.step()
+        own = torch.optim.Adam(actor.parameters())
+        own.step()
+        return {"actor": actor, "critic": critic, "plain": plain}, {"both": both, "own": own}
+
+    models, optimizers = make(0)
+    extra = {"loader": Position(3 + context.rank), "best": 0.25, "names": ("a", "b")}
+    save_checkpoint(tmp_path, models, optimizers, extra=extra)
+    others, their_optimizers = make(1)
+    loader = Position(0)
+    loaded = load_checkpoint(tmp_path, others, their_optimizers, extra={"loader": loader})
+    assert loader.position == 3 + context.rank
+    assert loaded == {"loader": loader, "best": 0.25, "names": ("a", "b")}
+    for name in ("actor", "critic"):
+        assert_same(full_weights(others[name]), full_weights(models[name]), name, EXACT)
+    assert_same(others["plain"].state_dict(), models["plain"].state_dict(), "plain", EXACT)
+    for name, optimizer in optimizers.items():
+        mine, theirs = (each.param_groups[0]["params"] for each in (optimizer, their_optimizers[name]))
+        for param, their_param in zip(mine, theirs, strict=True):
+            found, wanted = (
+                {key: value.as_subclass(torch.Tensor) for key, value in own.items()}
+                for own in (their_optimizers[name].state[their_param], optimizer.state[param])
+            )
+            assert_same(found, wanted, name, EXACT)
+
+
+def _save_a_loader(context: RankContext, path: Path) -> None:
+    model = StreamShard(Stack(), precision=FP32)
+    save_checkpoint(path, model, extra={"loader": Position(dist.get_rank()), "same": Position(7)})
+
+
+def _load_a_loader(context: RankContext, path: Path) -> None:
+    model = StreamShard(Stack(), precision=FP32)
+    with pytest.raises(ExportError, match=r"'extra.loader' differs between the 2 ranks that saved it, and 1 load it"):
+        load_checkpoint(path, model)
+    same = Position(0)
+    loaded = load_checkpoint(path, model, extra={"same": same}, strict=False)
+    assert same.position == 7
+    assert len(loaded.left_out) == 1
+
+
+@pytest.mark.ranks
+def test_what_differed_between_ranks_is_not_dealt_out_to_others(ranks: RankPool, tmp_path: Path) -> None:
+    """Nobody can say where a loader of another number of ranks is; what was the same goes to all."""
+    ranks(2).run(_save_a_loader, tmp_path)
+    ranks(1).run(_load_a_loader, tmp_path)
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_named_and_nothing_changes(context: RankContext, tmp_path: Path) -> None:
+    """All differences at once; of models, optimizers and what was asked for."""
+    run = start(0)
+    steps(run, 0, 1)
+    _save(tmp_path, run)
+    other = StreamShard(Stack(), precision=FP32)
+    before = full_weights(other)
+    with pytest.raises(ExportError, match=r"Counted and does not fit Stack: missing 'head.bias', .*unexpected") as why:
+        load_checkpoint(tmp_path, other)
+    assert all(repr(name) in str(why.value) for name, _ in run.model.named_parameters() if "blocks" in name)
+    assert_same(full_weights(other), before, "weights", EXACT)
+
+    changed = start(1)
+    before = weights_of(changed)
+    sgd = torch.optim.SGD(changed.model.parameters(), lr=0.1)
+    for optimizer, words in (
+        (sgd, r"optimizer is torch.optim.adamw.AdamW, wanted torch.optim.sgd.SGD"),
+        (torch.optim.AdamW(changed.model.parameters()), r"optimizer has 2 param groups, wanted 1"),
+        ({"a": sgd}, r"it has no 'optimizer.a', but 'optimizer'"),
+    ):
+        with pytest.raises(ExportError, match=words):
+            load_checkpoint(tmp_path, changed.model, optimizer)
+    with pytest.raises(ExportError, match=r"it has no 'extra.loader'"):
+        _load(tmp_path, changed, extra={"loader": Position(0)})
+    with pytest.raises(ExportError, match=r"scheduler does not take its state"):
+        load_checkpoint(tmp_path, changed.model, changed.optimizer, scheduler=Position(0))
+    assert_same(weights_of(changed), before, "weights", EXACT)
+    assert not changed.optimizer.state
+    loaded = load_checkpoint(tmp_path, changed.model, sgd, strict=False)
+    assert loaded.left_out == [
+        "optimizer is torch.optim.adamw.AdamW, wanted torch.optim.sgd.SGD",
+        "scheduler: not asked for",
+        "scaler: not asked for",
+    ]
+    assert_same(weights_of(changed), weights_of(run), "weights", EXACT)
+
+
+class Wider(Counted):
+    """A fine-tune: one more layer, and another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added = nn.Linear(8, 3)
+
+
+@on_ranks(2)
+def test_a_model_that_has_changed_loads_what_fits(context: RankContext, tmp_path: Path) -> None:
+    """And lists what it left out; what it does not have in the file stays as it is."""
+    run = start(0)
+    steps(run, 0, 1)
+    _save(tmp_path, run)
+    other = start(1, Wider())
+    for param in other.model.blocks[0].parameters():
+        param.requires_grad_(False)
+    added = weights_of(other)["added.weight"]
+    with pytest.raises(ExportError, match=r"missing 'added.weight', 'added.bias'"):
+        _load(tmp_path, other)
+    loaded = _load(tmp_path, other, strict=False)
+    assert "missing 'added.weight', 'added.bias'" in loaded.left_out[0]
+    found, wanted = weights_of(other), {**weights_of(run), "added.weight": added}
+    assert_same({name: found[name] for name in wanted}, wanted, "weights", EXACT)
+    steps(other, 1, 2)
+
+
+@on_ranks(2)
+def test_damage_anywhere_is_noticed_before_anything_changes(context: RankContext, tmp_path: Path) -> None:
+    """Flipped bytes, files that are cut, lost or added to, a newer format: every rank says which file."""
+    run = start(0)
+    steps(run, 0, 1)
+    path = _save(tmp_path / "good", run)
+    before = weights_of(run)
+    generator = random.Random(5)
+    names = sorted(each.name for each in path.iterdir())
+    assert names == ["checkpoint.json", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"]
+    damaged = tmp_path / "damaged"
+    for trial in range(36):
+        name = names[trial % 3]
+        kind = ["flip", "flip", "flip", "cut", "lose", "append"][trial % 6 if trial >= 18 else 0]
+        if context.rank == 0:
+            shutil.rmtree(damaged, ignore_errors=True)
+            shutil.copytree(path, damaged)
+            content = bytearray((damaged / name).read_bytes())
+            if kind == "flip":
+                content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+            elif kind == "cut":
+                del content[generator.randrange(len(content)) :]
+            elif kind == "append":
+                content += b" "
+            (damaged / name).write_bytes(content)
+            if kind == "lose":
+                os.unlink(damaged / name)
+        dist.barrier()
+        with pytest.raises(ExportError, match=name if kind != "lose" or "rank" in name else "no whole checkpoint"):
+            _load(damaged, run)
+        dist.barrier()
+    assert_same(weights_of(run), before, "weights", EXACT)
+
+
+@on_ranks(2)
+def test_arguments_that_cannot_work(context: RankContext, tmp_path: Path) -> None:
+    """By name, before anything is written."""
+    run = start(0)
+    for settings, words in (
+        ({"keep": 0}, "keep=0: wanted an integer of at least 1"),
+        ({"keep": True}, "keep=True"),
+        ({"step": -1}, "step=-1: wanted an integer of at least 0"),
+        ({"extra": [1]}, r"extra=\[1\]: wanted a dict"),
+        ({"extra": {1: 1}}, "extra has the key 1: wanted strings"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            _save(tmp_path, run, **settings)
+    with pytest.raises(ConfigError, match="optimizer is a OneCycleLR"):
+        save_checkpoint(tmp_path, run.model, run.scheduler)  # type: ignore[call-overload]
+    with pytest.raises(ConfigError, match="model is a AdamW"):
+        save_checkpoint(tmp_path, run.optimizer)  # type: ignore[call-overload]
+    with pytest.raises(ShardingError, match="no model made by StreamShard"):
+        save_checkpoint(tmp_path, nn.Linear(1, 1))
+    with pytest.raises(ExportError, match=r"extra.f is a builtins.function: a checkpoint holds numbers"):
+        _save(tmp_path, run, extra={"f": _save})
+    with run.model.summon_full_params(), pytest.raises(ShardingError, match="inside summon_full_params"):
+        _save(tmp_path, run)
+    with pytest.raises(ExportError, match="no whole checkpoint"):
+        _load(tmp_path, run)
+    assert list(tmp_path.iterdir()) == []
+
+
+@on_ranks(4)
+def test_replicas_that_train_on_their_own_are_all_saved(context: RankContext, tmp_path: Path) -> None:
+    """Between averages of local SGD each replica goes on with its own weights, and with the step of the average."""
+    mesh = init_device_mesh("cpu", (2, 2))
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = StreamShard(Stack(), precision=FP32, mesh=mesh)
+        return model, LocalSGD(adamw(model), model, period=3, warmup_steps=1)
+
+    def train(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
+        losses = []
+        for number in range(first, last):
+            losses.append(float(stack_step(model, Call(number, context.rank, context.world_size, 1.0))))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    model, optimizer = make(0)
+    train(model, optimizer, 0, 3)
+    save_checkpoint(tmp_path, model, optimizer)
+    wanted = train(model, optimizer, 3, 8)
+    other, its_optimizer = make(1)
+    load_checkpoint(tmp_path, other, its_optimizer)
+    assert its_optimizer.step_count == 3
+    assert train(other, its_optimizer, 3, 8) == wanted
