@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: what lies where. A directory is a checkpoint if it holds one, because it comes last.
 
-It is JSON, with the SHA-256 of itself in its first line, and those of all other files inside: whatever byte of a
+It is JSON, with the SHA-256 of itself in its first line and the CRC-32 of all other files inside: whatever byte of a
 checkpoint changes is noticed.
 """
 
@@ -31,7 +31,7 @@ class FileRecord(NamedTuple):
 
     name: str
     size_bytes: int
-    sha256: str
+    crc32: str
 
 
 class PieceRecord(NamedTuple):

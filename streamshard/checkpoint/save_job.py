@@ -18,7 +18,7 @@ from streamshard.checkpoint.directory import create_partial, publish_checkpoint,
 from streamshard.checkpoint.manifest import FileRecord, Manifest, PieceRecord, TensorRecord
 from streamshard.checkpoint.piece_file import Piece, plan_piece_file, write_piece_file
 from streamshard.checkpoint.safetensors_file import FileLayout
-from streamshard.checkpoint.writer import RankGroup, run_on_all_ranks
+from streamshard.checkpoint.writer import RankGroup, gather_from_all_ranks, run_on_all_ranks
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import ExportError
 from streamshard.log import progress
@@ -47,17 +47,16 @@ class SaveJob(NamedTuple):
         doing = f"save {self.path}"
         partial: Path | None = None
         try:
-            made = run_on_all_ranks(
-                group, doing, lambda: create_partial(self.root, self.number) if group.is_first else None
-            )
-            partial = Path(group.gather_objects(None if made is None else str(made))[0])
+            partial = gather_from_all_ranks(
+                group, doing, lambda: create_partial(self.root, self.number) if group.is_first else Path()
+            )[0]
             filled = [piece for piece in self.pieces if piece.data.numel()]
 
             def write() -> FileRecord:
                 with progress(f"saving {self.path.name}", self.layout.size_bytes, shows=group.is_first) as advance:
                     return write_piece_file(partial, self.layout, filled, advance)
 
-            records = group.gather_objects(run_on_all_ranks(group, doing, write))
+            records = gather_from_all_ranks(group, doing, write)
 
             def publish() -> None:
                 if group.is_first:
@@ -82,18 +81,32 @@ def plan_job(
     root: Path, number: int, keep: int | None, ranks: Ranks, state: Mapping[str, Any], pieces: list[Piece]
 ) -> SaveJob:
     """What each rank writes where. Collective."""
-    filled = [piece for piece in pieces if piece.data.numel()]
     name = f"rank-{ranks.number:05d}-of-{ranks.total_size:05d}.safetensors"
-    layout = run_on_all_ranks(ranks, f"save to {root}", lambda: plan_piece_file(name, filled))
-    rows = [
-        (piece.name, piece.shape, str(piece.data.dtype).removeprefix("torch."), piece.start, piece.stop)
-        for piece in pieces
-    ]
-    tensors = _tensor_records(ranks.gather_objects(rows))
+    layouts: list[FileLayout] = []
+
+    def plan() -> list[_Row]:
+        layouts.append(plan_piece_file(name, [piece for piece in pieces if piece.data.numel()]))
+        return [
+            _Row(piece.name, piece.shape, str(piece.data.dtype).removeprefix("torch."), piece.start, piece.stop)
+            for piece in pieces
+        ]
+
+    tensors = _tensor_records(gather_from_all_ranks(ranks, f"save to {root}", plan))
+    layout = layouts[0]
     return SaveJob(root, number, keep, layout, pieces, tensors, ranks.total_size // ranks.world_size, state)
 
 
-def _tensor_records(by_rank: list[list[tuple[str, tuple[int, ...], str, int, int]]]) -> dict[str, TensorRecord]:
+class _Row(NamedTuple):
+    """What ranks tell each other of a piece."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    stop: int
+
+
+def _tensor_records(by_rank: list[list[_Row]]) -> dict[str, TensorRecord]:
     found: dict[str, tuple[tuple[int, ...], str, list[PieceRecord]]] = {}
     for file, rows in enumerate(by_rank):
         for name, shape, dtype, start, stop in rows:

@@ -6,7 +6,6 @@ collect -> copy to the host, if training goes on meanwhile -> write, see `save_j
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import time
 from collections.abc import Mapping
@@ -26,12 +25,12 @@ from streamshard.checkpoint.background import (
 )
 from streamshard.checkpoint.collect import collect
 from streamshard.checkpoint.directory import find_checkpoint, next_number
-from streamshard.checkpoint.manifest import MANIFEST_NAME, Manifest, check_sizes, read_manifest
+from streamshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
 from streamshard.checkpoint.parts import name_parts
 from streamshard.checkpoint.piece_files import PieceFiles
 from streamshard.checkpoint.restore import plan_restore
 from streamshard.checkpoint.save_job import plan_job
-from streamshard.checkpoint.writer import run_on_all_ranks
+from streamshard.checkpoint.writer import gather_from_all_ranks, run_on_all_ranks
 from streamshard.errors import ConfigError, ExportError
 from streamshard.log import log, progress
 
@@ -136,9 +135,8 @@ def save_checkpoint(
     root, ranks = Path(directory), parts.engine.ranks
     number = step
     if number is None:
-        number = ranks.gather_objects(
-            run_on_all_ranks(ranks, f"save to {root}", lambda: next_number(root) if ranks.is_first else 0)
-        )[0]
+        doing = f"save to {root}"
+        number = gather_from_all_ranks(ranks, doing, lambda: next_number(root) if ranks.is_first else 0)[0]
     state, pieces = collect(parts)
     job = plan_job(root, number, keep, ranks, state, pieces)
     if wait:
@@ -192,16 +190,14 @@ def load_checkpoint(
     finish_running()
     parts = name_parts("load_checkpoint", model, optimizer, scheduler, scaler, extra)
     ranks, root = parts.engine.ranks, Path(directory)
-    found = run_on_all_ranks(ranks, f"load {root}", lambda: str(find_checkpoint(root)) if ranks.is_first else "")
-    path = Path(ranks.gather_objects(found)[0])
+    doing = f"load {root}"
+    path = gather_from_all_ranks(ranks, doing, lambda: find_checkpoint(root) if ranks.is_first else Path())[0]
     doing = f"load {path}"
     manifest = run_on_all_ranks(ranks, doing, lambda: _read_whole_manifest(path))
-    digests = ranks.gather_objects(hashlib.sha256((path / MANIFEST_NAME).read_bytes()).hexdigest())
-    if len(set(digests)) > 1:
+    if not ranks.are_equal(repr((manifest.files, manifest.versions))):
         raise ExportError(f"could not {doing}: ranks see different checkpoints there; it has to be on shared storage")
     with contextlib.ExitStack() as opened:
         files = PieceFiles(path, manifest, opened)
-        # Opened before they are verified: what is read afterwards are the same files, whatever is put in their place.
         run_on_all_ranks(ranks, doing, lambda: files.verify(ranks))
         plan = run_on_all_ranks(ranks, doing, lambda: plan_restore(parts, manifest, files.read_whole, strict=strict))
 

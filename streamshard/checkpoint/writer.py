@@ -33,7 +33,7 @@ from streamshard.checkpoint.safetensors_file import INDEX_NAME, FileLayout, Tens
 from streamshard.config import parse_bytes
 from streamshard.errors import ExportError
 
-__all__ = ["RankGroup", "TensorEntry", "run_on_all_ranks", "write_sharded"]
+__all__ = ["RankGroup", "TensorEntry", "gather_from_all_ranks", "run_on_all_ranks", "write_sharded"]
 
 CHUNK_BYTES = 8 << 20  # all the memory an export takes
 VISIBLE_WITHIN_S = 10.0  # network file systems may show a new file to other hosts only after a while
@@ -153,6 +153,13 @@ def run_on_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> 
     Raises:
         ExportError: names the ranks on which the action failed, and why.
     """
+    result: list[_T] = []
+    gather_from_all_ranks(group, doing, lambda: result.append(action()))
+    return result[0]
+
+
+def gather_from_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> list[_T]:
+    """What `action` gives on every rank, in rank order; otherwise as `run_on_all_ranks`."""
     cause: Exception | None = None
     told: str | None = None
     result: _T | None = None
@@ -161,13 +168,14 @@ def run_on_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> 
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         cause = error
         told = str(error) if isinstance(error, ExportError) else f"{type(error).__name__}: {error}"
-    gathered = group.gather_objects(told)
-    failed = [f"rank {rank}: {error}" for rank, error in enumerate(gathered) if error is not None]
-    if len(failed) > 1 and len(set(gathered)) == 1:
+    gathered = group.gather_objects((told, result))
+    errors = [error for error, _ in gathered]
+    failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
+    if len(failed) > 1 and len(set(errors)) == 1:
         failed = [f"all ranks: {told}"]
     if failed:
         raise ExportError(f"could not {doing}: " + "; ".join(failed)) from cause
-    return result  # type: ignore[return-value]  # it is action()'s own result where nothing was raised
+    return [theirs for _, theirs in gathered]
 
 
 def _plan(entries: Sequence[TensorEntry], max_file_bytes: int, metadata: Mapping[str, str]) -> tuple[FileLayout, ...]:
