@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import Precision, StreamShard
 from streamshard.comm.streams import Rule
-from streamshard.engine.engine import Engine
 from streamshard.inspect import engine_inside
 from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext
@@ -385,41 +384,21 @@ def reference(
 
 
 @contextlib.contextmanager
-def dropping(model: nn.Module, *waits: Rule | str, inside: str | None = None) -> Iterator[None]:
+def dropping(model: nn.Module, *waits: Rule | str) -> Iterator[None]:
     """Leave out waits: of rules, or of fences by what they guard.
 
     Args:
         model: a sharded model.
         *waits: which.
-        inside: leave them out only while the engine runs its method of this name.
     """
     engine = engine_inside(model)
-    dropped = frozenset(waits)
-    if inside is None:
-        engine.streams.dropped_rules = dropped
-    else:
-        _drop_inside(engine, inside, dropped)
+    engine.streams.dropped_rules = frozenset(waits)
     try:
         yield
     finally:
         engine.streams.dropped_rules = frozenset()
-        if inside is not None:
-            del engine.__dict__[inside]
         engine.settle()
         for unit in engine.units:  # nothing may be under way when its buffers go
             unit.weight_slot.arrived.complete()
             if unit.grads.slot is not None:
                 unit.grads.slot.drained.complete()
-
-
-def _drop_inside(engine: Engine, method: str, dropped: frozenset[Rule | str]) -> None:
-    original = getattr(engine, method)
-
-    def replaced(*args: Any) -> Any:
-        engine.streams.dropped_rules = dropped
-        try:
-            return original(*args)
-        finally:
-            engine.streams.dropped_rules = frozenset()
-
-    engine.__dict__[method] = replaced

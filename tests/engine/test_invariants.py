@@ -6,8 +6,8 @@ See `tests.mutants`: each of these notices a change to the engine that all other
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -18,14 +18,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import ShardingError, StreamShard
-from streamshard.comm.streams import Collective
+from streamshard.comm.streams import Collective, Fence, Moment, Observer, Rule
 from streamshard.engine.engine import Engine
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from streamshard.plan.program import Schedule
+from streamshard.unit.buffers import WeightSlot
 from streamshard.unit.grads import UnitGrads
-from streamshard.unit.unit import Member, StreamedUnit
+from streamshard.unit.unit import Member
 from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -63,42 +64,55 @@ class Stop(BaseException):
     """Something like KeyboardInterrupt."""
 
 
+class _Stopping(Observer):
+    """Is where `Stop` comes from."""
+
+    def __init__(self, moment: Moment) -> None:
+        self._moment = moment
+
+    def on_moment(self, moment: Moment, unit: int | None) -> None:
+        if moment is self._moment:
+            raise Stop
+
+
 # -- at every event -----------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _checking(engine: Engine) -> Iterator[None]:
-    """After each event: who is bound has its weights in its slot, and no two blocks wait for backward at once."""
-    events = ("pre_forward", "post_forward", "need", "on_grad", "finish_backward")
+class _Checks(Observer):
+    """Whenever something happens: who is bound has its weights in its slot, and backward is in one block at a time."""
 
-    def check(name: str, args: tuple[Any, ...]) -> None:
-        for unit in engine.units:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._recomputed: WeightSlot | None = None  # of the layer whose backward follows
+
+    def on_record(self, fence: Fence) -> None:
+        """What was recomputed is in its slot until backward has been there."""
+        if self._recomputed is not None:
+            assert fence is not self._recomputed.released, f"{fence.what} is released before the backward"
+        self._check(f"a point for rule {fence.rule} of {fence.what}")
+
+    def on_wait(self, fence: Fence) -> None:
+        self._check(f"a wait for rule {fence.rule} of {fence.what}")
+
+    def on_moment(self, moment: Moment, unit: int | None) -> None:
+        """Some of these begin or end what is checked."""
+        if moment is Moment.RECOMPUTATION_ENDS and unit is not None:
+            self._recomputed = self._engine.units[unit].weight_slot
+        elif moment in (Moment.BACKWARD_BEGINS, Moment.BACKWARD_ENDS):
+            self._recomputed = None
+        self._check(moment.name)
+        if moment is Moment.GRAD_WRITTEN:
+            bound = [other.name for other in self._engine.units[1:] if other.is_bound]
+            assert len(bound) <= 1, f"{bound} are bound where unit {unit} has a gradient"
+
+    def _check(self, when: str) -> None:
+        for unit in self._engine.units:
             if unit.is_bound:
-                assert unit.weight_slot.content == unit.index, f"{unit.name} is bound after {name}, but not in its slot"
-        bound = [unit.name for unit in engine.units[1:] if unit.is_bound]
-        if name == "need" and not args[0].is_borrowed:
-            assert bound == [args[0].unit.name], f"{bound} are bound where {args[0].unit.name} is needed"
-        if name == "post_forward" and engine._recomputing is not None:
-            assert args[0].unit.is_bound, f"{args[0].unit.name} has left before its backward"
+                assert unit.weight_slot.content == unit.index, f"{unit.name} is bound at {when}, but not in its slot"
 
-    def wrapped(name: str) -> Callable[..., Any]:
-        original = getattr(engine, name)
 
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            check(name, args)
-            return result
-
-        return call
-
-    for name in events:
-        engine.__dict__[name] = wrapped(name)
-    try:
-        yield
-    finally:
-        for name in events:
-            del engine.__dict__[name]
+def _checking(engine: Engine) -> AbstractContextManager[None]:
+    return engine.streams.observed_by(_Checks(engine))
 
 
 def _assert_at_rest(engine: Engine) -> None:
@@ -143,21 +157,20 @@ def test_no_gather_is_under_way_where_weights_are_cast_or_gathered_again(context
     with over_sockets() if sockets else contextlib.nullcontext():
         model = sharded(scenario, BF16)
     engine = engine_inside(model)
-    refresh = StreamedUnit.refresh
     checks = []
 
-    def checked_refresh(unit: StreamedUnit) -> None:
-        assert all(other.weight_slot.arrived.work is None for other in engine.units), "weights are cast"
-        checks.append("cast")
-        refresh(unit)
+    class _Checks(Observer):
+        def on_record(self, fence: Fence) -> None:
+            if fence.rule is Rule.SHARDS_READ:  # the cast comes next
+                assert all(unit.weight_slot.arrived.work is None for unit in engine.units), "weights are cast"
+                checks.append("cast")
 
-    def check_gather(collective: Collective, unit: int | None) -> None:
-        if collective is Collective.ALL_GATHER and unit is not None:
-            assert engine.units[unit].weight_slot.arrived.work is None, "a slot is gathered into"
-            checks.append("gather")
+        def on_collective(self, collective: Collective, tag: int | None, reads: Any, writes: Any) -> None:
+            if collective is Collective.ALL_GATHER and tag is not None and tag < len(engine.units):
+                assert engine.units[tag].weight_slot.arrived.work is None, "a slot is gathered into"
+                checks.append("gather")
 
-    heard = heard_collectives(engine, check_gather)
-    with mock.patch.object(StreamedUnit, "refresh", checked_refresh), heard:
+    with engine.streams.observed_by(_Checks()):
         for number in range(3):
             SCENARIOS[scenario].step(model, _call(context, number))
     assert {"cast", "gather"} == set(checks)
@@ -389,7 +402,7 @@ def test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing(
     model.layers[2].register_full_backward_hook(fail)
     with pytest.raises(Trouble):
         stack_step(model, _call(context, 1))
-    with mock.patch.object(engine, "_close_all", mock.Mock(side_effect=Stop)), pytest.raises(Stop):
+    with engine.streams.observed_by(_Stopping(Moment.BACKWARD_ENDS)), pytest.raises(Stop):
         engine.settle()
     assert engine._backward is None
     _assert_units_at_rest(engine)
