@@ -20,9 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from streamshard import Precision, StreamShard
 from streamshard.comm.streams import Rule
 from streamshard.inspect import engine_inside
+from streamshard.inspect.adversary import make_adversarial
+from streamshard.inspect.races import detect_races
 from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext
-from tests.reference import Call, adamw, full_weights, lm_step, stack_step
+from tests.reference import EXACT, Call, Step, adamw, assert_same, full_weights, lm_step, sgd, stack_step
 
 __all__ = [
     "BF16",
@@ -381,6 +383,23 @@ def reference(
         else:
             _references[key] = trained(context, scenario, precision)
     return _references[key]
+
+
+def assert_does_not_depend_on_time(context: RankContext, build: Callable[[], nn.Module], step: Step) -> None:
+    """Three steps in half precision are free of races, and give the same weights on ranks that are late at random."""
+    found = []
+    for disturbed in (contextlib.nullcontext, make_adversarial):
+        torch.manual_seed(5)
+        model = StreamShard(build(), precision=Precision())
+        optimizer = sgd(model)
+        with disturbed(model), detect_races(model) as races:
+            for number in range(3):
+                step(model, Call(number, context.rank, context.world_size, 1.0))
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(full_weights(model))
+        assert races.accesses > 100
+    assert_same(found[1], found[0], "weights", EXACT)
 
 
 @contextlib.contextmanager

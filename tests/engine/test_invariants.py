@@ -115,6 +115,10 @@ def _checking(engine: Engine) -> AbstractContextManager[None]:
     return engine.streams.observed_by(_Checks(engine))
 
 
+def _never_parking() -> AbstractContextManager[object]:
+    return mock.patch.object(UnitGrads, "park", mock.Mock(side_effect=AssertionError("gradients are parked")))
+
+
 def _assert_at_rest(engine: Engine) -> None:
     """Nothing of a pass or a backward is left."""
     assert (engine.depth, engine._entering, engine._forward, engine._backward) == (0, None, None, None)
@@ -138,10 +142,9 @@ def test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind(context: RankCon
     """At each event of each way of training, and after it; nothing is parked where layers take turns."""
     model: Any = sharded(scenario, FP32)
     engine = engine_inside(model)
-    parks = mock.Mock(side_effect=AssertionError("gradients are parked"))
     # What the program did not foresee, and units that are borrowed while others compute.
     may_park = scenario in ("an order that changes", "weights read elsewhere")
-    with contextlib.nullcontext() if may_park else mock.patch.object(UnitGrads, "park", parks):
+    with contextlib.nullcontext() if may_park else _never_parking():
         for number in range(2):
             with _checking(engine):
                 SCENARIOS[scenario].step(model, _call(context, number))
@@ -210,7 +213,7 @@ def test_a_gradient_that_comes_unannounced_ends_the_turns_before_it(context: Ran
     """Whose gradients are reduced then; they need not be parked for the next one's."""
     model = _stack(_Shifts)
     for number in range(2):
-        with mock.patch.object(UnitGrads, "park", mock.Mock(side_effect=AssertionError("parked"))):
+        with _never_parking():
             stack_step(model, _call(context, number))
         _assert_at_rest(engine_inside(model))
 
@@ -229,7 +232,7 @@ def test_gradients_that_come_late_are_reduced_where_another_unit_needs_their_slo
     """Memory of their own is for those whose place in the program is still to come."""
     model = _stack(_RecomputedInPairs)
     for number in range(2):
-        with mock.patch.object(UnitGrads, "park", mock.Mock(side_effect=AssertionError("parked"))):
+        with _never_parking():
             stack_step(model, _call(context, number))
         _assert_at_rest(engine_inside(model))
 
