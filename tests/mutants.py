@@ -797,8 +797,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/buffers",
         "a second stream writes gradients without waiting",
-        "                self.drained.wait()  # rule 3\n                self._writers",
-        "                self._writers",
+        "            self.drained.wait()  # rule 3\n            self._writers",
+        "            self._writers",
         "simulated_device::test_gradients_that_come_on_other_streams_are_waited_for",
     ),
     Mutant(
