@@ -549,7 +549,7 @@ MUTANTS: list[Mutant] = [
         "the last unit still computes when a schedule is over",
         "                unit.release()\n        backward.computing = None\n",
         "                unit.release()\n",
-        "cases_graphs invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind",
+        "invariants::test_backward_begins_anew_in_each_pass",
     ),
     Mutant(
         "engine/engine",

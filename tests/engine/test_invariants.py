@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import ShardingError, StreamShard
 from streamshard.comm.streams import Collective, Fence, Moment, Observer, Rule
-from streamshard.engine.engine import Engine
+from streamshard.engine.engine import EDGE, Engine
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
@@ -235,6 +235,23 @@ def test_gradients_that_come_late_are_reduced_where_another_unit_needs_their_slo
         with _never_parking():
             stack_step(model, _call(context, number))
         _assert_at_rest(engine_inside(model))
+
+
+@on_ranks(1, 2)
+def test_backward_begins_anew_in_each_pass(context: RankContext) -> None:
+    """Also where a pass begins with the layer that the one before has ended with."""
+    model = _stack()
+    begun = []
+
+    class _Begins(Observer):
+        def on_moment(self, moment: Moment, unit: int | None) -> None:
+            if moment is Moment.BACKWARD_BEGINS:
+                begun.append(unit)
+
+    losses = [model.layers[2](vector_batch(number, context.rank)).sum() for number in range(2)]
+    with engine_inside(model).streams.observed_by(_Begins()):
+        (losses[0] + losses[1]).backward()
+    assert begun == [EDGE, 3, 3]
 
 
 # -- what ranks issue ---------------------------------------------------------------------------------------------
