@@ -549,7 +549,7 @@ MUTANTS: list[Mutant] = [
         "the last unit still computes when a schedule is over",
         "                unit.release()\n        backward.computing = None\n",
         "                unit.release()\n",
-        "cases_graphs invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind",
+        "invariants::test_backward_begins_anew_in_each_pass",
     ),
     Mutant(
         "engine/engine",
@@ -797,8 +797,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/buffers",
         "a second stream writes gradients without waiting",
-        "                self.drained.wait()  # rule 3\n                self._writers",
-        "                self._writers",
+        "            self.drained.wait()  # rule 3\n            self._writers",
+        "            self._writers",
         "simulated_device::test_gradients_that_come_on_other_streams_are_waited_for",
     ),
     Mutant(

@@ -176,6 +176,7 @@ class GradSlot:
     Attributes:
         buffer: [numel] dtype.
         content: index of the unit whose unreduced gradients it holds; None if nobody's.
+        has_streams: gradients may come on several streams of a device, which `join`; elsewhere nobody has to.
         written: rule 4, set after a unit's last gradient.
         drained: rule 3, set after the reduction.
     """
@@ -197,6 +198,7 @@ class GradSlot:
         self.drained = Fence(streams, Rule.GRADS_DRAINED, StreamName.COMM, what)
         self.scratch = scratch
         self.buffer: torch.Tensor | None = None
+        self.has_streams = streams.has_streams
         self._streams = streams
         self._writers: list[Any] = []  # streams of the device on which gradients have been written
         self._numel = numel
@@ -216,21 +218,20 @@ class GradSlot:
         """It is `unit`'s from here on (rule 3)."""
         self._writers.clear()
         self.drained.wait()
-        if self._streams.has_streams:
+        if self.has_streams:
             self._writers.append(self._streams.device_stream(StreamName.COMPUTE))
         self.content = unit
 
     def join(self) -> None:
-        """The current stream is about to write: it waits as the first one has.
+        """The current stream of the device is about to write: it waits as the first one has.
 
         autograd makes a gradient on the stream of the forward, which a layer may change (shared experts, say), and
         lets that of the caller wait for all of them at the end of backward only.
         """
-        if self._streams.has_streams:
-            stream = self._streams.device_stream(StreamName.COMPUTE)
-            if stream not in self._writers:
-                self.drained.wait()  # rule 3
-                self._writers.append(stream)
+        stream = self._streams.device_stream(StreamName.COMPUTE)
+        if stream not in self._writers:
+            self.drained.wait()  # rule 3
+            self._writers.append(stream)
 
     def finish_writing(self) -> None:
         """Nothing is written any more: the comm stream goes on after what was, on whatever stream (rule 4)."""

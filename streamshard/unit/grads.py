@@ -240,7 +240,7 @@ class UnitGrads:
         """Gradient `param_index` [shape of the view] into the slot: the one copy that gradients see. Compute stream."""
         grad = self.params[param_index]
         grad.is_used = self.has_unreduced = True
-        if self.slot is not None:
+        if self.slot is not None and self.slot.has_streams:
             self.slot.join()
         if value.is_sparse:
             value = value.to_dense()
@@ -265,7 +265,7 @@ class UnitGrads:
         """Slot to main grads. Parameters without a gradient contribute zeros, never another unit's leftovers."""
         self.reductions += 1
         self.has_unreduced = False
-        if self.slot is not None:
+        if self.slot is not None and self.slot.has_streams:
             self.slot.join()
         for grad in self.params:
             if (self.counts(grad) or grad.is_kept) and not grad.is_written:  # a frozen one may have kept one

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from streamshard.errors import ShardingError
-from streamshard.unit.first_step import FirstStep, first_step, refuse_optimizer
+from streamshard.unit.first_step import finish_watching, refuse_optimizer, start_watching
 from streamshard.unit.pieces import Piece, StatePiece, piece_of
 from streamshard.unit.sharded_grad import know_grads
 from streamshard.unit.step_grads import put_back, set_aside, show_in
@@ -121,7 +121,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if optimizer in _unseen:
         _unseen.remove(optimizer)
         if not is_compiled:
-            first_step.append(FirstStep(optimizer, getattr(getattr(closure, "func", closure), "__code__", None)))
+            start_watching(optimizer)
     if not callable(closure):
         return None
     shown = show_in(closure, params, plain=plain)
@@ -131,7 +131,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 @skip
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The step itself is over. If it was the first, nothing unusual was seen in it."""
-    first_step.clear()
+    finish_watching()
     torch._dynamo.disable(put_back)(_params_of(optimizer))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from streamshard.unit.first_step import unwatched
 from streamshard.unit.pieces import piece_of
 from streamshard.unit.sharded_grad import ShardedGrad
 
@@ -59,7 +60,8 @@ def show_in(closure: Callable[[], Any], params: Iterable[torch.Tensor], *, plain
     def shown() -> Any:
         put_back(mine)
         try:
-            return closure()
+            with unwatched():
+                return closure()
         finally:
             set_aside(mine, plain=plain)
 

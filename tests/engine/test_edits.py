@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import ShardingError
-from streamshard.inspect.adversary import make_adversarial
-from streamshard.inspect.races import detect_races
 from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -27,9 +24,9 @@ from tests.reference import (
     assert_trains_like_plain,
     full_grads,
     full_weights,
-    sgd,
     stack_step,
 )
+from tests.scenarios import assert_does_not_depend_on_time
 
 
 class CodebookLayer(Layer):
@@ -378,16 +375,4 @@ def test_changes_under_checkpointing(context: RankContext) -> None:
 @on_ranks(2, 3)
 def test_changes_are_free_of_races_and_do_not_depend_on_time(context: RankContext) -> None:
     """What is cast anew at the end of a pass, and read by others in the backward."""
-    found = []
-    for is_late in (False, True):
-        torch.manual_seed(5)
-        model = StreamShard(CodebookStack(), precision=Precision())
-        optimizer = sgd(model)
-        with make_adversarial(model) if is_late else contextlib.nullcontext(), detect_races(model) as races:
-            for number in range(3):
-                _all_rows(model, Call(number, context.rank, context.world_size, 1.0))
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append(full_weights(model))
-        assert races.accesses > 100
-    assert_same(found[1], found[0], "weights", EXACT)
+    assert_does_not_depend_on_time(context, CodebookStack, _all_rows)

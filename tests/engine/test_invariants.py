@@ -6,8 +6,8 @@ See `tests.mutants`: each of these notices a change to the engine that all other
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -18,14 +18,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import ShardingError, StreamShard
-from streamshard.comm.streams import Collective
-from streamshard.engine.engine import Engine
+from streamshard.comm.streams import Collective, Fence, Moment, Observer, Rule
+from streamshard.engine.engine import EDGE, Engine
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from streamshard.plan.program import Schedule
+from streamshard.unit.buffers import WeightSlot
 from streamshard.unit.grads import UnitGrads
-from streamshard.unit.unit import Member, StreamedUnit
+from streamshard.unit.unit import Member
 from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -63,42 +64,59 @@ class Stop(BaseException):
     """Something like KeyboardInterrupt."""
 
 
+class _Stopping(Observer):
+    """Is where `Stop` comes from."""
+
+    def __init__(self, moment: Moment) -> None:
+        self._moment = moment
+
+    def on_moment(self, moment: Moment, unit: int | None) -> None:
+        if moment is self._moment:
+            raise Stop
+
+
 # -- at every event -----------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _checking(engine: Engine) -> Iterator[None]:
-    """After each event: who is bound has its weights in its slot, and no two blocks wait for backward at once."""
-    events = ("pre_forward", "post_forward", "need", "on_grad", "finish_backward")
+class _Checks(Observer):
+    """Whenever something happens: who is bound has its weights in its slot, and backward is in one block at a time."""
 
-    def check(name: str, args: tuple[Any, ...]) -> None:
-        for unit in engine.units:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._recomputed: WeightSlot | None = None  # of the layer whose backward follows
+
+    def on_record(self, fence: Fence) -> None:
+        """What was recomputed is in its slot until backward has been there."""
+        if self._recomputed is not None:
+            assert fence is not self._recomputed.released, f"{fence.what} is released before the backward"
+        self._check(f"a point for rule {fence.rule} of {fence.what}")
+
+    def on_wait(self, fence: Fence) -> None:
+        self._check(f"a wait for rule {fence.rule} of {fence.what}")
+
+    def on_moment(self, moment: Moment, unit: int | None) -> None:
+        """Some of these begin or end what is checked."""
+        if moment is Moment.RECOMPUTATION_ENDS and unit is not None:
+            self._recomputed = self._engine.units[unit].weight_slot
+        elif moment in (Moment.BACKWARD_BEGINS, Moment.BACKWARD_ENDS):
+            self._recomputed = None
+        self._check(moment.name)
+        if moment is Moment.GRAD_WRITTEN:
+            bound = [other.name for other in self._engine.units[1:] if other.is_bound]
+            assert len(bound) <= 1, f"{bound} are bound where unit {unit} has a gradient"
+
+    def _check(self, when: str) -> None:
+        for unit in self._engine.units:
             if unit.is_bound:
-                assert unit.weight_slot.content == unit.index, f"{unit.name} is bound after {name}, but not in its slot"
-        bound = [unit.name for unit in engine.units[1:] if unit.is_bound]
-        if name == "need" and not args[0].is_borrowed:
-            assert bound == [args[0].unit.name], f"{bound} are bound where {args[0].unit.name} is needed"
-        if name == "post_forward" and engine._recomputing is not None:
-            assert args[0].unit.is_bound, f"{args[0].unit.name} has left before its backward"
+                assert unit.weight_slot.content == unit.index, f"{unit.name} is bound at {when}, but not in its slot"
 
-    def wrapped(name: str) -> Callable[..., Any]:
-        original = getattr(engine, name)
 
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            check(name, args)
-            return result
+def _checking(engine: Engine) -> AbstractContextManager[None]:
+    return engine.streams.observed_by(_Checks(engine))
 
-        return call
 
-    for name in events:
-        engine.__dict__[name] = wrapped(name)
-    try:
-        yield
-    finally:
-        for name in events:
-            del engine.__dict__[name]
+def _never_parking() -> AbstractContextManager[object]:
+    return mock.patch.object(UnitGrads, "park", mock.Mock(side_effect=AssertionError("gradients are parked")))
 
 
 def _assert_at_rest(engine: Engine) -> None:
@@ -124,10 +142,9 @@ def test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind(context: RankCon
     """At each event of each way of training, and after it; nothing is parked where layers take turns."""
     model: Any = sharded(scenario, FP32)
     engine = engine_inside(model)
-    parks = mock.Mock(side_effect=AssertionError("gradients are parked"))
     # What the program did not foresee, and units that are borrowed while others compute.
     may_park = scenario in ("an order that changes", "weights read elsewhere")
-    with contextlib.nullcontext() if may_park else mock.patch.object(UnitGrads, "park", parks):
+    with contextlib.nullcontext() if may_park else _never_parking():
         for number in range(2):
             with _checking(engine):
                 SCENARIOS[scenario].step(model, _call(context, number))
@@ -143,21 +160,20 @@ def test_no_gather_is_under_way_where_weights_are_cast_or_gathered_again(context
     with over_sockets() if sockets else contextlib.nullcontext():
         model = sharded(scenario, BF16)
     engine = engine_inside(model)
-    refresh = StreamedUnit.refresh
     checks = []
 
-    def checked_refresh(unit: StreamedUnit) -> None:
-        assert all(other.weight_slot.arrived.work is None for other in engine.units), "weights are cast"
-        checks.append("cast")
-        refresh(unit)
+    class _Checks(Observer):
+        def on_record(self, fence: Fence) -> None:
+            if fence.rule is Rule.SHARDS_READ:  # the cast comes next
+                assert all(unit.weight_slot.arrived.work is None for unit in engine.units), "weights are cast"
+                checks.append("cast")
 
-    def check_gather(collective: Collective, unit: int | None) -> None:
-        if collective is Collective.ALL_GATHER and unit is not None:
-            assert engine.units[unit].weight_slot.arrived.work is None, "a slot is gathered into"
-            checks.append("gather")
+        def on_collective(self, collective: Collective, tag: int | None, reads: Any, writes: Any) -> None:
+            if collective is Collective.ALL_GATHER and tag is not None and tag < len(engine.units):
+                assert engine.units[tag].weight_slot.arrived.work is None, "a slot is gathered into"
+                checks.append("gather")
 
-    heard = heard_collectives(engine, check_gather)
-    with mock.patch.object(StreamedUnit, "refresh", checked_refresh), heard:
+    with engine.streams.observed_by(_Checks()):
         for number in range(3):
             SCENARIOS[scenario].step(model, _call(context, number))
     assert {"cast", "gather"} == set(checks)
@@ -197,7 +213,7 @@ def test_a_gradient_that_comes_unannounced_ends_the_turns_before_it(context: Ran
     """Whose gradients are reduced then; they need not be parked for the next one's."""
     model = _stack(_Shifts)
     for number in range(2):
-        with mock.patch.object(UnitGrads, "park", mock.Mock(side_effect=AssertionError("parked"))):
+        with _never_parking():
             stack_step(model, _call(context, number))
         _assert_at_rest(engine_inside(model))
 
@@ -216,9 +232,26 @@ def test_gradients_that_come_late_are_reduced_where_another_unit_needs_their_slo
     """Memory of their own is for those whose place in the program is still to come."""
     model = _stack(_RecomputedInPairs)
     for number in range(2):
-        with mock.patch.object(UnitGrads, "park", mock.Mock(side_effect=AssertionError("parked"))):
+        with _never_parking():
             stack_step(model, _call(context, number))
         _assert_at_rest(engine_inside(model))
+
+
+@on_ranks(1, 2)
+def test_backward_begins_anew_in_each_pass(context: RankContext) -> None:
+    """Also where a pass begins with the layer that the one before has ended with."""
+    model = _stack()
+    begun = []
+
+    class _Begins(Observer):
+        def on_moment(self, moment: Moment, unit: int | None) -> None:
+            if moment is Moment.BACKWARD_BEGINS:
+                begun.append(unit)
+
+    losses = [model.layers[2](vector_batch(number, context.rank)).sum() for number in range(2)]
+    with engine_inside(model).streams.observed_by(_Begins()):
+        (losses[0] + losses[1]).backward()
+    assert begun == [EDGE, 3, 3]
 
 
 # -- what ranks issue ---------------------------------------------------------------------------------------------
@@ -389,7 +422,7 @@ def test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing(
     model.layers[2].register_full_backward_hook(fail)
     with pytest.raises(Trouble):
         stack_step(model, _call(context, 1))
-    with mock.patch.object(engine, "_close_all", mock.Mock(side_effect=Stop)), pytest.raises(Stop):
+    with engine.streams.observed_by(_Stopping(Moment.BACKWARD_ENDS)), pytest.raises(Stop):
         engine.settle()
     assert engine._backward is None
     _assert_units_at_rest(engine)

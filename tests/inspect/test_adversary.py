@@ -68,7 +68,7 @@ def test_a_missing_wait_for_reductions_shows_as_wrong_weights(context: RankConte
     """The optimizer reads the main grads of the step before."""
     wanted = reference(context, "plain", FP32)
     model = sharded("plain", FP32)
-    with make_adversarial(model), dropping(model, Rule.RESULTS_ARRIVED, inside="finish_backward"):
+    with make_adversarial(model), dropping(model, "main grads", "everybody's flags"):
         train(model, "plain", context)
         found = full_weights(model)
     assert any(not torch.equal(found[name], wanted[name]) for name in wanted)

@@ -72,11 +72,9 @@ _PROTECTED = {
 }
 
 
-def _races_without(
-    context: RankContext, scenario: str, precision: Precision, *waits: Rule | str, inside: str | None = None
-) -> list[Race]:
+def _races_without(context: RankContext, scenario: str, precision: Precision, *waits: Rule | str) -> list[Race]:
     model = sharded(scenario, precision)
-    with dropping(model, *waits, inside=inside), detect_races(model, raise_at_exit=False) as races:
+    with dropping(model, *waits), detect_races(model, raise_at_exit=False) as races:
         train(model, scenario, context)
     return races.found
 

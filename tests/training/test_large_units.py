@@ -18,8 +18,6 @@ from streamshard import Precision, StreamShard
 from streamshard.comm.streams import Collective
 from streamshard.errors import CommunicationError, ShardingError
 from streamshard.inspect import engine_inside
-from streamshard.inspect.adversary import make_adversarial
-from streamshard.inspect.races import detect_races
 from tests.models import (
     DIM,
     Adapter,
@@ -34,7 +32,6 @@ from tests.models import (
 )
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
-    EXACT,
     FP32,
     Call,
     assert_same,
@@ -43,9 +40,9 @@ from tests.reference import (
     full_weights,
     heard_collectives,
     lm_step,
-    sgd,
     stack_step,
 )
+from tests.scenarios import assert_does_not_depend_on_time
 from tests.training.test_cases_compile import let_dynamo_look, only_sharded
 
 VOCABULARY = 160  # rows of the embedding: 2560 elements, of which a block has 2224
@@ -564,18 +561,7 @@ def _seeded(build: Callable[[], nn.Module]) -> nn.Module:
 @pytest.mark.parametrize("use", [use for use in USES if use != "recomputed, reentrant"])
 def test_its_uses_are_free_of_races_and_do_not_depend_on_time(context: RankContext, use: str) -> None:
     """In half precision, with ranks that are late at random."""
-    found = []
-    for is_late in (False, True):
-        model = StreamShard(_seeded(USES[use]), precision=Precision())
-        optimizer = sgd(model)
-        with make_adversarial(model) if is_late else contextlib.nullcontext(), detect_races(model) as races:
-            for number in range(3):
-                large_step(model, Call(number, context.rank, context.world_size, 1.0))
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append(full_weights(model))
-        assert races.accesses > 100
-    assert_same(found[1], found[0], "weights", EXACT)
+    assert_does_not_depend_on_time(context, USES[use], large_step)
 
 
 @on_ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -259,9 +260,20 @@ def test_a_scaler_sees_gradients_of_the_users_own_on_all_ranks(context: RankCont
     assert_same(full_weights(model), before, "weights")
 
 
+class _Closure:
+    """One that is an object."""
+
+    def __init__(self, call: Callable[[], float]) -> None:
+        self._call = call
+
+    def __call__(self) -> float:
+        return self._call()
+
+
 @on_ranks(2)
-def test_closures_may_clip_in_the_first_step(context: RankContext) -> None:
-    """What a closure does to gradients is not the optimizer's doing."""
+@pytest.mark.parametrize("kind", [functools.partial, _Closure], ids=["partial", "object"])
+def test_closures_may_clip_in_the_first_step(context: RankContext, kind: Any) -> None:
+    """What a closure does to gradients is not the optimizer's doing, whatever it is to Python."""
     model, plain = _pair()
     for each in (model, plain):
         optimizer = torch.optim.AdamW(each.parameters(), lr=0.01, eps=1e-3)
@@ -272,7 +284,7 @@ def test_closures_may_clip_in_the_first_step(context: RankContext) -> None:
             nn.utils.clip_grad_norm_(each.parameters(), 0.1)
             return float(loss)
 
-        optimizer.step(closure)
+        optimizer.step(kind(closure))
     assert_same(full_weights(model), dict(plain.state_dict()), "weights")
 
 
