@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import Precision, StreamShard
 from streamshard.comm.nccl import NcclTransport
-from streamshard.comm.streams import Collective, Observer
+from streamshard.comm.streams import Collective, Observer, StreamName
 from streamshard.inspect import engine_inside
 from tests.models import Stack
 from tests.scenarios import BF16
@@ -53,7 +53,12 @@ class _Collectives(Observer):
         self.counts: Counter[Collective] = Counter()
 
     def on_collective(
-        self, collective: Collective, tag: int | None, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+        self,
+        stream: StreamName,
+        collective: Collective,
+        tag: int | None,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
     ) -> None:
         """See `Observer.on_collective`."""
         self.counts[collective] += 1

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.ranks import Ranks
-from streamshard.comm.streams import Streams
+from streamshard.comm.streams import StreamName, Streams
 from streamshard.device import serves
 from streamshard.errors import ConfigError
 
@@ -15,7 +15,11 @@ __all__ = ["connect"]
 
 
 def connect(
-    group: dist.ProcessGroup, streams: Streams, all_ranks: dist.ProcessGroup | None = None, replica: int = 0
+    group: dist.ProcessGroup,
+    streams: Streams,
+    stream: StreamName = StreamName.COMM,
+    all_ranks: dist.ProcessGroup | None = None,
+    replica: int = 0,
 ) -> Ranks:
     """The ranks of `group`, with the transport for the device of `streams`. Arguments: see `Ranks`.
 
@@ -28,6 +32,6 @@ def connect(
             f"parameters are on {streams.device}, for which the process group ({dist.get_backend_config(group)}) has "
             f"no backend: torch.distributed.init_process_group({backend!r}), or without a name for all devices"
         )
-    ranks = Ranks(group, streams, all_ranks, replica)
+    ranks = Ranks(group, streams, stream, all_ranks, replica)
     ranks.transport = NcclTransport(ranks) if streams.has_streams else PairwiseTransport(ranks)
     return ranks

@@ -26,21 +26,21 @@ _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or di
 
 
 class NcclTransport(Transport):
-    """The backend's own collectives, on the comm stream."""
+    """The backend's own collectives, on a stream of ours."""
 
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
         """See `Transport.start_gather`."""
-        self.streams.declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
-        with self.streams.on_comm():
+        self.streams.declare(self.stream, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
+        with self.streams.on(self.stream):
             _all_gather_single(slot, shard, group=self.ranks.group)
         return None
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`, and [Note: sums]."""
         slot, out, scratch, mode, accumulate, tag = reduction
-        self.streams.declare(Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(scratch, out, slot))
+        self.streams.declare(self.stream, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(scratch, out, slot))
         size = self.ranks.world_size
-        with self.streams.on_comm(), torch.no_grad():
+        with self.streams.on(self.stream), torch.no_grad():
             if mode is ReductionMode.EXCHANGE_16:
                 self._exchange(slot, out, scratch, accumulate=accumulate)
             elif mode is ReductionMode.FP32 and not accumulate:
@@ -66,10 +66,10 @@ class NcclTransport(Transport):
         torch.sum(received.view(size, -1), 0, dtype=torch.float32, out=total)
         out.add_(total, alpha=1.0 / size) if accumulate else out.mul_(1.0 / size)
 
-    def start_average(self, tensor: torch.Tensor) -> Work | None:
+    def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
         """See `Transport.start_average`."""
-        self.streams.declare(Collective.ALL_REDUCE, None, writes=(tensor,))
-        with self.streams.on_comm():
+        self.streams.declare(self.stream, Collective.ALL_REDUCE, tag, writes=(tensor,))
+        with self.streams.on(self.stream):
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.ranks.group)
             tensor.mul_(1.0 / self.ranks.world_size)
         return None

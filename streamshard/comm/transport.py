@@ -41,6 +41,7 @@ class Peers(Protocol):
     world_size: int
     total_size: int
     streams: Streams
+    stream: StreamName
     log: Log
     names: Sequence[str]
 
@@ -82,17 +83,21 @@ class Reduction(NamedTuple):
 class Transport(abc.ABC):
     """Moves a unit's bytes between ranks.
 
-    The `start_` methods return at once. On CUDA the result is in place once the comm stream has reached the point of
-    return; elsewhere once the returned work has been waited for. Buffers belong to the caller and must not be touched
-    in between.
+    The `start_` methods return at once. On CUDA the result is in place once the transport's stream has reached the
+    point of return; elsewhere once the returned work has been waited for. Buffers belong to the caller and must not be
+    touched in between.
 
     Args:
         ranks: between whom, who hold this.
+
+    Attributes:
+        stream: on which it runs.
     """
 
     def __init__(self, ranks: Peers) -> None:
         self._ranks_of = weakref.ref(ranks)
         self.streams = ranks.streams
+        self.stream = ranks.stream
 
     @property
     def ranks(self) -> Peers:
@@ -115,8 +120,13 @@ class Transport(abc.ABC):
         """Start a reduce-scatter (mean). See [Note: reductions]."""
 
     @abc.abstractmethod
-    def start_average(self, tensor: torch.Tensor) -> Work | None:
-        """Start to replace `tensor` [n] fp32 by its mean over the ranks of the group. Completed as the other two."""
+    def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
+        """Start to replace `tensor` [n] fp32 by its mean over the ranks of the group. Completed as the other two.
+
+        Args:
+            tensor: any tensor.
+            tag: index of the unit whose main grads it is; None: something else.
+        """
 
     @abc.abstractmethod
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
@@ -156,10 +166,10 @@ class Transport(abc.ABC):
 
     def gather_now(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> None:
         """An all-gather outside of steps: in place, for the compute stream, on return."""
-        fence = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "full tensors")
+        fence = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "full tensors", self.stream)
         fence.record()
         fence.wait()
-        arrived = Fence(self.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "full tensors")
+        arrived = Fence(self.streams, Rule.RESULTS_ARRIVED, self.stream, "full tensors")
         with self.ranks.guard("a gather of full tensors"):
             arrived.record(self.start_gather_full(shard, full, tag))
             arrived.wait()

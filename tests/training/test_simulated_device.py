@@ -90,7 +90,96 @@ def test_replicas_average_in_time(context: RankContext, scenario: str) -> None:
     assert_same(found, full_weights(wanted), "weights", NEAR)
 
 
+@on_ranks(4)
+def test_no_gather_is_behind_an_average(context: RankContext) -> None:
+    """All gathers of a backward can be done before its first average is: they run on different streams."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with simulated_device():
+        model = sharded("unequal layers", BF16, mesh=mesh)
+        train(model, "unequal layers", context, steps=1)
+        engine, done = engine_inside(model), list[str]()
+        replicas = engine.reductions.replicas
+        assert replicas is not None
+        gathers, averages = engine.ranks.transport, replicas.ranks.transport
+        with contextlib.ExitStack() as stack:
+            for owner, name in ((gathers, "start_gather"), (averages, "start_average")):
+                stack.enter_context(mock.patch.object(owner, name, _noting(getattr(owner, name), name, done)))
+            stack.enter_context(late(model))
+            train(model, "unequal layers", context, steps=1)
+    count = len(engine.units)
+    assert done.count("start_average") == count
+    flags = done.pop(done.index("start_average") + count)  # the exchange of flags, behind all averages
+    assert flags == "start_gather"
+    assert done[-count:] == ["start_average"] * count
+    assert len(done) > 2 * count
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+def test_an_average_starts_at_once(context: RankContext, shape: tuple[int, int]) -> None:
+    """It is issued behind its unit's reduction, for which the host need not wait."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    with simulated_device():
+        model = sharded("plain", BF16, mesh=mesh)
+        train(model, "plain", context, steps=1)
+        engine, issued = engine_inside(model), list[tuple[str, Any]]()
+        replicas = engine.reductions.replicas
+        assert replicas is not None
+        start, average = engine.reductions.start, replicas.ranks.transport.start_average
+
+        def noted_start(unit: StreamedUnit) -> None:
+            start(unit)
+            issued.append(("reduced", unit.index))
+
+        def noted_average(tensor: Tensor, tag: int | None) -> Any:
+            issued.append(("averaged", tag))
+            return average(tensor, tag)
+
+        with (
+            mock.patch.object(engine.reductions, "start", noted_start),
+            mock.patch.object(replicas.ranks.transport, "start_average", noted_average),
+        ):
+            train(model, "plain", context, steps=1)
+    units = [unit for what, unit in issued if what == "reduced"]
+    assert issued == [(what, unit) for unit in units for what in ("averaged", "reduced")]
+    assert sorted(units) == list(range(len(engine.units)))
+
+
+def _noting(call: Any, name: str, done: list[str]) -> Any:
+    def noted(*args: Any) -> Any:
+        done.append(name)
+        return call(*args)
+
+    return noted
+
+
 # ---------------------------------------------------------------------------------------------- waits that are left out
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("waits", "shape"),
+    [
+        (["main grads to average"], (2, 2)),
+        (["averaged main grads", "everybody's flags"], (2, 2)),  # flags come behind averages
+        (["averaged main grads", "everybody's flags"], (4, 1)),
+    ],
+)
+def test_a_wait_around_an_average_that_is_left_out_gives_other_numbers(
+    context: RankContext, waits: list[str], shape: tuple[int, int]
+) -> None:
+    """That of the average for the reduction, and the optimizer's for the average."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    wanted = sharded("plain", FP32, mesh=mesh)
+    train(wanted, "plain", context)
+    with simulated_device():
+        model = sharded("plain", FP32, mesh=mesh)
+        with late(model):
+            with dropping(model, *waits):
+                train(model, "plain", context)
+            found = full_weights(model)
+    right = full_weights(wanted)
+    assert any(not torch.allclose(found[name], right[name], 1e-4, 1e-5) for name in right)
 
 
 @on_ranks(2)
@@ -188,7 +277,9 @@ class _Watch(Observer):
         self.wrote_at = -1
         self.waited: list[bool] = []
 
-    def on_collective(self, collective: Collective, tag: int | None, reads: Any, writes: Any) -> None:
+    def on_collective(
+        self, stream: StreamName, collective: Collective, tag: int | None, reads: Any, writes: Any
+    ) -> None:
         """See `Observer.on_collective`."""
         if collective is Collective.REDUCE_SCATTER and self.comm is not None and self.wrote_at >= 0:
             self.waited.append(self.comm.waited_for.get(self.side, 0) > self.wrote_at)
