@@ -1104,6 +1104,13 @@ MUTANTS: list[Mutant] = [
         "simulated_device::test_no_gather_is_behind_an_average replicas",
     ),
     Mutant(
+        "comm/connect",
+        "ranks meet in their first collective",
+        "            ranks.transport.meet()",
+        "            pass",
+        "simulated_device::test_all_groups_are_connected_from_the_start",
+    ),
+    Mutant(
         "inspect/races",
         "what one stream knows is forgotten for all",
         "                if earlier.time <= known:",

@@ -21,7 +21,7 @@ def connect(
     all_ranks: dist.ProcessGroup | None = None,
     replica: int = 0,
 ) -> Ranks:
-    """The ranks of `group`, with the transport for the device of `streams`. Arguments: see `Ranks`.
+    """The ranks of `group`, with the transport for the device of `streams`. Collective. Arguments: see `Ranks`.
 
     Raises:
         ConfigError: the group has no backend for that device.
@@ -34,4 +34,7 @@ def connect(
         )
     ranks = Ranks(group, streams, stream, all_ranks, replica)
     ranks.transport = NcclTransport(ranks) if streams.has_streams else PairwiseTransport(ranks)
+    if ranks.world_size > 1:
+        with ranks.guard("the first meeting of a process group's ranks"):
+            ranks.transport.meet()
     return ranks

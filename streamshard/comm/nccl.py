@@ -28,6 +28,11 @@ _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or di
 class NcclTransport(Transport):
     """The backend's own collectives, on a stream of ours."""
 
+    def meet(self) -> None:
+        """See `Transport.meet`. Of many ranks that takes seconds, in the first backward where replicas are averaged."""
+        with self.streams.on(self.stream):
+            dist.all_reduce(torch.zeros(1, device=self.streams.device), group=self.ranks.group)
+
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
         """See `Transport.start_gather`."""
         self.streams.declare(self.stream, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))

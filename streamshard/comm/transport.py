@@ -107,6 +107,9 @@ class Transport(abc.ABC):
             raise StateError("a transport", "without its ranks", "a model that is alive")
         return ranks
 
+    def meet(self) -> None:  # noqa: B027  # others are connected when their group is made
+        """Make the connections now that a backend makes in its first collective. Collective."""
+
     @abc.abstractmethod
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
         """Start an all-gather of `shard` [shard_numel] from all ranks into `slot` [N * shard_numel], same dtype."""

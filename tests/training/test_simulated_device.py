@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,6 +89,19 @@ def test_replicas_average_in_time(context: RankContext, scenario: str) -> None:
             train(model, scenario, context)
             found = full_weights(model)
     assert_same(found, full_weights(wanted), "weights", NEAR)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+def test_all_groups_are_connected_from_the_start(context: RankContext, shape: tuple[int, int]) -> None:
+    """NCCL makes connections in a group's first collective; for replicas that would be in the first backward."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    with simulated_device(), mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        engine = engine_inside(sharded("plain", BF16, mesh=mesh))
+    met = [call.kwargs["group"] for call in all_reduce.call_args_list]
+    assert engine.reductions.replicas is not None
+    for ranks in (engine.ranks, engine.reductions.replicas.ranks):
+        assert (ranks.group in met) == (ranks.world_size > 1)
 
 
 @on_ranks(4)
