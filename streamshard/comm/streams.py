@@ -112,7 +112,8 @@ class Moment(enum.Enum):
     BACKWARD_ENDS = enum.auto()
     """Backward has been through a pass; of all units."""
     GRAD_WRITTEN = enum.auto()
-    """A complete gradient has moved into the unit's grad slot (with one rank, into the main grads)."""
+    """A complete gradient has moved into the unit's grad slot (with one rank, into the main grads). On a device it may
+    move with others, a little later."""
 
 
 class Observer:

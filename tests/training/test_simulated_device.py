@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -20,11 +21,24 @@ from streamshard.comm.streams import Collective, Observer, Rule, StreamName
 from streamshard.errors import ShardingError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.races import detect_races
+from streamshard.unit.grads import UnitGrads
 from streamshard.unit.unit import StreamedUnit
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, Tolerance, assert_same, full_weights, stack_step
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    Tolerance,
+    assert_same,
+    assert_trains_like_plain,
+    full_grads,
+    full_weights,
+    stack_step,
+)
 from tests.scenarios import BF16, PRECISIONS, SCENARIOS, dropping, reference, sharded, train
 from tests.simulated import SimulatedDevice, SimulatedStream, backward_elsewhere, late, simulated_device
+from tests.training.test_cases_execution import Planned, planned_step
+from tests.training.test_coalesce import PAIRS
 
 SETTINGS: dict[str, tuple[Precision, dict[str, Any]]] = {
     "ZeRO-3, fp32": (FP32, {}),
@@ -229,6 +243,18 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Operators(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
 def counting_waits(device: SimulatedDevice) -> Iterator[list[str]]:
     """What the host has waited for: values of tensors, copies to the host and from it, the device."""
@@ -277,6 +303,44 @@ def test_the_host_never_waits_in_a_steady_step(context: RankContext, slots: dict
         with counting_waits(device) as waits:
             model.clip_grad_norm_(1.0, skip_above=10.0)
         assert "item" in waits
+
+
+@on_ranks(2)
+def test_a_unit_needs_one_launch_for_its_small_gradients(context: RankContext) -> None:
+    """However many parameters it has."""
+    with simulated_device():
+        model = sharded("unequal layers", BF16)
+        train(model, "unequal layers", context, steps=1)
+        with _Operators() as operators:
+            train(model, "unequal layers", context, steps=1)
+    assert operators.counts["aten._foreach_copy_.default"] == len(engine_inside(model).units)
+
+
+@on_ranks(2)
+def test_gradients_that_are_parked_are_all_there(context: RankContext) -> None:
+    """Small ones have been collected, not copied, when another unit needs the slot."""
+    there_and_back = {(step, rank): [0, 2, 4, 6, 7, 5, 3, 1] for step in range(4) for rank in range(2)}
+    with simulated_device(), mock.patch.object(UnitGrads, "park", autospec=True, side_effect=UnitGrads.park) as park:
+        step = planned_step(there_and_back)
+        assert_trains_like_plain(context, lambda: Planned(8), step, checked=(0, 1, 3), min_unit_size=PAIRS)
+    assert park.called
+
+
+@on_ranks(2)
+def test_gradients_that_are_left_in_a_slot_can_be_forgotten(context: RankContext) -> None:
+    """Those that have been collected too."""
+    calls = [Call(number, context.rank, 2, 1.0) for number in range(2)]
+    grads = []
+    with simulated_device():
+        for skips in (False, True):
+            model: Any = sharded("unequal layers", FP32, weight_slots="all", grad_slots="all")
+            if skips:
+                with model.no_sync():
+                    stack_step(model, calls[0])
+                    model.zero_grad()
+            stack_step(model, calls[1])
+            grads.append(full_grads(model))
+    assert_same(grads[1], grads[0], "gradients", EXACT)
 
 
 # ---------------------------------------------------------------------------------------------- streams of the user's
