@@ -129,6 +129,9 @@ def _make_engine(module: nn.Module, checked: _Checked, ranks: Ranks, replicas: R
     trains = [any(found_param.param.requires_grad for found_param in params) for params in checked.groups]
     copies = ranks.total_size // ranks.world_size
     scratch_numel = _scratch_numel(ranks, settings.precision)
+    drawback = ranks.transport.find_drawback(settings.precision)
+    if drawback is not None and ranks.is_first:
+        warn_user(drawback)
     sizing = Sizing(layouts, _share_slots(found), trains, settings.precision, scratch_numel, copies)
     plan, reason = _choose_slots(sizing, settings, checked.budget, ranks)
     streamed = _allocate(sizing, plan, ranks, ledger)

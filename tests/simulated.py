@@ -129,6 +129,10 @@ class SimulatedDevice:
         """Whether a graph is recorded."""
         return self.is_capturing
 
+    def device_count(self) -> int:
+        """Of a machine."""
+        return 1
+
     def empty_cache(self) -> None:
         """What nobody uses is not kept here."""
 

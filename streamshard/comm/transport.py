@@ -26,7 +26,7 @@ import torch.distributed as dist
 from streamshard.comm.guard import Guard
 from streamshard.comm.issued import Kind, Log
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
-from streamshard.config import ReductionMode
+from streamshard.config import Precision, ReductionMode
 from streamshard.errors import StateError
 
 __all__ = ["Peers", "Reduction", "Transport", "sum_in_rank_order"]
@@ -142,6 +142,10 @@ class Transport(abc.ABC):
             mode: of the reductions.
             adds: whether main grads may hold something that is added to.
         """
+
+    def find_drawback(self, precision: Precision) -> str | None:
+        """What `precision` costs among so many ranks that others would not; None: nothing. In words, for a warning."""
+        return None
 
     def allocate_visible(self, numel: int, dtype: torch.dtype, *, is_users: bool = False) -> torch.Tensor:
         """Memory for what other ranks are to read: a buffer [numel] of zeros on the device of the streams.
