@@ -24,7 +24,7 @@ from _systems import System, build
 
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.ranks import Ranks
-from streamshard.comm.streams import Streams
+from streamshard.comm.streams import StreamName, Streams
 
 PHASES = ("forward", "backward")
 NAMES = ("plain", "fsdp2", "streamshard")
@@ -61,10 +61,14 @@ class Layers(nn.Module):
 
 
 def connect_as_gpus_do(
-    group: dist.ProcessGroup, streams: Streams, all_ranks: dist.ProcessGroup | None, replica: int
+    group: dist.ProcessGroup,
+    streams: Streams,
+    stream: StreamName = StreamName.COMM,
+    all_ranks: dist.ProcessGroup | None = None,
+    replica: int = 0,
 ) -> Ranks:
     """In the place of `streamshard.comm.connect.connect`: NCCL's transport, on the CPU."""
-    ranks = Ranks(group, streams, all_ranks, replica)
+    ranks = Ranks(group, streams, stream, all_ranks, replica)
     ranks.transport = NcclTransport(ranks)
     return ranks
 

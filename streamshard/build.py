@@ -19,7 +19,7 @@ from streamshard.comm.connect import connect
 from streamshard.comm.groups import Groups, groups_of, refuse_together, resolve_group
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.shared_memory import share_memory
-from streamshard.comm.streams import Streams
+from streamshard.comm.streams import StreamName, Streams
 from streamshard.config import PieceAlignment, Precision, Settings
 from streamshard.device import check_tried, module_of, training_device
 from streamshard.engine.attach import attach
@@ -129,6 +129,9 @@ def _make_engine(module: nn.Module, checked: _Checked, ranks: Ranks, replicas: R
     trains = [any(found_param.param.requires_grad for found_param in params) for params in checked.groups]
     copies = ranks.total_size // ranks.world_size
     scratch_numel = _scratch_numel(ranks, settings.precision)
+    drawback = ranks.transport.find_drawback(settings.precision)
+    if drawback is not None and ranks.is_first:
+        warn_user(drawback)
     sizing = Sizing(layouts, _share_slots(found), trains, settings.precision, scratch_numel, copies)
     plan, reason = _choose_slots(sizing, settings, checked.budget, ranks)
     streamed = _allocate(sizing, plan, ranks, ledger)
@@ -225,10 +228,10 @@ def _connect(who: Groups | None, here: torch.device, device: torch.device) -> tu
         who = groups_of(resolve_group(device))
     refuse_together(who.all_ranks, None)
     streams = Streams(device)
-    ranks = connect(who.shard, streams, who.all_ranks, who.replica)
+    ranks = connect(who.shard, streams, StreamName.COMM, who.all_ranks, who.replica)
     if who.replicate is None:
         return ranks, None
-    return ranks, Replicas(connect(who.replicate, streams, who.all_ranks))
+    return ranks, Replicas(connect(who.replicate, streams, StreamName.REPLICA, who.all_ranks))
 
 
 def _check_ranks_agree(ranks: Ranks, module: nn.Module, checked: _Checked) -> None:

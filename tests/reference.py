@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from streamshard import Precision, StreamShard
-from streamshard.comm.streams import Collective, Observer
+from streamshard.comm.streams import Collective, Observer, StreamName
 from streamshard.engine.engine import Engine
 from streamshard.inspect import engine_inside
 from tests.models import next_token_loss, token_batch, vector_batch
@@ -281,7 +281,7 @@ def _play_all_ranks(plain: nn.Module, step: Step, number: int, context: RankCont
 
 
 class _Collectives(Observer):
-    """Notes what is issued, and for which unit; None: flags, or an average."""
+    """Notes what is issued, and for which unit; None: flags, or an average of something else than main grads."""
 
     def __init__(self, engine: Engine, note: Callable[[Collective, int | None], None]) -> None:
         self.units: dict[Collective, list[int | None]] = {collective: [] for collective in Collective}
@@ -289,7 +289,12 @@ class _Collectives(Observer):
         self._note = note
 
     def on_collective(
-        self, collective: Collective, tag: int | None, reads: Sequence[Tensor], writes: Sequence[Tensor]
+        self,
+        stream: StreamName,
+        collective: Collective,
+        tag: int | None,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
     ) -> None:
         unit = tag if tag is not None and tag < len(self._engine.units) else None
         self.units[collective].append(unit)
@@ -304,7 +309,7 @@ def _ignore(collective: Collective, unit: int | None) -> None:
 def heard_collectives(
     engine: Engine, note: Callable[[Collective, int | None], None] = _ignore
 ) -> Iterator[dict[Collective, list[int | None]]]:
-    """What the engine issues inside, in order: for which unit, None for flags and averages.
+    """What the engine issues inside, in order: for which unit, None for flags.
 
     Args:
         engine: whose.

@@ -45,13 +45,13 @@ class SimulatedStream:
     """Runs what was put on it in order, when it is waited for.
 
     Attributes:
-        name: for messages.
         waited_for: how far this stream has waited for each other one.
+        is_late: it holds back its waits too.
     """
 
-    def __init__(self, device: object = None, priority: int = 0, name: str = "side") -> None:
-        self.name = "comm" if priority else name
+    def __init__(self, device: object = None, priority: int = 0) -> None:
         self.waited_for: dict[SimulatedStream, int] = {}
+        self.is_late = False
         self.ticks = 0  # grows with every event that is recorded here
         self._held: deque[tuple[int, Callable[[], None]]] = deque()
 
@@ -65,10 +65,14 @@ class SimulatedStream:
             self._held.popleft()[1]()
 
     def wait_event(self, event: SimulatedEvent) -> None:
-        """Go on only after what `event` recorded last."""
-        if event.stream is not None and event.stream is not self:
-            event.stream.run(event.tick)
-            self.waited_for[event.stream] = max(event.tick, self.waited_for.get(event.stream, 0))
+        """Go on only after what `event` recorded last. A stream that is late waits when it gets there."""
+        stream, tick = event.stream, event.tick
+        if stream is not None and stream is not self:
+            if self.is_late:
+                self.put(lambda: stream.run(tick))
+            else:
+                stream.run(tick)
+            self.waited_for[stream] = max(tick, self.waited_for.get(stream, 0))
 
     def wait_stream(self, other: SimulatedStream) -> None:
         """Go on only after everything on `other`."""
@@ -104,7 +108,7 @@ class SimulatedDevice:
     def __init__(self) -> None:
         self.synchronizations = 0
         self.is_capturing = False
-        self._compute = SimulatedStream(name="compute")
+        self._compute = SimulatedStream()
         self._local = threading.local()
 
     def current_stream(self, device: object = None) -> SimulatedStream:
@@ -125,6 +129,10 @@ class SimulatedDevice:
         """Whether a graph is recorded."""
         return self.is_capturing
 
+    def device_count(self) -> int:
+        """Of a machine."""
+        return 1
+
     def empty_cache(self) -> None:
         """What nobody uses is not kept here."""
 
@@ -142,29 +150,28 @@ def simulated_device() -> Iterator[SimulatedDevice]:
 
 
 class LateTransport(AdversarialTransport):
-    """Puts collectives on the comm stream, whose waits are events: of them the transport knows nothing."""
+    """Puts collectives on their stream, whose waits are events: of them the transport knows nothing."""
 
     def _start(self, start: Callable[[], Work | None], after: Callable[[], None] | None = None) -> Work | None:
-        comm = self._comm
-
         def do() -> None:
             with self.streams.unobserved():
                 assert start() is None
             if after is not None:
-                with self.streams.on_comm():
+                with self.streams.on(self.stream):
                     after()
 
-        comm.put(do)
+        self.held.put(do)
         return None
 
     def complete(self, until: object = None) -> None:
         """Whoever talks to other ranks does so after what was issued before, as on one communicator."""
-        self._comm.run()
+        self.held.run()
 
     @property
-    def _comm(self) -> SimulatedStream:
-        comm: SimulatedStream = self.streams._comm
-        return comm
+    def held(self) -> SimulatedStream:
+        """Where what it starts is held back."""
+        stream: SimulatedStream = self.streams.device_stream(self.stream)
+        return stream
 
 
 @contextlib.contextmanager
@@ -176,10 +183,12 @@ def late(model: nn.Module) -> Iterator[None]:
     transports = [LateTransport(ranks) for ranks in all_ranks]
     for ranks, transport in zip(all_ranks, transports, strict=True):
         ranks.transport = transport
+        transport.held.is_late = True
     yield
     for ranks, transport in zip(all_ranks, transports, strict=True):
         transport.complete()
         ranks.transport = transport.inner
+        transport.held.is_late = False
 
 
 @contextlib.contextmanager

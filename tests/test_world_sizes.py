@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import Precision, StreamShard
 from streamshard.comm.nccl import NcclTransport
-from streamshard.comm.streams import Collective, Observer
+from streamshard.comm.streams import Collective, Observer, StreamName
 from streamshard.inspect import engine_inside
 from tests.models import Stack
 from tests.scenarios import BF16
@@ -25,8 +25,8 @@ SIZES = [8, 64, 512, 4096]
 
 
 @contextlib.contextmanager
-def _one_of(world_size: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=3, world_size=world_size, store=FakeStore())
+def _one_of(world_size: int, rank: int = 3) -> Iterator[None]:
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
     finally:
@@ -53,7 +53,12 @@ class _Collectives(Observer):
         self.counts: Counter[Collective] = Counter()
 
     def on_collective(
-        self, collective: Collective, tag: int | None, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+        self,
+        stream: StreamName,
+        collective: Collective,
+        tag: int | None,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
     ) -> None:
         """See `Observer.on_collective`."""
         self.counts[collective] += 1
@@ -107,3 +112,48 @@ def test_what_a_rank_holds_is_what_the_formula_says(size: int) -> None:
         report = model.memory_report()
     assert dict(report.held_bytes) == dict(report.formula_bytes)
     assert report.held_bytes["main weights"] < 4 * (report.numel / size + 9 * 16)
+
+
+# -- 16 bits among many ranks -------------------------------------------------------------------------------------
+
+EXCHANGED = Precision(grad_dtype=torch.bfloat16)
+SUMMED = Precision(reduce_dtype=torch.bfloat16)
+SUMMED_FP16 = Precision(param_dtype=torch.float16, reduce_dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("precision", "size", "per_machine", "warning"),
+    [
+        (Precision(), 4096, 8, None),
+        (EXCHANGED, 8, 8, None),  # one machine
+        (EXCHANGED, 16, 8, r"16 ranks, 8 on a machine, is about 2.0 times .* \(2, 8\)"),
+        (EXCHANGED, 512, 8, "about 3.9 times"),
+        (EXCHANGED, 8, 4, None),  # as many as fp32 sends
+        (EXCHANGED, 12, 4, r"about 1.3 times .* \(3, 4\)"),
+        (EXCHANGED, 4096, 2, None),
+        (EXCHANGED, 4096, 1, None),
+        (SUMMED, 256, 8, None),
+        (SUMMED, 257, 8, "bfloat16 on 257 ranks: .* more than 256 gradients"),
+        (SUMMED_FP16, 2048, 8, None),
+        (SUMMED_FP16, 2049, 8, "float16 on 2049 ranks: .* more than 2048 gradients"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_sends_16_bits_to_too_many_ranks_hears_of_it(
+    monkeypatch: pytest.MonkeyPatch, precision: Precision, size: int, per_machine: int, warning: str | None, rank: int
+) -> None:
+    """Once, from the first rank."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_machine))
+    told = pytest.warns(UserWarning, match=warning) if warning and rank == 0 else contextlib.nullcontext()
+    with _one_of(size, rank), simulated_device(), told:
+        StreamShard(Stack((8,) * 3), precision=precision)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_sums_stop_growing_where_it_says(dtype: torch.dtype) -> None:
+    """The number of ranks that is named is that of arithmetic."""
+    limit = int(2 / torch.finfo(dtype).eps)
+    total = torch.zeros((), dtype=dtype)
+    for _ in range(limit + 100):
+        total += 1.0
+    assert int(total) == limit

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.ranks import Ranks
-from streamshard.comm.streams import Streams
+from streamshard.comm.streams import StreamName, Streams
 from streamshard.device import serves
 from streamshard.errors import ConfigError
 
@@ -15,9 +15,13 @@ __all__ = ["connect"]
 
 
 def connect(
-    group: dist.ProcessGroup, streams: Streams, all_ranks: dist.ProcessGroup | None = None, replica: int = 0
+    group: dist.ProcessGroup,
+    streams: Streams,
+    stream: StreamName = StreamName.COMM,
+    all_ranks: dist.ProcessGroup | None = None,
+    replica: int = 0,
 ) -> Ranks:
-    """The ranks of `group`, with the transport for the device of `streams`. Arguments: see `Ranks`.
+    """The ranks of `group`, with the transport for the device of `streams`. Collective. Arguments: see `Ranks`.
 
     Raises:
         ConfigError: the group has no backend for that device.
@@ -28,6 +32,9 @@ def connect(
             f"parameters are on {streams.device}, for which the process group ({dist.get_backend_config(group)}) has "
             f"no backend: torch.distributed.init_process_group({backend!r}), or without a name for all devices"
         )
-    ranks = Ranks(group, streams, all_ranks, replica)
+    ranks = Ranks(group, streams, stream, all_ranks, replica)
     ranks.transport = NcclTransport(ranks) if streams.has_streams else PairwiseTransport(ranks)
+    if ranks.world_size > 1:
+        with ranks.guard("the first meeting of a process group's ranks"):
+            ranks.transport.meet()
     return ranks

@@ -39,13 +39,13 @@ class PairwiseTransport(Transport):
 
     def _exchange(self, shard: torch.Tensor, slot: torch.Tensor, tag: int, kind: int) -> Work:
         chunks = slot.view(self.ranks.world_size, -1)
-        self.streams.declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
+        self.streams.declare(self.stream, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         messages, message_tag = [], tag * _TAGS_PER_UNIT + kind
         for peer in self._peers():
             messages.append(self.ranks.group.send([shard], peer, message_tag))
             messages.append(self.ranks.group.recv([chunks[peer]], peer, message_tag))
         if chunks[self.ranks.rank].data_ptr() != shard.data_ptr():
-            with self.streams.on_comm():
+            with self.streams.on(self.stream):
                 chunks[self.ranks.rank].copy_(shard)
         return _Exchange(messages)
 
@@ -54,6 +54,7 @@ class PairwiseTransport(Transport):
         chunks = reduction.slot.view(self.ranks.world_size, -1)
         received = reduction.scratch.view(self.ranks.world_size - 1, -1)
         self.streams.declare(
+            self.stream,
             Collective.REDUCE_SCATTER,
             reduction.tag,
             reads=(reduction.slot,),
@@ -67,15 +68,15 @@ class PairwiseTransport(Transport):
             messages.append(self.ranks.group.recv([received[index]], peer, tag))
         return _Exchange(messages, lambda: self._sum(chunks[self.ranks.rank], received, reduction))
 
-    def start_average(self, tensor: torch.Tensor) -> Work | None:
+    def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
         """See `Transport.start_average`. The backend's own sum; divided when it is waited for."""
-        self.streams.declare(Collective.ALL_REDUCE, None, writes=(tensor,))
+        self.streams.declare(self.stream, Collective.ALL_REDUCE, tag, writes=(tensor,))
         self.ranks.log.add(Kind.AVERAGE)
         work = dist.all_reduce(tensor, group=self.ranks.group, async_op=True)
         return _Exchange([work], lambda: self._divide(tensor))
 
     def _divide(self, tensor: torch.Tensor) -> None:
-        with self.streams.on_comm(), torch.no_grad():
+        with self.streams.on(self.stream), torch.no_grad():
             tensor.div_(self.ranks.world_size)
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
@@ -86,7 +87,7 @@ class PairwiseTransport(Transport):
 
     def _sum(self, own: torch.Tensor, received: torch.Tensor, reduction: Reduction) -> None:
         others = list(received)
-        with self.streams.on_comm():
+        with self.streams.on(self.stream):
             sum_in_pieces(
                 [*others[: self.ranks.rank], own, *others[self.ranks.rank :]], reduction.out, reduction.accumulate
             )

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from streamshard.comm.groups import host_group_of
 from streamshard.comm.guard import Guard
 from streamshard.comm.issued import Kind, Log
-from streamshard.comm.streams import Streams
+from streamshard.comm.streams import StreamName, Streams
 from streamshard.comm.transport import Transport
 from streamshard.comm.watch import Vigil
 from streamshard.errors import CommunicationError
@@ -35,6 +35,7 @@ class Ranks:
     Args:
         group: the shard group: gathers, reductions and norms are among its ranks.
         streams: the engine's streams.
+        stream: that on which something moves between these ranks.
         all_ranks: all ranks that train this model, replicas included, who agree on things; None: the shard group.
         replica: number of this rank's replica among them, on the replicate axis.
 
@@ -55,7 +56,12 @@ class Ranks:
     transport: Transport
 
     def __init__(
-        self, group: dist.ProcessGroup, streams: Streams, all_ranks: dist.ProcessGroup | None = None, replica: int = 0
+        self,
+        group: dist.ProcessGroup,
+        streams: Streams,
+        stream: StreamName = StreamName.COMM,
+        all_ranks: dist.ProcessGroup | None = None,
+        replica: int = 0,
     ) -> None:
         self.failure: str | None = None
         self.log = Log()
@@ -64,6 +70,7 @@ class Ranks:
         self._group_of = weakref.ref(group)
         self._all_ranks_of = weakref.ref(all_ranks or group)
         self.streams = streams
+        self.stream = stream
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self.replica = replica

@@ -111,7 +111,7 @@ class SharedMemoryTransport(PairwiseTransport):
         """See `Transport.start_gather`. Copies when it is waited for: the shards stay where they are until then."""
         if self._own.offset_of(shard) is None:  # of something that is not published: sent, as between machines
             return super().start_gather(shard, slot, tag)
-        self.streams.declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
+        self.streams.declare(self.stream, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         self.ranks.log.add(Kind.GATHER, tag)
         return _Once(lambda: self._copy(shard, slot, tag))
 
@@ -121,7 +121,7 @@ class SharedMemoryTransport(PairwiseTransport):
             self._await(Counter.PUBLISHED, count)
             self._compare([arena.published[count % len(arena.published)] for arena in self._arenas])
             self._compared = count
-        with self.streams.on_comm(), torch.no_grad():
+        with self.streams.on(self.stream), torch.no_grad():
             for arena, chunk in zip(self._arenas, slot.view(self.ranks.world_size, -1), strict=True):
                 if chunk.data_ptr() != shard.data_ptr():  # a slot that is its unit's alone holds the compute shard
                     chunk.copy_(arena.view(arena.shards[tag], shard.numel(), shard.dtype))
@@ -143,7 +143,9 @@ class SharedMemoryTransport(PairwiseTransport):
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. In all modes: sums in rank order, in fp32, once all ranks have started it."""
-        self.streams.declare(Collective.REDUCE_SCATTER, reduction.tag, reads=(reduction.slot,), writes=(reduction.out,))
+        self.streams.declare(
+            self.stream, Collective.REDUCE_SCATTER, reduction.tag, reads=(reduction.slot,), writes=(reduction.out,)
+        )
         self._started.append(reduction)
         self.ranks.log.add(Kind.REDUCE, reduction.tag)
         self._own.written[self._own.counters[Counter.WRITTEN] % len(self._own.written)] = self.ranks.log.digest
@@ -168,7 +170,7 @@ class SharedMemoryTransport(PairwiseTransport):
         slot, out, _, _, accumulate, _ = self._started.popleft()
         # Grad slots are allocated in the same order on all ranks, so they lie at the same place in every arena.
         start = self._offset_of(slot) + self.ranks.rank * out.numel() * slot.element_size()
-        with self.streams.on_comm():
+        with self.streams.on(self.stream):
             sum_in_pieces([arena.view(start, out.numel(), slot.dtype) for arena in self._arenas], out, accumulate)
         self._advance(Counter.SUMMED)
 

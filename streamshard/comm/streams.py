@@ -1,9 +1,8 @@
-"""The two streams and the fences that tie them: every wait of the ordering rules is a `Fence` made here.
+"""The streams and the fences that tie them: every wait of the ordering rules is a `Fence` made here.
 
-On an accelerator both streams are real. On the CPU they are declared: computation runs in the calling thread,
-communication in the backend's own threads, and a fence carries the pending work that its wait completes. Observers
-(such as the race detector of `streamshard.inspect`) hear of every record and wait on both, so every machine can check
-the order.
+On an accelerator they are real. On the CPU they are declared: computation runs in the calling thread, communication in
+the backend's own threads, and a fence carries the pending work that its wait completes. Observers (such as the race
+detector of `streamshard.inspect`) hear of every record and wait, so every machine can check the order.
 See [Note: ordering rules], [Note: observers].
 
 [Note: ordering rules]
@@ -13,8 +12,8 @@ See [Note: ordering rules], [Note: observers].
 4. GRADS_WRITTEN: a reduction does not start until every gradient of its unit is written.
 5. SHARDS_WRITTEN: no gather reads a shard before it is written (the cast, the optimizer), nor an exchange its flags.
 6. SHARDS_READ: no cast writes a compute shard that a gather still reads.
-7. RESULTS_ARRIVED: what arrives outside of slots is not read before it is complete: main grads by the optimizer, flags
-   by the host, whole tensors by whoever asked for them.
+7. RESULTS_ARRIVED: what arrives outside of slots is not read before it is complete: main grads by the optimizer and by
+   the average over replicas, flags by the host, whole tensors by whoever asked for them.
 
 [Note: observers]
 Instruments hear what happens through `Observer`, and through nothing else: they replace no methods. Who issues a
@@ -40,10 +39,13 @@ __all__ = ["AllWork", "Collective", "Fence", "Moment", "Observer", "Rule", "Stre
 
 
 class StreamName(enum.Enum):
-    """The two streams."""
+    """The streams."""
 
     COMPUTE = "compute"
     COMM = "comm"
+    """Between the ranks of a shard group."""
+    REPLICA = "replica"
+    """Between replicas: over other wires, so that the next gather need not queue behind an average."""
 
 
 class Rule(enum.IntEnum):
@@ -78,7 +80,7 @@ class AllWork:
 
 
 class Collective(enum.Enum):
-    """What the comm stream does."""
+    """What moves bytes."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
@@ -110,7 +112,8 @@ class Moment(enum.Enum):
     BACKWARD_ENDS = enum.auto()
     """Backward has been through a pass; of all units."""
     GRAD_WRITTEN = enum.auto()
-    """A complete gradient has moved into the unit's grad slot (with one rank, into the main grads)."""
+    """A complete gradient has moved into the unit's grad slot (with one rank, into the main grads). On a device it may
+    move with others, a little later."""
 
 
 class Observer:
@@ -118,18 +121,20 @@ class Observer:
 
     def on_collective(
         self,
+        stream: StreamName,
         collective: Collective,
         tag: int | None,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> None:
-        """The comm stream reads and writes these: from here, where a collective is issued, until it is waited for.
+        """`stream` reads and writes these: from here, where a collective is issued, until it is waited for.
 
-        The fence in which it is recorded comes next, except for an all-reduce: several may share one.
+        The fence in which it is recorded comes next.
 
         Args:
+            stream: on which it runs.
             collective: which.
-            tag: index of the unit that it moves; the number of units if it moves flags; None for an all-reduce.
+            tag: index of the unit that it moves; the number of units if it moves flags; None if it moves neither.
             reads, writes: tensors of any shape and dtype.
         """
 
@@ -155,19 +160,23 @@ class Fence:
     Owns one event of the device (on an accelerator), recorded anew each time, or the pending `Work` (elsewhere).
 
     Args:
-        streams: the pair of streams it ties.
+        streams: whose streams it ties.
         rule: the ordering rule it keeps.
+        source: where it is recorded.
         what: what it guards, for messages ("slot 0").
+        target: who waits; None: comm for compute, and compute for the others.
 
     Attributes:
         work: what has to complete for the point to be reached; None on an accelerator, and once it has completed.
     """
 
-    def __init__(self, streams: Streams, rule: Rule, source: StreamName, what: str) -> None:
+    def __init__(
+        self, streams: Streams, rule: Rule, source: StreamName, what: str, target: StreamName | None = None
+    ) -> None:
         self.rule = rule
         self.what = what
         self.source = source
-        self.target = StreamName.COMM if source is StreamName.COMPUTE else StreamName.COMPUTE
+        self.target = target or (StreamName.COMM if source is StreamName.COMPUTE else StreamName.COMPUTE)
         self._streams = streams
         self._event: Any = None if streams.module is None else streams.module.Event()
         self.work: Work | None = None
@@ -210,7 +219,7 @@ class Fence:
 
 
 class Streams:
-    """The compute stream and the comm stream of one engine. Owns the comm stream.
+    """The streams of one engine. Owns all but the compute stream.
 
     Args:
         device: where the engine's buffers live.
@@ -229,18 +238,22 @@ class Streams:
         self.dropped_rules: frozenset[Rule | str] = frozenset()
         self.current = StreamName.COMPUTE
         # High priority: what moves bytes is small, and late if it queues behind the blocks of a large matmul.
-        self._comm: Any = None if self.module is None else self.module.Stream(device, priority=-1)
+        self._own: dict[StreamName, Any] = {}
+        if self.module is not None:
+            self._own = {
+                name: self.module.Stream(device, priority=-1) for name in StreamName if name is not StreamName.COMPUTE
+            }
 
     @property
     def has_streams(self) -> bool:
-        """Whether both are real."""
+        """Whether they are real."""
         return self.module is not None
 
     def device_stream(self, name: StreamName) -> Any:
         """The device's stream behind `name`; compute is whatever stream the caller computes on."""
-        if self._comm is None:
+        if self.module is None:
             raise StateError("streams", f"on {self.device}", "a device that has streams")
-        return self._comm if name is StreamName.COMM else self.module.current_stream(self.device)
+        return self._own.get(name) or self.module.current_stream(self.device)
 
     def refuse_capture(self) -> None:
         """Raise if the device records a graph of what the caller issues.
@@ -256,17 +269,18 @@ class Streams:
             'mode="reduce-overhead"), whose weights stay at the same addresses'
         )
 
-    def keep_for_comm(self, buffer: torch.Tensor) -> None:
-        """`buffer` is used by the comm stream, so its memory is nobody's until that is done, whenever it is freed."""
+    def keep(self, buffer: torch.Tensor) -> None:
+        """Own streams use `buffer`, so its memory is nobody's until they are done, whenever it is freed."""
         if self.device.type != "cpu":
-            buffer.record_stream(self._comm)
+            for stream in self._own.values():
+                buffer.record_stream(stream)
 
     @contextlib.contextmanager
-    def on_comm(self) -> Iterator[None]:
-        """Run the body on the comm stream: really on an accelerator, as declared elsewhere."""
-        outer, self.current = self.current, StreamName.COMM
+    def on(self, name: StreamName) -> Iterator[None]:
+        """Run the body on the stream of that name: really on an accelerator, as declared elsewhere."""
+        outer, self.current = self.current, name
         context: AbstractContextManager[object] = (
-            contextlib.nullcontext() if self._comm is None else self.module.stream(self._comm)
+            contextlib.nullcontext() if self.module is None else self.module.stream(self.device_stream(name))
         )
         try:
             with context:
@@ -294,6 +308,7 @@ class Streams:
 
     def declare(
         self,
+        stream: StreamName,
         collective: Collective,
         tag: int | None,
         *,
@@ -302,7 +317,7 @@ class Streams:
     ) -> None:
         """Tell the observers that a collective is issued. Arguments: see `Observer.on_collective`."""
         for observer in self.observers:
-            observer.on_collective(collective, tag, reads, writes)
+            observer.on_collective(stream, collective, tag, reads, writes)
 
 
 def _is_not() -> bool:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from streamshard.comm.guard import Guard
 from streamshard.comm.issued import Kind, Log
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
-from streamshard.config import ReductionMode
+from streamshard.config import Precision, ReductionMode
 from streamshard.errors import StateError
 
 __all__ = ["Peers", "Reduction", "Transport", "sum_in_rank_order"]
@@ -41,6 +41,7 @@ class Peers(Protocol):
     world_size: int
     total_size: int
     streams: Streams
+    stream: StreamName
     log: Log
     names: Sequence[str]
 
@@ -82,17 +83,21 @@ class Reduction(NamedTuple):
 class Transport(abc.ABC):
     """Moves a unit's bytes between ranks.
 
-    The `start_` methods return at once. On CUDA the result is in place once the comm stream has reached the point of
-    return; elsewhere once the returned work has been waited for. Buffers belong to the caller and must not be touched
-    in between.
+    The `start_` methods return at once. On CUDA the result is in place once the transport's stream has reached the
+    point of return; elsewhere once the returned work has been waited for. Buffers belong to the caller and must not be
+    touched in between.
 
     Args:
         ranks: between whom, who hold this.
+
+    Attributes:
+        stream: on which it runs.
     """
 
     def __init__(self, ranks: Peers) -> None:
         self._ranks_of = weakref.ref(ranks)
         self.streams = ranks.streams
+        self.stream = ranks.stream
 
     @property
     def ranks(self) -> Peers:
@@ -101,6 +106,9 @@ class Transport(abc.ABC):
         if ranks is None:
             raise StateError("a transport", "without its ranks", "a model that is alive")
         return ranks
+
+    def meet(self) -> None:  # noqa: B027  # others are connected when their group is made
+        """Make the connections now that a backend makes in its first collective. Collective."""
 
     @abc.abstractmethod
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
@@ -115,8 +123,13 @@ class Transport(abc.ABC):
         """Start a reduce-scatter (mean). See [Note: reductions]."""
 
     @abc.abstractmethod
-    def start_average(self, tensor: torch.Tensor) -> Work | None:
-        """Start to replace `tensor` [n] fp32 by its mean over the ranks of the group. Completed as the other two."""
+    def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
+        """Start to replace `tensor` [n] fp32 by its mean over the ranks of the group. Completed as the other two.
+
+        Args:
+            tensor: any tensor.
+            tag: index of the unit whose main grads it is; None: something else.
+        """
 
     @abc.abstractmethod
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
@@ -129,6 +142,10 @@ class Transport(abc.ABC):
             mode: of the reductions.
             adds: whether main grads may hold something that is added to.
         """
+
+    def find_drawback(self, precision: Precision) -> str | None:
+        """What `precision` costs among so many ranks that others would not; None: nothing. In words, for a warning."""
+        return None
 
     def allocate_visible(self, numel: int, dtype: torch.dtype, *, is_users: bool = False) -> torch.Tensor:
         """Memory for what other ranks are to read: a buffer [numel] of zeros on the device of the streams.
@@ -156,10 +173,10 @@ class Transport(abc.ABC):
 
     def gather_now(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> None:
         """An all-gather outside of steps: in place, for the compute stream, on return."""
-        fence = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "full tensors")
+        fence = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "full tensors", self.stream)
         fence.record()
         fence.wait()
-        arrived = Fence(self.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "full tensors")
+        arrived = Fence(self.streams, Rule.RESULTS_ARRIVED, self.stream, "full tensors")
         with self.ranks.guard("a gather of full tensors"):
             arrived.record(self.start_gather_full(shard, full, tag))
             arrived.wait()

@@ -99,8 +99,8 @@ class Reductions:
     def complete(self) -> None:
         """Wait for all that is under way."""
         with self.ranks.guard("the last reductions of a backward"):
-            works, self._under_way = self._under_way, []
             if self.replicas is not None:
-                works += self.replicas.take_works()
+                self.replicas.finish()
+            works, self._under_way = self._under_way, []
             self._done.record(AllWork(works))
             self._done.wait()  # rule 7: no optimizer step reads main grads that are still being reduced

@@ -1,12 +1,15 @@
 """Hybrid sharding: main grads are averaged over the ranks that hold the same shard of other replicas of the model.
 
 The mesh is replicate x shard. Gradients are reduced within a shard group first, so what crosses the replicate axis is
-1/N of them, in fp32 (FSDP's HYBRID_SHARD, ZeRO++'s hierarchy). A unit's average is started when the next unit's
-reduction is: by then its own reduction is over, and it runs while backward goes on. See [Note: averages].
+1/N of them, in fp32 (FSDP's HYBRID_SHARD, ZeRO++'s hierarchy). Averages run on a stream of their own, behind the
+unit's reduction and beside the gathers and reductions that follow, while backward goes on. See [Note: averages].
 
 [Note: averages]
 A unit's gradients may come in several parts in one backward, each with a reduction. Averaging what has been averaged
 already changes nothing, so after each part all of the main grads are averaged: mean(mean(g) + h) = mean(g + h).
+
+Where the host itself has to complete a reduction before its average can start (not on accelerators), that is done when
+the next unit's reduction starts: by then its own is over.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ __all__ = ["Replicas"]
 
 
 class Replicas:
-    """The other holders of this rank's shard. Owns its two fences.
+    """The other holders of this rank's shard. Owns its fences.
 
     Args:
         ranks: over the replicate axis.
@@ -37,39 +40,50 @@ class Replicas:
         self.ranks = ranks
         self.averages_grads = True
         self._warmup_steps: int | None = None
-        self._last: tuple[StreamedUnit, Work | None] | None = None  # reduced, not averaged yet
-        self._under_way: dict[int, Work | None] = {}  # by unit
-        self._reduced = Fence(ranks.streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, "main grads to average")
-        self._averaged = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "averaged main grads")
+        self._last: StreamedUnit | None = None  # reduced, not averaged yet
+        self._under_way: dict[int, Fence] = {}  # by unit
+        what, target = "main grads to average", StreamName.REPLICA
+        self._written = Fence(ranks.streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what, target)
+        self._reduced = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, what, target)
 
     def add(self, unit: StreamedUnit, reduction: Work | None) -> None:
         """`unit`'s reduction has been started (None: on CUDA, or one rank has the whole shard)."""
         self.flush()
-        if self.averages_grads:
-            self._last = unit, reduction
+        if not self.averages_grads:
+            return
+        self._last = unit
+        if unit.grads.slot is not None:
+            self._reduced.record(reduction)
+        if reduction is None:
+            self.flush()
 
     def flush(self) -> None:
         """Start the average of the unit that was added last."""
-        if self._last is None:
+        unit, self._last = self._last, None
+        if unit is None:
             return
-        (unit, reduction), self._last = self._last, None
-        if reduction is not None:
-            reduction.wait()
-        if unit.grads.slot is None:  # the compute stream itself has written the main grads
-            self._reduced.record()
-            self._reduced.wait()  # rule 4
-        assert unit.grads.main is not None
         with self.ranks.guard("the average over replicas of", unit.name):
-            self._under_way[unit.index] = self.ranks.transport.start_average(unit.grads.main)
+            if unit.grads.slot is None:  # the compute stream itself has written the main grads
+                self._written.record()
+                self._written.wait()  # rule 4
+            else:
+                self._reduced.wait()  # rule 7
+            assert unit.grads.main is not None
+            self._under_way[unit.index] = self._start(unit.grads.main, unit.index)
+
+    def _start(self, tensor: torch.Tensor, tag: int | None) -> Fence:
+        """Start an average; the fence behind it."""
+        averaged = Fence(self.ranks.streams, Rule.RESULTS_ARRIVED, StreamName.REPLICA, "averaged main grads")
+        averaged.record(self.ranks.transport.start_average(tensor, tag))
+        return averaged
 
     def finish_average(self, unit: StreamedUnit) -> None:
         """More gradients of `unit` are about to be written: its average comes first."""
-        if self._last is not None and self._last[0] is unit:
+        if self._last is unit:
             self.flush()
         if unit.index in self._under_way:
             with self.ranks.guard("the average over replicas of", unit.name):
-                self._averaged.record(self._under_way.pop(unit.index))
-                self._averaged.wait()  # rule 7
+                self._under_way.pop(unit.index).wait()  # rule 7
 
     def average(self, parts: Iterable[list[torch.Tensor]]) -> None:
         """Replace tensors by their means over replicas, on the compute stream: one collective for each part.
@@ -81,14 +95,13 @@ class Replicas:
         for tensors in parts:
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.empty(0)
             if flat.numel():
-                self._reduced.record()
-                self._reduced.wait()  # rule 4
+                self._written.record()
+                self._written.wait()  # rule 4
                 with self.ranks.guard("an average over replicas"):
-                    under_way.append((tensors, flat, self.ranks.transport.start_average(flat)))
+                    under_way.append((tensors, flat, self._start(flat, None)))
         with torch.no_grad(), self.ranks.guard("an average over replicas"):
-            for tensors, flat, work in under_way:
-                self._averaged.record(work)
-                self._averaged.wait()  # rule 7
+            for tensors, flat, averaged in under_way:
+                averaged.wait()  # rule 7
                 for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
                     tensor.copy_(part.view(tensor.shape))
 
@@ -105,8 +118,9 @@ class Replicas:
             )
         self._warmup_steps = warmup_steps
 
-    def take_works(self) -> list[Work]:
-        """The backward is over: averages under way."""
+    def finish(self) -> None:
+        """The backward is over: averages that are under way come before whatever is next on the compute stream."""
         self.flush()
-        works, self._under_way = self._under_way, {}
-        return [work for work in works.values() if work is not None]
+        under_way, self._under_way = self._under_way, {}
+        for averaged in under_way.values():
+            averaged.wait()  # rule 7

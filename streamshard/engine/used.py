@@ -21,7 +21,7 @@ __all__ = ["UsedParams"]
 
 
 class UsedParams:
-    """The exchange of flags. Owns its two fences.
+    """The exchange of flags. Owns its fences, two for each stage.
 
     Args:
         units: all units; each knows which of its parameters were used here.
@@ -40,8 +40,13 @@ class UsedParams:
             count *= stage.world_size
             self._flags.append(ledger.allocate(Category.FLAGS, count, torch.uint8))
         self._sent: list[bool] = []
-        self._written = Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "flags")
-        self._arrived = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "everybody's flags")
+        self._written = [
+            Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "flags", stage.stream)
+            for stage in self._stages
+        ]
+        self._arrived = [
+            Fence(ranks.streams, Rule.RESULTS_ARRIVED, stage.stream, "everybody's flags") for stage in self._stages
+        ]
 
     @property
     def _stages(self) -> list[Ranks]:
@@ -49,7 +54,7 @@ class UsedParams:
         return [stage for stage in (self._ranks, self._replicas) if stage is not None and stage.world_size > 1]
 
     def start(self) -> None:
-        """Send this rank's flags. Compute stream; the exchange runs on the comm stream."""
+        """Send this rank's flags. Compute stream; the exchange runs on the stream of who exchanges them."""
         if not self._stages:
             return
         with self._ranks.guard("the exchange of which parameters were used"):
@@ -59,13 +64,13 @@ class UsedParams:
                 is_remote = self._flags[0].device.type != "cpu"  # then pinned memory, for which the host need not wait
                 told = torch.tensor(flags, dtype=torch.uint8, pin_memory=is_remote)
                 self._flags[0].copy_(told, non_blocking=is_remote)
-                self._written.record()
-                self._written.wait()  # rule 5: the exchange does not read what is being written
             self._start(0)
 
     def _start(self, stage: int) -> None:
         here, everywhere = self._flags[stage : stage + 2]
-        self._arrived.record(self._stages[stage].transport.start_gather(here, everywhere, len(self._units)))
+        self._written[stage].record()
+        self._written[stage].wait()  # rule 5: the exchange does not read what is being written
+        self._arrived[stage].record(self._stages[stage].transport.start_gather(here, everywhere, len(self._units)))
 
     def finish(self) -> list[list[bool]]:
         """For each unit, which parameters some rank used. On CUDA the host waits only if this rank left one out."""
@@ -74,10 +79,10 @@ class UsedParams:
             return here
         with self._ranks.guard("the exchange of which parameters were used"):
             # rule 7. Not left for later: gloo's work objects must not outlive a profiler that saw them being made.
-            self._arrived.wait()
+            self._arrived[0].wait()
             for stage in range(1, len(self._stages)):
                 self._start(stage)
-                self._arrived.wait()
+                self._arrived[stage].wait()
         is_complete = all(
             grad.is_used or not unit.grads.counts(grad) for unit in self._units for grad in unit.grads.params
         )

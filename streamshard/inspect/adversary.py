@@ -9,9 +9,9 @@ A real network is usually fast enough to hide a missing wait. This one is late o
 collective and the moment something waits for it, a slot that is being gathered into holds NaN, and a grad slot has not
 been read yet; afterwards it holds NaN. What the engine reads too early or overwrites too soon is therefore seen.
 
-On the CPU it cannot be early: computation runs in the calling thread, so waits of the comm stream for the compute
+On the CPU it cannot be early: computation runs in the calling thread, so waits of other streams for the compute
 stream (rules 2 and 4) are kept there by the order of the code. Those are what `streamshard.inspect.races` is for. On
-CUDA collectives are delayed on the comm stream.
+CUDA collectives are delayed on their stream.
 """
 
 from __future__ import annotations
@@ -46,24 +46,36 @@ def make_adversarial(model: nn.Module) -> Adversary:
     Returns:
         What ends it: call ``restore()``, or use it as a context manager.
     """
-    return Adversary(engine_inside(model).ranks)
+    engine = engine_inside(model)
+    replicas = engine.reductions.replicas
+    return Adversary(engine.ranks) if replicas is None else Adversary(engine.ranks, replicas.ranks)
 
 
 class Adversary:
-    """The adversarial transport in the place of a model's own one.
+    """Adversarial transports in the place of a model's own ones. They have one queue.
 
     Args:
-        ranks: whose transport is replaced.
+        *all_ranks: whose transports are replaced: the shard group's, that of replicas.
+
+    Attributes:
+        transport: the shard group's.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.transport = ranks.transport = AdversarialTransport(ranks)
-        self._ranks = ranks
+    def __init__(self, *all_ranks: Ranks) -> None:
+        pending: deque[_Late] = deque()
+        self._replaced = [(ranks, AdversarialTransport(ranks, pending)) for ranks in all_ranks]
+        for ranks, transport in self._replaced:
+            ranks.transport = transport
+        self.transport = self._replaced[0][1]
 
     def restore(self) -> None:
-        """Complete what is pending and give the ranks their own transport back. Twice is once."""
+        """Complete what is pending and give the ranks their own transports back. Twice is once."""
         self.transport.complete()
-        self._ranks.transport = self.transport.inner
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for ranks, transport in self._replaced:
+            ranks.transport = transport.inner
 
     def __enter__(self) -> Adversary:
         return self
@@ -74,28 +86,29 @@ class Adversary:
         if error is None:
             self.restore()
         else:
-            self._ranks.transport = self.transport.inner  # the others may not be there to complete anything with
+            self._give_back()  # the others may not be there to complete anything with
 
 
 class AdversarialTransport(Transport):
-    """Wraps a transport; see the module. Owns the queue of collectives that are not done yet.
+    """Wraps a transport; see the module.
 
     Collectives are done in the order in which they were started, which is the same on every rank: being waited for does
     all earlier ones first. So ranks stay in step although each is late in its own way.
 
     Args:
         ranks: whose transport really moves bytes.
+        pending: the queue of collectives that are not done yet, of all transports of a model; None: a new one.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, pending: deque[_Late] | None = None) -> None:
         super().__init__(ranks)
         self.inner = ranks.transport
-        self._pending: deque[_Late] = deque()
+        self._pending: deque[_Late] = deque() if pending is None else pending
 
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
         """See `Transport.start_gather`. Until it is waited for the slot holds NaN and the shard has not been read."""
-        self.streams.declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
-        with self.streams.on_comm():
+        self.streams.declare(self.stream, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
+        with self.streams.on(self.stream):
             _spoil(slot, keep=shard)
         return self._start(lambda: self.inner.start_gather(shard, slot, tag))
 
@@ -106,15 +119,15 @@ class AdversarialTransport(Transport):
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. The slot is read when that is waited for, and holds NaN afterwards."""
         written = (reduction.slot, reduction.scratch, reduction.out)
-        self.streams.declare(Collective.REDUCE_SCATTER, reduction.tag, writes=written)
+        self.streams.declare(self.stream, Collective.REDUCE_SCATTER, reduction.tag, writes=written)
         return self._start(
             lambda: self.inner.start_reduce(reduction), lambda: _spoil(reduction.slot, keep=reduction.out)
         )
 
-    def start_average(self, tensor: torch.Tensor) -> Work | None:
+    def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
         """See `Transport.start_average`."""
-        self.streams.declare(Collective.ALL_REDUCE, None, writes=(tensor,))
-        return self._start(lambda: self.inner.start_average(tensor))
+        self.streams.declare(self.stream, Collective.ALL_REDUCE, tag, writes=(tensor,))
+        return self._start(lambda: self.inner.start_average(tensor, tag))
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
         """See `Transport.scratch_numel`."""
@@ -165,7 +178,7 @@ class AdversarialTransport(Transport):
         late = _Late(self, start, after)
         if self.streams.has_streams:
             # Waits are events there, of which the host knows nothing: the device has to be slow.
-            with self.streams.on_comm():
+            with self.streams.on(self.stream):
                 _be_slow(self.streams)
             late.complete(self.streams)
             return None
@@ -196,7 +209,7 @@ class _Late:
             if work is not None:
                 work.wait()
         if self._after is not None:
-            with streams.on_comm():
+            with streams.on(self._transport.stream):
                 self._after()
 
 

@@ -38,6 +38,7 @@ _LETTERS = {  # of a unit's spans; its number follows
     Kind.BACKWARD: "B",
     Kind.GATHER: "G",
     Kind.REDUCE: "R",
+    Kind.AVERAGE: "A",
 }
 
 
@@ -49,7 +50,7 @@ class _Lane(NamedTuple):
 
 
 def draw(trace: Trace, title: str | None) -> Figure:
-    """Both streams over time, units coloured by slot, and the fences between them."""
+    """The streams over time, units coloured by slot, and the fences between them."""
     figure = Figure(layout="constrained")
     axes = figure.add_subplot()
     height = _draw_rows(axes, trace)
@@ -89,17 +90,16 @@ def _draw_rows(axes: Axes, trace: Trace) -> float:
 
 def _draw_fences(axes: Axes, marks: Sequence[Mark]) -> None:
     """A line from each record to the first wait for it."""
-    edge = {StreamName.COMPUTE: 1.02, StreamName.COMM: 1.33}
+    edge = {StreamName.COMPUTE: 1.02, StreamName.COMM: 1.33, StreamName.REPLICA: 1.33}
     seen = set()
     for mark in marks:
         key = (mark.what, mark.rule, mark.recorded_us)
         if key not in seen:
             seen.add(key)
-            target = StreamName.COMM if mark.source is StreamName.COMPUTE else StreamName.COMPUTE
             color = _RULE_COLORS[mark.rule]
             times = (mark.recorded_us / 1e3, mark.waited_us / 1e3)
-            axes.plot(times, (edge[mark.source], edge[target]), color=color, linewidth=1.0, zorder=1)
-            axes.plot(times[1], edge[target], marker="o", markersize=2.5, color=color, zorder=4, clip_on=False)
+            axes.plot(times, (edge[mark.source], edge[mark.target]), color=color, linewidth=1.0, zorder=1)
+            axes.plot(times[1], edge[mark.target], marker="o", markersize=2.5, color=color, zorder=4, clip_on=False)
 
 
 def _draw_span(axes: Axes, trace: Trace, span: Span, lane: _Lane, end_us: float) -> None:

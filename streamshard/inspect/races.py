@@ -1,4 +1,4 @@
-"""A race detector: does anything order every two accesses of the compute stream and the comm stream to the same bytes?
+"""A race detector: does anything order every two accesses of different streams to the same bytes?
 
     from streamshard.inspect.races import detect_races
 
@@ -11,13 +11,13 @@ It works on the CPU as on CUDA, because it looks at what is declared and not at 
 is missing is found even if nothing went wrong this time. It costs host time at every operation. See [Note: clocks].
 
 [Note: clocks]
-Each stream has a vector clock: how far it has come, and how far it knows the other to have come. A fence's record takes
-a snapshot of its source's clock, a wait joins the snapshot to its target's. An access at time t of one stream happens
-before whatever the other stream does once it knows of t. Two accesses of different streams to overlapping bytes, at
-least one of them a write, of which neither happens before the other, are a race (the vector clocks of Fidge and
+Each stream has a vector clock: how far it has come, and how far it knows the others to have come. A fence's record
+takes a snapshot of its source's clock, a wait joins the snapshot to its target's. An access at time t of one stream
+happens before whatever another stream does once it knows of t. Two accesses of different streams to overlapping bytes,
+at least one of them a write, of which neither happens before the other, are a race (the vector clocks of Fidge and
 Mattern, as race detectors like ThreadSanitizer use them).
 
-What computes is seen by a dispatch mode, backward and optimizer included. What the comm stream does is declared by the
+What computes is seen by a dispatch mode, backward and optimizer included. What other streams do is declared by the
 transport when it is issued: a collective may run any time from then until something waits for it, so on the CPU, where
 its last part runs in whatever call waits first, it still counts from where it was issued, as on CUDA.
 """
@@ -149,13 +149,16 @@ class RaceDetector(Observer):
         self.engine = engine
         self.found: list[Race] = []
         self.accesses = 0
-        self._clocks = {stream: dict.fromkeys(StreamName, 0) for stream in StreamName}
+        streams = list(StreamName)
+        if engine.reductions.replicas is None:
+            streams.remove(StreamName.REPLICA)  # which would never know of anything
+        self._clocks = {stream: dict.fromkeys(streams, 0) for stream in streams}
         for stream, clock in self._clocks.items():
-            clock[stream] = 1  # so that nothing is known of the other stream at first
+            clock[stream] = 1  # so that nothing is known of the other streams at first
         self._snapshots: dict[Fence, dict[StreamName, int]] = {}
         self._seen: set[tuple[object, ...]] = set()
         self._buffers: list[_Buffer] = []
-        # Per buffer and stream: the latest access to each range, until the other stream knows of it.
+        # Per buffer and stream: the latest access to each range, until all other streams know of it.
         self._history: list[dict[StreamName, dict[tuple[int, int, bool], Access]]] = []
         self._declared: list[set[tuple[int, int, bool]]] = []  # per buffer: ranges that collectives have declared
 
@@ -175,6 +178,7 @@ class RaceDetector(Observer):
 
     def on_collective(
         self,
+        stream: StreamName,
         collective: Collective,
         tag: int | None,
         reads: Sequence[torch.Tensor],
@@ -190,7 +194,7 @@ class RaceDetector(Observer):
                     start, stop = _bytes_of(tensor, self._buffers[index].address)
                     self._declared[index].add((start, stop, is_write))
                     owner = unit or self._buffers[index].unit
-                    self._add(index, StreamName.COMM, start, stop, is_write, collective.value, owner)
+                    self._add(index, stream, start, stop, is_write, collective.value, owner)
 
     def on_operation(self, tensor: torch.Tensor, *, write: bool, what: str) -> None:
         """An operation seen by the dispatch mode, on whatever stream is current."""
@@ -199,7 +203,7 @@ class RaceDetector(Observer):
             return
         buffer, stream = self._buffers[index], self.engine.streams.current
         start, stop = _bytes_of(tensor, buffer.address)
-        if stream is StreamName.COMM and self._is_declared(index, start, stop, write):
+        if stream is not StreamName.COMPUTE and self._is_declared(index, start, stop, write):
             return  # counts from where the collective was issued
         content = buffer.slot.content if buffer.slot is not None else None
         owner = buffer.unit if content is None else self.engine.units[content].name
@@ -227,9 +231,12 @@ class RaceDetector(Observer):
         for other, history in self._history[index].items():
             if other is stream:
                 continue
+            known = min(known_to[other] for who, known_to in self._clocks.items() if who is not other)
             for key, earlier in list(history.items()):
-                if earlier.time <= clock[other]:
-                    del history[key]  # and before all that this stream will ever do
+                if earlier.time <= known:
+                    del history[key]  # and before all that any stream will ever do
+                elif earlier.time <= clock[other]:
+                    continue
                 elif earlier.start < stop and start < earlier.stop and (write or earlier.is_write):
                     self._report(index, earlier, access)
         self._history[index][stream][start, stop, write] = access
@@ -273,7 +280,7 @@ class RaceDetector(Observer):
         buffers.sort(key=_address)
         indices = [known.get(buffer.address) for buffer in buffers]
         self._history = [
-            {stream: {} for stream in StreamName} if index is None else self._history[index] for index in indices
+            {stream: {} for stream in self._clocks} if index is None else self._history[index] for index in indices
         ]
         self._declared = [set() if index is None else self._declared[index] for index in indices]
         self._buffers = buffers
@@ -315,17 +322,17 @@ def _describe(engine: Engine) -> dict[int, tuple[str, str | None, Any]]:
 
 
 def _missing_rule(category: Category, first: Access) -> Rule | None:
-    """The rule that orders `first` before what the other stream does next with such a buffer."""
-    is_comm_first = first.stream is StreamName.COMM
+    """The rule that orders `first` before what another stream does next with such a buffer."""
+    is_compute_first = first.stream is StreamName.COMPUTE
     if category is Category.WEIGHT_SLOTS:
-        return Rule.WEIGHTS_ARRIVED if is_comm_first else Rule.SLOT_RELEASED
+        return Rule.SLOT_RELEASED if is_compute_first else Rule.WEIGHTS_ARRIVED
     if category in (Category.GRAD_SLOTS, Category.SCRATCH):
-        return Rule.GRADS_DRAINED if is_comm_first else Rule.GRADS_WRITTEN
-    if category is Category.MAIN_GRADS and not is_comm_first:
+        return Rule.GRADS_WRITTEN if is_compute_first else Rule.GRADS_DRAINED
+    if category is Category.MAIN_GRADS and is_compute_first:
         return Rule.GRADS_WRITTEN  # a reduction into main grads that the optimizer still reads starts too early
     if category in (Category.MAIN_GRADS, Category.FLAGS):
-        return Rule.RESULTS_ARRIVED if is_comm_first else Rule.SHARDS_WRITTEN
-    return Rule.SHARDS_READ if is_comm_first else Rule.SHARDS_WRITTEN
+        return Rule.SHARDS_WRITTEN if is_compute_first else Rule.RESULTS_ARRIVED
+    return Rule.SHARDS_WRITTEN if is_compute_first else Rule.SHARDS_READ
 
 
 # -- what computes ------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ class Kind(enum.Enum):
     GATHER = "gather"
     REDUCE = "reduce"
     FLAGS = "flags"
+    AVERAGE = "average"
 
 
 class Span(NamedTuple):
@@ -57,12 +58,14 @@ class Mark(NamedTuple):
         rule: on whose behalf.
         what: what it guards.
         source: the stream that recorded it, at `recorded_us`.
+        target: the stream that waited, at `waited_us`.
         recorded_us, waited_us: microseconds since the trace began.
     """
 
     rule: Rule
     what: str
     source: StreamName
+    target: StreamName
     recorded_us: float
     waited_us: float
 
@@ -86,18 +89,22 @@ class Trace:
     marks: list[Mark] = field(default_factory=list)
 
     def lanes(self) -> list[tuple[str, list[Span]]]:
-        """The spans as rows in which none overlaps: compute, then gathers and reductions in as many as they need."""
+        """The spans as rows in which none overlaps: compute, then what moves bytes, in as many as that needs."""
         rows = [("compute", [span for span in self.spans if span.stream is StreamName.COMPUTE])]
-        for name, kinds in (("gathers", (Kind.GATHER, Kind.FLAGS)), ("reductions", (Kind.REDUCE,))):
+        for name, stream, kinds in (
+            ("comm: gathers", StreamName.COMM, (Kind.GATHER, Kind.FLAGS)),
+            ("comm: reductions", StreamName.COMM, (Kind.REDUCE,)),
+            ("replica: averages", StreamName.REPLICA, (Kind.AVERAGE, Kind.FLAGS)),
+        ):
             lanes: list[list[Span]] = []
             for span in self.spans:
-                if span.kind in kinds:
+                if span.stream is stream and span.kind in kinds:
                     free = next((lane for lane in lanes if lane[-1].stop_us <= span.start_us), None)
                     if free is None:
                         lanes.append([span])
                     else:
                         free.append(span)
-            rows += [(f"comm: {name} {number}", lane) for number, lane in enumerate(lanes, 1)]
+            rows += [(f"{name} {number}", lane) for number, lane in enumerate(lanes, 1)]
         return rows
 
     def save_json(self, path: str | os.PathLike[str]) -> None:
@@ -133,7 +140,7 @@ class Trace:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
     def save_picture(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-        """Draw both streams over time, units coloured by slot, and the fences between them.
+        """Draw the streams over time, units coloured by slot, and the fences between them.
 
         Args:
             path: what matplotlib can write: .png, .svg, .pdf.

@@ -9,7 +9,7 @@
     trace.save_picture("step.png")         # needs matplotlib
 
 Public names: `trace_step`, which yields a `Trace` (see `streamshard.inspect.timeline`).
-On CUDA times are those of the device, by events on both streams. On the CPU they are the host's: a collective reaches
+On CUDA times are those of the device, by events on its streams. On the CPU they are the host's: a collective reaches
 from its start to the end of the wait that needed it, of which the host saw no more, and what that wait cost shows as a
 span of its own. The engine is left as it is: it says itself what happens, see [Note: observers] in
 `streamshard.comm.streams`.
@@ -66,6 +66,11 @@ def _slots(engine: Engine) -> list[int | None]:
 
 # -- recording ----------------------------------------------------------------------------------------------------
 
+_KINDS = {
+    Collective.ALL_GATHER: Kind.GATHER,
+    Collective.REDUCE_SCATTER: Kind.REDUCE,
+    Collective.ALL_REDUCE: Kind.AVERAGE,
+}
 _Stamp = Any  # float seconds, or an event of the device
 _SHORTEST_US = 20.0  # shorter waits are left out: most find their collective done
 
@@ -94,6 +99,7 @@ class _Clock:
 class _Open(NamedTuple):
     """A span that has begun."""
 
+    stream: StreamName
     kind: Kind
     unit: int | None
     name: str
@@ -107,7 +113,7 @@ class _Recorder(Observer):
         self._streams = engine.streams
         self._units = [unit.name for unit in engine.units]
         self._clock = _Clock(engine.streams)
-        self._spans: list[tuple[StreamName, _Open, _Stamp]] = []
+        self._spans: list[tuple[_Open, _Stamp]] = []
         self._marks: list[tuple[Fence, _Stamp, _Stamp]] = []
         self._recorded: dict[Fence, _Stamp] = {}
         self._issuing: _Open | None = None  # a collective that no fence has recorded yet
@@ -121,34 +127,32 @@ class _Recorder(Observer):
         self._casting: _Stamp = None
         self._optimizing: _Stamp | None = None
 
-    # -- what the comm stream does ----------------------------------------------------------------------------------
+    # -- what moves bytes -------------------------------------------------------------------------------------------
 
     def on_collective(
         self,
+        stream: StreamName,
         collective: Collective,
         tag: int | None,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> None:
         """See `Observer`."""
-        self._issuing = None
-        if tag is None:  # averages of replicas are not drawn
-            return
-        kind, unit, name = Kind.FLAGS, None, Kind.FLAGS.value
-        if tag < len(self._units):
-            kind, unit = Kind.REDUCE if collective is Collective.REDUCE_SCATTER else Kind.GATHER, tag
-            name = f"{kind.value} {self._units[tag]}"
-        self._issuing = _Open(kind, unit, name, self._clock.now(StreamName.COMM))
+        kind, unit = _KINDS[collective], tag
+        if tag is not None and tag >= len(self._units):
+            kind, unit = Kind.FLAGS, None
+        name = kind.value if unit is None else f"{kind.value} {self._units[unit]}"
+        self._issuing = _Open(stream, kind, unit, name, self._clock.now(stream))
 
     def on_record(self, fence: Fence) -> None:
         """See `Observer`."""
         now = self._recorded[fence] = self._clock.now(fence.source)
         issued = self._issuing
-        if issued is None or fence.source is not StreamName.COMM:
+        if issued is None or fence.source is not issued.stream:
             return
         self._issuing = None
         if fence.work is None:
-            self._spans.append((StreamName.COMM, issued, now))
+            self._spans.append((issued, now))
         else:
             self._under_way[fence.work] = issued
             self._add(Kind.ISSUE, issued.unit, f"issue {issued.name}", issued.start, now)
@@ -173,7 +177,7 @@ class _Recorder(Observer):
         for part in work.works if isinstance(work, AllWork) else (work,):
             issued = self._under_way.pop(part, None)
             if issued is not None:
-                self._spans.append((StreamName.COMM, issued, now))
+                self._spans.append((issued, now))
                 if part is work:
                     unit, name = issued.unit, issued.name
         self._add(Kind.WAIT, unit, f"wait for {name}", self._blocked, now)
@@ -242,27 +246,27 @@ class _Recorder(Observer):
         self._close(start)
         self._last_grad = None
         self._awaits_weights = awaits_weights
-        self._computing = _Open(kind, unit, f"{kind.value} {self._units[unit]}", start)
+        self._computing = _Open(StreamName.COMPUTE, kind, unit, f"{kind.value} {self._units[unit]}", start)
 
     def _close(self, stop: _Stamp) -> None:
         current, self._computing = self._computing, None
         if current is not None:
-            self._spans.append((StreamName.COMPUTE, current, stop))
+            self._spans.append((current, stop))
 
     def _add(self, kind: Kind, unit: int | None, name: str, start: _Stamp, stop: _Stamp) -> None:
-        self._spans.append((StreamName.COMPUTE, _Open(kind, unit, name, start), stop))
+        self._spans.append((_Open(StreamName.COMPUTE, kind, unit, name, start), stop))
 
     def fill(self, trace: Trace) -> None:
         """Stamps to microseconds. What nobody has waited for ends with the trace."""
         if self._streams.has_streams:
             self._streams.module.synchronize(self._streams.device)
         for issued in self._under_way.values():
-            self._spans.append((StreamName.COMM, issued, self._clock.now(StreamName.COMM)))
+            self._spans.append((issued, self._clock.now(issued.stream)))
         to_us = self._clock.microseconds
-        for stream, (kind, unit, name, start), stop in self._spans:
+        for (stream, kind, unit, name, start), stop in self._spans:
             span = Span(stream, kind, unit, name, to_us(start), to_us(stop))
             if span.stop_us - span.start_us > (_SHORTEST_US if kind in (Kind.WAIT, Kind.ISSUE) else 0.0):
                 trace.spans.append(span)
         trace.spans.sort(key=lambda span: (span.start_us, -span.stop_us))
         for fence, recorded, waited in self._marks:
-            trace.marks.append(Mark(fence.rule, fence.what, fence.source, to_us(recorded), to_us(waited)))
+            trace.marks.append(Mark(fence.rule, fence.what, fence.source, fence.target, to_us(recorded), to_us(waited)))

@@ -59,7 +59,7 @@ class Ledger:
                 buffer = self._allocate_visible(numel, dtype, is_users=is_users)
             else:
                 buffer = torch.zeros(numel, dtype=dtype, device=self._streams.device)
-                self._streams.keep_for_comm(buffer)
+                self._streams.keep(buffer)
         self.buffers.append((category, buffer))
         return buffer
 
@@ -162,8 +162,14 @@ class Scratch:
         return self.buffer.narrow(0, 0, numel)
 
 
+_COLLECTED_BYTES = 1 << 20
+
+
 class GradSlot:
     """A full-unit buffer in the gradient dtype. Owns its two fences; allocated when the first of its units trains.
+
+    On a device with streams, where each copy is a launch, small gradients are copied together: collected until there is
+    a mebibyte of them, or somebody is about to read or add to what the slot holds (`flush`).
 
     Args:
         numel: elements of its largest unit.
@@ -201,6 +207,10 @@ class GradSlot:
         self.has_streams = streams.has_streams
         self._streams = streams
         self._writers: list[Any] = []  # streams of the device on which gradients have been written
+        self._places: list[torch.Tensor] = []  # of gradients that are collected
+        self._collected: list[torch.Tensor] = []
+        self._collected_bytes = 0
+        self._collected_on: Any = None  # the stream of the device on which all of them have been made
         self._numel = numel
         self._dtype = dtype
         self._ledger = ledger
@@ -216,6 +226,7 @@ class GradSlot:
 
     def open(self, unit: int) -> None:
         """It is `unit`'s from here on (rule 3)."""
+        self._forget_collected()
         self._writers.clear()
         self.drained.wait()
         if self.has_streams:
@@ -233,8 +244,45 @@ class GradSlot:
             self.drained.wait()  # rule 3
             self._writers.append(stream)
 
+    def write(self, place: torch.Tensor, grad: torch.Tensor, *, adds: bool) -> None:
+        """Copy a gradient to its place, at once or with others, or add it to what is there. The current stream.
+
+        Args:
+            place: the part of `buffer` that is the parameter's, of its shape.
+            grad: of that shape, any dtype; nobody else's.
+            adds: to a gradient that is there.
+        """
+        self.join()
+        if adds:
+            self.flush()
+            place.add_(grad)
+        elif self.has_streams and (n_bytes := grad.untyped_storage().nbytes()) <= _COLLECTED_BYTES:
+            self._collect(place, grad, n_bytes)
+        else:
+            place.copy_(grad)
+
+    def _collect(self, place: torch.Tensor, grad: torch.Tensor, n_bytes: int) -> None:
+        stream = self._streams.device_stream(StreamName.COMPUTE)
+        if self._collected_bytes + n_bytes > _COLLECTED_BYTES or stream != self._collected_on:
+            self.flush()
+        self._collected_on = stream
+        self._collected_bytes += n_bytes
+        self._places.append(place)
+        self._collected.append(grad)
+
+    def flush(self) -> None:
+        """What was collected moves to its place, on the stream on which it was made."""
+        if self._collected:
+            with self._streams.module.stream(self._collected_on):
+                torch._foreach_copy_(self._places, self._collected)
+            self._forget_collected()
+
+    def _forget_collected(self) -> None:
+        self._places, self._collected, self._collected_bytes, self._collected_on = [], [], 0, None
+
     def finish_writing(self) -> None:
         """Nothing is written any more: the comm stream goes on after what was, on whatever stream (rule 4)."""
+        self.flush()
         for stream in self._writers or (None,):
             self.written.record(stream=stream)
             self.written.wait()

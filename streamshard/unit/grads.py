@@ -240,15 +240,15 @@ class UnitGrads:
         """Gradient `param_index` [shape of the view] into the slot: the one copy that gradients see. Compute stream."""
         grad = self.params[param_index]
         grad.is_used = self.has_unreduced = True
-        if self.slot is not None and self.slot.has_streams:
-            self.slot.join()
         if value.is_sparse:
             value = value.to_dense()
-        if grad.is_written:
+        if self.slot is not None:
+            self.slot.write(grad.in_slot, value, adds=grad.is_written)
+        elif grad.is_written:
             grad.in_slot.add_(value)
         else:
             grad.in_slot.copy_(value)
-            grad.is_written = True
+        grad.is_written = True
 
     def park(self) -> None:
         """Leave the slot, which another unit needs, until this unit opens it again. Compute stream.
@@ -256,6 +256,7 @@ class UnitGrads:
         Only where layers of one unit run on both sides of another's: what came first is kept in memory of its own.
         """
         assert self.slot is not None
+        self.slot.flush()
         self.slot.content = None
         for grad in self.params:
             if grad.is_written:
@@ -317,6 +318,8 @@ class UnitGrads:
         self.waits = self.waits or has_trained
         if not self._has_taken:
             return
+        if self.slot is not None:
+            self.slot.flush()
         if not self._is_main_in_slot and not self._adds and self.main is not None:
             self.main.zero_()
             self._adds = True

@@ -10,7 +10,7 @@ import torch
 from streamshard.comm.streams import Collective, Fence, Moment, Observer, Rule, StreamName, Streams, Work
 from streamshard.errors import StateError
 
-COMPUTE, COMM = StreamName.COMPUTE, StreamName.COMM
+COMPUTE, COMM, REPLICA = StreamName
 
 
 class _Log(Observer):
@@ -27,13 +27,14 @@ class _Log(Observer):
 
     def on_collective(
         self,
+        stream: StreamName,
         collective: Collective,
         tag: int | None,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> None:
         numels = [[tensor.numel() for tensor in tensors] for tensors in (reads, writes)]
-        self.lines.append(f"{collective.value} of {tag} reads {numels[0]}, writes {numels[1]}")
+        self.lines.append(f"{stream.value}: {collective.value} of {tag} reads {numels[0]}, writes {numels[1]}")
 
 
 class _FakeWork:
@@ -117,22 +118,24 @@ def test_waits_can_be_dropped_by_what_they_guard() -> None:
     assert log.lines == ["record slot 0", "wait slot 0", "record slot 1"]
 
 
-def test_a_fence_ties_its_source_to_the_other_stream() -> None:
-    """There are two."""
+def test_a_fence_ties_its_source_to_another_stream() -> None:
+    """Compute to comm, the others to compute, or to whom it says."""
     streams = Streams(torch.device("cpu"))
     assert Fence(streams, Rule.WEIGHTS_ARRIVED, COMM, "slot").target is COMPUTE
     assert Fence(streams, Rule.SLOT_RELEASED, COMPUTE, "slot").target is COMM
+    assert Fence(streams, Rule.RESULTS_ARRIVED, REPLICA, "main grads").target is COMPUTE
+    assert Fence(streams, Rule.RESULTS_ARRIVED, COMM, "main grads", REPLICA).target is REPLICA
 
 
-def test_the_body_of_on_comm_is_on_the_comm_stream() -> None:
+def test_the_body_of_on_is_on_that_stream() -> None:
     """Nested or left by an error, the stream before is the stream after."""
     streams = Streams(torch.device("cpu"))
     assert streams.current is COMPUTE
-    with streams.on_comm():
-        with streams.on_comm():
-            pass
+    with streams.on(COMM):
+        with streams.on(REPLICA):
+            assert streams.current is REPLICA
         assert streams.current is COMM
-    with pytest.raises(ZeroDivisionError), streams.on_comm():
+    with pytest.raises(ZeroDivisionError), streams.on(COMM):
         raise ZeroDivisionError
     assert streams.current is COMPUTE
 
@@ -140,11 +143,14 @@ def test_the_body_of_on_comm_is_on_the_comm_stream() -> None:
 def test_collectives_are_declared_to_whoever_observes() -> None:
     """Without anyone it does nothing."""
     streams, log = _observed()
-    streams.declare(Collective.ALL_GATHER, 2, reads=(torch.zeros(1),), writes=(torch.zeros(3),))
-    streams.declare(Collective.ALL_REDUCE, None, writes=(torch.zeros(4), torch.zeros(5)))
+    streams.declare(COMM, Collective.ALL_GATHER, 2, reads=(torch.zeros(1),), writes=(torch.zeros(3),))
+    streams.declare(REPLICA, Collective.ALL_REDUCE, None, writes=(torch.zeros(4), torch.zeros(5)))
     streams.observers = ()
-    streams.declare(Collective.REDUCE_SCATTER, 1, reads=(torch.zeros(6),))
-    assert log.lines == ["all_gather of 2 reads [1], writes [3]", "all_reduce of None reads [], writes [4, 5]"]
+    streams.declare(COMM, Collective.REDUCE_SCATTER, 1, reads=(torch.zeros(6),))
+    assert log.lines == [
+        "comm: all_gather of 2 reads [1], writes [3]",
+        "replica: all_reduce of None reads [], writes [4, 5]",
+    ]
 
 
 def test_observers_come_and_go_in_any_order() -> None:
@@ -208,7 +214,7 @@ def test_an_observer_that_overrides_nothing_hears_nothing() -> None:
         fence = Fence(streams, Rule.SLOT_RELEASED, COMPUTE, "slot")
         fence.record(_FakeWork(_Log(), "work"))
         fence.wait()
-        streams.declare(Collective.ALL_REDUCE, None)
+        streams.declare(COMM, Collective.ALL_REDUCE, None)
         for observer in streams.observers:
             observer.on_moment(Moment.CAST_BEGINS, None)
 

@@ -175,7 +175,7 @@ def _check_talk(ranks: Ranks) -> None:
     """Ranks hear of each other while something is under way."""
     transport, size, device = ranks.transport, ranks.world_size, ranks.streams.device
     values = _numbers(ranks.rank, NUMEL, torch.empty(0, device=device), 60)
-    work = transport.start_average(values)
+    work = transport.start_average(values, None)
     for voter in range(size):
         assert ranks.any_rank(ranks.rank == voter)
     assert not ranks.any_rank(False)

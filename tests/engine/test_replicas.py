@@ -13,9 +13,12 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamshard import ConfigError, StreamShard, export_safetensors, full_optimizer_state_dict
-from streamshard.comm.streams import Rule
+from streamshard.comm.streams import Rule, StreamName
+from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
+from streamshard.inspect.timeline import Kind
+from streamshard.inspect.trace import trace_step
 from streamshard.plan.memory import Category
 from tests.models import Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
@@ -117,9 +120,9 @@ def test_averages_are_free_of_races(context: RankContext, scenario: str, shape: 
     assert_same(found, trained(context, scenario, BF16, mesh=_mesh(*shape)), "weights", EXACT)
 
 
-def _races_without(context: RankContext, scenario: str, wait: str, mesh: DeviceMesh) -> set[tuple[Category, Rule]]:
+def _races_without(context: RankContext, scenario: str, mesh: DeviceMesh, *waits: str) -> set[tuple[Category, Rule]]:
     model = sharded(scenario, BF16, mesh=mesh)
-    with dropping(model, wait), detect_races(model, raise_at_exit=False) as races:
+    with dropping(model, *waits), detect_races(model, raise_at_exit=False) as races:
         train(model, scenario, context)
     return {(race.category, race.rule) for race in races.found}
 
@@ -127,15 +130,65 @@ def _races_without(context: RankContext, scenario: str, wait: str, mesh: DeviceM
 @on_ranks(4)
 def test_the_wait_of_averages_for_gradients_is_needed(context: RankContext) -> None:
     """Rule 4, where one rank has the whole shard: the compute stream itself has written what is averaged."""
-    found = _races_without(context, "plain", "main grads to average", _mesh(4, 1))
+    found = _races_without(context, "plain", _mesh(4, 1), "main grads to average")
     assert (Category.MAIN_GRADS, Rule.GRADS_WRITTEN) in found
+
+
+@on_ranks(4)
+def test_the_wait_of_averages_for_reductions_is_needed(context: RankContext) -> None:
+    """Rule 7, where a shard group has several ranks: averages read what reductions write."""
+    found = _races_without(context, "plain", _mesh(2, 2), "main grads to average")
+    assert (Category.MAIN_GRADS, Rule.RESULTS_ARRIVED) in found
+
+
+@on_ranks()
+@MESHES
+def test_the_wait_of_the_optimizer_for_averages_is_needed(context: RankContext, shape: tuple[int, int]) -> None:
+    """Rule 7: that for reductions says nothing of another stream. Flags come behind averages."""
+    found = _races_without(context, "plain", _mesh(*shape), "averaged main grads", "everybody's flags")
+    assert found - {(Category.FLAGS, Rule.RESULTS_ARRIVED)} == {(Category.MAIN_GRADS, Rule.RESULTS_ARRIVED)}
 
 
 @on_ranks(4)
 def test_the_wait_of_more_gradients_for_an_average_is_needed(context: RankContext) -> None:
     """Rule 7: gradients that come in several parts are added to what is being averaged."""
-    found = _races_without(context, "a kept graph", "averaged main grads", _mesh(4, 1))
+    found = _races_without(context, "a kept graph", _mesh(4, 1), "averaged main grads")
     assert (Category.MAIN_GRADS, Rule.RESULTS_ARRIVED) in found
+
+
+@on_ranks(2)
+def test_averages_are_late_as_well(context: RankContext) -> None:
+    """Under the adversary nothing is averaged before it is waited for; afterwards ranks have their own transports."""
+    model = sharded("plain", FP32, mesh=_mesh(2, 1))
+    replicas = engine_inside(model).reductions.replicas
+    assert replicas is not None
+    own = replicas.ranks.transport
+    with make_adversarial(model):
+        value = torch.full((3,), float(context.rank))
+        work = replicas.ranks.transport.start_average(value, None)
+        dist.barrier()
+        assert value.tolist() == [context.rank] * 3
+        assert work is not None
+        work.wait()
+        assert value.tolist() == [0.5] * 3
+    assert replicas.ranks.transport is own
+
+
+@on_ranks(4)
+def test_averages_are_traced(context: RankContext) -> None:
+    """One of each unit, behind its reduction, in a row of their own."""
+    model = sharded("plain", FP32, mesh=_mesh(2, 2))
+    train(model, "plain", context, steps=1)
+    with trace_step(model) as trace:
+        SCENARIOS["plain"].step(model, Call(1, context.rank, 4, 1.0))
+    averages = {span.unit: span for span in trace.spans if span.kind is Kind.AVERAGE}
+    reductions = {span.unit: span for span in trace.spans if span.kind is Kind.REDUCE}
+    assert sorted(averages) == list(range(len(trace.units)))
+    assert all(reductions[unit].stop_us <= span.start_us for unit, span in averages.items())
+    assert {span.stream for span in averages.values()} == {StreamName.REPLICA}
+    assert sum(len(spans) for name, spans in trace.lanes() if name.startswith("replica")) == len(averages) + 1  # flags
+    ends = {(mark.source, mark.target) for mark in trace.marks if mark.rule is Rule.RESULTS_ARRIVED}
+    assert {(StreamName.COMM, StreamName.REPLICA), (StreamName.REPLICA, StreamName.COMPUTE)} <= ends
 
 
 @on_ranks(4)

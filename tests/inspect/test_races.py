@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import Precision, StreamShard
 from streamshard.comm.streams import Collective, Fence, Rule, StreamName
@@ -190,7 +191,7 @@ def _bench(context: RankContext) -> tuple[RaceDetector, torch.Tensor]:
 
 
 def _gathers_into(detector: RaceDetector, tensor: torch.Tensor) -> None:
-    detector.on_collective(Collective.ALL_GATHER, None, (), (tensor,))
+    detector.on_collective(COMM, Collective.ALL_GATHER, None, (), (tensor,))
 
 
 def _fence(detector: RaceDetector, source: StreamName) -> Fence:
@@ -223,7 +224,7 @@ def test_overlap_is_what_makes_a_race(context: RankContext) -> None:
 def test_two_reads_and_one_stream_are_no_race(context: RankContext) -> None:
     """A race takes a write and two streams."""
     detector, slot = _bench(context)
-    detector.on_collective(Collective.REDUCE_SCATTER, None, (slot,), ())
+    detector.on_collective(COMM, Collective.REDUCE_SCATTER, None, (slot,), ())
     detector.on_operation(slot, write=False, what="op")
     assert detector.found == []
     detector.on_operation(slot, write=True, what="op")
@@ -263,6 +264,30 @@ def test_order_is_passed_on_through_the_other_stream(context: RankContext) -> No
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("passes_on", [True, False])
+def test_what_one_stream_knows_another_need_not(context: RankContext, passes_on: bool) -> None:
+    """Compute has waited for comm; the replica stream knows of it if compute tells."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = StreamShard(Stack(), precision=FP32, mesh=mesh)
+    model(vector_batch(0, context.rank)).sum().backward()
+    detector = RaceDetector(engine_inside(model))
+    streams, main = detector.engine.streams, detector.engine.units[1].grads.main
+    assert main is not None
+    arrived = Fence(streams, Rule.RESULTS_ARRIVED, COMM, "bench")
+    read = Fence(streams, Rule.SHARDS_WRITTEN, COMPUTE, "bench", StreamName.REPLICA)
+    detector.on_collective(COMM, Collective.REDUCE_SCATTER, 1, (), (main,))
+    detector.on_record(arrived)
+    detector.on_wait(arrived)
+    detector.on_operation(main, write=False, what="op")
+    detector.on_record(read)
+    if passes_on:
+        detector.on_wait(read)
+    detector.on_collective(StreamName.REPLICA, Collective.ALL_REDUCE, 1, (), (main,))
+    assert [race.first.stream for race in detector.found] == ([] if passes_on else [COMPUTE, COMM])
+    assert [race.rule for race in detector.found] == ([] if passes_on else [Rule.GRADS_WRITTEN, Rule.RESULTS_ARRIVED])
+
+
+@on_ranks(2)
 def test_a_record_without_a_wait_orders_nothing(context: RankContext) -> None:
     """Nor does a wait for a fence whose record nobody saw."""
     detector, slot = _bench(context)
@@ -283,7 +308,7 @@ def test_an_operation_of_the_comm_stream_that_was_not_declared_counts_where_it_r
     fence = _fence(detector, COMM)
     detector.on_record(fence)
     detector.on_wait(fence)
-    with streams.on_comm():
+    with streams.on(COMM):
         detector.on_operation(slot[:10], write=True, what="declared")
         detector.on_operation(slot[5:15], write=True, what="forgotten")
     detector.on_operation(slot[:20], write=False, what="op")

@@ -189,7 +189,7 @@ def test_lanes_are_as_few_as_overlaps_allow() -> None:
     """A collective takes the first lane that is free."""
     times = [(0.0, 4.0), (1.0, 2.0), (2.0, 3.0), (3.5, 5.0), (4.0, 6.0)]
     spans = [Span(COMM, Kind.GATHER, 1, f"gather {start}", start, stop) for start, stop in times]
-    mark = Mark(Rule.WEIGHTS_ARRIVED, "weight slot 0", COMM, 0.0, 1.0)
+    mark = Mark(Rule.WEIGHTS_ARRIVED, "weight slot 0", COMM, COMPUTE, 0.0, 1.0)
     lanes = Trace(0, ["edge", "block"], [None, 0], spans, [mark]).lanes()
     assert [name for name, _ in lanes] == ["compute", "comm: gathers 1", "comm: gathers 2"]
     assert [span.start_us for span in lanes[1][1]] == [0.0, 4.0]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,11 +21,24 @@ from streamshard.comm.streams import Collective, Observer, Rule, StreamName
 from streamshard.errors import ShardingError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.races import detect_races
+from streamshard.unit.grads import UnitGrads
 from streamshard.unit.unit import StreamedUnit
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, Tolerance, assert_same, full_weights, stack_step
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    Tolerance,
+    assert_same,
+    assert_trains_like_plain,
+    full_grads,
+    full_weights,
+    stack_step,
+)
 from tests.scenarios import BF16, PRECISIONS, SCENARIOS, dropping, reference, sharded, train
 from tests.simulated import SimulatedDevice, SimulatedStream, backward_elsewhere, late, simulated_device
+from tests.training.test_cases_execution import Planned, planned_step
+from tests.training.test_coalesce import PAIRS
 
 SETTINGS: dict[str, tuple[Precision, dict[str, Any]]] = {
     "ZeRO-3, fp32": (FP32, {}),
@@ -90,7 +105,109 @@ def test_replicas_average_in_time(context: RankContext, scenario: str) -> None:
     assert_same(found, full_weights(wanted), "weights", NEAR)
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+def test_all_groups_are_connected_from_the_start(context: RankContext, shape: tuple[int, int]) -> None:
+    """NCCL makes connections in a group's first collective; for replicas that would be in the first backward."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    with simulated_device(), mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        engine = engine_inside(sharded("plain", BF16, mesh=mesh))
+    met = [call.kwargs["group"] for call in all_reduce.call_args_list]
+    assert engine.reductions.replicas is not None
+    for ranks in (engine.ranks, engine.reductions.replicas.ranks):
+        assert (ranks.group in met) == (ranks.world_size > 1)
+
+
+@on_ranks(4)
+def test_no_gather_is_behind_an_average(context: RankContext) -> None:
+    """All gathers of a backward can be done before its first average is: they run on different streams."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with simulated_device():
+        model = sharded("unequal layers", BF16, mesh=mesh)
+        train(model, "unequal layers", context, steps=1)
+        engine, done = engine_inside(model), list[str]()
+        replicas = engine.reductions.replicas
+        assert replicas is not None
+        gathers, averages = engine.ranks.transport, replicas.ranks.transport
+        with contextlib.ExitStack() as stack:
+            for owner, name in ((gathers, "start_gather"), (averages, "start_average")):
+                stack.enter_context(mock.patch.object(owner, name, _noting(getattr(owner, name), name, done)))
+            stack.enter_context(late(model))
+            train(model, "unequal layers", context, steps=1)
+    count = len(engine.units)
+    assert done.count("start_average") == count
+    flags = done.pop(done.index("start_average") + count)  # the exchange of flags, behind all averages
+    assert flags == "start_gather"
+    assert done[-count:] == ["start_average"] * count
+    assert len(done) > 2 * count
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+def test_an_average_starts_at_once(context: RankContext, shape: tuple[int, int]) -> None:
+    """It is issued behind its unit's reduction, for which the host need not wait."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    with simulated_device():
+        model = sharded("plain", BF16, mesh=mesh)
+        train(model, "plain", context, steps=1)
+        engine, issued = engine_inside(model), list[tuple[str, Any]]()
+        replicas = engine.reductions.replicas
+        assert replicas is not None
+        start, average = engine.reductions.start, replicas.ranks.transport.start_average
+
+        def noted_start(unit: StreamedUnit) -> None:
+            start(unit)
+            issued.append(("reduced", unit.index))
+
+        def noted_average(tensor: Tensor, tag: int | None) -> Any:
+            issued.append(("averaged", tag))
+            return average(tensor, tag)
+
+        with (
+            mock.patch.object(engine.reductions, "start", noted_start),
+            mock.patch.object(replicas.ranks.transport, "start_average", noted_average),
+        ):
+            train(model, "plain", context, steps=1)
+    units = [unit for what, unit in issued if what == "reduced"]
+    assert issued == [(what, unit) for unit in units for what in ("averaged", "reduced")]
+    assert sorted(units) == list(range(len(engine.units)))
+
+
+def _noting(call: Any, name: str, done: list[str]) -> Any:
+    def noted(*args: Any) -> Any:
+        done.append(name)
+        return call(*args)
+
+    return noted
+
+
 # ---------------------------------------------------------------------------------------------- waits that are left out
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("waits", "shape"),
+    [
+        (["main grads to average"], (2, 2)),
+        (["averaged main grads", "everybody's flags"], (2, 2)),  # flags come behind averages
+        (["averaged main grads", "everybody's flags"], (4, 1)),
+    ],
+)
+def test_a_wait_around_an_average_that_is_left_out_gives_other_numbers(
+    context: RankContext, waits: list[str], shape: tuple[int, int]
+) -> None:
+    """That of the average for the reduction, and the optimizer's for the average."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    wanted = sharded("plain", FP32, mesh=mesh)
+    train(wanted, "plain", context)
+    with simulated_device():
+        model = sharded("plain", FP32, mesh=mesh)
+        with late(model):
+            with dropping(model, *waits):
+                train(model, "plain", context)
+            found = full_weights(model)
+    right = full_weights(wanted)
+    assert any(not torch.allclose(found[name], right[name], 1e-4, 1e-5) for name in right)
 
 
 @on_ranks(2)
@@ -123,6 +240,18 @@ class _Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero):
             self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -176,6 +305,44 @@ def test_the_host_never_waits_in_a_steady_step(context: RankContext, slots: dict
         assert "item" in waits
 
 
+@on_ranks(2)
+def test_a_unit_needs_one_launch_for_its_small_gradients(context: RankContext) -> None:
+    """However many parameters it has."""
+    with simulated_device():
+        model = sharded("unequal layers", BF16)
+        train(model, "unequal layers", context, steps=1)
+        with _Operators() as operators:
+            train(model, "unequal layers", context, steps=1)
+    assert operators.counts["aten._foreach_copy_.default"] == len(engine_inside(model).units)
+
+
+@on_ranks(2)
+def test_gradients_that_are_parked_are_all_there(context: RankContext) -> None:
+    """Small ones have been collected, not copied, when another unit needs the slot."""
+    there_and_back = {(step, rank): [0, 2, 4, 6, 7, 5, 3, 1] for step in range(4) for rank in range(2)}
+    with simulated_device(), mock.patch.object(UnitGrads, "park", autospec=True, side_effect=UnitGrads.park) as park:
+        step = planned_step(there_and_back)
+        assert_trains_like_plain(context, lambda: Planned(8), step, checked=(0, 1, 3), min_unit_size=PAIRS)
+    assert park.called
+
+
+@on_ranks(2)
+def test_gradients_that_are_left_in_a_slot_can_be_forgotten(context: RankContext) -> None:
+    """Those that have been collected too."""
+    calls = [Call(number, context.rank, 2, 1.0) for number in range(2)]
+    grads = []
+    with simulated_device():
+        for skips in (False, True):
+            model: Any = sharded("unequal layers", FP32, weight_slots="all", grad_slots="all")
+            if skips:
+                with model.no_sync():
+                    stack_step(model, calls[0])
+                    model.zero_grad()
+            stack_step(model, calls[1])
+            grads.append(full_grads(model))
+    assert_same(grads[1], grads[0], "gradients", EXACT)
+
+
 # ---------------------------------------------------------------------------------------------- streams of the user's
 
 
@@ -188,7 +355,9 @@ class _Watch(Observer):
         self.wrote_at = -1
         self.waited: list[bool] = []
 
-    def on_collective(self, collective: Collective, tag: int | None, reads: Any, writes: Any) -> None:
+    def on_collective(
+        self, stream: StreamName, collective: Collective, tag: int | None, reads: Any, writes: Any
+    ) -> None:
         """See `Observer.on_collective`."""
         if collective is Collective.REDUCE_SCATTER and self.comm is not None and self.wrote_at >= 0:
             self.waited.append(self.comm.waited_for.get(self.side, 0) > self.wrote_at)
