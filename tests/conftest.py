@@ -14,11 +14,27 @@ settings.register_profile("streamshard", derandomize=True, deadline=None, databa
 settings.load_profile("streamshard")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs rank processes by what it asks for."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Ranks that share one GPU are another matter than one that has it for itself."""
+    parser.addoption("--world-sizes", metavar="N,..", help="run tests on ranks at these numbers of ranks only")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what needs rank processes by what it asks for; leave out the numbers of ranks that are not wanted."""
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("ranks")
+    wanted = config.getoption("--world-sizes")
+    if wanted is not None:
+        sizes = {int(size) for size in wanted.split(",")}
+        others = [item for item in items if _world_size(item) not in sizes]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if _world_size(item) in sizes]
+
+
+def _world_size(item: pytest.Item) -> int | None:
+    callspec = getattr(item, "callspec", None)
+    return None if callspec is None else callspec.params.get("world_size")
 
 
 @pytest.fixture(scope="session")

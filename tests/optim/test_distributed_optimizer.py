@@ -21,6 +21,7 @@ from torch.optim import Optimizer, lr_scheduler
 import streamshard
 from streamshard import DistributedOptimizer, StreamShard
 from streamshard.errors import CommunicationError, ConfigError, OptimizerError, ShardingError
+from tests.gpu import needs_gpu
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -34,8 +35,6 @@ from tests.reference import (
     full_weights,
     stack_step,
 )
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: this test needs a GPU")
 
 
 def _plain() -> nn.Module:
