@@ -31,7 +31,18 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.optim
-from _measure import QUIET_CORES, RESULTS, Clock, Noise, environment, measured_memory, save, seeded_order, summary
+from _measure import (
+    QUIET_CORES,
+    RESULTS,
+    Clock,
+    Noise,
+    environment,
+    measured_memory,
+    own_device,
+    save,
+    seeded_order,
+    summary,
+)
 from _models import PRESETS, Preset, Transformer, next_token_loss
 from _systems import OPTIMIZERS, SYSTEMS, System, build
 
@@ -54,8 +65,7 @@ def main() -> None:
     arguments = _parse()
     if "LOCAL_RANK" not in os.environ:
         _launch(arguments.ranks)
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = _device(local_rank)
+    device = own_device()
     torch.set_num_threads(arguments.threads)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
@@ -87,20 +97,9 @@ def _launch(ranks: int | None) -> None:
     """Replace this process by torchrun on this machine. Does not return."""
     ranks = ranks or torch.cuda.device_count() or 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
+    launcher += ["--nproc-per-node", str(ranks)]
     os.execv(sys.executable, [*launcher, *sys.argv])
-
-
-def _device(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    devices = torch.cuda.device_count()
-    if int(os.environ["LOCAL_WORLD_SIZE"]) > devices:
-        # NCCL refuses two ranks on one GPU of one host. Correct, but the traffic goes through sockets.
-        os.environ["NCCL_HOSTID"] = f"rank{local_rank}"
-    device = torch.device("cuda", local_rank % devices)
-    torch.cuda.set_device(device)
-    return device
 
 
 def _tokens(preset: Preset, round_index: int, device: torch.device, micro_batches: int = 1) -> list[torch.Tensor]:
