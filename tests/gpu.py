@@ -40,6 +40,7 @@ def enter_gpu() -> torch.device:
 
         _until_exit.enter_context(simulated_device())
     else:
+        torch.cuda.init()  # a mesh that finds a device nobody has used chooses one itself, and warns
         torch.cuda.set_device(device)
         if os.environ.get("STREAMSHARD_TEST_SANITIZER") == "1":
             from torch.cuda._sanitizer import enable_cuda_sanitizer
