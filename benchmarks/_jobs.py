@@ -36,6 +36,7 @@ class Job:
         environment: beside this process's own.
         found: the file in which it writes what it has found: .json, rewritten as a whole, or .jsonl, by tests.
         brief: says what was found in a line.
+        needs: the name of a job without which, if it has failed, there is no use in this one.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     found: Path
     brief: Callable[[dict[str, Any]], str]
+    needs: str | None = None
 
     @property
     def stage(self) -> str:
@@ -79,6 +81,10 @@ class Results:
         earlier = json.loads(self._path.read_text()) if self._path.exists() else {}
         self.all: dict[str, Any] = {**about, "environment": earlier.get("environment"), "targets": []}
         self.all["jobs"] = earlier.get("jobs", {})
+
+    def has_failed(self, name: str | None) -> bool:
+        """Whether the job of that name was run, and did not end well."""
+        return self.all["jobs"].get(name, {}).get("exit_code", 0) != 0
 
     def skip(self, job: Job, why: str) -> dict[str, Any]:
         """`job` is not run: what an earlier call has found of it stays."""
@@ -136,6 +142,8 @@ def run_jobs(jobs: Sequence[Job], directory: Path, about: dict[str, Any], within
             left_s = end - time.monotonic()
             if left_s < LEAST_S:
                 entry = results.skip(job, f"{left_s:.0f} s were left")
+            elif results.has_failed(job.needs):
+                entry = results.skip(job, f"{job.needs} has failed")
             else:
                 log.write(f"\n=== {job.name}: {shlex.join(job.command)}\n".encode())
                 entry = _run(job, log.fileno(), min(job.limit_s, left_s), results)

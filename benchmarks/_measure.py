@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ __all__ = [
     "Steady",
     "counted",
     "environment",
+    "launch",
     "measured_memory",
     "own_device",
     "runtime_calls",
@@ -89,6 +90,13 @@ def seeded_order(names: Sequence[str], round_index: int) -> list[str]:
     """A permutation of `names` that is random from round to round and the same on every rank and in every run."""
     generator = torch.Generator().manual_seed(1000 + round_index)
     return [names[index] for index in torch.randperm(len(names), generator=generator).tolist()]
+
+
+def launch(ranks: int) -> NoReturn:
+    """Replace this process by torchrun on this machine, with the same command line."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
+    os.execv(sys.executable, [*launcher, "--nproc-per-node", str(ranks), *sys.argv])
 
 
 def own_device() -> torch.device:

@@ -36,7 +36,7 @@ NOT_WHEN_SLOWED = (
 )
 
 CALLS = (  # what belongs together, in the order of its worth: the last call may find less time than it could use
-    ("machine", "tests.one", "llama", "profile.8"),
+    ("machine", "shared", "tests.one", "llama", "profile.8"),
     ("tests.two", "tests.adversary", "small.many", "small.compiled"),
     ("tests.four", "tests.sanitizer", "job.train", "small.alone", "small.operators", "profile.32", "job.suite"),
 )
@@ -99,6 +99,7 @@ def _jobs(scratch: Path, out: Path, *, rehearses: bool) -> list[Job]:
     """All of them, in order."""
     return [
         _compare("machine", scratch, 90, "machine", rehearses=rehearses),
+        _shared(scratch, rehearses=rehearses),
         *_tests(scratch, rehearses=rehearses),
         _compare("llama", scratch, 330, "llama", "--seconds", "240", rehearses=rehearses),
         _compare("small.many", scratch, 120, "small", "--pretend-ranks", "8", rehearses=rehearses),
@@ -153,6 +154,24 @@ def _of_targets(found: dict[str, Any]) -> str:
     return "; ".join([*told, *(f"{name} not run: {why}" for name, why in found["not_run"].items())])
 
 
+def _shared(scratch: Path, *, rehearses: bool) -> Job:
+    """`shared_gpu.py`: before half an hour is spent on ranks that wait for each other in vain."""
+    found = scratch / "shared.json"
+    return Job(
+        name="shared",
+        command=[PYTHON, "benchmarks/shared_gpu.py", "--output", str(found)],
+        limit_s=60,
+        environment=_environment(rehearses=rehearses),
+        found=found,
+        brief=_of_sharing,
+    )
+
+
+def _of_sharing(found: dict[str, Any]) -> str:
+    times = ", ".join(f"{kind} {found[f'{kind}_ms']:.1f} ms" for kind in ("gather", "reduce", "exchange"))
+    return f"{found['config']['ranks']} ranks over {found['config']['backend']}, 16 MiB in all: {times}"
+
+
 def _tests(scratch: Path, *, rehearses: bool) -> list[Job]:
     """Tests marked gpu: by numbers of ranks, and with what makes them harder."""
     settings = {
@@ -187,6 +206,7 @@ def _tests(scratch: Path, *, rehearses: bool) -> list[Job]:
                 environment=environment,
                 found=found,
                 brief=_of_tests,
+                needs=None if sizes == "1" else "shared",
             )
         )
     return jobs
@@ -243,6 +263,7 @@ def _profiles(scratch: Path, out: Path, *, rehearses: bool) -> list[Job]:
                 environment=_environment(rehearses=rehearses),
                 found=found,
                 brief=_of_profile,
+                needs="shared",
             )
         )
     return jobs

@@ -18,7 +18,6 @@ import io
 import os
 import pstats
 import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ from _measure import (
     Clock,
     Noise,
     environment,
+    launch,
     measured_memory,
     own_device,
     save,
@@ -64,7 +64,7 @@ def main() -> None:
     """Start ranks if nobody did, measure, and let rank 0 report."""
     arguments = _parse()
     if "LOCAL_RANK" not in os.environ:
-        _launch(arguments.ranks)
+        launch(arguments.ranks or torch.cuda.device_count() or 2)
     device = own_device()
     torch.set_num_threads(arguments.threads)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -91,15 +91,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--profile", choices=("cprofile", "torch"), help="profile the first of --systems instead")
     parser.add_argument("--output", type=Path, help="result file; default: benchmarks/results/step_time-<preset>.json")
     return parser.parse_args()
-
-
-def _launch(ranks: int | None) -> None:
-    """Replace this process by torchrun on this machine. Does not return."""
-    ranks = ranks or torch.cuda.device_count() or 2
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
-    launcher += ["--nproc-per-node", str(ranks)]
-    os.execv(sys.executable, [*launcher, *sys.argv])
 
 
 def _tokens(preset: Preset, round_index: int, device: torch.device, micro_batches: int = 1) -> list[torch.Tensor]:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _measure import environment, own_device, write_json
+from _measure import environment, launch, own_device, write_json
 from _models import Preset, Transformer, next_token_loss
 
 from streamshard import Precision, StreamShard
@@ -45,13 +44,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write what was found as JSON")
     arguments = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
-        ranks = str(arguments.ranks or torch.cuda.device_count() or 2)
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
         # Through sockets, so that CPU ranks communicate beside computing as GPUs do; shared memory is read when needed.
         os.environ.setdefault("STREAMSHARD_SHARED_MEMORY", "0")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
-        launcher += ["--nproc-per-node", ranks]
-        os.execv(sys.executable, [*launcher, *sys.argv])
+        launch(arguments.ranks or torch.cuda.device_count() or 2)
     try:
         _draw(arguments)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import math
@@ -159,3 +160,15 @@ def test_jobs_without_time_are_told_and_results_of_earlier_calls_are_kept(jobs: 
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["jobs"]["a.b"]["exit_code"] == 0
     assert results["jobs"]["c.d"]["not_run"].endswith("s were left")
+
+
+def test_a_job_that_needs_one_that_has_failed_is_not_run(jobs: Any, tmp_path: Path) -> None:
+    """One whose need was not among those chosen is."""
+    failing = _job(jobs, tmp_path, "failing", "sys.exit(1)")
+    write = 'found.write_text(\'{"told": "x"}\')'
+    in_vain = dataclasses.replace(_job(jobs, tmp_path, "a.in_vain", write), needs="failing")
+    free = dataclasses.replace(_job(jobs, tmp_path, "a.free", write), needs="not chosen")
+    jobs.run_jobs([failing, in_vain, free], tmp_path / "out", {"benchmark": "test"}, 100.0)
+    found = json.loads((tmp_path / "out" / "results.json").read_text())["jobs"]
+    assert found["a.in_vain"]["not_run"] == "failing has failed"
+    assert found["a.free"]["exit_code"] == 0
