@@ -195,6 +195,7 @@ def _tests(scratch: Path, *, rehearses: bool) -> list[Job]:
             STREAMSHARD_TEST_GROUP_TIMEOUT_S=TIMEOUT_S,
             STREAMSHARD_TEST_RUN_TIMEOUT_S=TIMEOUT_S,
             STREAMSHARD_TEST_WARNINGS="default",
+            PYTORCH_NVML_BASED_CUDA_CHECK="1",  # whoever asks for a GPU before ranks are forked does not start CUDA
             **harder,
             **played,
         )

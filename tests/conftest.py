@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.gpu import skip_without_gpu
 from tests.ranks import RankPool, open_pool
 
 # Examples are the same on every run, and none fails because a machine was slow.
@@ -30,6 +31,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if _world_size(item) not in sizes]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if _world_size(item) in sizes]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests for GPUs say why they are skipped."""
+    skip_without_gpu(item)
 
 
 def _world_size(item: pytest.Item) -> int | None:

@@ -19,16 +19,23 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["IS_PLAYED", "enter_gpu", "needs_gpu", "needs_real_gpu"]
+__all__ = ["IS_PLAYED", "enter_gpu", "skip_without_gpu"]
 
 IS_PLAYED = os.environ.get("STREAMSHARD_TEST_PLAYED_GPU") == "1"
 
-needs_real_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: this test needs a GPU")
-needs_gpu = pytest.mark.skipif(
-    not (torch.cuda.is_available() or IS_PLAYED), reason="no CUDA device: this test needs a GPU"
-)
-
 _until_exit = contextlib.ExitStack()
+
+
+def skip_without_gpu(item: pytest.Item) -> None:
+    """Skip tests that are marked ``gpu`` where there is none; one that is played is one unless the mark refuses it.
+
+    Asked when a test begins. What ranks are forked from imports this module and must not ask: the question starts CUDA,
+    which does not survive a fork.
+    """
+    mark = item.get_closest_marker("gpu")
+    if mark is None or torch.cuda.is_available() or (IS_PLAYED and mark.kwargs.get("may_be_played", True)):
+        return
+    pytest.skip("no CUDA device: this test needs a GPU")
 
 
 @functools.cache

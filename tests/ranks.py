@@ -60,6 +60,7 @@ __all__ = [
 ]
 
 MAX_RANKS = 4
+PRELOADED = ["torch", "torch.distributed", "pytest", "streamshard", "tests.reference"]  # by what ranks are forked from
 GROUP_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_GROUP_TIMEOUT_S", "60"))
 RUN_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_RUN_TIMEOUT_S", "90"))
 # "default": shown. For a first run with other versions, or on another machine: what they warn of is not what is tested.
@@ -223,7 +224,7 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
     """Makes processes that have imported already what most tests need."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read when the fork server imports torch
     start = multiprocessing.get_context("forkserver")
-    start.set_forkserver_preload(["torch", "torch.distributed", "pytest", "streamshard", "tests.reference"])
+    start.set_forkserver_preload(PRELOADED)
     return start
 
 

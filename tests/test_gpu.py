@@ -16,12 +16,11 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import GradScaler, LocalSGD, Precision, RankMismatchError, StreamShard
-from tests.gpu import needs_gpu, needs_real_gpu
 from tests.models import Block, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, Tolerance, adamw, assert_same, assert_trains_like_plain, full_weights
 
-pytestmark = [pytest.mark.gpu, needs_gpu]
+pytestmark = pytest.mark.gpu
 
 # Kernels sum in other orders from launch to launch (atomic adds in embeddings' backward).
 NEAR = Tolerance(relative=2e-4, absolute=1e-6)
@@ -105,7 +104,7 @@ def _train_wide(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None
     optimizer.zero_grad(set_to_none=False)
 
 
-@needs_real_gpu
+@pytest.mark.gpu(may_be_played=False)
 @on_ranks(1, 2, backend="nccl")
 def test_memory_is_steady_from_step_to_step(context: RankContext) -> None:
     """After warm-up: the same bytes held and reserved, no new segment, the same number of allocations every step."""
@@ -148,7 +147,7 @@ def _overlapped(kernels: list[tuple[bool, float, float]]) -> int:
     )
 
 
-@needs_real_gpu
+@pytest.mark.gpu(may_be_played=False)
 @on_ranks(2, backend="nccl")
 def test_collectives_run_while_layers_compute(context: RankContext) -> None:
     """In the profile of a steady step, collectives of most blocks share their time with compute kernels."""
@@ -169,7 +168,7 @@ def test_collectives_run_while_layers_compute(context: RankContext) -> None:
     assert _overlapped(kernels) >= depth
 
 
-@needs_real_gpu
+@pytest.mark.gpu(may_be_played=False)
 @on_ranks(1, backend="nccl")
 def test_one_rank_alone_runs_no_collective_on_a_gpu(context: RankContext) -> None:
     """World size 1 pays nothing for sharding: no NCCL kernel in a steady step."""

@@ -18,7 +18,6 @@ from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
 from streamshard.comm.transport import Reduction, Transport, sum_in_rank_order
 from streamshard.config import Precision, ReductionMode
 from streamshard.inspect.adversary import AdversarialTransport, Adversary
-from tests.gpu import needs_gpu
 from tests.ranks import RankContext, on_ranks
 from tests.simulated import LateTransport, simulated_device
 
@@ -257,7 +256,6 @@ def test_scratch_is_what_the_mode_needs(context: RankContext, through: str) -> N
 
 
 @pytest.mark.gpu
-@needs_gpu
 @on_ranks(1, 2, backend="nccl")
 @pytest.mark.parametrize("is_late", [False, True])
 def test_what_nccl_does(context: RankContext, is_late: bool) -> None:

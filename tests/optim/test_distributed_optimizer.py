@@ -21,7 +21,6 @@ from torch.optim import Optimizer, lr_scheduler
 import streamshard
 from streamshard import DistributedOptimizer, StreamShard
 from streamshard.errors import CommunicationError, ConfigError, OptimizerError, ShardingError
-from tests.gpu import needs_gpu
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -124,7 +123,6 @@ def test_without_the_lock_concurrent_steps_are_lost(context: RankContext) -> Non
 
 
 @pytest.mark.gpu
-@needs_gpu
 @on_ranks(2, backend="nccl")
 def test_concurrent_steps_equal_serial_ones_on_a_gpu(context: RankContext) -> None:
     """What torch's DistributedOptimizer does not do on CUDA tensors."""
@@ -182,7 +180,6 @@ def test_an_error_on_one_rank_reaches_all_and_training_goes_on(context: RankCont
 
 
 @pytest.mark.gpu
-@needs_gpu
 @on_ranks(2, backend="nccl")
 def test_an_error_on_one_rank_reaches_all_on_a_gpu(context: RankContext) -> None:
     """The same, over NCCL."""
