@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 TICK_S = 2.0  # how long what a running job has found may be missing in the results
 LEAST_S = 10.0  # a job is not begun with less
 GRACE_S = 5.0  # between asking a job to end and ending it
+_DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,10 @@ class Results:
     def __init__(self, directory: Path, about: dict[str, Any]) -> None:
         self._path = directory / "results.json"
         earlier = json.loads(self._path.read_text()) if self._path.exists() else {}
+        if earlier and earlier.get("is_rehearsal") != about.get("is_rehearsal"):
+            raise SystemExit(
+                f"{self._path} is of a rehearsal and this run is not, or the other way round: name another"
+            )
         self.all: dict[str, Any] = {**about, "environment": earlier.get("environment"), "targets": []}
         self.all["jobs"] = earlier.get("jobs", {})
 
@@ -97,7 +102,8 @@ class Results:
         """Replace what is known of `job`, and write everything."""
         found = job.read()
         brief = "found nothing" if found is None else _briefly(job, found)
-        entry = {"command": shlex.join(job.command), "limit_s": job.limit_s, **facts, "brief": brief, "found": found}
+        said = {"command": shlex.join(job.command), "limit_s": job.limit_s, "date": time.strftime(_DATE, time.gmtime())}
+        entry = {**said, **facts, "brief": brief, "found": found}
         self.all["jobs"][job.name] = entry
         if found is not None and self.all["environment"] is None:
             self.all["environment"] = found.get("environment")

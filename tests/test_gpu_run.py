@@ -160,6 +160,8 @@ def test_jobs_without_time_are_told_and_results_of_earlier_calls_are_kept(jobs: 
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["jobs"]["a.b"]["exit_code"] == 0
     assert results["jobs"]["c.d"]["not_run"].endswith("s were left")
+    with pytest.raises(SystemExit, match="is of a rehearsal and this run is not, or the other way round"):
+        jobs.run_jobs([first], tmp_path / "out", {"benchmark": "test", "is_rehearsal": True}, 100.0)
 
 
 def test_a_job_that_needs_one_that_has_failed_is_not_run(jobs: Any, tmp_path: Path) -> None:
