@@ -15,12 +15,15 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,11 +34,17 @@ __all__ = [
     "Clock",
     "Memory",
     "Noise",
+    "Steady",
+    "counted",
     "environment",
+    "launch",
     "measured_memory",
+    "own_device",
+    "runtime_calls",
     "save",
     "seeded_order",
     "summary",
+    "write_json",
 ]
 
 RESULTS = Path(__file__).parent / "results"
@@ -81,6 +90,31 @@ def seeded_order(names: Sequence[str], round_index: int) -> list[str]:
     """A permutation of `names` that is random from round to round and the same on every rank and in every run."""
     generator = torch.Generator().manual_seed(1000 + round_index)
     return [names[index] for index in torch.randperm(len(names), generator=generator).tolist()]
+
+
+def launch(ranks: int) -> NoReturn:
+    """Replace this process by torchrun on this machine, with the same command line."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
+    os.execv(sys.executable, [*launcher, "--nproc-per-node", str(ranks), *sys.argv])
+
+
+def own_device() -> torch.device:
+    """The device of this rank, made the current one: ranks take turns in the GPUs; the CPU where there are none.
+
+    NCCL refuses two ranks on one GPU of one host. Where there are more ranks than GPUs, each says that it is another
+    host: correct, but what they send goes through sockets.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if int(os.environ["LOCAL_WORLD_SIZE"]) > devices:
+        os.environ["NCCL_HOSTID"] = f"rank{local_rank}"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_IB_DISABLE", "1")
+    device = torch.device("cuda", local_rank % devices)
+    torch.cuda.set_device(device)
+    return device
 
 
 class Clock:
@@ -166,6 +200,72 @@ def _shared_bytes() -> int:
     return sum(files.values()) // dist.get_world_size()
 
 
+@dataclass
+class Steady:
+    """What steps cost beyond computing. All zero on the CPU, which has none of it.
+
+    Attributes:
+        synchronizations: how often the host has waited for the device, as torch's debug mode sees it.
+        synchronized_at: where, "file:line", and how often.
+        allocations: blocks that were taken from torch's allocator.
+        device_allocations: blocks that it had to take from the device: these wait for the device.
+    """
+
+    synchronizations: int = 0
+    synchronized_at: dict[str, int] = field(default_factory=dict)
+    allocations: int = 0
+    device_allocations: int = 0
+
+
+@contextmanager
+def counted(device: torch.device) -> Iterator[Steady]:
+    """Count what the block costs beyond computing.
+
+    Yields:
+        The counts, filled in at the end of the block.
+    """
+    counts = Steady()
+    if device.type != "cuda":
+        yield counts
+        return
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_stats(device)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield counts
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    after = torch.cuda.memory_stats(device)
+    told = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+    counts.synchronizations = len(told)
+    counts.synchronized_at = dict(Counter(f"{warning.filename}:{warning.lineno}" for warning in told))
+    counts.allocations = after["allocation.all.allocated"] - before["allocation.all.allocated"]
+    counts.device_allocations = after["segment.all.allocated"] - before["segment.all.allocated"]
+
+
+def runtime_calls(device: torch.device, step: Callable[[], object]) -> dict[str, int]:
+    """How often each function of the CUDA runtime is called while `step` runs on the host; nothing on the CPU."""
+    if device.type != "cuda":
+        step()
+        return {}
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        torch.cuda.synchronize(device)
+        with torch.profiler.record_function("the step"):
+            step()
+        torch.cuda.synchronize(device)
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CPU]
+    inside = next(event.time_range for event in events if event.name == "the step")
+    calls = (
+        event.name
+        for event in events
+        if event.name.startswith("cu") and inside.start <= event.time_range.start < inside.end
+    )
+    return dict(Counter(calls).most_common())
+
+
 class Sample(NamedTuple):
     """CPU seconds since boot and since this process began, at one moment."""
 
@@ -240,9 +340,10 @@ def _sample() -> Sample:
     return Sample(time.perf_counter(), user + nice + system + irq + soft_irq, stolen, own_s)
 
 
-def _git(*arguments: str) -> str | None:
+def _said(*command: str) -> str | None:
+    """What a command prints; None if it cannot be run here."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
@@ -259,12 +360,15 @@ def _cpu_model() -> str:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Where and from what this result comes: command, commit, versions, device."""
-    changed = _git("status", "--porcelain", "--", "streamshard", "benchmarks/*.py")
+    """Where and from what this result comes: command, commit, versions, device.
+
+    A copy of the files alone, without git, says by ``STREAMSHARD_COMMIT`` which commit it is of.
+    """
+    changed = _said("git", "status", "--porcelain", "--", "streamshard", "benchmarks/*.py")
     return {
         "command": shlex.join(["python", *(os.path.relpath(part, REPOSITORY) for part in sys.argv[:1]), *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": _git("rev-parse", "--verify", "--quiet", "HEAD"),
+        "commit": _said("git", "rev-parse", "--verify", "--quiet", "HEAD") or os.environ.get("STREAMSHARD_COMMIT"),
         "uncommitted_changes": None if changed is None else bool(changed),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -274,13 +378,39 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cpu_cores": os.cpu_count(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads_per_rank": torch.get_num_threads(),
+        **(_of_gpu(device) if device.type == "cuda" else {}),
     }
+
+
+def _of_gpu(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "cudnn": torch.backends.cudnn.version(),
+        "device_memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "packages": {name: _version(name) for name in ("transformers", "accelerate", "triton", "numpy", "pytest")},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def save(result: dict[str, Any], path: Path) -> None:
     """Write a result as JSON: under a temporary name first, so that no half-written file looks whole."""
+    write_json(result, path)
+    print(f"saved {os.path.relpath(path)}")
+
+
+def write_json(result: dict[str, Any], path: Path) -> None:
+    """`save` without a word: for what grows while it is measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(result, indent=2) + "\n")
     temporary.replace(path)
-    print(f"saved {os.path.relpath(path)}")

@@ -1,4 +1,4 @@
-"""The transformer that every benchmark trains: plain PyTorch, nothing that favours one system.
+"""The transformer that benchmarks train, plain PyTorch, nothing that favours one system; and transformers' Llama.
 
 Pre-norm blocks with fused query-key-value projection, scaled dot-product attention (causal), a GELU MLP of four times
 the width, LayerNorm, learned positions, no biases, head not tied to the embedding: 12 x width^2 parameters per block in
@@ -8,12 +8,13 @@ six tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-__all__ = ["PRESETS", "Block", "Preset", "Transformer", "next_token_loss"]
+__all__ = ["LLAMAS", "PRESETS", "Block", "Preset", "Transformer", "flops_per_token", "llama", "next_token_loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,8 @@ PRESETS = {
     "8x512-256-32k": Preset(layers=8, width=512, vocabulary=32768, sequence=256, rows=1),
     "tiny": Preset(layers=2, width=64, vocabulary=256, sequence=32, rows=1),
     "16x2048-8192": Preset(layers=16, width=2048, vocabulary=32768, sequence=2048, rows=4, head_width=128),
+    "48x512-512": Preset(layers=48, width=512, vocabulary=4096, sequence=512, rows=1),
+    "3x64-32": Preset(layers=3, width=64, vocabulary=256, sequence=32, rows=1),
     "32x4096-4096": Preset(layers=32, width=4096, vocabulary=32768, sequence=2048, rows=2, head_width=128),
 }
 
@@ -118,3 +121,49 @@ def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         [] fp32.
     """
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+LLAMAS: dict[str, dict[str, int]] = {
+    "1.1B": {  # TinyLlama's sizes
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+    },
+    "tiny": {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+    },
+}
+
+
+def llama(size: str, device: torch.device) -> Any:
+    """A LlamaForCausalLM of that size, fp32, made on `device`; its blocks are ``model.model.layers``.
+
+    Args:
+        size: a key of `LLAMAS`.
+        device: where. Parameters are initialised from torch's global generator.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with device:
+        return LlamaForCausalLM(LlamaConfig(**LLAMAS[size], use_cache=False, attn_implementation="sdpa"))
+
+
+def flops_per_token(model: nn.Module, *, layers: int, width: int, sequence: int) -> int:
+    """Floating-point operations of forward and backward, per token: what a utilisation counts.
+
+    6 for each weight of a matrix product, the embedding's lookup left out, and 6 x layers x width x sequence for
+    causal attention (PaLM, appendix B, halved as half of the scores are never needed). Nothing for recomputation.
+    """
+    lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    weights = sum(p.numel() for p in model.parameters() if p.dim() == 2 and id(p) not in lookups)
+    return 6 * weights + 6 * layers * width * sequence

@@ -50,12 +50,12 @@ class MainWeights:
 
     def step(self) -> None:
         """Update main weights from the parameters' gradients, then the parameters from the main weights."""
-        for parameter, main in zip(self._compute, self._main, strict=True):
-            assert parameter.grad is not None and main.grad is not None, "every parameter is used in every step"
-            main.grad.copy_(parameter.grad)
+        grads = [parameter.grad for parameter in self._compute if parameter.grad is not None]
+        assert len(grads) == len(self._compute), "every parameter is used in every step"
+        torch._foreach_copy_([main.grad for main in self._main], grads)
         self._optimizer.step()
-        for parameter, main in zip(self._compute, self._main, strict=True):
-            parameter.data.copy_(main)
+        with torch.no_grad():
+            torch._foreach_copy_(self._compute, self._main)
 
     def zero_grad(self) -> None:
         """Drop the parameters' gradients."""

@@ -18,7 +18,6 @@ import io
 import os
 import pstats
 import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +30,19 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.optim
-from _measure import QUIET_CORES, RESULTS, Clock, Noise, environment, measured_memory, save, seeded_order, summary
+from _measure import (
+    QUIET_CORES,
+    RESULTS,
+    Clock,
+    Noise,
+    environment,
+    launch,
+    measured_memory,
+    own_device,
+    save,
+    seeded_order,
+    summary,
+)
 from _models import PRESETS, Preset, Transformer, next_token_loss
 from _systems import OPTIMIZERS, SYSTEMS, System, build
 
@@ -53,9 +64,8 @@ def main() -> None:
     """Start ranks if nobody did, measure, and let rank 0 report."""
     arguments = _parse()
     if "LOCAL_RANK" not in os.environ:
-        _launch(arguments.ranks)
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = _device(local_rank)
+        launch(arguments.ranks or torch.cuda.device_count() or 2)
+    device = own_device()
     torch.set_num_threads(arguments.threads)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
@@ -81,26 +91,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--profile", choices=("cprofile", "torch"), help="profile the first of --systems instead")
     parser.add_argument("--output", type=Path, help="result file; default: benchmarks/results/step_time-<preset>.json")
     return parser.parse_args()
-
-
-def _launch(ranks: int | None) -> None:
-    """Replace this process by torchrun on this machine. Does not return."""
-    ranks = ranks or torch.cuda.device_count() or 2
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    os.execv(sys.executable, [*launcher, *sys.argv])
-
-
-def _device(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    devices = torch.cuda.device_count()
-    if int(os.environ["LOCAL_WORLD_SIZE"]) > devices:
-        # NCCL refuses two ranks on one GPU of one host. Correct, but the traffic goes through sockets.
-        os.environ["NCCL_HOSTID"] = f"rank{local_rank}"
-    device = torch.device("cuda", local_rank % devices)
-    torch.cuda.set_device(device)
-    return device
 
 
 def _tokens(preset: Preset, round_index: int, device: torch.device, micro_batches: int = 1) -> list[torch.Tensor]:

@@ -4,21 +4,26 @@
     torchrun --nproc-per-node 2 benchmarks/timeline.py --picture step.png --json step.json
 
 Drawn is the fastest of several steps: what else the machine was doing is not of interest. Needs matplotlib. The JSON
-file is for https://ui.perfetto.dev.
+file is for https://ui.perfetto.dev. How much of what is communicated lies beside computing is printed, and written by
+--output. Ranks that share a GPU talk through sockets, and so slowly that layers have to be small and sequences long for
+gathers to be over in time: --width 512 --sequence 8192 --rows 16.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _measure import environment, launch, own_device, write_json
 from _models import Preset, Transformer, next_token_loss
 
 from streamshard import Precision, StreamShard
+from streamshard.comm.streams import StreamName
+from streamshard.inspect.timeline import Kind, Trace
 from streamshard.inspect.trace import trace_step
 
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "timeline.png"
@@ -29,19 +34,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=256, help="per rank")
+    parser.add_argument("--sequence", type=int, default=256, help="tokens of a row")
+    parser.add_argument("--rows", type=int, default=1, help="per rank")
+    parser.add_argument("--ranks", type=int, help="ranks to start without torchrun; default: the GPUs, else 2")
     parser.add_argument("--warmup", type=int, default=5, help="steps before those that are traced")
     parser.add_argument("--steps", type=int, default=9, help="trace so many; the fastest is drawn")
     parser.add_argument("--picture", type=Path, default=PICTURE)
     parser.add_argument("--json", type=Path, help="write the trace itself as well")
+    parser.add_argument("--output", type=Path, help="write what was found as JSON")
     arguments = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
-        ranks = str(torch.cuda.device_count() or 2)
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
         # Through sockets, so that CPU ranks communicate beside computing as GPUs do; shared memory is read when needed.
         os.environ.setdefault("STREAMSHARD_SHARED_MEMORY", "0")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-        os.execv(sys.executable, [*launcher, *sys.argv])
+        launch(arguments.ranks or torch.cuda.device_count() or 2)
     try:
         _draw(arguments)
     finally:
@@ -50,14 +55,15 @@ def main() -> None:
 
 
 def _draw(arguments: argparse.Namespace) -> None:
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-    preset = Preset(layers=arguments.layers, width=arguments.width, vocabulary=1024, sequence=arguments.tokens, rows=1)
+    device = own_device()
+    sizes = {"layers": arguments.layers, "width": arguments.width, "sequence": arguments.sequence}
+    preset = Preset(**sizes, vocabulary=1024, rows=arguments.rows)
     torch.manual_seed(0)
     model = StreamShard(
         Transformer(preset).to(device), precision=Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    tokens = torch.randint(preset.vocabulary, (1, preset.sequence), device=device)
+    tokens = torch.randint(preset.vocabulary, (preset.rows, preset.sequence), device=device)
 
     def step() -> None:
         next_token_loss(model(tokens), tokens).backward()
@@ -72,18 +78,67 @@ def _draw(arguments: argparse.Namespace) -> None:
         with trace_step(model) as recorded:
             step()
         traces.append(recorded)
-    trace = min(traces, key=lambda recorded: max(span.stop_us for span in recorded.spans))
+    trace = min(traces, key=_length_us)
     if dist.get_rank() == 0:
-        title = (
-            f"One step on rank 0 of {dist.get_world_size()} ({device.type}): {preset.layers} layers x {preset.width}, "
-            f"{preset.sequence} tokens, bf16; the fastest of {arguments.steps}"
-        )
-        arguments.picture.parent.mkdir(parents=True, exist_ok=True)
-        trace.save_picture(arguments.picture, title=title)
-        print(f"wrote {arguments.picture}")
+        size = f"{preset.layers} layers x {preset.width}, {preset.tokens} tokens, bf16"
+        where = f"rank 0 of {dist.get_world_size()} ({device.type})"
+        result = {
+            "benchmark": "timeline",
+            "environment": environment(device),
+            "config": {**sizes, "rows": preset.rows, "ranks": dist.get_world_size(), "steps": arguments.steps},
+            **_overlap(trace),
+        }
+        print(", ".join(f"{name} {value:.3f}" for name, value in _overlap(trace).items()))
+        if arguments.output is not None:
+            write_json(result, arguments.output)
         if arguments.json is not None:
             trace.save_json(arguments.json)
             print(f"wrote {arguments.json}")
+        arguments.picture.parent.mkdir(parents=True, exist_ok=True)
+        trace.save_picture(arguments.picture, title=f"One step on {where}: {size}; the fastest of {arguments.steps}")
+        print(f"wrote {arguments.picture}")
+
+
+def _length_us(trace: Trace) -> float:
+    return max(span.stop_us for span in trace.spans)
+
+
+def _overlap(trace: Trace) -> dict[str, float]:
+    """Milliseconds of the step, of computing, of communicating, and of communicating beside computing."""
+    compute = [span for span in trace.spans if span.stream is StreamName.COMPUTE and span.kind is not Kind.ISSUE]
+    waits = _union((span.start_us, span.stop_us) for span in compute if span.kind is Kind.WAIT)
+    busy = _union((span.start_us, span.stop_us) for span in compute if span.kind is not Kind.WAIT)
+    idle = _common(busy, waits)  # waits lie in what waits
+    found = {"step_ms": _length_us(trace) / 1e3, "compute_ms": (_total(busy) - _total(idle)) / 1e3}
+    for kind in (Kind.GATHER, Kind.REDUCE):
+        spans = _union((span.start_us, span.stop_us) for span in trace.spans if span.kind is kind)
+        found[f"{kind.value}_ms"] = _total(spans) / 1e3
+        beside = _total(_common(spans, busy)) - _total(_common(spans, idle))
+        found[f"{kind.value}_beside_compute_ms"] = beside / 1e3
+    return found
+
+
+_Interval = tuple[float, float]
+
+
+def _union(intervals: Iterable[_Interval]) -> list[_Interval]:
+    """The same points, in intervals that do not touch, in order."""
+    united: list[_Interval] = []
+    for start, stop in sorted(intervals):
+        if united and start <= united[-1][1]:
+            united[-1] = (united[-1][0], max(stop, united[-1][1]))
+        else:
+            united.append((start, stop))
+    return united
+
+
+def _common(first: list[_Interval], second: list[_Interval]) -> list[_Interval]:
+    pairs = ((max(a[0], b[0]), min(a[1], b[1])) for a in first for b in second)
+    return [(start, stop) for start, stop in pairs if start < stop]
+
+
+def _total(intervals: list[_Interval]) -> float:
+    return sum(stop - start for start, stop in intervals)
 
 
 if __name__ == "__main__":

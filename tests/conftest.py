@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.gpu import skip_without_gpu
 from tests.ranks import RankPool, open_pool
 
 # Examples are the same on every run, and none fails because a machine was slow.
@@ -14,11 +15,33 @@ settings.register_profile("streamshard", derandomize=True, deadline=None, databa
 settings.load_profile("streamshard")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs rank processes by what it asks for."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Ranks that share one GPU are another matter than one that has it for itself."""
+    parser.addoption("--world-sizes", metavar="N,..", help="run tests on ranks at these numbers of ranks only")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what needs rank processes by what it asks for; leave out the numbers of ranks that are not wanted."""
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("ranks")
+    wanted = config.getoption("--world-sizes")
+    if wanted is not None:
+        sizes = {int(size) for size in wanted.split(",")}
+        others = [item for item in items if _world_size(item) not in sizes]
+        config.hook.pytest_deselected(items=others)
+        # By size: ranks that are left over wait in groups of before, whose end not every backend can bear alone.
+        items[:] = [item for size in sorted(sizes) for item in items if _world_size(item) == size]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests for GPUs say why they are skipped."""
+    skip_without_gpu(item)
+
+
+def _world_size(item: pytest.Item) -> int | None:
+    callspec = getattr(item, "callspec", None)
+    return None if callspec is None else callspec.params.get("world_size")
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not re-exported in stubs
 
+from tests.gpu import IS_PLAYED, enter_gpu
+
 __all__ = [
     "RankContext",
     "RankFailure",
@@ -58,8 +60,11 @@ __all__ = [
 ]
 
 MAX_RANKS = 4
+PRELOADED = ["torch", "torch.distributed", "pytest", "streamshard", "tests.reference"]  # by what ranks are forked from
 GROUP_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_GROUP_TIMEOUT_S", "60"))
 RUN_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_RUN_TIMEOUT_S", "90"))
+# "default": shown. For a first run with other versions, or on another machine: what they warn of is not what is tested.
+WARNINGS = os.environ.get("STREAMSHARD_TEST_WARNINGS", "error")
 GRACE_S = 3.0  # how long the other ranks may go on once one has failed
 
 # Warnings of other people's code that no test can avoid: (message, category).
@@ -111,7 +116,7 @@ class _Reply(NamedTuple):
 def warnings_are_errors() -> None:
     """Turn warnings into errors in this process, except those of `FOREIGN_WARNINGS`."""
     warnings.resetwarnings()
-    warnings.simplefilter("error")
+    warnings.simplefilter(WARNINGS)  # type: ignore[arg-type]  # the user's word
     for message, category in FOREIGN_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)
 
@@ -146,12 +151,10 @@ def _answer(payload: bytes, store: Store) -> _Reply:
     try:
         request: _Request = pickle.loads(payload)
         _start_clean()
-        device = torch.device("cpu")
-        if request.backend == "nccl":
-            device = torch.device("cuda", 0)
-            torch.cuda.set_device(device)
+        needs_gpu = request.backend == "nccl"
+        device = enter_gpu() if needs_gpu else torch.device("cpu")
         dist.init_process_group(
-            request.backend,
+            "gloo" if needs_gpu and IS_PLAYED else request.backend,
             store=PrefixStore(request.prefix, store),
             rank=request.rank,
             world_size=request.world_size,
@@ -221,7 +224,7 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
     """Makes processes that have imported already what most tests need."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read when the fork server imports torch
     start = multiprocessing.get_context("forkserver")
-    start.set_forkserver_preload(["torch", "torch.distributed", "pytest", "streamshard", "tests.reference"])
+    start.set_forkserver_preload(PRELOADED)
     return start
 
 

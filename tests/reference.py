@@ -138,9 +138,9 @@ def _grads(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, full shapes, on every rank."""
+    """Parameters and persistent buffers by name, full shapes, on every rank, in CPU memory as `full_state_dict`'s."""
     state = model.full_state_dict(rank0_only=False) if isinstance(model, StreamShard) else model.state_dict()
-    return {name: value.detach().clone() for name, value in state.items()}
+    return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
 
 
 def assert_same(

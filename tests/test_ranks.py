@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankContext, RankFailure, RankPool, on_ranks, open_pool
+from tests.ranks import PRELOADED, RankContext, RankFailure, RankPool, on_ranks, open_pool
 
 
 def _sum_of_ranks(context: RankContext, offset: int) -> int:
@@ -111,3 +114,21 @@ def test_a_skip_on_the_ranks_is_a_skip_of_the_test(ranks: RankPool) -> None:
     """The reason comes back with it."""
     with pytest.raises(pytest.skip.Exception, match="this machine lacks it"):
         ranks(2).run(_skip)
+
+
+_REFUSING = """
+import sys, torch
+def refuse(*args, **kwargs):
+    raise AssertionError("what ranks are forked from looks for a GPU")
+for name in ("is_available", "device_count", "current_device", "init"):
+    setattr(torch.cuda, name, refuse)
+for name in ("is_available", "current_accelerator", "device_count"):
+    setattr(torch.accelerator, name, refuse)
+for name in sys.argv[1:]:
+    __import__(name)
+"""
+
+
+def test_what_ranks_are_forked_from_does_not_look_for_a_gpu() -> None:
+    """To ask whether there is one starts CUDA, which does not survive a fork: no rank could use it."""
+    subprocess.run([sys.executable, "-c", _REFUSING, *PRELOADED], cwd=Path(__file__).parent.parent, check=True)

@@ -35,8 +35,6 @@ from tests.reference import (
     stack_step,
 )
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: this test needs a GPU")
-
 
 def _plain() -> nn.Module:
     torch.manual_seed(SEED)
@@ -125,7 +123,6 @@ def test_without_the_lock_concurrent_steps_are_lost(context: RankContext) -> Non
 
 
 @pytest.mark.gpu
-@needs_gpu
 @on_ranks(2, backend="nccl")
 def test_concurrent_steps_equal_serial_ones_on_a_gpu(context: RankContext) -> None:
     """What torch's DistributedOptimizer does not do on CUDA tensors."""
@@ -183,7 +180,6 @@ def test_an_error_on_one_rank_reaches_all_and_training_goes_on(context: RankCont
 
 
 @pytest.mark.gpu
-@needs_gpu
 @on_ranks(2, backend="nccl")
 def test_an_error_on_one_rank_reaches_all_on_a_gpu(context: RankContext) -> None:
     """The same, over NCCL."""

@@ -1,0 +1,73 @@
+"""Tests for GPUs: where they run, and what makes a run of them harder. ``benchmarks/gpu.py`` runs them all.
+
+By environment variables, because ranks are other processes:
+
+- ``STREAMSHARD_TEST_PLAYED_GPU=1``: the CPU plays the GPU (`tests.simulated`), with gloo's collectives. Shows that the
+  tests themselves are right where there is no GPU.
+- ``STREAMSHARD_TEST_ADVERSARY=1``: every model's collectives are slow, and spoil what must not be looked at meanwhile.
+- ``STREAMSHARD_TEST_SANITIZER=1``: torch's CUDA sanitizer follows streams and events, and raises at a race. It is
+  switched on here and not by ``TORCH_CUDA_SANITIZER``, which would start CUDA in the process that ranks are forked of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from typing import Any
+
+import pytest
+import torch
+
+__all__ = ["IS_PLAYED", "enter_gpu", "skip_without_gpu"]
+
+IS_PLAYED = os.environ.get("STREAMSHARD_TEST_PLAYED_GPU") == "1"
+
+_until_exit = contextlib.ExitStack()
+
+
+def skip_without_gpu(item: pytest.Item) -> None:
+    """Skip tests that are marked ``gpu`` where there is none; one that is played is one unless the mark refuses it.
+
+    Asked when a test begins. What ranks are forked from imports this module and must not ask: the question starts CUDA,
+    which does not survive a fork.
+    """
+    mark = item.get_closest_marker("gpu")
+    if mark is None or torch.cuda.is_available() or (IS_PLAYED and mark.kwargs.get("may_be_played", True)):
+        return
+    pytest.skip("no CUDA device: this test needs a GPU")
+
+
+@functools.cache
+def enter_gpu() -> torch.device:
+    """From now on this process computes on the GPU that ranks share, or plays one. Twice is once."""
+    device = torch.device("cpu") if IS_PLAYED else torch.device("cuda", 0)
+    if IS_PLAYED:
+        from tests.simulated import simulated_device
+
+        _until_exit.enter_context(simulated_device())
+    else:
+        torch.cuda.init()  # a mesh that finds a device nobody has used chooses one itself, and warns
+        torch.cuda.set_device(device)
+        if os.environ.get("STREAMSHARD_TEST_SANITIZER") == "1":
+            from torch.cuda._sanitizer import enable_cuda_sanitizer
+
+            enable_cuda_sanitizer()
+    if os.environ.get("STREAMSHARD_TEST_ADVERSARY") == "1":
+        _let_collectives_be_late()
+    return device
+
+
+def _let_collectives_be_late() -> None:
+    """In all models that are sharded from now on."""
+    from streamshard import build
+    from streamshard.inspect.adversary import Adversary
+
+    connect = build.connect
+
+    def connect_late(*args: Any, **kwargs: Any) -> Any:
+        ranks = connect(*args, **kwargs)
+        Adversary(ranks)
+        return ranks
+
+    build.connect = connect_late
