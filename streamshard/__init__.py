@@ -4,6 +4,7 @@ from streamshard.api import (
     StreamShard,
     export_safetensors,
     full_optimizer_state_dict,
+    init_weights,
     load_optimizer_state_dict,
     load_safetensors,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "UnitError",
     "export_safetensors",
     "full_optimizer_state_dict",
+    "init_weights",
     "load_optimizer_state_dict",
     "load_safetensors",
     "register_forward_method",
