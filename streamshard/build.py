@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from streamshard.checkpoint import huggingface
 from streamshard.comm.connect import connect
 from streamshard.comm.groups import Groups, groups_of, refuse_together, resolve_group
 from streamshard.comm.ranks import Ranks
@@ -155,6 +156,8 @@ def _make_engine(module: nn.Module, checked: _Checked, ranks: Ranks, replicas: R
 def _check(module: nn.Module, units: UnitsArgument, who: Groups | None, given: Mapping[str, Any]) -> _Checked:
     """Everything that one rank can see by itself."""
     _check_module(module)
+    if all(is_meta(param) for param in params_of(module).values()):
+        huggingface.tie_weights(module)
     tie_on_meta(module)
     settings = Settings(**{name: value for name, value in given.items() if name != "precision" or value is not None})
     here = check_params(module)

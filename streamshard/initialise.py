@@ -149,7 +149,8 @@ def _refuse_without_method(root: nn.Module, names: set[str]) -> None:
     for name, module in modules_of(root):
         adapters = huggingface.adapters_in(module)
         stray = next(
-            (each for each in names if any(each.startswith(f"{join_names(name, key)}.") for key in adapters)), ""
+            (each for each in sorted(names) if any(each.startswith(f"{join_names(name, key)}.") for key in adapters)),
+            "",
         )
         if stray:
             raise ShardingError(

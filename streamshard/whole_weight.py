@@ -47,6 +47,7 @@ class Room:
         self._limit = max(sum(map(_nbytes, unit.shard.params)) for unit in engine.units)
         self._weights: dict[nn.Parameter, WholeWeight] = {}
         self._open: dict[str, torch.Tensor] = {}  # in the order in which they were opened
+        self._spare: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}  # of closed ones
         self._samples: list[torch.Tensor] = []  # of what was written
 
     @contextlib.contextmanager
@@ -126,7 +127,12 @@ class Room:
             )
 
     def _new(self, shard: ParamShard) -> torch.Tensor:
-        return torch.full(shard.layout.shape, torch.nan, dtype=shard.dtype, device=self._engine.streams.device)
+        """Memory of one that was closed, if there is such: what allocators get back they may break into pieces."""
+        shape = torch.Size(shard.layout.shape)
+        memory = self._spare.pop((shape, shard.dtype), None)
+        if memory is None:
+            memory = torch.empty(shape, dtype=shard.dtype, device=self._engine.streams.device)
+        return memory.fill_(torch.nan)
 
     def _gather(self, shard: ParamShard) -> torch.Tensor:
         unit = self._unit_of[shard.name]
@@ -135,10 +141,14 @@ class Room:
 
     def _make_room(self, nbytes: int, kept: set[str]) -> None:
         for name in list(self._open):
-            if nbytes + sum(tensor.nbytes for tensor in self._open.values()) <= self._limit:
-                return
-            if name not in kept and not _is_held(self._open[name]):
+            if nbytes + _total(self._open) <= self._limit:
+                break
+            if name not in kept and not _is_held(memory := self._open[name]):
                 self._close(name)
+                self._spare[memory.shape, memory.dtype] = memory
+        for key in list(self._spare):
+            if _total(self._open) + _total(self._spare) > self._limit:
+                del self._spare[key]
 
     def _close(self, name: str) -> None:
         flat = self._open.pop(name).view(-1)
@@ -154,12 +164,16 @@ class Room:
         shard.main.copy_(flat[shard.local.start : shard.local.stop])
         self._versions[name] = shard.param._version
         self._empty.discard(name)
-        self._samples.append(flat[:_SAMPLED].float())
+        self._samples.append(flat[:_SAMPLED].to(torch.float32, copy=True))
 
 
 def _is_held(memory: torch.Tensor) -> bool:
     """Whether somebody else has the memory of a tensor as well, which has one owner, and who asks is another."""
     return torch._C._storage_Use_Count(memory.untyped_storage()._cdata) > 2
+
+
+def _total(tensors: Mapping[Any, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _nbytes(shard: ParamShard) -> int:

@@ -30,6 +30,7 @@ __all__ = [
     "is_transformers_model",
     "rearrange_for_loading",
     "rearrange_for_saving",
+    "tie_weights",
     "tied_names",
     "write_config",
 ]
@@ -67,6 +68,16 @@ def check_exportable(model: nn.Module) -> None:
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise ExportError(f"{type(model).__name__} is quantized; only unquantized weights can be exported")
+
+
+def tie_weights(module: nn.Module) -> None:
+    """Let models of transformers in `module` tie what they tie: ``accelerate.init_empty_weights`` leaves some apart."""
+    if is_transformers_model(module):
+        cast(Any, module).tie_weights()
+        return
+    for child in module._modules.values():
+        if child is not None:
+            tie_weights(child)
 
 
 def tied_names(model: nn.Module) -> set[str]:
