@@ -4,6 +4,7 @@ from streamshard.api import (
     StreamShard,
     export_safetensors,
     full_optimizer_state_dict,
+    init_weights,
     load_optimizer_state_dict,
     load_safetensors,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "UnitError",
     "export_safetensors",
     "full_optimizer_state_dict",
+    "init_weights",
     "latest",
     "load_checkpoint",
     "load_optimizer_state_dict",

@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 
 from streamshard.build import shard_model
 from streamshard.checkpoint.export import export_shards
-from streamshard.checkpoint.load import load_shards
+from streamshard.checkpoint.load import Difference, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
 from streamshard.config import MemoryBudget, PieceAlignment, Precision, SlotCount
 from streamshard.engine.handle import HANDLE, Uncopyable, engine_at_rest, engine_of, handle_of
 from streamshard.engine.hooks import call_shell
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.full import clip_grads, gather_state_dict, summon
+from streamshard.initialise import compute_buffers, initialise
 from streamshard.inspect.hashes import compare_weights
 from streamshard.inspect.memory import MemoryReport, report_memory
 from streamshard.join import UnevenHook, UnevenInputs
@@ -36,6 +37,7 @@ __all__ = [
     "StreamShard",
     "export_safetensors",
     "full_optimizer_state_dict",
+    "init_weights",
     "load_optimizer_state_dict",
     "load_safetensors",
 ]
@@ -220,7 +222,7 @@ class StreamShard(Uncopyable):
             ShardingError: inside a forward or backward; at the end, if what was done would be lost: a parameter was
                 replaced or has another shape, or a gradient has come up without `with_grads`.
         """
-        engine = engine_at_rest(self, "summon_full_params", accepts_whole=True)
+        engine = engine_at_rest(self, "summon_full_params", accepts_whole=True, accepts_empty=True)
         with summon(engine, writeback=writeback, with_grads=with_grads):
             yield
 
@@ -347,12 +349,16 @@ def export_safetensors(
     return export_shards(model, engine.param_shards, engine.ranks, directory, dtype, max_shard_size)
 
 
-def load_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> None:
+def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True) -> Difference:
     """Load an export, or any safetensors directory in the Hugging Face layout. Call it on every rank.
 
     A rank reads the bytes it owns and converts them to fp32 chunk by chunk (8 MiB). Names must agree: each parameter
-    and persistent buffer is in the files, and nothing else is. Of tied names one is enough; where the files have
-    several, the first in the model's order counts.
+    and persistent buffer is in the files, and nothing else is. For transformers' models they are what
+    ``from_pretrained`` makes of them: renamed, put together or taken apart, with or without the base model's prefix.
+    Of tied names one is enough; where the files have several, the first in the model's order counts.
+
+    Of a model that was sharded on the meta device, buffers that no file has (rotary tables) are computed, by
+    transformers' own initialisation or the ``reset_parameters`` of their module.
 
     Everything is checked on all ranks before a weight changes: the safetensors library accepts each file, its tensors
     fit, and all ranks have opened the same files, whoever replaces them meanwhile. After that only the storage can
@@ -360,14 +366,52 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str]) -> Non
 
     Args:
         model: a model made by `StreamShard`.
-        directory: holds ``model.safetensors``, or numbered files and their index; every rank can read it, or a copy.
+        directory: holds ``model.safetensors``, or numbered files and their index, or links to such (a snapshot of the
+            hub); every rank can read it, or a copy.
+        strict: False: load what fits. The rest stays as it is, and what is empty then, empty.
+
+    Returns:
+        Names that are ``missing``, ``unexpected`` or ``mismatched``; with `strict` there are none.
 
     Raises:
-        ExportError: on every rank; names tensors that are missing, unexpected, or of another shape or kind, the file
-            that cannot be read or is damaged, or the rank that sees other files.
+        ExportError: on every rank; names tensors that are missing, unexpected, or of another shape or kind (all of them
+            in its attributes of these names), the file that cannot be read or is damaged, or the rank that sees other
+            files.
     """
-    engine = engine_at_rest(_all_of(model), "load_safetensors")
-    load_shards(model, engine.param_shards, engine.ranks, directory)
+    if not isinstance(strict, bool):
+        raise ConfigError(f"strict={strict!r}: wanted True or False")
+    engine = engine_at_rest(_all_of(model), "load_safetensors", accepts_empty=True)
+    loaded = load_shards(model, engine.param_shards, engine.ranks, directory, strict=strict)
+    if engine.empty is not None:
+        engine.empty.fill(loaded.names)
+        compute_buffers(engine, model)
+    return loaded.difference
+
+
+def init_weights(
+    model: nn.Module, init: Callable[[nn.Module], object] | None = None, *, seed: int | None = None
+) -> None:
+    """Give what is empty its first values, by the model's own initialisation. Call it on every rank.
+
+    Empty is what was on the meta device when the model was sharded, and has not been loaded or written to since; what
+    has values keeps them. Every rank runs the whole initialisation, module by module, and keeps its pieces: at no time
+    are there more whole weights than a unit's. Numbers are those that the unsharded model gets after
+    ``torch.manual_seed(seed)``, on any number of ranks. Random numbers of others, later, are what they would have been.
+
+    Args:
+        model: made by `StreamShard`.
+        init: called with each module in which something is empty, children first, as by ``model.apply(init)``; modules
+            have whole parameters then. None: ``initialize_weights`` of transformers' models, and ``reset_parameters``
+            of other modules.
+        seed: of torch's random numbers inside; None: rank 0's ``torch.initial_seed()``.
+
+    Raises:
+        ShardingError: names modules that nothing says how to initialise, before anything is changed; or parameters and
+            buffers that are empty after all.
+        ConfigError, RankMismatchError: `init` or `seed` cannot be used, or differ between ranks.
+    """
+    engine = engine_at_rest(_all_of(model), "init_weights", accepts_empty=True)
+    initialise(engine, model, init, seed)
 
 
 def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only: bool = True) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import weakref
 from collections import Counter
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from streamshard.checkpoint import huggingface
 from streamshard.comm.connect import connect
 from streamshard.comm.groups import Groups, groups_of, refuse_together, resolve_group
 from streamshard.comm.ranks import Ranks
@@ -23,7 +25,8 @@ from streamshard.comm.streams import StreamName, Streams
 from streamshard.config import PieceAlignment, Precision, Settings
 from streamshard.device import check_tried, module_of, training_device
 from streamshard.engine.attach import attach
-from streamshard.engine.buffer_sync import BufferSync, check_buffers, describe_state
+from streamshard.engine.buffer_sync import BufferSync, buffers_of, check_buffers, describe_state
+from streamshard.engine.empty import Empty
 from streamshard.engine.engine import Engine
 from streamshard.engine.grad_check import GradCheck
 from streamshard.engine.grad_inputs import answer_for
@@ -46,10 +49,12 @@ from streamshard.plan.memory import Category, Sizing, choose_slots, holds_main_g
 from streamshard.plan.slots import SlotPlan, plan_slots
 from streamshard.plan.structure import (
     check_params,
+    is_meta,
     modules_inside,
     modules_of,
     params_of,
     refuse_transforms,
+    tie_on_meta,
 )
 from streamshard.unit.buffers import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.unit.grads import UnitGrads
@@ -74,6 +79,7 @@ class _Checked(NamedTuple):
         budget: bytes, None if slots are counted.
         found: the units.
         groups: parameters by unit, those of the edge unit first.
+        on_meta: names of its parameters and buffers that have no values.
     """
 
     settings: Settings
@@ -82,6 +88,7 @@ class _Checked(NamedTuple):
     budget: int | None
     found: list[FoundUnit]
     groups: list[list[FoundParam]]
+    on_meta: list[str]
 
 
 def shard_model(
@@ -108,14 +115,18 @@ def shard_model(
         raise
     ranks, replicas = _connect(who, checked.here, checked.device)
     _check_ranks_agree(ranks, module, checked)
+    empty = _agree_on_empty(ranks, checked.on_meta, checked.settings.broadcast_weights)
     engine = _make_engine(module, checked, ranks, replicas)
-    _fill(engine, module, checked.groups, checked.settings.broadcast_weights)
+    empty_buffers = _fill(engine, module, checked, empty)
     if checked.settings.check_grads:
         shards = {shard.param: shard for shard in engine.param_shards}
         ordered = [shards[param] for param in params_of(module).values()]
         engine.reductions.check = GradCheck(ordered, engine.ranks).check
     attach(base, module, checked.found, engine)
     answer_for(engine)
+    if empty or empty_buffers:
+        without = {shard.name: shard for shard in engine.param_shards if shard.name in empty and shard.layout.numel}
+        engine.empty = Empty(module, [without[name] for name in params_of(module) if name in without], empty_buffers)
     return module
 
 
@@ -148,6 +159,9 @@ def _make_engine(module: nn.Module, checked: _Checked, ranks: Ranks, replicas: R
 def _check(module: nn.Module, units: UnitsArgument, who: Groups | None, given: Mapping[str, Any]) -> _Checked:
     """Everything that one rank can see by itself."""
     _check_module(module)
+    if all(is_meta(param) for param in params_of(module).values()):
+        huggingface.tie_weights(module)
+    tie_on_meta(module)
     settings = Settings(**{name: value for name, value in given.items() if name != "precision" or value is not None})
     here = check_params(module)
     check_tried(here, allows_untested=settings.allow_untested_accelerator)
@@ -156,9 +170,12 @@ def _check(module: nn.Module, units: UnitsArgument, who: Groups | None, given: M
     device = training_device(here, group, None if who is None else who.device_type)
     budget = None
     if settings.memory_budget is not None:
-        replaced = sum(param.nbytes for param in params_of(module).values()) if here == device else 0
+        real = (param for param in params_of(module).values() if not is_meta(param))
+        replaced = sum(param.nbytes for param in real) if here == device else 0
         budget = read_budget(settings.memory_budget, device, replaced)
-    return _Checked(settings, here, device, budget, *_find_groups(module, units, settings))
+    named = (*params_of(module).items(), *buffers_of(module).items())
+    on_meta = [name for name, tensor in named if is_meta(tensor)]
+    return _Checked(settings, here, device, budget, *_find_groups(module, units, settings), on_meta)
 
 
 def _check_module(module: nn.Module) -> None:
@@ -253,6 +270,30 @@ def _check_ranks_agree(ranks: Ranks, module: nn.Module, checked: _Checked) -> No
             if first != other:
                 what = "settings" if number < len(settings) else "models"
                 raise RankMismatchError(f"ranks have different {what}: rank 0 has {first}, rank {rank} has {other}")
+
+
+def _agree_on_empty(ranks: Ranks, on_meta: list[str], broadcast: bool) -> set[str]:
+    """The parameters and buffers that will be empty: what is on meta on the rank whose weights count.
+
+    Raises:
+        RankMismatchError: it has nothing where another rank has values, or every rank's count and they differ.
+    """
+    if not ranks.any_rank(bool(on_meta)):
+        return set()
+    if ranks.are_equal("\n".join(on_meta)):
+        return set(on_meta)
+    firsts: list[str] = ranks.of_first(on_meta)
+    lost = next((name for name in firsts if name not in set(on_meta)), None)
+    if lost is None and not broadcast:
+        lost = next((name for name in on_meta if name not in set(firsts)), None)
+    if ranks.any_rank(lost is not None):
+        name = next(name for name in ranks.gather_objects(lost) if name is not None)
+        which = "rank 0's weights count for all" if broadcast else "every rank's count (broadcast_weights=False)"
+        raise RankMismatchError(
+            f"{name!r} is on the meta device on some ranks and has values on others, and {which}: let rank 0 have the "
+            "values and broadcast_weights=True, or none"
+        )
+    return set(firsts)
 
 
 # -- plan and allocate --------------------------------------------------------------------------------------------
@@ -361,20 +402,30 @@ def _largest(slot_of: Sequence[int], numel: Sequence[int]) -> dict[int, int]:
     return largest
 
 
-def _fill(engine: Engine, module: nn.Module, groups: Sequence[Sequence[FoundParam]], broadcast: bool) -> None:
-    """Weights into shards, views onto slots, room for the gradients of what trains, buffers to the device."""
+def _fill(engine: Engine, module: nn.Module, checked: _Checked, empty: set[str]) -> set[str]:
+    """Weights into shards, views onto slots, room for the gradients of what trains, buffers to the device.
+
+    Args:
+        engine, module, checked: of the model.
+        empty: names of parameters and buffers that have no values on the rank that gives them.
+
+    Returns:
+        The names of this rank's buffers that have none.
+    """
+    broadcast = checked.settings.broadcast_weights
     for unit, is_trained in zip(engine.units, engine.sizing.trains, strict=True):
         if is_trained:  # before a parameter's memory is freed, of which a device's allocator would give parts
             unit.grads.reserve()
-    for unit, params, is_trained in zip(engine.units, groups, engine.sizing.trains, strict=True):
-        _take_weights(unit, params, engine.ranks, broadcast)
+    for unit, params, is_trained in zip(engine.units, checked.groups, engine.sizing.trains, strict=True):
+        _take_weights(unit, params, engine.ranks, broadcast, empty)
         unit.make_views(_on_grad_of(engine))
         if is_trained:
             unit.grads.allocate()
     _place_buffers(module, engine.streams.device, engine.precision.buffer_dtype)
-    engine.buffers.start(send=broadcast)
+    sent = engine.buffers.start(send=broadcast)
     if engine.streams.module is not None:  # what the parameters took is the device's again, for whoever needs it
         engine.streams.module.empty_cache()
+    return {name for name in buffers_of(module) if name in empty or (name in checked.on_meta and name not in sent)}
 
 
 def _on_grad_of(engine: Engine) -> Callable[[StreamedUnit, int, torch.Tensor], None]:
@@ -388,11 +439,16 @@ def _on_grad_of(engine: Engine) -> Callable[[StreamedUnit, int, torch.Tensor], N
     return on_grad
 
 
-def _take_weights(unit: StreamedUnit, params: Sequence[FoundParam], ranks: Ranks, broadcast: bool) -> None:
+def _take_weights(
+    unit: StreamedUnit, params: Sequence[FoundParam], ranks: Ranks, broadcast: bool, empty: set[str]
+) -> None:
     """Cut rank 0's (or this rank's own) weights into pieces, one parameter at a time."""
     shard = unit.shard
     for found, layout in zip(params, shard.layout.params, strict=True):
-        full = _trainable(found.param.detach()).to(shard.main.device).contiguous()
+        if layout.name in empty:
+            shard.add(layout, found.names[1:], found.param, None)
+            continue
+        full = _room_for(_trainable(found.param.detach()), shard.main.device).contiguous()
         if broadcast:
             ranks.broadcast(full)
         shard.add(layout, found.names[1:], found.param, full.view(-1))
@@ -408,10 +464,18 @@ def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype |
             if buffer not in placed:
                 cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
                 with torch.no_grad():  # a copy that autograd knew of would be no leaf
-                    placed[buffer] = _trainable(buffer).to(device=device, dtype=cast)
+                    placed[buffer] = _room_for(_trainable(buffer), device, cast)
                 if buffer.requires_grad:
                     placed[buffer].requires_grad_()
             owner._buffers[name] = placed[buffer]
+
+
+def _room_for(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`tensor` on `device`; of one on meta what it would be, of NaN."""
+    if not is_meta(tensor):
+        return tensor.to(device=device, dtype=dtype)
+    room = torch.zeros_like(tensor, device=device, dtype=dtype)
+    return room.fill_(math.nan) if room.is_floating_point() else room
 
 
 def _trainable(tensor: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,25 @@ class CommunicationError(StreamShardError):
 
 
 class ExportError(StreamShardError):
-    """Files that cannot be written or read."""
+    """Files that cannot be written or read.
+
+    Attributes:
+        missing: names of tensors that the model wants and the files do not have, if that is what is wrong; all of them.
+        unexpected: names of tensors that the files have and the model does not.
+        mismatched: names of those of another shape or kind, and what these are.
+    """
+
+    def __init__(
+        self,
+        *args: object,
+        missing: list[str] | None = None,
+        unexpected: list[str] | None = None,
+        mismatched: list[str] | None = None,
+    ) -> None:
+        super().__init__(*args)
+        self.missing = missing or []
+        self.unexpected = unexpected or []
+        self.mismatched = mismatched or []
 
 
 class GradientError(StreamShardError):

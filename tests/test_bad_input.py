@@ -115,17 +115,6 @@ def test_a_sharded_model_is_not_sharded_again(context: RankContext) -> None:
 
 
 @on_ranks(1, 2)
-def test_parameters_on_the_meta_device_are_refused_by_name(context: RankContext) -> None:
-    """One forgotten layer, and a whole model that was never materialised."""
-    model = TinyLM()
-    model.blocks[2].up.to("meta")
-    assert_refused(model, ShardingError, r"blocks\.2\.up\.weight.*meta")
-    with torch.device("meta"):
-        empty = TinyLM()
-    assert_refused(empty, ShardingError, r"positions.*meta")
-
-
-@on_ranks(1, 2)
 @pytest.mark.parametrize(
     "value",
     [torch.zeros(3, dtype=torch.complex64), torch.zeros(3, dtype=torch.int8), torch.zeros(3, dtype=torch.bool)],

@@ -16,7 +16,17 @@ from streamshard.checkpoint.rearrange import Rearrangement, Run
 from streamshard.errors import ExportError
 from streamshard.unit.shard import ParamShard
 
-__all__ = ["DiskTensor", "LocalPiece", "Overlap", "local_pieces", "overlaps", "plan_disk", "saved_names"]
+__all__ = [
+    "DiskTensor",
+    "LocalPiece",
+    "Made",
+    "Overlap",
+    "local_pieces",
+    "overlaps",
+    "plan_disk",
+    "plan_loading",
+    "saved_names",
+]
 
 
 class DiskTensor(NamedTuple):
@@ -33,6 +43,22 @@ class DiskTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     runs: tuple[Run, ...]
+
+
+class Made(NamedTuple):
+    """What becomes of the tensors in files when a model loads them.
+
+    Attributes:
+        wanted: by parameter or buffer, its names in the model, with its shape and dtype. Tied ones have several.
+        tensors: by name in the model, what is made for it: shape, dtype, and ranges of tensors in files, in order.
+        failed: by name in the model, why nothing can be made for it of what the files have.
+        used: names in the files of what is needed for all of this.
+    """
+
+    wanted: dict[str, list[DiskTensor]]
+    tensors: dict[str, DiskTensor]
+    failed: dict[str, str]
+    used: set[str]
 
 
 class LocalPiece(NamedTuple):
@@ -77,34 +103,24 @@ def plan_disk(
     model: nn.Module,
     shards: Sequence[ParamShard],
     dtype: torch.dtype | None,
-    *,
-    drop_tied: bool = True,
-    rearrange: bool = True,
 ) -> list[DiskTensor]:
-    """The tensors of `model` on disk, in the order in which files are filled.
+    """The tensors of `model` on disk as `save_pretrained` stores them, in the order in which files are filled.
 
     Args:
         model: the sharded model.
         shards: its parameters, all of them.
         dtype: of floating-point tensors; None is what each parameter had before sharding and each buffer has now.
-        drop_tied: leave out further names of tied parameters, as `save_pretrained` does.
-        rearrange: as `save_pretrained` stores them; otherwise as the modules have them.
 
     Raises:
         ExportError: a tensor on disk would not consist of ranges of parameters.
     """
     names = saved_names(model, shards)
-    if drop_tied:
-        dropped = _dropped(model, names, {shard.name for shard in shards})
-        names = {name: source for name, source in names.items() if name not in dropped}
-    kinds = _kinds(model, shards, dtype)
-    tensors = {
-        name: torch.empty(kinds[source].shape, dtype=kinds[source].dtype, device="meta")
-        for name, source in names.items()
-    }
+    dropped = _dropped(model, names, {shard.name for shard in shards})
+    names = {name: source for name, source in names.items() if name not in dropped}
+    tensors = _whole_tensors(model, shards, names, dtype)
     with Rearrangement(tensors) as followed:
         stored = dict(tensors)
-        if rearrange and huggingface.is_transformers_model(model):
+        if huggingface.is_transformers_model(model):
             stored = huggingface.rearrange_for_saving(model, tensors)
     return [
         DiskTensor(
@@ -115,6 +131,36 @@ def plan_disk(
         )
         for name, tensor in stored.items()
     ]
+
+
+def plan_loading(model: nn.Module, shards: Sequence[ParamShard], stored: Mapping[str, torch.Tensor]) -> Made:
+    """What `model` makes of tensors in files.
+
+    One of transformers' what ``from_pretrained`` makes, any other those that have its names.
+
+    Args:
+        model: the sharded model.
+        shards: its parameters, all of them.
+        stored: contiguous meta tensors, by the names in the files.
+    """
+    names = saved_names(model, shards)
+    whole = _whole_tensors(model, shards, names, None)
+    wanted: dict[str, list[DiskTensor]] = {}
+    for name, source in names.items():
+        wanted.setdefault(source, []).append(DiskTensor(name, tuple(whole[name].shape), whole[name].dtype, ()))
+    tensors: dict[str, DiskTensor] = {}
+    with Rearrangement(stored, "loading") as followed:
+        if huggingface.is_transformers_model(model):
+            made, failed, used = huggingface.rearrange_for_loading(model, stored, whole)
+        else:
+            made = {name: tensor for name, tensor in stored.items() if name in whole}
+            failed, used = {}, set(made)
+    for name, tensor in made.items():
+        try:
+            tensors[name] = DiskTensor(name, tuple(tensor.shape), tensor.dtype, followed.runs(name, tensor))
+        except ExportError as error:
+            failed[name] = str(error)
+    return Made(wanted, tensors, failed, used)
 
 
 def local_pieces(model: nn.Module, shards: Sequence[ParamShard], *, buffers: bool) -> dict[str, LocalPiece]:
@@ -156,6 +202,17 @@ def overlaps(tensor: DiskTensor, pieces: Mapping[str, LocalPiece]) -> Iterator[O
 class _Kind(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+def _whole_tensors(
+    model: nn.Module, shards: Sequence[ParamShard], names: Mapping[str, str], dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """Meta tensors in state dict order, of whole shapes."""
+    kinds = _kinds(model, shards, dtype)
+    return {
+        name: torch.empty(kinds[source].shape, dtype=kinds[source].dtype, device="meta")
+        for name, source in names.items()
+    }
 
 
 def _kinds(model: nn.Module, shards: Sequence[ParamShard], dtype: torch.dtype | None) -> dict[str, _Kind]:

@@ -10,9 +10,10 @@ import copy
 import importlib
 import re
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -20,14 +21,23 @@ from torch import nn
 from streamshard.errors import ExportError
 
 __all__ = [
+    "INITIALISED",
+    "adapters_in",
     "check_exportable",
     "drop_tied_names",
     "ignored_on_load",
     "ignored_on_save",
     "is_transformers_model",
+    "rearrange_for_loading",
     "rearrange_for_saving",
+    "tie_weights",
+    "tied_names",
     "write_config",
 ]
+
+
+INITIALISED = "_is_hf_initialized"
+"""The attribute of tensors, and of modules, that transformers' initialisation leaves alone."""
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -58,6 +68,28 @@ def check_exportable(model: nn.Module) -> None:
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise ExportError(f"{type(model).__name__} is quantized; only unquantized weights can be exported")
+
+
+def tie_weights(module: nn.Module) -> None:
+    """Let models of transformers in `module` tie what they tie: ``accelerate.init_empty_weights`` leaves some apart."""
+    if is_transformers_model(module):
+        cast(Any, module).tie_weights()
+        return
+    for child in module._modules.values():
+        if child is not None:
+            tie_weights(child)
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """Names of `model`, of transformers, that its class ties to others: those get the value of the others."""
+    return set(getattr(model, "all_tied_weights_keys", None) or ())
+
+
+def adapters_in(module: nn.Module) -> list[str]:
+    """Of a layer that PEFT has adapted, the names of the modules inside that are not what it was."""
+    if "base_layer" not in module._modules or not _is_of_peft(module):
+        return []
+    return [name for name in module._modules if name != "base_layer"]
 
 
 def _is_of_peft(module: nn.Module) -> bool:
@@ -94,6 +126,11 @@ def ignored_on_save(model: nn.Module) -> set[str]:
 
 def ignored_on_load(model: nn.Module, names: Sequence[str]) -> set[str]:
     """Those of `names` that the model's class takes no offence at when a file has them and it has not."""
+    adjust = getattr(model, "_adjust_missing_and_unexpected_keys", None)
+    if callable(adjust) and is_transformers_model(model):
+        told = types.SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
+        adjust(told)
+        return set(names).difference(told.unexpected_keys)
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
 
@@ -117,6 +154,87 @@ def rearrange_for_saving(model: nn.Module, tensors: Mapping[str, torch.Tensor]) 
     except Exception as error:  # any error means that the layout on disk is not known
         name = type(model).__name__
         raise ExportError(f"transformers cannot convert the weights of {name} for saving: {error}") from error
+
+
+class ForLoading(NamedTuple):
+    """What transformers makes of tensors in files, all by names.
+
+    Attributes:
+        made: by the model's name.
+        failed: by the model's name, why nothing could be made for it of what the files have.
+        used: the files' names of what is needed for all that.
+    """
+
+    made: dict[str, torch.Tensor]
+    failed: dict[str, str]
+    used: set[str]
+
+
+def rearrange_for_loading(
+    model: nn.Module, stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
+) -> ForLoading:
+    """The model's tensors, made of those in files as ``from_pretrained`` makes them.
+
+    What transformers/core_model_loading.py does in ``convert_and_load_state_dict_in_model``, without loading.
+
+    Args:
+        model: the model; its own tensors are not touched.
+        stored: meta tensors by the names in the files.
+        wanted: meta tensors of the model's names and shapes.
+
+    Raises:
+        ExportError: transformers does not say how.
+    """
+    try:
+        loading = importlib.import_module("transformers.core_model_loading")
+        mapping = importlib.import_module("transformers.conversion_mapping")
+        transforms = mapping.get_model_conversion_mapping(model)
+        steps, used = _steps_of(loading, transforms, model, stored, wanted)
+    except Exception as error:  # any error means that nobody knows what the files hold
+        raise ExportError(
+            f"transformers cannot say what these files are for {type(model).__name__}: {error}"
+        ) from error
+    made: dict[str, torch.Tensor] = {}
+    failed: dict[str, str] = {}
+    for name, step in steps.items():
+        try:
+            results = step.convert(name, model=_Unsharded(model, wanted), config=cast(Any, model).config)
+        except Exception as error:  # of a part that the files do not have, for example
+            failed[name] = f"transformers: {error}"
+        else:
+            for target, tensors in results.items():
+                if target in wanted:
+                    made[target] = tensors[0] if isinstance(tensors, list) else tensors
+    return ForLoading(made, failed, used)
+
+
+def _steps_of(
+    loading: Any,
+    transforms: Sequence[Any],
+    model: Any,
+    stored: Mapping[str, torch.Tensor],
+    wanted: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, Any], set[str]]:
+    """What is done, by the first name that is made; and what of `stored` is needed for it."""
+    renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    prefix = {"base_model_prefix": model.base_model_prefix, "meta_state_dict": wanted}
+    steps: dict[str, Any] = {}
+    used: set[str] = set()
+    for key in sorted(stored, key=loading.dot_natural_key):
+        name, pattern = loading.rename_source_key(key, renamings, converters, **prefix)
+        if name not in wanted and key in wanted:
+            name, pattern = loading.rename_source_key(key, [], [], **prefix)
+        if name not in wanted:
+            continue
+        if pattern is None:
+            step, pattern = steps.setdefault(name, loading.WeightRenaming(key, name)), key
+        else:
+            step = steps.setdefault(name, copy.deepcopy(by_pattern[pattern]))
+        step.add_tensor(name, key, pattern, stored[key])
+        used.add(key)
+    return steps, used
 
 
 def write_config(model: Any, directory: Path, dtype: torch.dtype | None) -> None:

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from streamshard.checkpoint import huggingface
-from streamshard.checkpoint.disk_layout import DiskTensor, LocalPiece, local_pieces, overlaps, plan_disk
+from streamshard.checkpoint.disk_layout import DiskTensor, LocalPiece, local_pieces, overlaps, plan_loading
 from streamshard.checkpoint.rearrange import Run
 from streamshard.checkpoint.safetensors_file import StoredDirectory, StoredTensor, read_directory
 from streamshard.checkpoint.writer import CHUNK_BYTES, RankGroup, run_on_all_ranks
 from streamshard.errors import ExportError
 from streamshard.unit.shard import ParamShard
 
-__all__ = ["load_shards"]
+__all__ = ["Difference", "Loaded", "load_shards"]
 
 _NAMES_SHOWN = 8
 _CHARACTERS_SHOWN = 200
@@ -28,19 +28,66 @@ _OPENED_AT_MOST = 5  # times that ranks open a directory before they say that th
 
 
 def load_shards(
-    model: nn.Module, shards: Sequence[ParamShard], group: RankGroup, directory: str | os.PathLike[str]
-) -> None:
+    model: nn.Module,
+    shards: Sequence[ParamShard],
+    group: RankGroup,
+    directory: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+) -> Loaded:
     """What `streamshard.load_safetensors` does, with the model's parameters and ranks given."""
     root = Path(directory)
     with contextlib.ExitStack() as opened:
         stored = _open_together(group, root, opened)
         plan = run_on_all_ranks(group, f"load {root}", lambda: _plan(model, shards, root, stored))
+        if strict and plan.difference.size:
+            raise plan.difference.error(root, model)  # on every rank: they have read the same headers
         # From here on only the storage itself can fail.
         run_on_all_ranks(
             group,
             f"finish loading {root}, and the model holds some of its weights now: load again before using it",
             lambda: _read(model, plan, stored),
         )
+    return Loaded(plan.difference, {run.source for match in plan.matches for run in match.wanted.runs})
+
+
+class Difference(NamedTuple):
+    """What files and a model do not have in common. All names, in their order in the model or of the alphabet.
+
+    Attributes:
+        missing: the model wants them, and the files do not have them.
+        unexpected: the files have them, and the model does not.
+        mismatched: of another shape or kind, and what these are.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: list[str]
+
+    @property
+    def size(self) -> int:
+        """How many names there are."""
+        return len(self.missing) + len(self.unexpected) + len(self.mismatched)
+
+    def error(self, root: Path, model: nn.Module) -> ExportError:
+        """What is raised for it. Its message shows some of the names, it has all of them."""
+        parts = [f"{kind} {_listed(names)}" for kind, names in zip(self._fields, self, strict=True) if names]
+        what = f"{root} does not fit {type(model).__name__}: {'; '.join(parts)}"
+        if self.size > sum(min(len(names), _NAMES_SHOWN) for names in self):
+            what += ". The error has all names, in its attributes missing, unexpected and mismatched"
+        return ExportError(what, **self._asdict())
+
+
+class Loaded(NamedTuple):
+    """What came of it.
+
+    Attributes:
+        difference: what was left out.
+        names: of parameters and buffers that have what was in the files.
+    """
+
+    difference: Difference
+    names: set[str]
 
 
 class _Match(NamedTuple):
@@ -50,23 +97,12 @@ class _Match(NamedTuple):
     stored: StoredTensor
 
 
-class _Difference(NamedTuple):
-    """What does not fit."""
-
-    missing: list[str]
-    unexpected: list[str]
-    mismatched: list[str]
-
-    @property
-    def size(self) -> int:
-        return len(self.missing) + len(self.unexpected) + len(self.mismatched)
-
-
 class _Plan(NamedTuple):
     """What is read, and where to: this rank's memory by parameter or buffer."""
 
     matches: list[_Match]
     pieces: dict[str, LocalPiece]
+    difference: Difference
 
 
 def _open_together(group: RankGroup, root: Path, opened: contextlib.ExitStack) -> StoredDirectory:
@@ -96,7 +132,7 @@ def _are_equal(values: Sequence[object]) -> bool:
 
 def _plan(model: nn.Module, shards: Sequence[ParamShard], root: Path, stored: StoredDirectory) -> _Plan:
     """Everything that may be wrong with the files or the model is found here, before anything is changed."""
-    matches = _match(model, shards, root, stored)
+    matches, difference = _compare(model, shards, stored.tensors)
     pieces = local_pieces(model, shards, buffers=True)
     names = {run.source for match in matches for run in match.wanted.runs}
     for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -104,48 +140,45 @@ def _plan(model: nn.Module, shards: Sequence[ParamShard], root: Path, stored: St
         if name in names and (spread or buffer.is_inference()):
             how = "is expanded, several of its elements share memory" if spread else "was made in inference mode"
             raise ExportError(f"buffer {name!r} {how}: it cannot be written to; replace it by its clone() first")
-    return _Plan(matches, pieces)
-
-
-def _match(model: nn.Module, shards: Sequence[ParamShard], root: Path, stored: StoredDirectory) -> list[_Match]:
-    # As the model's class saves it; failing that, as its modules have it (save_pretrained(save_original_format=False)).
-    best: _Difference | None = None
-    for rearrange in (True, False) if huggingface.is_transformers_model(model) else (False,):
-        wanted = plan_disk(model, shards, None, drop_tied=False, rearrange=rearrange)
-        matches, difference = _compare(model, wanted, stored.tensors)
-        if not difference.size:
-            return matches
-        if best is None or difference.size < best.size:
-            best = difference
-    parts = [f"{kind} {_listed(names)}" for kind, names in zip(_Difference._fields, best or (), strict=True) if names]
-    raise ExportError(f"{root} does not fit {type(model).__name__}: {'; '.join(parts)}")
+    return _Plan(matches, pieces, difference)
 
 
 def _compare(
-    model: nn.Module, wanted: Sequence[DiskTensor], stored: Mapping[str, StoredTensor]
-) -> tuple[list[_Match], _Difference]:
-    same: dict[tuple[Run, ...], list[DiskTensor]] = {}  # names of one tied parameter
-    for tensor in wanted:
-        same.setdefault(tensor.runs or (Run(tensor.name, 0, 0, 0),), []).append(tensor)
+    model: nn.Module, shards: Sequence[ParamShard], stored: Mapping[str, StoredTensor]
+) -> tuple[list[_Match], Difference]:
+    """What fits, by tensor in the files, and what does not."""
+    metas = {name: torch.empty(there.shape, dtype=there.dtype, device="meta") for name, there in stored.items()}
+    made = plan_loading(model, shards, metas)
+    difference = Difference([], [], [])
+    runs: dict[str, list[Run]] = {}
     left_out = huggingface.ignored_on_save(model)
-    difference = _Difference([], [], [])
-    matches: list[_Match] = []
-    for group in same.values():
-        found = next((tensor for tensor in group if tensor.name in stored), None)
-        if found is None:
-            if not left_out.intersection(tensor.name for tensor in group):
-                difference.missing.append(group[0].name)
-            continue
-        there = stored[found.name]
-        if there.shape != found.shape:
-            difference.mismatched.append(f"{found.name} (is {list(there.shape)}, wanted {list(found.shape)})")
-        elif there.dtype.is_floating_point != found.dtype.is_floating_point:
-            difference.mismatched.append(f"{found.name} (is {there.dtype}, wanted {found.dtype})")
-        matches.append(_Match(found, there))
-    extra = sorted(set(stored) - {tensor.name for tensor in wanted})
+    for source, names in made.wanted.items():  # of tied names one is enough, and the first counts
+        found = next((tensor for tensor in names if tensor.name in made.tensors), None)
+        failed = next((tensor.name for tensor in names if tensor.name in made.failed), None)
+        if found is None and failed is not None:
+            difference.mismatched.append(f"{failed} ({made.failed[failed]})")
+        elif found is None:
+            if not left_out.intersection(tensor.name for tensor in names):
+                difference.missing.append(names[0].name)
+        elif problem := _problem_with(made.tensors[found.name], found):
+            difference.mismatched.append(f"{found.name} ({problem})")
+        else:
+            for run in made.tensors[found.name].runs:
+                runs.setdefault(run.source, []).append(Run(source, run.start, run.source_start, run.numel))
+    extra = sorted(set(stored) - made.used)
     ignored = huggingface.ignored_on_load(model, extra)
     difference.unexpected.extend(name for name in extra if name not in ignored)
-    return matches, difference
+    layouts = (DiskTensor(name, stored[name].shape, stored[name].dtype, tuple(own)) for name, own in runs.items())
+    return [_Match(layout, stored[layout.name]) for layout in layouts], difference
+
+
+def _problem_with(there: DiskTensor, wanted: DiskTensor) -> str:
+    """Why what is there is not what is wanted; "" if it is."""
+    if there.shape != wanted.shape:
+        return f"is {list(there.shape)}, wanted {list(wanted.shape)}"
+    if there.dtype.is_floating_point != wanted.dtype.is_floating_point:
+        return f"is {there.dtype}, wanted {wanted.dtype}"
+    return ""
 
 
 def _listed(names: Sequence[str]) -> str:

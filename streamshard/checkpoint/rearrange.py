@@ -1,9 +1,10 @@
 """Finds out where every element of a rearranged tensor comes from, by running the rearrangement on shapes alone.
 
-transformers splits, joins and reorders some weights when it saves them (stacked experts become one tensor each). The
-exporter has no whole tensor to do that to, only a byte range per rank. So the very same code is run on meta tensors,
-which have shapes, strides and storages but no data, while `Rearrangement` writes down which storages were copied into
-which. What comes out is a list of runs: "elements [a, b) of this tensor are elements [c, d) of that parameter".
+transformers splits, joins and reorders some weights when it saves them (stacked experts become one tensor each), and
+the other way round when it loads them. Nobody here has a whole tensor to do that to, only a byte range per rank. So the
+very same code is run on meta tensors, which have shapes, strides and storages but no data, while `Rearrangement` writes
+down which storages were copied into which. What comes out is a list of runs: "elements [a, b) of this tensor are
+elements [c, d) of that one".
 """
 
 from __future__ import annotations
@@ -45,11 +46,13 @@ class Rearrangement(TorchDispatchMode):
 
     Args:
         sources: contiguous meta tensors by name, each with a storage of its own.
+        doing: what is being done, for messages.
     """
 
-    def __init__(self, sources: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, sources: Mapping[str, torch.Tensor], doing: str = "saving") -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has not annotated it
         self._origins: dict[int, str | _Joined] = {_storage(tensor): name for name, tensor in sources.items()}
+        self._doing = doing
         self._alive = list(sources.values())  # a freed storage's number would be given to another
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,7 +86,9 @@ class Rearrangement(TorchDispatchMode):
                 found.append(Run(source, source_start, position, numel))
             position += numel
             if len(found) > _MANY_RUNS and position < len(found) * _SHORT_RUN_NUMEL:
-                raise ExportError(f"saving {name!r} would move its elements one by one, which ranks cannot do in place")
+                raise ExportError(
+                    f"{self._doing} {name!r} would move its elements one by one, which ranks cannot do in place"
+                )
         return tuple(found)
 
     def _record(self, result: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> None:
@@ -108,7 +113,9 @@ class Rearrangement(TorchDispatchMode):
     def _of_storage(self, name: str, storage: int, offset: int, numel: int) -> Iterator[tuple[str, int, int]]:
         origin = self._origins.get(storage)
         if origin is None:
-            raise ExportError(f"saving {name!r} computes new values from the weights, which ranks cannot do in place")
+            raise ExportError(
+                f"{self._doing} {name!r} computes new values from the weights, which ranks cannot do in place"
+            )
         if isinstance(origin, str):
             yield origin, offset, numel
             return

@@ -165,6 +165,17 @@ class Ranks:
                 dist.all_gather_object(values, value, group=group)
         return values
 
+    def of_first(self, value: object) -> Any:
+        """The first rank's `value`, which can be pickled. Blocks; for set-up."""
+        values = [value]
+        if self.total_size > 1:
+            self.transport.before_talk()
+            with self.guard("a meeting of all ranks"):
+                self.log.add(Kind.MEETING)
+                source = dist.get_global_rank(self.all_ranks, 0)
+                dist.broadcast_object_list(values, src=source, group=self.host_group)
+        return values[0]
+
     def are_equal(self, text: str) -> bool:
         """Whether all ranks give the same `text`, replicas too: a sum of 16 bytes however many they are. Blocks."""
         if self.total_size == 1:

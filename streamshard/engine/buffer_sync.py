@@ -36,8 +36,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import RankMismatchError, ShardingError
+from streamshard.plan.structure import is_meta
 
-__all__ = ["BufferSync", "check_buffers", "describe_state", "digest"]
+__all__ = ["BufferSync", "buffers_of", "check_buffers", "describe_state", "digest"]
 
 _ALIGNMENT = 16  # bytes, of each buffer in a message: the largest element
 
@@ -139,21 +140,26 @@ class BufferSync:
             raise ShardingError("a part of a model is called whose whole is gone")
         return root
 
-    def start(self, *, send: bool) -> None:
+    def start(self, *, send: bool) -> set[str]:
         """Make the first list, of everything. A model that has no buffers on any rank never sends one, as under DDP.
 
         Args:
             send: let all ranks have rank 0's now.
 
+        Returns:
+            The names of those that are rank 0's now.
+
         Raises:
             RankMismatchError, ShardingError: on all ranks; see `check_buffers`.
         """
-        buffers = _buffers_of(self._root)
+        buffers = buffers_of(self._root)
         self._is_needed = self._ranks.total_size > 1 and self._ranks.any_rank(bool(buffers))
         if self._is_needed:
             self._make_list(buffers, compares=False)
             if send:
                 self._send(buffers, source=0)
+                return set(self._sent)
+        return set()
 
     def before_pass(self, *, trains: bool, source: int) -> None:
         """A forward of the whole model begins: if the last one trained, every rank gets the source's buffers.
@@ -176,7 +182,7 @@ class BufferSync:
         """Every rank gets the buffers of rank number `source` now. Collective."""
         if not self._is_needed:
             return
-        buffers = _buffers_of(self._root)
+        buffers = buffers_of(self._root)
         is_review = self._has_trained and self._has_tables and self._until_review == 0
         if is_review:
             self._until_review, self._interval = self._interval, 2 * self._interval
@@ -188,7 +194,7 @@ class BufferSync:
 
     def equal_ones(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Buffers that have to be equal on all ranks now: not those that the next forward takes from the source."""
-        for name, buffer in _buffers_of(self._root).items():
+        for name, buffer in buffers_of(self._root).items():
             is_equal = name in self._inside or (name in self._sent and not self._is_due)
             if is_equal and not _problem_with(buffer):
                 yield name, buffer
@@ -266,19 +272,19 @@ class BufferSync:
 
 
 def check_buffers(root: nn.Module) -> None:
-    """Raise if a buffer is none that ranks can keep equal.
+    """Raise if a buffer is none that ranks can keep equal. One on the meta device will be.
 
     Raises:
-        ShardingError: it is sparse, quantized, on the meta device, not initialised, or a tensor made of tensors.
+        ShardingError: it is sparse, quantized, not initialised, or a tensor made of tensors.
     """
-    for name, buffer in _buffers_of(root).items():
-        if problem := _problem_with(buffer):
+    for name, buffer in buffers_of(root).items():
+        if problem := _problem_with(buffer, accepts_meta=True):
             raise ShardingError(f"buffer {name!r} {problem}")
 
 
 def describe_state(root: nn.Module) -> list[str]:
     """The name, shape and dtype of each buffer that belongs to the state: the same on all ranks."""
-    state = {name: buffer for name, buffer in _buffers_of(root).items() if _is_persistent(root, name)}
+    state = {name: buffer for name, buffer in buffers_of(root).items() if _is_persistent(root, name)}
     return [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in state.items()]
 
 
@@ -304,7 +310,7 @@ def _refuse_together(name: str, rows: Sequence[_Row | None]) -> None:
             )
 
 
-def _problem_with(buffer: torch.Tensor) -> str:
+def _problem_with(buffer: torch.Tensor, *, accepts_meta: bool = False) -> str:
     """Why ranks cannot send it to each other; "" if they can."""
     if is_lazy(buffer):
         return "is not initialised: call the model once before it is sharded"
@@ -315,12 +321,12 @@ def _problem_with(buffer: torch.Tensor) -> str:
             "works for dense ones (nor does DistributedDataParallel take it). Register its dense parts (a sparse "
             "one's indices and values) and put it together in forward, or keep it as a plain attribute"
         )
-    if buffer.device.type == "meta":
-        return "is on the meta device: materialise the model first (to_empty, and fill the buffers)"
+    if is_meta(buffer) and not accepts_meta:
+        return "is on the meta device: give it values, or assign it before StreamShard(model), which makes room for it"
     return ""
 
 
-def _buffers_of(root: nn.Module) -> dict[str, torch.Tensor]:
+def buffers_of(root: nn.Module) -> dict[str, torch.Tensor]:
     """What ``dict(root.named_buffers())`` gives, in less time: it is asked before every training pass."""
     found: dict[str, torch.Tensor] = {}
     _find_buffers(root, "", found, set())

@@ -31,6 +31,7 @@ from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Fence, Moment, Rule, StreamName, Streams
 from streamshard.engine.buffer_sync import BufferSync
 from streamshard.engine.edits import Edits
+from streamshard.engine.empty import Empty
 from streamshard.engine.inputs import Inputs
 from streamshard.engine.passes import Backward, Forward, Pass, Use
 from streamshard.engine.reductions import Reductions
@@ -68,6 +69,7 @@ class Engine:
         check_structure: raises if the model is not what was sharded; called before each pass that casts.
         inputs: whether ranks may run out of them; another object while they may.
         is_whole: parameters hold whole tensors, for a while (``summon_full_params``).
+        empty: what has no values yet; None: everything has.
         is_synced: False inside ``no_sync()``: weights cannot have changed since the last pass, so what slots hold is
             reused.
         turn_slots: those that units take turns in.
@@ -96,6 +98,7 @@ class Engine:
         self.why_slots = ""
         self.check_structure: Callable[[], None] = lambda: None
         self.is_whole = False
+        self.empty: Empty | None = None
         self.is_synced = True
         self.delivers = True
         self.step_lock = threading.RLock()
@@ -160,6 +163,16 @@ class Engine:
         self.is_synced = is_synced
         self._weights_are_current = not casts
 
+    def refuse_empty(self, what: str) -> None:
+        """Raise if weights or buffers are empty; `what` is about to be done.
+
+        Raises:
+            ShardingError: names the first of them.
+        """
+        if self.empty is not None:
+            self.empty.refuse(what)
+            self.empty = None
+
     # -- forward --------------------------------------------------------------------------------------------------
 
     def open_forward(self, units: frozenset[int], *, at_first_read: bool = False) -> None:
@@ -187,6 +200,7 @@ class Engine:
         self.settle()
         refuse_transforms()
         self.streams.refuse_capture()
+        self.refuse_empty("a forward")
         self.inputs.before_pass()
         if len(units) == len(self.units):  # as under DDP, a call of a part of the model is none of it
             trains = torch.is_grad_enabled() and self.is_synced

@@ -73,16 +73,17 @@ def engine_of(model: nn.Module) -> Engine:
     return handle.engine
 
 
-def engine_at_rest(model: nn.Module, what: str, *, accepts_whole: bool = False) -> Engine:
+def engine_at_rest(model: nn.Module, what: str, *, accepts_whole: bool = False, accepts_empty: bool = False) -> Engine:
     """The engine of a sharded model between steps, as what looks at all of its weights or gradients needs it.
 
     Args:
         model: made by `StreamShard`.
         what: is about to be done, for messages.
         accepts_whole: it may be done inside ``summon_full_params``.
+        accepts_empty: it may be done while weights have no values yet.
 
     Raises:
-        ShardingError: `model` was not sharded, a forward or backward is under way, or parameters are whole.
+        ShardingError: `model` was not sharded, a forward or backward is under way, parameters are whole, or empty.
     """
     engine = engine_of(model)
     engine.settle()
@@ -96,6 +97,8 @@ def engine_at_rest(model: nn.Module, what: str, *, accepts_whole: bool = False) 
             f"{what} inside summon_full_params, where parameters are whole on every rank, not the pieces that it works "
             "with: call it outside, or use what is there (state_dict(), torch.nn.utils.clip_grad_norm_, ..)"
         )
+    if not accepts_empty:
+        engine.refuse_empty(what)
     return engine
 
 

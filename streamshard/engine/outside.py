@@ -75,6 +75,7 @@ class BeforeSaving:
                 f"state_dict() of {prefix or type(module).__name__!r} inside a forward or backward, or in a thread "
                 "beside one: layers hold gathered weights, in memory that takes turns. Call it between steps"
             )
+        self._engine.refuse_empty("state_dict()")
 
 
 def mark_pieces(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:

@@ -21,6 +21,7 @@ from streamshard.errors import ShardingError
 __all__ = [
     "Structure",
     "check_params",
+    "is_meta",
     "join_names",
     "leave_inference_mode",
     "modules_inside",
@@ -28,6 +29,7 @@ __all__ = [
     "params_of",
     "refuse_step_in_backward",
     "refuse_transforms",
+    "tie_on_meta",
 ]
 
 
@@ -86,15 +88,37 @@ def join_names(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
+def is_meta(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` has a shape and no values: it was made on the meta device."""
+    return tensor.device.type == "meta"
+
+
+def tie_on_meta(root: nn.Module) -> None:
+    """Let parameters on the meta device that are one memory, in one shape, be one Parameter again.
+
+    ``accelerate.init_empty_weights`` makes a new Parameter of each that is registered, also of one that is registered a
+    second time, to tie it.
+    """
+    known: dict[tuple[object, ...], nn.Parameter] = {}
+    for module in modules_inside(root):
+        for key, param in module._parameters.items():
+            if param is not None and not is_lazy(param) and param.layout is torch.strided and is_meta(param):
+                place = (_memory_of(param), _start(param), param.shape, param.stride(), param.dtype)
+                first = known.setdefault(place, param)
+                if first is not param:
+                    module._parameters[key] = first
+
+
 def check_params(root: nn.Module) -> torch.device:
-    """Raise if the parameters cannot be sharded; the device they all are on.
+    """Raise if the parameters cannot be sharded; the device they all are on, but for those on meta.
 
     Raises:
-        ShardingError: there are none; names one that is on another device or on meta, is not bf16, fp16 or fp32,
-            was made in inference mode, has a gradient, or shares memory.
+        ShardingError: there are none; names one that is on another device, is not bf16, fp16 or fp32, was made in
+            inference mode, has a gradient, or shares memory.
     """
     first: tuple[str, torch.device] | None = None
-    for name, param in params_of(root).items():
+    params = params_of(root)
+    for name, param in params.items():
         if param.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             kind = "complex" if param.is_complex() else "quantized or integer" if not param.is_floating_point() else ""
             raise ShardingError(
@@ -110,10 +134,6 @@ def check_params(root: nn.Module) -> torch.device:
                 f"parameter {name!r} was made inside torch.inference_mode(), and torch never lets it train: build or "
                 "load the model outside of it (torch.no_grad() will do)"
             )
-        if param.device.type == "meta":
-            raise ShardingError(
-                f"parameter {name!r} is on the meta device: materialise the model first (to_empty, init)"
-            )
         if param.grad is not None:
             raise ShardingError(
                 f"parameter {name!r} has a gradient from before StreamShard(model), of this rank's loss alone: step or "
@@ -121,6 +141,8 @@ def check_params(root: nn.Module) -> torch.device:
             )
         if hasattr(param, "_in_backward_optimizers"):
             refuse_step_in_backward(name)
+        if is_meta(param):
+            continue
         if first is None:
             first = name, param.device
         elif param.device != first[1]:
@@ -128,10 +150,10 @@ def check_params(root: nn.Module) -> torch.device:
                 f"parameters are on several devices: {first[0]!r} on {first[1]}, {name!r} on {param.device}; move the "
                 "model to one"
             )
-    if first is None:
+    if not params:
         raise ShardingError(f"{type(root).__name__} has no parameters: there is nothing to shard")
     _check_memory(root)
-    return first[1]
+    return torch.device("cpu") if first is None else first[1]
 
 
 def refuse_step_in_backward(name: str) -> NoReturn:
@@ -157,11 +179,14 @@ def _check_memory(root: nn.Module) -> None:
         for key, buffer in module._buffers.items():
             if buffer is None or is_lazy(buffer):
                 continue
-            if buffer.layout is torch.strided and buffer.device.type != "meta":
+            if buffer.layout is torch.strided:
                 tensors.append((join_names(prefix, key), buffer))
     reach: tuple[str, torch.Tensor] | None = None  # of those that begin before, which ends last
-    for name, tensor in sorted((pair for pair in tensors if pair[1].numel()), key=lambda pair: pair[1].data_ptr()):
-        if reach is not None and tensor.data_ptr() < _end(reach[1]):
+    filled = (pair for pair in tensors if pair[1].numel())
+    for name, tensor in sorted(filled, key=lambda pair: (_memory_of(pair[1]), _start(pair[1]))):
+        if reach is not None and _memory_of(tensor) != _memory_of(reach[1]):
+            reach = None
+        if reach is not None and _start(tensor) < _end(reach[1]):
             _check_apart(reach, (name, tensor))
         if reach is None or _end(tensor) > _end(reach[1]):
             reach = name, tensor
@@ -186,8 +211,18 @@ def _extent(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def _memory_of(tensor: torch.Tensor) -> int:
+    """0 for what has addresses; on meta every storage is a memory of its own, told apart by its object."""
+    return int(tensor.untyped_storage()._cdata) if is_meta(tensor) else 0
+
+
+def _start(tensor: torch.Tensor) -> int:
+    """The place of the first element in memory, in bytes."""
+    return int(tensor.storage_offset()) * tensor.element_size() if is_meta(tensor) else tensor.data_ptr()
+
+
 def _end(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr() + _extent(tensor) * tensor.element_size()
+    return _start(tensor) + _extent(tensor) * tensor.element_size()
 
 
 def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -196,7 +231,7 @@ def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     addresses = []
     for tensor in (a, b):
-        elements = torch.tensor(tensor.data_ptr())
+        elements = torch.tensor(_start(tensor))
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
             elements = elements[..., None] + torch.arange(size) * (stride * tensor.element_size())
         addresses.append(elements.flatten())

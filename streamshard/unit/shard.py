@@ -6,6 +6,7 @@ pieces of the main weights.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from streamshard.comm.ranks import Ranks
 from streamshard.errors import ShardingError
 from streamshard.plan.layout import LocalRange, ParamLayout, UnitLayout
 from streamshard.plan.memory import Category
+from streamshard.plan.structure import is_meta
 from streamshard.unit.buffers import Ledger
 from streamshard.unit.pieces import Piece, refuse_saving, remember_piece
 
@@ -99,23 +101,28 @@ class UnitShard:
         if ranks.world_size > 1 and numel:
             refuse_saving(self.main)
 
-    def add(self, layout: ParamLayout, aliases: tuple[str, ...], param: nn.Parameter, full: torch.Tensor) -> ParamShard:
+    def add(
+        self, layout: ParamLayout, aliases: tuple[str, ...], param: nn.Parameter, full: torch.Tensor | None
+    ) -> ParamShard:
         """Take over one parameter: `param` becomes this rank's piece of `full`.
 
         Args:
             layout: the parameter's place in the unit.
             aliases: its further names.
             param: the user's Parameter; its data are replaced.
-            full: [numel], the weights to shard, any dtype and device.
+            full: [numel], the weights to shard, any dtype and device; None: it is empty, of NaN.
         """
         local = self.layout.local_range(layout, self._ranks.rank)
         piece = self.main.narrow(0, local.shard_offset, local.numel)
         piece = piece.view(self.layout.local_shape(layout, self._ranks.rank))
-        piece.view(-1).copy_(full[local.start : local.stop])
+        if full is None:
+            piece.fill_(math.nan)
+        else:
+            piece.view(-1).copy_(full[local.start : local.stop])
         has_rows = self.layout.has_rows and len(layout.shape) > 1
         shard = ParamShard(layout.name, aliases, param, layout, local, param.dtype, piece, has_rows)
         param.grad = None
-        param.data = piece
+        _put_under(param, piece)
         self.params.append(shard)
         remember_piece(param, shard.what(self._ranks))
         return shard
@@ -157,6 +164,19 @@ class UnitShard:
             main = shard.param.data.view(-1)
             kept = main.to(self.compute.dtype).float() == values[own]  # finer than what was computed with
             main.copy_(torch.where(mask[own] & ~kept, values[own], main))
+
+
+def _put_under(param: nn.Parameter, piece: torch.Tensor) -> None:
+    """Let `param`, whoever holds it, look at the memory of `piece`."""
+    if not is_meta(param):
+        param.data = piece
+        return
+    # Not to be assigned across devices of such different kinds. torch.utils.swap_tensors refuses what somebody refers
+    # to weakly, as RNNs do to their weights.
+    fresh = nn.Parameter(piece.data, requires_grad=param.requires_grad)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        setattr(fresh, hooks, getattr(param, hooks))
+    torch._C._swap_tensor_impl(param, fresh)
 
 
 def _check_moved(shard: ParamShard) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from streamshard.checkpoint import huggingface
 from streamshard.checkpoint import load as loading
-from streamshard.checkpoint.load import load_shards
+from streamshard.checkpoint.load import Loaded, load_shards
 from streamshard.checkpoint.safetensors_file import StoredDirectory, read_directory
 from streamshard.errors import ExportError
 from tests.checkpoint.exporting import (
@@ -27,6 +27,7 @@ from tests.checkpoint.exporting import (
     shards_for,
     succeed,
 )
+from tests.families import bert, llama, mixtral
 
 
 def load(model: nn.Module, directory: Path, world_size: int) -> dict[str, torch.Tensor]:
@@ -97,6 +98,108 @@ def test_load_names_what_does_not_fit_and_changes_nothing(tmp_path: Path) -> Non
         assert "last.bias (is torch.int8, wanted torch.float32)" in str(outcome)
     after = [shard.main for shards in ranks for shard in shards]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ what files hold
+
+
+def _save(tensors: dict[str, torch.Tensor], directory: Path) -> Path:
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def _loaded(model: nn.Module, directory: Path, **settings: bool) -> Loaded:
+    """Load on one simulated rank."""
+    shards = shards_for(model, 0, 1)
+    return succeed(on_threads(1, lambda group: load_shards(model, shards, group, directory, **settings)))[0]
+
+
+def test_names_of_older_files_are_those_that_transformers_knows(tmp_path: Path) -> None:
+    """A norm's gamma and beta, and a table that was saved when every layer had one."""
+    model = filled(bert)
+    model.save_pretrained(tmp_path)
+    names = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    tensors = load_file(tmp_path / "model.safetensors")
+    for new, old in names.items():
+        tensors = {name.replace(new, old): tensor for name, tensor in tensors.items()}
+    assert any("gamma" in name for name in tensors)
+    whole = load(bert(), _save(tensors, tmp_path / "old"), 2)
+    for name, param in model.named_parameters():
+        assert torch.equal(whole[name], param), name
+    tensors = {**filled(llama).state_dict(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    assert _loaded(llama(), _save(tensors, tmp_path)).difference.size == 0
+
+
+@pytest.mark.parametrize("gives", [True, False])
+def test_a_base_model_and_one_with_a_head_load_each_others_weights(gives: bool, tmp_path: Path) -> None:
+    """The one's names begin with its place in the other. What the one does not have is left out, by name."""
+    whole, base = filled(llama), filled(llama).model
+    giver, taker = (whole, base) if gives else (base, whole)
+    giver.save_pretrained(tmp_path)
+    kind = "unexpected" if gives else "missing"
+    with pytest.raises(ExportError, match=f"does not fit .*: {kind} lm_head.weight$"):
+        _loaded(taker, tmp_path)
+    other = llama().model if gives else llama()
+    shards = shards_for(other, 0, 1)
+    for shard in shards:
+        shard.piece.fill_(3.0)
+    loaded = succeed(on_threads(1, lambda group: load_shards(other, shards, group, tmp_path, strict=False)))[0]
+    assert loaded.difference._asdict() == {"missing": [], "unexpected": [], "mismatched": [], kind: ["lm_head.weight"]}
+    for shard in shards:
+        name = shard.name.removeprefix("model.")
+        wanted = torch.full(shard.layout.shape, 3.0) if name == "lm_head.weight" else base.get_parameter(name)
+        assert torch.equal(shard.main.view(shard.layout.shape), wanted), name
+        assert (shard.name in loaded.names) == (name != "lm_head.weight")
+
+
+def test_experts_of_which_one_is_missing_are_named(tmp_path: Path) -> None:
+    """And are left out altogether."""
+    model = filled(mixtral)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.block_sparse_moe.experts.2.w1.weight"]
+    tensors["model.layers.0.block_sparse_moe.experts.0.w2.weight"] = torch.zeros(3, 3)
+    directory = _save(tensors, tmp_path)
+    with pytest.raises(
+        ExportError, match="mismatched model.layers.0.mlp.experts.down_proj .*layers.1.mlp.experts.gate"
+    ):
+        _loaded(mixtral(), directory)
+    loaded = _loaded(mixtral(), directory, strict=False)
+    assert len(loaded.difference.mismatched) == loaded.difference.size == 2
+    assert "model.layers.1.mlp.experts.gate_up_proj" not in loaded.names
+
+
+def test_all_names_that_do_not_fit_are_in_the_error(tmp_path: Path) -> None:
+    """The message shows eight of each."""
+    tensors = {f"stray.{number:02}": torch.zeros(1) for number in range(30)}
+    tensors["scale"] = torch.zeros(2)
+    directory = _save(tensors, tmp_path)
+    with pytest.raises(
+        ExportError, match=r"stray.07 and 22 more; mismatched .*in its attributes missing, un"
+    ) as raised:
+        _loaded(Plain(), directory)
+    assert raised.value.unexpected == [name for name in tensors if name != "scale"]
+    assert raised.value.mismatched == ["scale (is [2], wanted [])"]
+    assert raised.value.missing == [
+        *("counts", "first.weight", "first.bias", "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var"),
+        *("norm.num_batches_tracked", "last.bias"),
+    ]
+    difference = _loaded(Plain(), directory, strict=False).difference
+    assert difference == (raised.value.missing, raised.value.unexpected, raised.value.mismatched)
+
+
+def test_a_snapshot_of_the_hub_is_read_through_its_links(tmp_path: Path) -> None:
+    """Files are named by their contents, and linked to by the names that one looks for."""
+    model = filled(llama)
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    model.save_pretrained(blobs, max_shard_size="3KB")
+    snapshot.mkdir(parents=True)
+    for path in list(blobs.iterdir()):
+        blob = path.rename(blobs / path.name[::-1].replace(".", ""))
+        (snapshot / path.name).symlink_to(Path("..") / ".." / "blobs" / blob.name)
+    whole = load(llama(), snapshot, 2)
+    assert torch.equal(whole["lm_head.weight"], model.lm_head.weight)
 
 
 # ------------------------------------------------------------------------------------------------ all ranks or none

@@ -693,10 +693,6 @@ def _quantized() -> Tensor:
         return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
 
 
-def _meta() -> Tensor:
-    return torch.ones(3, device="meta")
-
-
 @on_ranks(1, 2)
 @pytest.mark.parametrize(
     ("make", "message"),
@@ -704,7 +700,6 @@ def _meta() -> Tensor:
         (_sparse_coo, "sparse_coo.*plain attribute"),
         (_sparse_csr, "sparse_csr.*plain attribute"),
         (_quantized, "quantized"),
-        (_meta, "meta device"),
         (nn.parameter.UninitializedBuffer, "not initialised"),
     ],
 )

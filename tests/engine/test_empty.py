@@ -1,0 +1,252 @@
+"""Models from the meta device: room is made for what they have, and nobody computes with it before it has values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from streamshard import Precision, StreamShard, export_safetensors
+from streamshard.engine.handle import engine_of
+from streamshard.errors import RankMismatchError, ShardingError
+from tests.models import DIM, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import FP32, Call, adamw, assert_same, full_weights, lm_step, stack_step
+
+
+def on_meta(make: Callable[[], nn.Module]) -> Any:
+    """What `make` makes, without values."""
+    with torch.device("meta"):
+        return make()
+
+
+def assert_empty(model: Any, match: str) -> None:
+    """A forward of the model raises, and says what is empty."""
+    with pytest.raises(ShardingError, match=match):
+        model(vector_batch(0, 0))
+
+
+@on_ranks(1, 2)
+def test_room_is_made_under_the_very_parameters_of_a_model_on_meta(context: RankContext) -> None:
+    """Their attributes, hooks and ties too; an optimizer that was made before has them."""
+    model = on_meta(lambda: TinyLM(TinyConfig(tied=True)))
+    before = dict(model.named_parameters())
+    for param in before.values():
+        param.tag = 3
+    calls: list[nn.Parameter] = []
+    model.positions.register_post_accumulate_grad_hook(calls.append)
+    model.norm.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model = StreamShard(model, precision=FP32)
+    assert model.head.weight is model.embedding.weight
+    for name, param in model.named_parameters():
+        assert param is before[name]
+        assert param.tag == 3
+        assert param.device == context.device
+        assert param.requires_grad is not name.startswith("norm")
+        assert param.isnan().all()
+    torch.manual_seed(0)
+    plain = TinyLM(TinyConfig(tied=True))
+    model.load_state_dict(plain.state_dict())
+    model.scale.fill_(1.5)
+    lm_step(model, Call(0, context.rank, context.world_size, 1.0))
+    assert calls == [model.positions]
+    optimizer.step()
+    assert not torch.equal(full_weights(model)["positions"], plain.positions)
+
+
+@on_ranks(1, 2)
+def test_whatever_wants_values_names_what_has_none(context: RankContext, tmp_path: Path) -> None:
+    """Passes, steps, and what gives weights away. Clearing gradients, looking at parameters and reports is fine."""
+    model: Any = StreamShard(on_meta(Stack), precision=FP32)
+    empty = r"parameter 'layers.0.linear.weight', and 9 more, is empty.*load_safetensors.*init_weights"
+    assert_empty(model, "a forward, but " + empty)
+    with pytest.raises(ShardingError, match=empty):
+        model.layers[1](vector_batch(0, 0))
+    optimizer = adamw(model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with pytest.raises(ShardingError, match=r"AdamW.step\(\), but .*'layers.0.linear.weight'"):
+        optimizer.step()
+    optimizer.zero_grad()
+    refused: dict[str, Callable[[], object]] = {
+        "full_state_dict": model.full_state_dict,
+        "check_weights": model.check_weights,
+        "export_safetensors": lambda: export_safetensors(model, tmp_path),
+        r"state_dict\(\)": model.state_dict,
+    }
+    for what, call in refused.items():
+        with pytest.raises(ShardingError, match=f"{what}, but {empty}"):
+            call()
+    print(model.memory_report())
+    other: Any = StreamShard(Stack(), precision=FP32)
+    adamw(other).step()  # of another model
+
+
+@on_ranks(1, 2)
+def test_it_is_filled_by_whatever_writes_to_it(context: RankContext) -> None:
+    """The last one that is not is named; then it trains."""
+    torch.manual_seed(0)
+    plain = Stack()
+    model: Any = StreamShard(on_meta(Stack), precision=FP32)
+    state = plain.state_dict()
+    model.load_state_dict({name: state[name] for name in list(state)[:4]}, strict=False)
+    assert_empty(model, r"'layers.2.linear.weight', and 5 more,")
+    with model.summon_full_params(writeback=True), torch.no_grad():
+        model.layers[2].linear.weight.copy_(state["layers.2.linear.weight"])
+    assert_empty(model, r"'layers.2.linear.bias', and 4 more,")
+    for name in list(state)[5:]:
+        with torch.no_grad():
+            ranges = model.local_ranges()[name]
+            model.get_parameter(name).view(-1).copy_(state[name].view(-1)[ranges.start : ranges.stop])
+    assert engine_of(model).empty is not None
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    assert engine_of(model).empty is None
+    assert_same(full_weights(model), dict(plain.named_parameters()), "weights")
+
+
+@on_ranks(1, 2)
+def test_buffers_have_to_be_filled_too(context: RankContext) -> None:
+    """In place, by assignment, or from a state dict. On the meta device they have no values, cast ones neither."""
+    other: Any = StreamShard(on_meta(TinyLM), precision=Precision(buffer_dtype=torch.float64))
+    assert other.scale.dtype is torch.float64
+    model: Any = StreamShard(on_meta(NormStack), precision=FP32)
+    assert model.norms[0].running_mean.isnan().all()
+    state = NormStack().state_dict()
+    model.load_state_dict(
+        {name: value for name, value in state.items() if not name.startswith("norms.0.r")}, strict=False
+    )
+    assert_empty(model, r"buffer 'norms.0.running_mean', and 1 more, is empty")
+    model.norms[0].running_mean.zero_()
+    assert_empty(model, "buffer 'norms.0.running_var' is empty")
+    model.norms[0].running_var = torch.ones(DIM)
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+
+
+@on_ranks(1, 2)
+def test_one_layer_on_meta_is_empty_and_the_others_are_taken_over(context: RankContext) -> None:
+    """A new head, say, on weights that were loaded."""
+    torch.manual_seed(0)
+    model: Any = Stack()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    model.layers[2].to("meta")
+    model = StreamShard(model, precision=FP32)
+    assert_empty(model, r"'layers.2.linear.weight', and 1 more, is empty")
+    with torch.no_grad():
+        for param in model.layers[2].parameters():
+            param.zero_()
+    for name, value in full_weights(model).items():
+        assert torch.equal(value, before[name] * (not name.startswith("layers.2"))), name
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("make", [TinyLM, NormStack])
+def test_rank_0_has_values_for_ranks_that_have_none(context: RankContext, make: Callable[[], Any]) -> None:
+    """One model in the memory of a machine. Buffers too: those of rank 0 count."""
+    torch.manual_seed(0)
+    plain = make()
+    for buffer in plain.buffers():
+        buffer.copy_(torch.ones_like(buffer) + 1)
+    torch.manual_seed(0)
+    model = make() if context.rank == 0 else on_meta(make)
+    if context.rank == 0:
+        model.load_state_dict(plain.state_dict())
+        for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+            ours.copy_(theirs)
+    model = StreamShard(model, precision=FP32)
+    assert engine_of(model).empty is None
+    model.check_weights()
+    assert_same(full_weights(model), plain.state_dict(), "weights")
+    assert_same(dict(model.named_buffers()), dict(plain.named_buffers()), "buffers")
+
+
+@on_ranks(2)
+def test_values_that_would_be_lost_are_refused(context: RankContext) -> None:
+    """On both ranks: of a rank that does not count, or where every rank does."""
+    model = on_meta(Stack) if context.rank == 0 else Stack()
+    with pytest.raises(RankMismatchError, match="'layers.0.linear.weight' is on the meta device on some .*rank 0's we"):
+        StreamShard(model)
+    model = on_meta(Stack) if context.rank == 1 else Stack()
+    with pytest.raises(RankMismatchError, match=r"'layers.0.linear.weight' is .*every rank's count \(broadcast"):
+        StreamShard(model, broadcast_weights=False)
+    assert not isinstance(model, StreamShard)
+    StreamShard(model)
+
+
+@on_ranks(2)
+def test_ranks_without_values_have_caches_of_their_own(context: RankContext) -> None:
+    """A buffer of another shape is not rank 0's to give: it stays empty, on the rank that has it from meta."""
+    model: Any = Stack() if context.rank == 0 else on_meta(Stack)
+    device = "cpu" if context.rank == 0 else "meta"
+    model.register_buffer("cache", torch.zeros(2 + context.rank, device=device), persistent=False)
+    model = StreamShard(model, precision=FP32)
+    if context.rank:
+        with pytest.raises(ShardingError, match="buffer 'cache' is empty"):
+            engine_of(model).refuse_empty("a forward")
+        model.cache.zero_()
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+
+
+@on_ranks(4)
+def test_replicas_have_room_alike(context: RankContext) -> None:
+    """On a 2-D mesh."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(0)
+    plain = Stack()
+    model: Any = StreamShard(on_meta(Stack), mesh=mesh, precision=FP32)
+    model.load_state_dict(plain.state_dict())
+    model.check_weights()
+    model = StreamShard(plain if context.rank == 0 else on_meta(Stack), mesh=mesh, precision=FP32)
+    model.check_weights()
+
+
+@on_ranks(1, 2)
+def test_weights_that_init_empty_weights_has_untied_are_tied(context: RankContext) -> None:
+    """It makes a Parameter of each that is registered. Buffers, which it leaves alone, keep their values."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        model: Any = TinyLM(TinyConfig(tied=True))
+    assert model.head.weight is not model.embedding.weight
+    model = StreamShard(model, precision=FP32)
+    assert model.head.weight is model.embedding.weight
+    torch.manual_seed(0)
+    plain = TinyLM(TinyConfig(tied=True))
+    model.load_state_dict(plain.state_dict())
+    tokens = token_batch(0, context.rank)
+    torch.testing.assert_close(model(tokens), plain(tokens))
+
+
+@on_ranks(1)
+def test_weights_on_meta_that_share_memory_are_refused_as_others_are(context: RankContext) -> None:
+    """Parts of one tensor would be on another device as well."""
+    model: Any = on_meta(Stack)
+    model.layers[1].linear.weight = nn.Parameter(model.layers[0].linear.weight.detach().t())
+    with pytest.raises(ShardingError, match=r"'layers.0.linear.weight' and parameter 'layers.1.linear.weight' share"):
+        StreamShard(model)
+
+
+@on_ranks(1, 2)
+def test_recurrent_layers_keep_weak_references_to_their_weights(context: RankContext) -> None:
+    """cuDNN's list of them, which forward reads."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.LSTM(DIM, DIM) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)[0]
+            return x
+
+    torch.manual_seed(0)
+    plain = Recurrent()
+    model: Any = StreamShard(on_meta(Recurrent), precision=FP32)
+    model.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(model(vector_batch(0, 0)), plain(vector_batch(0, 0)))

@@ -1,0 +1,111 @@
+"""Models that no rank could hold: what ranks take at most while they get their weights, measured by the kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import re
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from streamshard import StreamShard, init_weights, load_safetensors
+from streamshard.checkpoint.writer import CHUNK_BYTES
+from tests.engine.test_empty import on_meta
+from tests.models import Stack
+from tests.ranks import forkserver, warnings_are_errors
+from tests.reference import FP32
+
+RANKS = 8
+WIDTH, LAYERS = 1024, 40
+LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+MODEL_BYTES = LAYERS * LAYER_BYTES
+ALLOWED_BYTES = MODEL_BYTES // RANKS + LAYER_BYTES + CHUNK_BYTES  # a shard, a unit, a chunk
+SLACK = 1.5  # of allocators, threads and what is compiled at the first call
+TIMEOUT_S = 60.0
+
+
+def make() -> Any:
+    """The model. Frozen, because room for gradients is not what this is about."""
+    return Stack((WIDTH,) * (LAYERS + 1)).requires_grad_(False)
+
+
+def memory_bytes(what: str) -> int:
+    """Of this process: "VmRSS" is what it has now, "VmHWM" the most that it has ever had."""
+    match = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
+
+
+def train(rank: int, way: str, directory: Path, connection: Connection) -> None:
+    """One rank's process: tells how much more memory it had at most than at the start."""
+    warnings_are_errors()
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(directory / "store"), RANKS)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=TIMEOUT_S)
+    )
+    init_weights(StreamShard(on_meta(Stack)))  # what is imported, connected and started once
+    before = memory_bytes("VmRSS")
+    if way == "rank 0":
+        torch.manual_seed(0)
+        model: Any = StreamShard(make() if rank == 0 else on_meta(make), precision=FP32)
+    else:
+        model = StreamShard(on_meta(make), precision=FP32)
+        if way == "load":
+            load_safetensors(model, directory)
+        else:
+            init_weights(model, seed=0)
+    connection.send(memory_bytes("VmHWM") - before)
+    assert not any(param.isnan().any() for param in model.parameters())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def running(way: str, directory: Path) -> Iterator[list[Connection]]:
+    """All ranks, each in a process of its own, with a connection to each; they are ended afterwards."""
+    processes, connections = [], []
+    try:
+        for rank in range(RANKS):
+            ours, theirs = forkserver().Pipe(duplex=False)
+            processes.append(forkserver().Process(target=train, args=(rank, way, directory, theirs)))
+            processes[-1].start()
+            theirs.close()
+            connections.append(ours)
+        yield connections
+        for process in processes:
+            process.join(TIMEOUT_S)
+            assert process.exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", ["load", "init", "rank 0"])
+def test_a_rank_takes_its_shard_a_unit_and_a_chunk(way: str, tmp_path: Path) -> None:
+    """While a model several times larger is loaded, initialised, or had from the rank that has it."""
+    assert MODEL_BYTES > 4 * ALLOWED_BYTES
+    if way == "load":
+        save_file(
+            {name: torch.ones(p.shape) for name, p in on_meta(make).named_parameters()}, tmp_path / "model.safetensors"
+        )
+    with running(way, tmp_path) as connections:
+        for connection in connections:
+            assert connection.poll(TIMEOUT_S)
+        taken = [connection.recv() for connection in connections]
+    first, *others = taken
+    print([each >> 20 for each in taken], ALLOWED_BYTES >> 20)
+    assert max(others) < SLACK * ALLOWED_BYTES
+    if way == "rank 0":
+        assert MODEL_BYTES <= first < MODEL_BYTES + SLACK * ALLOWED_BYTES
+    else:
+        assert first < SLACK * ALLOWED_BYTES
