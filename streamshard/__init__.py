@@ -10,7 +10,6 @@ from streamshard.api import (
 )
 from streamshard.checkpoint.background import Saving
 from streamshard.checkpoint.directory import latest
-from streamshard.checkpoint.training import Loaded, load_checkpoint, save_checkpoint
 from streamshard.config import Precision
 from streamshard.engine.hooks import register_forward_method
 from streamshard.errors import (
@@ -28,6 +27,7 @@ from streamshard.errors import (
 from streamshard.optim.distributed import DistributedOptimizer
 from streamshard.optim.local_sgd import LocalSGD
 from streamshard.optim.scaler import GradScaler
+from streamshard.training_state import Loaded, load_checkpoint, save_checkpoint
 
 __all__ = [
     "CommunicationError",

@@ -58,9 +58,21 @@ class Parts(NamedTuple):
 
 
 def name_parts(
-    what: str, model: object, optimizer: object, scheduler: object, scaler: object, extra: Mapping[str, Any] | None
+    what: str,
+    model: object,
+    optimizer: object,
+    scheduler: object,
+    scaler: object,
+    extra: Mapping[str, Any] | None,
+    *,
+    accepts_empty: bool,
 ) -> Parts:
     """Sort what was given to ``save_checkpoint`` or ``load_checkpoint``. Each is one object, or a dict of several.
+
+    Args:
+        what: is done with it, for messages.
+        model, optimizer, scheduler, scaler, extra: see there.
+        accepts_empty: models may have no values yet.
 
     Raises:
         ConfigError: names what is none of what it should be.
@@ -73,7 +85,7 @@ def name_parts(
         if handle_of(each) is None:
             parts.objects[name] = each
         else:
-            parts.models[name] = each, engine_at_rest(each, what)
+            parts.models[name] = each, engine_at_rest(each, what, accepts_empty=accepts_empty)
     if not parts.models:
         raise ShardingError(f"{what}: no model made by StreamShard among what was given")
     worlds = {engine.ranks.total_size for _, engine in parts.models.values()}

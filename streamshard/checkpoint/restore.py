@@ -37,6 +37,7 @@ class Plan(NamedTuple):
         loads: of users' objects, which may refuse what they are given; by name.
         reads: what is read, and where to.
         finish: what follows once all of it is read.
+        filled: by model, the parameters and buffers that are read.
         values: plain ones that were saved, by the user's key.
         left_out: what was not asked for, or does not fit; lines for people.
     """
@@ -44,6 +45,7 @@ class Plan(NamedTuple):
     loads: dict[str, Callable[[], object]]
     reads: list[Read]
     finish: list[Callable[[], object]]
+    filled: dict[str, set[str]]
     values: dict[str, Any]
     left_out: list[str]
 
@@ -60,7 +62,7 @@ def plan_restore(parts: Parts, manifest: Manifest, tensor_of: Callable[[str], to
     Raises:
         ExportError: names all that is missing, not expected, or of another shape.
     """
-    plan = Plan({}, [], [], {}, [])
+    plan = Plan({}, [], [], {}, {}, [])
     wrong: list[str] = []
     saved_models, saved_optimizers = manifest.state["models"], manifest.state["optimizers"]
     for name, (model, engine) in parts.models.items():
@@ -118,6 +120,7 @@ def _plan_model(
             continue
         piece = pieces[here]
         plan.reads.append(Read(tensor, piece.start, piece.data))
+        plan.filled.setdefault(name, set()).add(here)
     unexpected = [each for each in (*saved["params"], *saved["buffers"]) if each not in found]
     extra = decode(saved["extra_state"], tensor_of, engine.streams.device)
     modules = dict(model.named_modules())

@@ -252,7 +252,8 @@ class GradSlot:
             grad: of that shape, any dtype; nobody else's.
             adds: to a gradient that is there.
         """
-        self.join()
+        if self.has_streams:
+            self.join()
         if adds:
             self.flush()
             place.add_(grad)

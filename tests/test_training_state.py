@@ -403,3 +403,20 @@ def test_replicas_that_train_on_their_own_are_all_saved(context: RankContext, tm
     load_checkpoint(tmp_path, other, its_optimizer)
     assert its_optimizer.step_count == 3
     assert train(other, its_optimizer, 3, 8) == wanted
+
+
+@on_ranks(2)
+def test_a_model_from_the_meta_device_takes_over(context: RankContext, tmp_path: Path) -> None:
+    """Without ever having had values of its own."""
+    run = start(0)
+    steps(run, 0, 2, spread=4)
+    _save(tmp_path, run)
+    wanted = steps(run, 2, 4, spread=4)
+    with torch.device("meta"):
+        model = Counted()
+    model.scale = torch.ones(1)
+    other = start(1, model)
+    with pytest.raises(ShardingError, match="save_checkpoint, but parameter .* is empty"):
+        _save(tmp_path, other)
+    _load(tmp_path, other)
+    assert steps(other, 2, 4, spread=4) == wanted

@@ -32,6 +32,7 @@ from streamshard.checkpoint.restore import plan_restore
 from streamshard.checkpoint.save_job import plan_job
 from streamshard.checkpoint.writer import gather_from_all_ranks, run_on_all_ranks
 from streamshard.errors import ConfigError, ExportError
+from streamshard.initialise import compute_buffers
 from streamshard.log import log, progress
 
 __all__ = ["Loaded", "load_checkpoint", "save_checkpoint"]
@@ -131,7 +132,7 @@ def save_checkpoint(
     for name, value, least in (("keep", keep, 1), ("step", step, 0)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"{name}={value!r}: wanted an integer of at least {least}, or None")
-    parts = name_parts("save_checkpoint", model, optimizer, scheduler, scaler, extra)
+    parts = name_parts("save_checkpoint", model, optimizer, scheduler, scaler, extra, accepts_empty=False)
     root, ranks = Path(directory), parts.engine.ranks
     number = step
     if number is None:
@@ -188,7 +189,7 @@ def load_checkpoint(
     """
     began = time.perf_counter()
     finish_running()
-    parts = name_parts("load_checkpoint", model, optimizer, scheduler, scaler, extra)
+    parts = name_parts("load_checkpoint", model, optimizer, scheduler, scaler, extra, accepts_empty=True)
     ranks, root = parts.engine.ranks, Path(directory)
     doing = f"load {root}"
     path = gather_from_all_ranks(ranks, doing, lambda: find_checkpoint(root) if ranks.is_first else Path())[0]
@@ -224,6 +225,10 @@ def load_checkpoint(
         run_on_all_ranks(
             ranks, f"finish loading {path}, and half of it is loaded now: load again before going on", read
         )
+    for name, (each, engine) in parts.models.items():
+        if engine.empty is not None:
+            engine.empty.fill(plan.filled.get(name, ()))
+            compute_buffers(engine, each)
     log.info("loaded %s in %.1f s", path, time.perf_counter() - began)
     for line in plan.left_out:
         log.info("%s: left out: %s", path, line)
