@@ -298,7 +298,7 @@ MUTANTS: list[Mutant] = [
         "what trains is not asked of a borrowed unit",
         "        unit.take_trainability()\n",
         "",
-        "away",
+        "away::test_a_layer_that_is_only_read_thaws",
     ),
     Mutant(
         "engine/borrow",

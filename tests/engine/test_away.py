@@ -334,6 +334,31 @@ def test_a_layer_finds_its_weights_again_in_backward(context: RankContext, setti
     assert_trains_like_plain(context, build, stack_step, **SETTINGS[settings])
 
 
+class ReadingFirst(Stack):
+    """A layer's weight is read, and the layer itself does not run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        x = F.linear(x, self.layers[1].linear.weight)  # type: ignore[union-attr, arg-type]
+        return super().forward(x)
+
+    def order(self) -> Any:
+        """All but that one."""
+        return [layer for index, layer in enumerate(self.layers) if index != 1]
+
+
+@on_ranks()
+@each_setting
+def test_a_layer_that_is_only_read_thaws(context: RankContext, settings: str) -> None:
+    """Whether it trains is asked when it is read, as when it runs."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        model.get_submodule("layers.1").requires_grad_(call.step > 0)
+        return stack_step(model, call)
+
+    assert_trains_like_plain(context, ReadingFirst, step, **SETTINGS[settings])
+
+
 class Keeping(Stack):
     """A penalty on the first layer is kept aside, whatever the output is used for."""
 
