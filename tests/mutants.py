@@ -1183,7 +1183,7 @@ MUTANTS: list[Mutant] = [
         "another unit's weight is saved as an activation",
         "            if lowest <= address < highest and (other := unit_at(engine, address)) is not None:\n",
         "            if address < 0 and (other := unit_at(engine, address)) is not None:\n",
-        "away::test_a_weight_that_was_given_ends_no_turn",
+        "away::test_a_weight_that_was_left_in_its_own_slot_and_changed_since_raises",
     ),
     Mutant(
         "engine/hooks",

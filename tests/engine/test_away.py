@@ -543,6 +543,47 @@ def test_a_weight_that_was_given_ends_no_turn(context: RankContext) -> None:
         assert counts["reduce_scatter"] == 5
 
 
+class Leaving(Layer):
+    """Leaves its weight on a shelf, where the next layer takes it from."""
+
+    def __init__(self, shelf: list[Tensor]) -> None:
+        super().__init__()
+        self.shelf = shelf
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> the same"""
+        y = super().forward(x)
+        y = F.linear(y, self.shelf.pop()) if self.shelf else y
+        self.shelf.append(self.linear.weight)
+        return y
+
+
+class LeavingStack(Stack):
+    """Layers that share a shelf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shelf: list[Tensor] = []
+        self.layers = nn.ModuleList(Leaving(self.shelf) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        self.shelf.clear()
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_a_weight_that_was_left_in_its_own_slot_and_changed_since_raises(context: RankContext) -> None:
+    """Another layer's weight, which the one that runs has found somewhere, is known by its address."""
+    model: Any = StreamShard(LeavingStack(), precision=FP32, weight_slots="all")
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    loss = model(vector_batch(1, context.rank)).square().mean()
+    with torch.no_grad():
+        model.layers[0].linear.weight.mul_(0.5)
+    with pytest.raises(ShardingError, match=r"'layers\.0\.linear\.weight' was modified by an inplace operation"):
+        loss.backward(inputs=list(model.layers[1].parameters()))
+
+
 # ---------------------------------------------------------------------------------------------- methods beside forward
 
 
