@@ -298,7 +298,7 @@ MUTANTS: list[Mutant] = [
         "what trains is not asked of a borrowed unit",
         "        unit.take_trainability()\n",
         "",
-        "away",
+        "away::test_a_layer_that_is_only_read_thaws",
     ),
     Mutant(
         "engine/borrow",
@@ -1279,7 +1279,7 @@ MUTANTS: list[Mutant] = [
         "another unit's weight is saved as an activation",
         "            if lowest <= address < highest and (other := unit_at(engine, address)) is not None:\n",
         "            if address < 0 and (other := unit_at(engine, address)) is not None:\n",
-        "away::test_a_weight_that_was_given_ends_no_turn",
+        "away::test_a_weight_that_was_left_in_its_own_slot_and_changed_since_raises",
     ),
     Mutant(
         "engine/hooks",

@@ -334,6 +334,31 @@ def test_a_layer_finds_its_weights_again_in_backward(context: RankContext, setti
     assert_trains_like_plain(context, build, stack_step, **SETTINGS[settings])
 
 
+class ReadingFirst(Stack):
+    """A layer's weight is read, and the layer itself does not run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        x = F.linear(x, self.layers[1].linear.weight)  # type: ignore[union-attr, arg-type]
+        return super().forward(x)
+
+    def order(self) -> Any:
+        """All but that one."""
+        return [layer for index, layer in enumerate(self.layers) if index != 1]
+
+
+@on_ranks()
+@each_setting
+def test_a_layer_that_is_only_read_thaws(context: RankContext, settings: str) -> None:
+    """Whether it trains is asked when it is read, as when it runs."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        model.get_submodule("layers.1").requires_grad_(call.step > 0)
+        return stack_step(model, call)
+
+    assert_trains_like_plain(context, ReadingFirst, step, **SETTINGS[settings])
+
+
 class Keeping(Stack):
     """A penalty on the first layer is kept aside, whatever the output is used for."""
 
@@ -516,6 +541,47 @@ def test_a_weight_that_was_given_ends_no_turn(context: RankContext) -> None:
         with counted_collectives(model) as counts:
             stack_step(model, Call(number, context.rank, 2, 1.0))
         assert counts["reduce_scatter"] == 5
+
+
+class Leaving(Layer):
+    """Leaves its weight on a shelf, where the next layer takes it from."""
+
+    def __init__(self, shelf: list[Tensor]) -> None:
+        super().__init__()
+        self.shelf = shelf
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> the same"""
+        y = super().forward(x)
+        y = F.linear(y, self.shelf.pop()) if self.shelf else y
+        self.shelf.append(self.linear.weight)
+        return y
+
+
+class LeavingStack(Stack):
+    """Layers that share a shelf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shelf: list[Tensor] = []
+        self.layers = nn.ModuleList(Leaving(self.shelf) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        self.shelf.clear()
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_a_weight_that_was_left_in_its_own_slot_and_changed_since_raises(context: RankContext) -> None:
+    """Another layer's weight, which the one that runs has found somewhere, is known by its address."""
+    model: Any = StreamShard(LeavingStack(), precision=FP32, weight_slots="all")
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    loss = model(vector_batch(1, context.rank)).square().mean()
+    with torch.no_grad():
+        model.layers[0].linear.weight.mul_(0.5)
+    with pytest.raises(ShardingError, match=r"'layers\.0\.linear\.weight' was modified by an inplace operation"):
+        loss.backward(inputs=list(model.layers[1].parameters()))
 
 
 # ---------------------------------------------------------------------------------------------- methods beside forward
