@@ -113,7 +113,7 @@ class _BackgroundGroup:
         self.is_first = ranks.is_first
         self.replica = ranks.replica
         self.number = ranks.number
-        self._size = ranks.total_size
+        self.total_size = ranks.total_size
         self._group = group
 
     def gather_objects(self, value: Any, /) -> list[Any]:
@@ -129,7 +129,7 @@ class _BackgroundGroup:
 
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         assert self._group is not None
-        results = [torch.empty_like(tensor) for _ in range(self._size)]
+        results = [torch.empty_like(tensor) for _ in range(self.total_size)]
         self._group.allgather([results], [tensor]).wait()
         return results
 

@@ -18,6 +18,7 @@ from streamshard.checkpoint.rearrange import Run
 from streamshard.checkpoint.safetensors_file import StoredDirectory, StoredTensor, read_directory
 from streamshard.checkpoint.writer import CHUNK_BYTES, RankGroup, run_on_all_ranks
 from streamshard.errors import ExportError
+from streamshard.log import progress
 from streamshard.unit.shard import ParamShard
 
 __all__ = ["Difference", "Loaded", "load_shards"]
@@ -38,7 +39,14 @@ def load_shards(
     """What `streamshard.load_safetensors` does, with the model's parameters and ranks given."""
     root = Path(directory)
     with contextlib.ExitStack() as opened:
-        stored = _open_together(group, root, opened)
+        stored, is_shared = _open_together(group, root, opened)
+        own = (
+            (group.number, group.total_size) if is_shared else (0, 1)
+        )  # where each host has its own, each rank reads it
+        with progress(
+            f"verifying {root.name}", sum(stored.sizes_bytes) // own[1], shows=group.is_first and bool(stored.sums)
+        ) as advance:
+            run_on_all_ranks(group, f"load {root}", lambda: stored.verify(*own, advance))
         plan = run_on_all_ranks(group, f"load {root}", lambda: _plan(model, shards, root, stored))
         if strict and plan.difference.size:
             raise plan.difference.error(root, model)  # on every rank: they have read the same headers
@@ -105,19 +113,20 @@ class _Plan(NamedTuple):
     difference: Difference
 
 
-def _open_together(group: RankGroup, root: Path, opened: contextlib.ExitStack) -> StoredDirectory:
+def _open_together(group: RankGroup, root: Path, opened: contextlib.ExitStack) -> tuple[StoredDirectory, bool]:
     """The directory as all ranks see it; an export may put another in its place between one rank's look and the next's.
 
-    Copies on disks of different hosts are equal if their headers are, and some bytes of each tensor.
+    Copies on disks of different hosts are equal if their headers are, and some bytes of each tensor. Then the second
+    result is False.
     """
     for _ in range(_OPENED_AT_MOST):
         stored = run_on_all_ranks(group, f"load {root}", lambda: opened.enter_context(read_directory(root)))
         if _are_equal(group.gather_objects((stored.layout, stored.identity))):
-            return stored
+            return stored, True
         sample = run_on_all_ranks(group, f"load {root}", stored.sample)
         seen = group.gather_objects((stored.layout, sample))
         if _are_equal(seen):
-            return stored
+            return stored, False
         opened.close()
     other = next(rank for rank, found in enumerate(seen) if found != seen[0])
     raise ExportError(

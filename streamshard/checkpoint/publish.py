@@ -12,6 +12,9 @@ Numbered files of which an earlier export has some by the same name cannot be pu
 second names first (hard links, copies where there are none), and an index that leads to those replaces the old one.
 Then the names are free, and the index that is wanted follows.
 
+Checksums are in a file of their own, which is replaced before that call by one that has those of both exports, and
+after it by one that has the new one's. A reader accepts any of those that it has for a name.
+
 What no order of calls can do: the config beside the weights has a name of its own. It is replaced right before the
 weights, if it differs at all. After an error it is put back; a run killed between the two leaves the new config
 beside the old weights.
@@ -20,15 +23,25 @@ beside the old weights.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from errno import EINVAL
+from functools import partial
 from pathlib import Path
 
-from streamshard.checkpoint.safetensors_file import INDEX_NAME, SINGLE_NAME, FileLayout, encode_index, files_of_index
+from streamshard.checkpoint.safetensors_file import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    SUMS_NAME,
+    FileLayout,
+    encode_index,
+    files_of_index,
+    parse_sums,
+)
 from streamshard.errors import ExportError
 
 __all__ = [
@@ -51,13 +64,14 @@ _SECOND = ".next.safetensors"  # readers go by the ending
 _NUMBERED = re.compile(r"model-\d{5}-of-\d{5}(\.next)?\.safetensors")
 
 
-def publish(root: Path, files: Sequence[FileLayout], total_parameters: int | None) -> None:
+def publish(root: Path, files: Sequence[FileLayout], total_parameters: int | None, sums: Mapping[str, str]) -> None:
     """Make the export that lies under partial names what readers of `root` find. See [Note: publishing].
 
     Args:
         root: holds each of `files` under its partial name, complete; several files' index too.
         files: one, or several and their index.
         total_parameters: for the index.
+        sums: the SHA-256 of each of `files`, by name.
 
     Raises:
         OSError: of any call. Readers find the earlier export then, or the new one.
@@ -65,7 +79,14 @@ def publish(root: Path, files: Sequence[FileLayout], total_parameters: int | Non
     live = _live(root)
     earlier = _front(root)
     undo = contextlib.ExitStack()
+    second = [file._replace(name=_second_name(file)) for file in files]
+    new = {(digest, name) for name, digest in sums.items()}
+    if len(files) > 1:
+        new.add((hashlib.sha256(encode_index(files, total_parameters)).hexdigest(), INDEX_NAME))
+    between = new | {(sums[file.name], _second_name(file)) for file in files}
+    between.add((hashlib.sha256(encode_index(second, total_parameters)).hexdigest(), INDEX_NAME))
     try:
+        _place_sums(root, between, undo)
         _place_beside(root, undo)
         if len(files) == 1:
             _place_single(root)
@@ -77,6 +98,7 @@ def publish(root: Path, files: Sequence[FileLayout], total_parameters: int | Non
         if _front(root) == earlier:  # network file systems report errors of calls that were carried out
             undo.close()
         raise
+    _replace_sums(root, new)
     sweep(root)
     sync_directory(root)
     shutil.rmtree(root / BESIDE, ignore_errors=True)
@@ -84,7 +106,13 @@ def publish(root: Path, files: Sequence[FileLayout], total_parameters: int | Non
 
 def check_free(root: Path, files: Sequence[FileLayout]) -> None:
     """Raise an ExportError where a directory is in the way of a file."""
-    names = [SINGLE_NAME, INDEX_NAME, *(file.name for file in files), *(_second_name(file) for file in files)]
+    names = [
+        SINGLE_NAME,
+        INDEX_NAME,
+        SUMS_NAME,
+        *(file.name for file in files),
+        *(_second_name(file) for file in files),
+    ]
     names.extend(path.name for path in _beside(root))
     for name in names:
         if (root / name).is_dir() and not (root / name).is_symlink():
@@ -168,6 +196,28 @@ def _place_over(
     sync_directory(root)
     os.replace(root / (INDEX_NAME + PARTIAL), root / INDEX_NAME)
     sync_directory(root)
+
+
+def _place_sums(root: Path, new: set[tuple[str, str]], undo: contextlib.ExitStack) -> None:
+    """Those of the earlier export, and `new` ones. None if the earlier one has none: `new` ones would not be its."""
+    path = root / SUMS_NAME
+    known: set[tuple[str, str]] = set()
+    with contextlib.suppress(FileNotFoundError, ExportError):  # damaged ones are as good as none
+        known = {(digest, name) for name, digests in parse_sums(root, path.read_bytes()).items() for digest in digests}
+    if not _live(root).issubset(name for _, name in known):
+        _remove(path)
+        return
+    undo.callback(partial(_replace_sums, root, known) if known else partial(_remove, path))
+    _replace_sums(root, known | new)
+    sync_directory(root)
+
+
+def _replace_sums(root: Path, sums: set[tuple[str, str]]) -> None:
+    unfinished = root / (SUMS_NAME + PARTIAL)
+    _remove(unfinished)
+    lines = [f"{digest}  {name}\n" for digest, name in sorted(sums, key=lambda each: each[::-1])]
+    write_synced(unfinished, "".join(lines).encode())
+    os.replace(unfinished, root / SUMS_NAME)
 
 
 def _place_beside(root: Path, undo: contextlib.ExitStack) -> None:

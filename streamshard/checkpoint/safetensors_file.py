@@ -15,9 +15,10 @@ import hashlib
 import json
 import math
 import os
+import re
 import stat
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from streamshard.errors import ExportError
 __all__ = [
     "INDEX_NAME",
     "SINGLE_NAME",
+    "SUMS_NAME",
     "FileLayout",
     "StoredDirectory",
     "StoredTensor",
@@ -37,19 +39,26 @@ __all__ = [
     "encode_index",
     "files_of_index",
     "lay_out",
+    "parse_sums",
     "plan_files",
     "read_directory",
     "read_file",
+    "sha256_of",
 ]
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+SUMS_NAME = "model.safetensors.sha256"  # beside them, in the format of sha256sum
 
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the library refuses longer ones
 _OPENED_AT_MOST = 10  # times in a row that a directory may be replaced while it is being opened
 _SAMPLE_BYTES = 256
+_HASHED_BYTES = 1 << 20  # at once
+
+_SUM = re.compile(rb"([0-9a-f]{64})  (model[^/\\]*(?:safetensors|json))")
+_SUM_SHOWN = 90
 
 # In the order in which a file holds them.
 _DTYPE_NAMES = {
@@ -124,18 +133,27 @@ class StoredDirectory(contextlib.AbstractContextManager["StoredDirectory"]):
 
     Attributes:
         tensors: by name.
+        sums: the SHA-256 of files by name, as hexadecimal digits; several, while one is replaced by another.
         layout: a digest of names, files, shapes, dtypes and offsets.
+        sizes_bytes: of the files.
         identity: what tells the files from any others on the same storage, also those of the same layout.
     """
 
-    def __init__(self, files: Sequence[_OpenFile], tensors: Mapping[str, StoredTensor]) -> None:
+    def __init__(
+        self,
+        files: Sequence[_OpenFile],
+        tensors: Mapping[str, StoredTensor],
+        sums: Mapping[str, frozenset[str]] | None = None,
+    ) -> None:
         self._files = files
         self.tensors = tensors
+        self.sums = sums or {}
         digest = hashlib.sha256()
         for name, stored in sorted(tensors.items()):
             entry = (name, Path(os.fsdecode(stored.file.name)).name, stored.offset, stored.shape, str(stored.dtype))
             digest.update(repr(entry).encode())
         self.layout = digest.hexdigest()
+        self.sizes_bytes = [file.identity.size_bytes for file in files]
         self.identity = tuple(file.identity[1:] for file in files)  # hosts number a shared device differently
 
     def __exit__(self, *args: object) -> None:
@@ -151,6 +169,19 @@ class StoredDirectory(contextlib.AbstractContextManager["StoredDirectory"]):
             end = min(middle + _SAMPLE_BYTES, stored.offset + size_bytes)
             digest.update(os.pread(stored.file.fileno(), end - middle, middle))
         return digest.hexdigest()
+
+    def verify(self, part: int, parts: int, advance: Callable[[int], object]) -> None:
+        """Compare files with their checksums, where there are such: those whose turn it is among `parts` readers.
+
+        Raises:
+            ExportError: names the file that is not what its checksum says.
+        """
+        for file in self._files[part::parts]:
+            if self.sums and _sha256_of(file.opened, advance) not in self.sums.get(file.path.name, ()):
+                raise ExportError(
+                    f"{file.path} is not what its checksum in {SUMS_NAME} says: it is damaged, or was replaced by "
+                    f"something that does not keep checksums; if it is as it should be, delete {SUMS_NAME}"
+                )
 
     def check_unchanged(self) -> None:
         """Raise an ExportError if somebody has written into one of the files since they were opened."""
@@ -209,6 +240,39 @@ def files_of_index(text: bytes) -> dict[str, str]:
     strange = [file for file in found.values() if not isinstance(file, str)]
     if strange:
         raise ValueError(f"{strange[0]!r} is no file name")
+    return found
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, as hexadecimal digits."""
+    with FileIO(path) as file:
+        return _sha256_of(file, lambda count: None)
+
+
+def _sha256_of(file: FileIO, advance: Callable[[int], object]) -> str:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_HASHED_BYTES))
+    position = 0
+    while count := os.preadv(file.fileno(), [buffer], position):
+        digest.update(buffer[:count])
+        position += count
+        advance(count)
+    return digest.hexdigest()
+
+
+def parse_sums(root: Path, text: bytes | None) -> dict[str, frozenset[str]]:
+    """Checksums by file, of the text of `SUMS_NAME` in `root`; none where there is no such file.
+
+    Raises:
+        ExportError: it is none.
+    """
+    found: dict[str, frozenset[str]] = {}
+    for line in (text or b"").splitlines():
+        match = _SUM.fullmatch(line)
+        if match is None:
+            raise ExportError(f"{root / SUMS_NAME} is damaged: {line[:_SUM_SHOWN]!r} is no checksum of a file")
+        name = os.fsdecode(match[2])
+        found[name] = found.get(name, frozenset()) | {match[1].decode()}
     return found
 
 
@@ -332,9 +396,12 @@ def lay_out(name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str])
 
 
 def _open_directory(root: Path, opened: contextlib.ExitStack) -> StoredDirectory:
+    sums = _read_sums(root)
     single = _open(root / SINGLE_NAME, opened)
     if single is not None:
-        return StoredDirectory([single], _read_header(single))
+        tensors = _read_header(single)
+        _check_sums(root, sums)
+        return StoredDirectory([single], tensors, parse_sums(root, sums))
     index = _open(root / INDEX_NAME, opened)
     if index is None:
         if (root / SINGLE_NAME).is_file():  # came while it was looked for, and the index went
@@ -357,7 +424,23 @@ def _open_directory(root: Path, opened: contextlib.ExitStack) -> StoredDirectory
     lost = next((tensor for tensor in weight_map if tensor not in tensors), None)
     if lost is not None:
         raise ExportError(f"{index.path} says {lost!r} is in {weight_map[lost]}, which does not have it")
-    return StoredDirectory([index, *files.values()], tensors)
+    _check_sums(root, sums)
+    return StoredDirectory([index, *files.values()], tensors, parse_sums(root, sums))
+
+
+def _read_sums(root: Path) -> bytes | None:
+    try:
+        return (root / SUMS_NAME).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ExportError(f"cannot read {root / SUMS_NAME}: {error}") from error
+
+
+def _check_sums(root: Path, sums: bytes | None) -> None:
+    """Those that were there before the files were opened have to be theirs: an export replaces them first and last."""
+    if _read_sums(root) != sums:
+        raise _Replaced
 
 
 def _open_files(

@@ -1,6 +1,7 @@
 """Writes safetensors files from all ranks at once, each its own byte ranges. Nothing is gathered.
 
-    plan -> clear leftovers -> create (rank 0) -> write and fsync (every rank) -> publish by renaming (rank 0)
+    plan -> clear leftovers -> create (rank 0) -> write and fsync (every rank) -> hash (each file one rank)
+      -> publish by renaming (rank 0)
 
 Between two arrows all ranks meet, and a failure on one becomes an `ExportError` on all that names it.
 
@@ -29,7 +30,14 @@ from streamshard.checkpoint.publish import (
     write_all,
     write_synced,
 )
-from streamshard.checkpoint.safetensors_file import INDEX_NAME, FileLayout, TensorSpec, encode_index, plan_files
+from streamshard.checkpoint.safetensors_file import (
+    INDEX_NAME,
+    FileLayout,
+    TensorSpec,
+    encode_index,
+    plan_files,
+    sha256_of,
+)
 from streamshard.config import parse_bytes
 from streamshard.errors import ExportError
 
@@ -53,6 +61,14 @@ class RankGroup(Protocol):
     @property
     def replica(self) -> int:
         """Which copy of the model this rank holds a shard of, from 0."""
+
+    @property
+    def number(self) -> int:
+        """Which of them this rank is, from 0."""
+
+    @property
+    def total_size(self) -> int:
+        """How many there are."""
 
     def gather_objects(self, value: Any, /) -> list[Any]:
         """Every rank's `value`, in rank order. Blocks until all ranks have called it."""
@@ -123,9 +139,12 @@ def write_sharded(
         if first:
             _create(root, files, index, write_beside)
 
-    def put_in_place() -> None:
+    def hash_mine() -> dict[str, str]:
+        return {file.name: sha256_of(root / (file.name + PARTIAL)) for file in files[group.number :: group.total_size]}
+
+    def put_in_place(sums: Mapping[str, str]) -> None:
         if first:
-            publish(root, files, total_parameters)
+            publish(root, files, total_parameters, sums)
 
     try:
         # On every rank, not only on rank 0: where a directory is not shared, leftovers of an earlier run must not be
@@ -133,7 +152,9 @@ def write_sharded(
         run_on_all_ranks(group, f"clear {root}", lambda: remove_partials(root))
         run_on_all_ranks(group, f"create files in {root}", create)
         run_on_all_ranks(group, f"write to {root}", lambda: _write(root, files, entries))
-        run_on_all_ranks(group, f"publish {root}", put_in_place)
+        gathered = gather_from_all_ranks(group, f"read {root} again", hash_mine)
+        sums = {name: digest for theirs in gathered for name, digest in theirs.items()}
+        run_on_all_ranks(group, f"publish {root}", lambda: put_in_place(sums))
     except BaseException:
         if first:
             with contextlib.suppress(OSError):

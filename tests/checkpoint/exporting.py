@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from streamshard.checkpoint.export import export_shards
+from streamshard.checkpoint.safetensors_file import SUMS_NAME
 from streamshard.errors import ExportError
 from streamshard.plan.layout import ParamSize, plan_unit
 from streamshard.unit.shard import ParamShard
@@ -26,10 +28,10 @@ class ThreadGroup:
     """One of several threads of this process that act as ranks."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, told: list[Any]) -> None:
-        self.rank = rank
+        self.rank = self.number = rank
         self.is_first = rank == 0
         self.replica = 0
-        self.world_size = len(told)
+        self.world_size = self.total_size = len(told)
         self._barrier = barrier
         self._told = told
 
@@ -130,9 +132,21 @@ class Plain(nn.Module):
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
 
 
+def assert_sums(directory: Path) -> None:
+    """There are checksums, in the format of sha256sum, of all files with weights and of their index, and no others."""
+    lines = [line.split("  ") for line in (directory / SUMS_NAME).read_text().splitlines()]
+    files = [path.name for path in directory.glob("model*") if path.name != SUMS_NAME]
+    assert sorted(name for _, name in lines) == sorted(files)
+    for digest, name in lines:
+        assert hashlib.sha256((directory / name).read_bytes()).hexdigest() == digest, name
+
+
 def assert_same_files(ours: Path, theirs: Path) -> None:
-    """Both directories have the same files with the same bytes."""
-    assert sorted(path.name for path in ours.iterdir()) == sorted(path.name for path in theirs.iterdir())
+    """Both directories have the same files with the same bytes; ours has their checksums besides."""
+    assert_sums(ours)
+    assert sorted({path.name for path in ours.iterdir()} - {SUMS_NAME}) == sorted(
+        path.name for path in theirs.iterdir()
+    )
     for path in theirs.iterdir():
         assert (ours / path.name).read_bytes() == path.read_bytes(), path.name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import threading
 from collections.abc import Callable
@@ -16,11 +17,12 @@ from torch import nn
 from streamshard.checkpoint import huggingface
 from streamshard.checkpoint import load as loading
 from streamshard.checkpoint.load import Loaded, load_shards
-from streamshard.checkpoint.safetensors_file import StoredDirectory, read_directory
+from streamshard.checkpoint.safetensors_file import SUMS_NAME, StoredDirectory, read_directory
 from streamshard.errors import ExportError
 from tests.checkpoint.exporting import (
     MODELS,
     Plain,
+    assert_sums,
     export,
     filled,
     on_threads,
@@ -208,6 +210,7 @@ def test_a_snapshot_of_the_hub_is_read_through_its_links(tmp_path: Path) -> None
 def _other_weights(directory: Path, target: Path) -> None:
     """`directory` again with other values: headers are the same."""
     shutil.copytree(directory, target)
+    (target / SUMS_NAME).unlink(missing_ok=True)
     for path in target.iterdir():
         tensors = {name: tensor + 1 for name, tensor in load_file(path).items()}
         save_file(tensors, path, {"format": "pt"})
@@ -355,3 +358,42 @@ def test_many_strange_names_are_looked_at_once(tmp_path: Path, monkeypatch: pyte
         load(Plain(), tmp_path, 1)
     assert asked == [2000]
     assert len(str(raised.value)) < 3000
+
+
+@pytest.mark.parametrize("size", ["5GB", 300])
+def test_flipped_bytes_are_noticed_before_anything_changes(size: int | str, tmp_path: Path) -> None:
+    """Of weights, headers, the index and of the checksums themselves, which are shared out among ranks."""
+    model = filled(Plain)
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    export(model, good, 2, max_shard_size=size)
+    ranks = [shards_for(Plain(), rank, 3) for rank in range(3)]
+    before = [shard.main.clone() for shards in ranks for shard in shards]
+    generator = random.Random(3)
+    names = sorted(path.name for path in good.iterdir())
+    for number in range(40):
+        name = names[number % len(names)]
+        shutil.copytree(good, bad)
+        content = bytearray((bad / name).read_bytes())
+        content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+        (bad / name).write_bytes(content)
+        for outcome in on_threads(3, lambda group: load_shards(model, ranks[group.rank], group, bad)):
+            assert isinstance(outcome, ExportError), f"{number}: {name}"
+            assert "model" in str(outcome)
+        shutil.rmtree(bad)
+    after = [shard.main for shards in ranks for shard in shards]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_weights_that_others_have_put_there_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    """save_pretrained does not know of checksums."""
+    model = filled(llama)
+    export(model, tmp_path, 1)
+    with torch.no_grad():
+        model.lm_head.weight += 1
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ExportError, match=r"was replaced by something that does not keep checksums.*delete model.safe"):
+        load(llama(), tmp_path, 2)
+    (tmp_path / SUMS_NAME).unlink()
+    assert torch.equal(load(llama(), tmp_path, 2)["lm_head.weight"], model.lm_head.weight)
+    export(model, tmp_path, 1)  # and an export over weights without them has them again
+    assert_sums(tmp_path)
