@@ -51,10 +51,11 @@ class Precision:
     bf16              bf16              `SUM_16`
     ================  ================  ======================
 
-    On GPUs those with 16 bits on the wire are for so many ranks (`StreamShard` warns beyond): `EXCHANGE_16` sends half
-    of the bytes of `FP32` within a machine, but G (1 - 1/M) / 2 times as many between M machines of G GPUs each, from
-    three of four or two of eight on; `SUM_16` adds up in 16 bits, where a sum of more than 256 gradients that are alike
-    grows no more (2048 in fp16). On CPUs all three send to each other rank, and sum in fp32.
+    On GPUs those with 16 bits on the wire are not for any number of ranks (`StreamShard` warns of too many).
+    `EXCHANGE_16` sends half of the bytes of `FP32` within a machine, but G (1 - 1/M) / 2 times as many between M
+    machines of G GPUs each: more, from three machines of four or two of eight on. `SUM_16` adds up in 16 bits, where a
+    sum of more than 256 gradients that are alike grows no more (2048 in fp16). On CPUs all three send to each other
+    rank, and sum in fp32.
 
     Args:
         param_dtype: what layers compute with and all-gathers send. bf16, fp16 or fp32.

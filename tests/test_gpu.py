@@ -19,6 +19,7 @@ from streamshard import GradScaler, LocalSGD, Precision, RankMismatchError, Stre
 from tests.models import Block, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, Tolerance, adamw, assert_same, assert_trains_like_plain, full_weights
+from tests.training.test_cases_compile import let_dynamo_look
 
 pytestmark = pytest.mark.gpu
 
@@ -63,6 +64,64 @@ def test_models_train_like_plain_pytorch_on_a_gpu(context: RankContext, case: st
     build, step = CASES[case]
     settings = DIAL[setting]
     assert_trains_like_plain(context, build, step, steps=5, checked=(1, 4), optimizer=adamw, tolerance=NEAR, **settings)
+
+
+def _capture_layers(model: Any, number: int) -> None:
+    is_ours = isinstance(model, StreamShard)
+    if number == 0 and is_ours:
+        for block in model.blocks:
+            block.compile(mode="reduce-overhead")
+
+
+@on_ranks(1, 2, backend="nccl")
+@pytest.mark.parametrize("setting", DIAL)
+def test_layers_captured_in_graphs_train_like_plain_pytorch_on_a_gpu(context: RankContext, setting: str) -> None:
+    """The first steps warm up and capture, the others replay; what is gathered and reduced stays outside."""
+    let_dynamo_look()
+    counters = torch._dynamo.utils.counters["inductor"]
+    counters.clear()
+    near, settings = Tolerance(relative=2e-3, absolute=1e-5), DIAL[setting]
+    assert_trains_like_plain(
+        context,
+        TinyLM,
+        lm_step,
+        steps=6,
+        checked=(1, 5),
+        optimizer=adamw,
+        prepare=_capture_layers,
+        tolerance=near,
+        **settings,
+    )
+    assert counters["cudagraph_recorded_non_static_inputs"] > 0
+    assert counters["cudagraph_skips"] == 0
+
+
+@on_ranks(1, 2, backend="nccl")
+def test_layers_are_captured_once_and_evaluated_on_a_gpu(context: RankContext) -> None:
+    """Weights are where they were, so that steps replay; without backward torch wants to be told where steps begin."""
+    let_dynamo_look()
+    torch.manual_seed(7)
+    model: Any = StreamShard(TinyLM().to(context.device), precision=FP32)
+    torch.manual_seed(7)
+    eager: Any = StreamShard(TinyLM().to(context.device), precision=FP32)
+    _capture_layers(model, 0)
+    captured: list[int] = []
+    for number in range(8):
+        torch.compiler.cudagraph_mark_step_begin()
+        lm_step(model, Call(number, context.rank, context.world_size, 1.0))
+        model.zero_grad()
+        from torch._inductor.cudagraph_trees import get_manager  # which compiling has imported, without warnings
+
+        manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+        assert manager is not None
+        captured.append(manager.new_graph_id().id - len(captured))  # asking takes a number
+    assert captured[0] < captured[-1] == captured[-4]
+    tokens = token_batch(0, context.rank).cuda()
+    with torch.no_grad():
+        wanted = eager(tokens)
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert_same({"logits": model(tokens)}, {"logits": wanted}, "logits", Tolerance(2e-3, 1e-5))
 
 
 @on_ranks(1, 2, backend="nccl")

@@ -80,6 +80,13 @@ _QUESTIONS = _names(
     storage_offset stride untyped_storage
     """
 )
+_QUESTIONED = _names(  # attributes; those that are tensors are elementwise
+    """
+    _has_symbolic_sizes_strides _python_dispatch _version device dtype grad_fn is_cpu is_cuda is_leaf is_meta is_mkldnn
+    is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr is_xla is_xpu itemsize layout name nbytes ndim
+    output_nr requires_grad retains_grad shape
+    """
+)
 _NORMS = frozenset((torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm))
 _REDUCTIONS = _names("sum nansum mean max min amax amin any all count_nonzero dot vdot equal allclose")
 _JOINS = frozenset(("cat", "concat", "concatenate", "hstack"))
@@ -104,7 +111,8 @@ def _kind_by_name(func: Callable[..., Any], name: str) -> OpKind:
         return OpKind.FOREACH_NORM
     if func is torch._amp_foreach_non_finite_check_and_unscale_:
         return OpKind.NON_FINITE_CHECK
-    if name in _QUESTIONS:
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+    if name in _QUESTIONS or attribute in _QUESTIONED:
         return OpKind.QUESTION
     if name in _REDUCTIONS:
         return OpKind.REDUCTION

@@ -25,6 +25,8 @@ from streamshard.unit.unreduced_grad import UnreducedGrad, flat
 
 __all__ = ["ShardedGrad", "know_grads"]
 
+_AsTensors = torch._C.DisableTorchFunctionSubclass
+
 
 def know_grads(params: Iterable[torch.Tensor]) -> None:
     """Gradients of pieces that the user has put there as plain tensors know that they are pieces from now on."""
@@ -59,24 +61,27 @@ class ShardedGrad(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """See `streamshard.unit.grad_ops` for what is told apart."""
+        kind = kind_of(func)
+        if kind is OpKind.QUESTION:  # first: torch asks each gradient for several things in each step
+            with _AsTensors():
+                return func(*args, **(kwargs or {}))
         if UnreducedGrad in types:
             return NotImplemented  # whatever it is, such gradients answer it: a list of both is no list of ours
         kwargs = kwargs or {}
-        kind = kind_of(func)
-        if kind is OpKind.ELEMENTWISE or kind is OpKind.QUESTION:
-            with torch._C.DisableTorchFunctionSubclass():
+        if kind is OpKind.ELEMENTWISE:
+            with _AsTensors():
                 try:
                     result: Any = func(*args, **kwargs)
                 except RuntimeError as error:
                     _explain(func, error, args, kwargs)
                     raise
-                return result if kind is OpKind.QUESTION else _known(func, result, args, kwargs)
+                return _known(func, result, args, kwargs)
         grad = _first_of(args, kwargs)
         if grad.ranks.world_size == 1:
-            with torch._C.DisableTorchFunctionSubclass():
+            with _AsTensors():
                 return func(*args, **kwargs)
         answer: Callable[..., Any] = _ANSWERS.get(kind, _refuse_op)
-        with torch._C.DisableTorchFunctionSubclass():
+        with _AsTensors():
             return answer(func, grad, args, kwargs)
 
     def __deepcopy__(self, memo: object) -> ShardedGrad:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.utils import count_tangents
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
 from streamshard.errors import ShardingError
-from tests.models import Stack, TinyLM, token_batch, vector_batch
+from streamshard.inspect import engine_inside
+from tests.models import DIM, Stack, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, adamw, assert_same, assert_trains_like_plain, lm_step, sgd, stack_step
 
@@ -103,6 +108,86 @@ def test_a_compiled_function_that_calls_the_model(context: RankContext) -> None:
         return call.backward(run(model, vector_batch(call.step, call.rank)))
 
     assert_trains_like_plain(context, Stack, step)
+
+
+class _Products(Stack):
+    """Layers are matrix products alone, for which torch's own backend generates no code that would take a compiler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM, bias=False)) for _ in range(4))
+
+    def order(self) -> Any:
+        for layer in self.layers:
+            yield layer
+            yield torch.tanh
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's own backend asks a C++ compiler what the CPU can do")
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_units_compiled_with_less_overhead(context: RankContext, how: str) -> None:
+    """By torch's own backend, in the mode in which it captures layers in graphs where there is a GPU."""
+    let_dynamo_look()
+
+    def compile_layers(model: Any, number: int) -> None:
+        if number == 0:
+            for place, layer in enumerate(model.layers):
+                if how == "in place":
+                    layer.compile(mode="reduce-overhead")
+                else:
+                    model.layers[place] = torch.compile(layer, mode="reduce-overhead")
+
+    assert_trains_like_plain(context, _Products, stack_step, prepare=compile_layers)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("slots", [2, 3, "all"])
+def test_weights_of_compiled_units_are_always_at_the_same_addresses(context: RankContext, slots: Any) -> None:
+    """Where layers are captured in device graphs, weights are not copied then, and no graph is captured twice.
+
+    Torch's graphs take parameters, and what forward saves for backward, for static: a capture is used again where these
+    are at the addresses that they had, and made anew where they are not.
+    """
+    let_dynamo_look()
+    torch.manual_seed(7)
+    model: Any = StreamShard(TinyLM(), precision=FP32, weight_slots=slots)
+    calls: list[tuple[int, ...]] = []
+
+    def watched(graph: torch.fx.GraphModule, static: Sequence[int]) -> Any:
+        def run(arguments: list[Any]) -> Any:
+            weights = {
+                place: argument.data_ptr()
+                for place, argument in enumerate(arguments)
+                if isinstance(argument, Tensor)
+                and any(unit.weight_slot.holds(argument) for unit in engine_inside(model).units)
+            }
+            assert set(weights) <= set(static)
+            calls.append((id(graph), *weights.values()))
+            return graph.forward(*arguments)
+
+        return make_boxed_func(lambda *arguments: run(list(arguments)))
+
+    def forward(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        traced = torch._guards.TracingContext.get().fw_metadata
+        assert traced is not None
+        return watched(graph, traced.static_input_indices)
+
+    def backward(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        return watched(graph, range(count_tangents(graph)))
+
+    for block in model.blocks:
+        block.compile(backend=aot_autograd(fw_compiler=forward, bw_compiler=backward))
+    optimizer, steps = adamw(model), []
+    for number in range(4):
+        calls.clear()
+        lm_step(model, Call(number, context.rank, context.world_size, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(list(calls))
+    assert len(steps[0]) == 2 * len(model.blocks)
+    assert all(len(call) > 4 for call in steps[0])
+    assert steps[1:] == steps[:1] * 3
 
 
 @on_ranks(2)

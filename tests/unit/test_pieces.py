@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from streamshard import GradScaler, StreamShard
 from streamshard.errors import ShardingError
+from streamshard.unit.grad_ops import OpKind, kind_of
 from streamshard.unit.sharded_grad import ShardedGrad
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
@@ -89,6 +91,25 @@ VECTORS: dict[str, Callable[[list[Tensor], list[Tensor]], Tensor]] = {
     "total norm, one by one": lambda a, b: nn.utils.get_total_norm(a, norm_type=math.inf, foreach=False),
     "by hand": lambda a, b: sum((g.norm() ** 2 for g in a), torch.zeros(())).sqrt(),
 }
+
+
+# What torch's optimizers, scaler and clipping ask of each gradient in each step.
+ASKED = ("device", "dtype", "grad_fn", "is_cuda", "is_leaf", "is_sparse", "layout", "ndim", "requires_grad", "shape")
+
+
+@on_ranks(2)
+def test_attributes_of_a_gradient_are_questions_or_pieces(context: RankContext) -> None:
+    """What is no tensor is answered at once, as for a plain one; what is one stays a piece."""
+    grad = _grads(_pair()[0])[0]
+    piece = grad.as_subclass(Tensor)
+    for name in ("T", "data", "mT", "real", *ASKED):
+        getter = inspect.getattr_static(Tensor, name).__get__
+        is_tensor = isinstance(getattr(piece, name), Tensor)
+        assert kind_of(getter) is (OpKind.ELEMENTWISE if is_tensor else OpKind.QUESTION), name
+        if is_tensor:
+            assert type(getattr(grad, name)) is ShardedGrad, name
+        else:
+            assert getattr(grad, name) == getattr(piece, name), name
 
 
 @on_ranks(2, 3)
