@@ -54,7 +54,8 @@ class StreamShard(Uncopyable):
 
     Args:
         module: the model, the same on every rank, on the CPU or one accelerator. From the CPU it moves to this rank's
-            accelerator if there is one that the process group can serve, unless `mesh` is one of CPUs.
+            accelerator if there is one that the process group can serve, unless `mesh` is one of CPUs. Parameters and
+            buffers on the meta device get room there, and are empty: `load_safetensors` or `init_weights` fills them.
         units: what is gathered and reduced together: module classes, modules, names, a predicate ``(module)`` or
             ``(name, module)``, or None: ``_no_split_modules`` of a transformers model, the repeated children of every
             ModuleList or Sequential that holds a tenth of the parameters, and beside these layers what is large, if
@@ -78,7 +79,8 @@ class StreamShard(Uncopyable):
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
             optimizer whose state is kept in blocks (8-bit moments) sees whole ones; with ``"row"`` between rows, and
             pieces have the shape ``[rows, ..]``, for optimizers with statistics of each row. Costs padding.
-        broadcast_weights: start from rank 0's weights; else every rank shards its own, which must be equal.
+        broadcast_weights: start from rank 0's weights, whose model may be the only one that is not on the meta device;
+            else every rank shards its own, which must be equal.
         check_grads: a backward that leaves nan or inf in a gradient on any rank raises `GradientError` on all of them.
             One collective and one wait of the host per backward. Not for fp16 with a loss scaler, which overflows now
             and then on purpose.
@@ -382,10 +384,11 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, str
     if not isinstance(strict, bool):
         raise ConfigError(f"strict={strict!r}: wanted True or False")
     engine = engine_at_rest(_all_of(model), "load_safetensors", accepts_empty=True)
-    loaded = load_shards(model, engine.param_shards, engine.ranks, directory, strict=strict)
-    if engine.empty is not None:
-        engine.empty.fill(loaded.names)
-        compute_buffers(engine, model)
+    with leave_inference_mode():
+        loaded = load_shards(model, engine.param_shards, engine.ranks, directory, strict=strict)
+        if engine.empty is not None:
+            engine.empty.fill(loaded.names)
+            compute_buffers(engine, model)
     return loaded.difference
 
 
@@ -412,7 +415,8 @@ def init_weights(
         ConfigError, RankMismatchError: `init` or `seed` cannot be used, or differ between ranks.
     """
     engine = engine_at_rest(_all_of(model), "init_weights", accepts_empty=True)
-    initialise(engine, model, init, seed)
+    with leave_inference_mode():
+        initialise(engine, model, init, seed)
 
 
 def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only: bool = True) -> dict[str, Any]:

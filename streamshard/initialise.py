@@ -76,10 +76,11 @@ def _run(engine: Engine, model: nn.Module, init: Init | None, params: set[str], 
         seed: of all random numbers.
 
     Raises:
-        ShardingError: on every rank, what went wrong on one.
+        ShardingError: on every rank, what went wrong on one. All that should have been filled is empty again.
     """
     room = Room(engine, params)
     needed = _modules_of(model, params | buffers, engine)
+    found = {name: buffer for name, buffer in buffers_of(model).items() if name in buffers}
     error: Exception | None = None
     try:
         with torch.no_grad(), _seeded(engine.streams.device, seed), _kept(engine, model, buffers):
@@ -88,13 +89,26 @@ def _run(engine: Engine, model: nn.Module, init: Init | None, params: set[str], 
             room.finish()
     except Exception as raised:  # whatever it is, the other ranks are waiting to hear of it
         error = raised
+    try:
+        _refuse_together(engine, error)
+        room.check_equal()
+    except Exception:
+        for name, buffer in found.items():
+            owner, _, key = name.rpartition(".")
+            model.get_submodule(owner)._buffers[key] = buffer
+        assert engine.empty is not None
+        engine.empty.renew([shard for shard in engine.param_shards if shard.name in params], found)
+        raise
+
+
+def _refuse_together(engine: Engine, error: Exception | None) -> None:
     told = None if error is None else f"{type(error).__name__}: {error}"
-    for rank, story in enumerate(engine.ranks.gather_errors(told)):
-        if story is not None and error is None:
-            raise ShardingError(f"initialisation failed on rank {rank}: {story}")
+    stories = engine.ranks.gather_errors(told)
     if error is not None:
         raise error
-    room.check_equal()
+    for rank, story in enumerate(stories):
+        if story is not None:
+            raise ShardingError(f"initialisation failed on rank {rank}: {story}")
 
 
 def _initialise(

@@ -81,9 +81,9 @@ class Room:
         names = {shard.name for shard in shards}
         for shard in shards:
             if shard.name not in self._open:
-                is_empty = shard.name in self._empty
-                self._make_room(_nbytes(shard) if is_empty else self._limit, names)
-                self._open[shard.name] = self._new(shard) if is_empty else self._gather(shard)
+                self._open[shard.name] = (
+                    self._new(shard, names) if shard.name in self._empty else self._gather(shard, names)
+                )
         return [self._open[shard.name] for shard in shards]
 
     def finish(self) -> None:
@@ -94,12 +94,11 @@ class Room:
         """
         for name in list(self._open):
             self._close(name)
-        strays = [name for name, shard in self._shards.items() if shard.param._version != self._versions[name]]
-        if strays:
-            if self._engine.empty is not None:
-                self._engine.empty.renew([self._shards[name] for name in strays if name in self._empty])
+        shards = self._shards.items()
+        stray = next((name for name, shard in shards if shard.param._version != self._versions[name]), None)
+        if stray is not None:
             raise ShardingError(
-                f"the initialisation has written to parameter {strays[0]!r} by way of a list or an attribute outside "
+                f"the initialisation has written to parameter {stray!r} by way of a list or an attribute outside "
                 "of its module's parameters, where this rank has its piece only: take it from the module "
                 "(module.weight, module.parameters())"
             )
@@ -126,29 +125,36 @@ class Room:
                 "init_weights take random numbers from torch's default generator, which has the same seed everywhere"
             )
 
-    def _new(self, shard: ParamShard) -> torch.Tensor:
+    def _new(self, shard: ParamShard, kept: set[str]) -> torch.Tensor:
         """Memory of one that was closed, if there is such: what allocators get back they may break into pieces."""
         shape = torch.Size(shard.layout.shape)
+        self._close_for(_nbytes(shard), kept)
         memory = self._spare.pop((shape, shard.dtype), None)
         if memory is None:
+            self._drop_spare(_nbytes(shard))
             memory = torch.empty(shape, dtype=shard.dtype, device=self._engine.streams.device)
         return memory.fill_(torch.nan)
 
-    def _gather(self, shard: ParamShard) -> torch.Tensor:
+    def _gather(self, shard: ParamShard, kept: set[str]) -> torch.Tensor:
         unit = self._unit_of[shard.name]
+        self._close_for(self._limit, kept)
+        self._drop_spare(self._limit)
         full = unit.gather_full([each.main for each in unit.shard.params])
         return whole_of(full, shard).to(shard.dtype, copy=True)
 
-    def _make_room(self, nbytes: int, kept: set[str]) -> None:
+    def _close_for(self, nbytes: int, kept: set[str]) -> None:
+        """Close as much as it takes to open `nbytes`, as far as nobody holds it."""
         for name in list(self._open):
             if nbytes + _total(self._open) <= self._limit:
-                break
+                return
             if name not in kept and not _is_held(memory := self._open[name]):
                 self._close(name)
                 self._spare[memory.shape, memory.dtype] = memory
-        for key in list(self._spare):
-            if _total(self._open) + _total(self._spare) > self._limit:
-                del self._spare[key]
+
+    def _drop_spare(self, nbytes: int) -> None:
+        """Give memory back that nothing lies in, as much as it takes to allocate `nbytes`."""
+        while self._spare and nbytes + _total(self._open) + _total(self._spare) > self._limit:
+            self._spare.popitem()
 
     def _close(self, name: str) -> None:
         flat = self._open.pop(name).view(-1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import StreamShard, init_weights, load_safetensors
 from streamshard.checkpoint import huggingface
@@ -392,6 +393,42 @@ def test_ranks_that_differ_are_heard_of_on_all(context: RankContext) -> None:
 
     with pytest.raises(RankMismatchError, match="initialised the model with different numbers"):
         init_weights(model, draw)
+    with pytest.raises(ShardingError, match=r"'layers.0.linear.weight', and 9 more, is empty"):
+        model(vector_batch(0, 0))
+    init_weights(model, seed=5)
+    assert_same(full_weights(model), plain(Stack, 5).state_dict(), "weights")
+
+
+@on_ranks(2)
+def test_what_failed_on_one_rank_is_undone_on_all(context: RankContext) -> None:
+    """Weights and buffers are empty again, also where everything went well."""
+    model: Any = StreamShard(on_meta(NormStack), precision=FP32)
+    buffers = dict(model.named_buffers())
+
+    def fail(module: nn.Module) -> None:
+        _reset(module)
+        if isinstance(module, nn.BatchNorm1d):
+            module.running_var = torch.ones(DIM)
+        if module is model and context.rank == 1:
+            raise KeyError("mine")
+
+    with pytest.raises((ShardingError, KeyError), match="mine"):
+        init_weights(model, fail)
+    assert all(buffers[name] is buffer for name, buffer in model.named_buffers())
+    with pytest.raises(ShardingError, match=r"'layers.0.linear.weight', and 22 more, is empty"):
+        model(vector_batch(0, 0))
+    init_weights(model, seed=5)
+    assert_same(full_weights(model), plain(NormStack, 5).state_dict(), "weights")
+
+
+@on_ranks(4)
+def test_replicas_have_the_same_numbers(context: RankContext) -> None:
+    """On a 2-D mesh."""
+    model: Any = StreamShard(on_meta(Stack), mesh=init_device_mesh("cpu", (2, 2)), precision=FP32)
+    with torch.inference_mode():
+        init_weights(model, seed=5)
+    model.check_weights()
+    assert_same(full_weights(model), plain(Stack, 5).state_dict(), "weights")
 
 
 @on_ranks(1)

@@ -28,6 +28,7 @@ def test_no_more_is_open_than_a_unit(context: RankContext) -> None:
     """Although one function goes through the whole model, and memory that nobody holds is used again."""
     model: Any = StreamShard(on_meta(lambda: Stack((DIM,) * 12)), precision=FP32)
     most = []
+    memories = {}
 
     def init(module: nn.Module) -> None:
         if module is model:
@@ -35,9 +36,11 @@ def test_no_more_is_open_than_a_unit(context: RankContext) -> None:
                 assert isinstance(param, nn.Parameter)
                 nn.init.normal_(param)
                 most.append(open_bytes(param))
+                memories.update({id(memory): memory for memory in param.room._open.values()})
 
     init_weights(model, init, seed=5)
     assert max(most) <= LAYER_BYTES
+    assert len(memories) < 6
     found = full_weights(model)
     torch.manual_seed(5)
     for name, value in found.items():

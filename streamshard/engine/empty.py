@@ -70,11 +70,13 @@ class Empty:
             self._params.pop(name, None)
             self._buffers.pop(name, None)
 
-    def renew(self, shards: Sequence[ParamShard]) -> None:
+    def renew(self, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor]) -> None:
         """These were empty, and what was written to them is no values of theirs: they are empty again."""
         for shard in shards:
             shard.main.fill_(torch.nan)
             self._params[shard.name] = _Seen(shard.param, shard.param._version)
+        for name, buffer in buffers.items():
+            self._buffers[name] = _Seen(buffer, buffer._version)
 
     def refuse(self, what: str) -> None:
         """Raise if anything is empty.

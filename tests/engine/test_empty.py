@@ -56,6 +56,8 @@ def test_room_is_made_under_the_very_parameters_of_a_model_on_meta(context: Rank
     model.scale.fill_(1.5)
     lm_step(model, Call(0, context.rank, context.world_size, 1.0))
     assert calls == [model.positions]
+    (model.positions**2).sum().backward()  # a penalty on what it is, which autograd adds by itself
+    assert calls == [model.positions] * 2
     optimizer.step()
     assert not torch.equal(full_weights(model)["positions"], plain.positions)
 
@@ -124,7 +126,10 @@ def test_buffers_have_to_be_filled_too(context: RankContext) -> None:
     assert_empty(model, r"buffer 'norms.0.running_mean', and 1 more, is empty")
     model.norms[0].running_mean.zero_()
     assert_empty(model, "buffer 'norms.0.running_var' is empty")
-    model.norms[0].running_var = torch.ones(DIM)
+    new = torch.ones(DIM)
+    while new._version < model.norms[0].running_var._version:
+        new.mul_(1.0)
+    model.norms[0].running_var = new
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
 
 
