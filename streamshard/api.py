@@ -31,7 +31,7 @@ from streamshard.join import UnevenHook, UnevenInputs
 from streamshard.optim.wrapper import engine_of_both
 from streamshard.plan.discovery import UnitsArgument
 from streamshard.plan.layout import LocalRange
-from streamshard.plan.structure import join_names, leave_inference_mode, modules_of, params_of
+from streamshard.plan.structure import join_names, leave_inference_mode, leave_meta_device, modules_of, params_of
 
 __all__ = [
     "StreamShard",
@@ -98,7 +98,7 @@ class StreamShard(Uncopyable):
             except TypeError as error:
                 raise TypeError(f"StreamShard(): {error}") from None
             del given["self"]
-            with leave_inference_mode():
+            with leave_inference_mode(), leave_meta_device():
                 return shard_model(StreamShard, **given)
         return super().__new__(cls, *args, **kwargs)
 
@@ -384,7 +384,7 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, str
     if not isinstance(strict, bool):
         raise ConfigError(f"strict={strict!r}: wanted True or False")
     engine = engine_at_rest(_all_of(model), "load_safetensors", accepts_empty=True)
-    with leave_inference_mode():
+    with leave_inference_mode(), leave_meta_device():
         loaded = load_shards(model, engine.param_shards, engine.ranks, directory, strict=strict)
         if engine.empty is not None:
             engine.empty.fill(loaded.names)
@@ -415,7 +415,7 @@ def init_weights(
         ConfigError, RankMismatchError: `init` or `seed` cannot be used, or differ between ranks.
     """
     engine = engine_at_rest(_all_of(model), "init_weights", accepts_empty=True)
-    with leave_inference_mode():
+    with leave_inference_mode(), leave_meta_device():
         initialise(engine, model, init, seed)
 
 

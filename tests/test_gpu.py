@@ -7,6 +7,7 @@ their traffic goes through sockets: this shows correctness and order, not speed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import GradScaler, LocalSGD, Precision, RankMismatchError, StreamShard
+from streamshard import (
+    GradScaler,
+    LocalSGD,
+    Precision,
+    RankMismatchError,
+    StreamShard,
+    export_safetensors,
+    init_weights,
+    load_safetensors,
+)
 from tests.models import Block, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, Tolerance, adamw, assert_same, assert_trains_like_plain, full_weights
@@ -139,6 +149,30 @@ def test_bf16_stays_near_fp32_on_a_gpu(context: RankContext, grad_dtype: torch.d
             optimizer.zero_grad()
         assert all(value.isfinite().all() for value in full_weights(model).values())
     assert_same({"loss": losses["bf16"]}, {"loss": losses["fp32"]}, "loss", Tolerance(relative=2e-2))
+
+
+@on_ranks(1, 2, backend="nccl")
+def test_a_model_from_the_meta_device_is_initialised_and_loaded_on_a_gpu(context: RankContext, tmp_path: Path) -> None:
+    """With the numbers of the GPU's generator, as the unsharded model's there; it trains where a CPU model would."""
+
+    def reset(module: nn.Module) -> None:
+        if callable(method := getattr(module, "reset_parameters", None)):
+            method()
+
+    with torch.device("meta"):
+        model: Any = StreamShard(Stack(), precision=FP32)
+        other: Any = StreamShard(Stack(), precision=FP32)
+    before = torch.cuda.get_rng_state()
+    init_weights(model, seed=5)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    plain = Stack().to(context.device)
+    torch.manual_seed(5)
+    plain.apply(reset)
+    assert_same(full_weights(model), {name: value.cpu() for name, value in plain.state_dict().items()}, "weights")
+    export_safetensors(model, tmp_path)
+    load_safetensors(other, tmp_path)
+    assert_same(full_weights(other), full_weights(model), "loaded weights")
+    stack_step(other, Call(0, context.rank, context.world_size, 1.0))
 
 
 class WideLM(nn.Module):

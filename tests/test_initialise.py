@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -21,7 +21,7 @@ from tests.engine.test_empty import on_meta
 from tests.families import bert, dinov2, gpt2, llama, mixtral, qwen3_vl_moe, t5
 from tests.models import DIM, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, RankPool, on_ranks
-from tests.reference import FP32, Call, assert_same, full_weights, lm_step
+from tests.reference import EXACT, FP32, Call, assert_same, full_weights, lm_step
 
 MODELS: list[Callable[[], Any]] = [Stack, NormStack, llama, gpt2, bert, t5, mixtral, dinov2, qwen3_vl_moe]
 
@@ -82,7 +82,7 @@ def test_numbers_are_the_unsharded_models_on_any_number_of_ranks(ranks: RankPool
     wanted = {**model.state_dict(), **dict(model.named_buffers())}
     for world_size in (1, 2, 3):
         for found in ranks(world_size).run(sharded_weights, make):
-            assert_same(found, wanted, f"weights on {world_size} ranks")
+            assert_same(found, wanted, f"weights on {world_size} ranks", EXACT)
 
 
 @on_ranks(1, 2)
@@ -100,7 +100,7 @@ def test_a_function_sees_whole_weights_in_every_module(context: RankContext, set
         torch.manual_seed(9)
         with torch.no_grad():
             reference.apply(_tiny_lm)
-        assert_same(full_weights(model), reference.state_dict(), "weights")
+        assert_same(full_weights(model), reference.state_dict(), "weights", EXACT)
         tokens = token_batch(0, context.rank)
         torch.testing.assert_close(model(tokens), reference(tokens))
         lm_step(model, Call(0, context.rank, context.world_size, 1.0))
@@ -113,7 +113,7 @@ def test_without_a_seed_it_is_rank_0s(context: RankContext) -> None:
     model: Any = StreamShard(on_meta(Stack), precision=FP32)
     init_weights(model)
     model.check_weights()
-    assert_same(full_weights(model), plain(Stack, 40).state_dict(), "weights")
+    assert_same(full_weights(model), plain(Stack, 40).state_dict(), "weights", EXACT)
 
 
 @on_ranks(1, 2)
@@ -124,7 +124,7 @@ def test_weights_are_of_the_dtype_that_they_had(context: RankContext) -> None:
     reference = Stack().to(torch.bfloat16)
     torch.manual_seed(5)
     wanted = {name: value.float() for name, value in reference.apply(_reset).state_dict().items()}
-    assert_same(full_weights(model), wanted, "weights")
+    assert_same(full_weights(model), wanted, "weights", EXACT)
 
 
 # ---------------------------------------------------------------------------------------------- what has values
@@ -145,7 +145,7 @@ def test_what_has_values_keeps_them(context: RankContext) -> None:
     for name in found.keys() - some.keys():
         assert not found[name].isnan().any(), name
     init_weights(model, lambda module: nn.init.zeros_(module.weight), seed=6)
-    assert_same(full_weights(model), found, "weights after a second call")
+    assert_same(full_weights(model), found, "weights after a second call", EXACT)
 
 
 @on_ranks(1, 2)
@@ -198,8 +198,8 @@ def test_tables_that_no_file_has_are_computed(context: RankContext, make: Callab
     model: Any = StreamShard(on_meta(make), precision=FP32)
     assert load_safetensors(model, tmp_path).missing == []
     assert engine_of(model).empty is None or not engine_of(model).empty.buffers()
-    assert_same(dict(model.named_buffers()), dict(reference.named_buffers()), "buffers")
-    assert_same(full_weights(model), reference.state_dict(), "weights")
+    assert_same(dict(model.named_buffers()), dict(reference.named_buffers()), "buffers", EXACT)
+    assert_same(full_weights(model), reference.state_dict(), "weights", EXACT)
     tokens = torch.randint(1, 60, (2, 5), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": tokens, "labels": tokens}
     loss = model(**batch).loss
@@ -224,13 +224,13 @@ def test_init_empty_weights_is_as_good_as_the_meta_device(
         model = make()
     model = StreamShard(model, precision=FP32)
     load_safetensors(model, tmp_path)
-    assert_same(full_weights(model), reference.state_dict(), "weights")
+    assert_same(full_weights(model), reference.state_dict(), "weights", EXACT)
     with init_empty_weights():
         model = make()
     model = StreamShard(model, precision=FP32)
     init_weights(model, seed=5)
-    assert_same(full_weights(model), plain(make, 5).state_dict(), "weights")
-    assert_same(dict(model.named_buffers()), dict(reference.named_buffers()), "buffers")
+    assert_same(full_weights(model), plain(make, 5).state_dict(), "weights", EXACT)
+    assert_same(dict(model.named_buffers()), dict(reference.named_buffers()), "buffers", EXACT)
 
 
 class Rotated(nn.Module):
@@ -274,7 +274,7 @@ def test_tables_of_other_models_are_computed_by_their_reset_parameters(
         with pytest.raises(ShardingError, match="buffer 'table' is empty"):
             model(vector_batch(0, 0))
         init_weights(model, lambda module: model.reset() if module is model else None)
-    assert_same(full_weights(model), reference.state_dict(), "weights")
+    assert_same(full_weights(model), reference.state_dict(), "weights", EXACT)
     x = vector_batch(0, context.rank)
     torch.testing.assert_close(model(x), reference(x))
 
@@ -293,7 +293,9 @@ def test_what_a_base_model_lacks_is_initialised_after_it_is_loaded(context: Rank
     init_weights(model, seed=5)
     found = full_weights(model)
     assert 0.01 < found.pop("lm_head.weight").std() < 0.03
-    assert_same({name.removeprefix("model."): value for name, value in found.items()}, base.state_dict(), "weights")
+    assert_same(
+        {name.removeprefix("model."): value for name, value in found.items()}, base.state_dict(), "weights", EXACT
+    )
 
 
 @on_ranks(1, 2)
@@ -366,7 +368,7 @@ def test_what_an_initialisation_cannot_do_is_named(context: RankContext, what: s
     with pytest.raises((ShardingError, ZeroDivisionError), match=message):
         init_weights(model, lambda module: init(module) if module is model else None)
     init_weights(model, seed=5)
-    assert_same(full_weights(model), plain(Stack, 5).state_dict(), "weights")
+    assert_same(full_weights(model), plain(Stack, 5).state_dict(), "weights", EXACT)
 
 
 @on_ranks(2)
@@ -396,7 +398,7 @@ def test_ranks_that_differ_are_heard_of_on_all(context: RankContext) -> None:
     with pytest.raises(ShardingError, match=r"'layers.0.linear.weight', and 9 more, is empty"):
         model(vector_batch(0, 0))
     init_weights(model, seed=5)
-    assert_same(full_weights(model), plain(Stack, 5).state_dict(), "weights")
+    assert_same(full_weights(model), plain(Stack, 5).state_dict(), "weights", EXACT)
 
 
 @on_ranks(2)
@@ -418,7 +420,23 @@ def test_what_failed_on_one_rank_is_undone_on_all(context: RankContext) -> None:
     with pytest.raises(ShardingError, match=r"'layers.0.linear.weight', and 22 more, is empty"):
         model(vector_batch(0, 0))
     init_weights(model, seed=5)
-    assert_same(full_weights(model), plain(NormStack, 5).state_dict(), "weights")
+    assert_same(full_weights(model), plain(NormStack, 5).state_dict(), "weights", EXACT)
+
+
+@on_ranks(2)
+def test_all_of_it_may_be_inside_the_meta_device(context: RankContext, tmp_path: Path) -> None:
+    """Whose context one forgets to leave: nothing of ours is on it."""
+    if context.rank == 0:
+        save_file(NormStack().state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model: Any = StreamShard(NormStack(), precision=FP32)
+        init_weights(model, seed=5)
+        other: Any = StreamShard(NormStack(), precision=FP32)
+        load_safetensors(other, tmp_path)
+    assert_same(full_weights(model), plain(NormStack, 5).state_dict(), "weights", EXACT)
+    saved = load_file(tmp_path / "model.safetensors")
+    found = full_weights(other)
+    assert_same(found, {name: saved[name] for name in found}, "loaded weights", EXACT)
 
 
 @on_ranks(4)
@@ -428,7 +446,7 @@ def test_replicas_have_the_same_numbers(context: RankContext) -> None:
     with torch.inference_mode():
         init_weights(model, seed=5)
     model.check_weights()
-    assert_same(full_weights(model), plain(Stack, 5).state_dict(), "weights")
+    assert_same(full_weights(model), plain(Stack, 5).state_dict(), "weights", EXACT)
 
 
 @on_ranks(1)

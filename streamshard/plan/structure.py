@@ -24,6 +24,7 @@ __all__ = [
     "is_meta",
     "join_names",
     "leave_inference_mode",
+    "leave_meta_device",
     "modules_inside",
     "modules_of",
     "params_of",
@@ -36,6 +37,11 @@ __all__ = [
 def leave_inference_mode() -> AbstractContextManager[object]:
     """For what lives on: tensors made inside ``torch.inference_mode()`` could never be written outside of it."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
+def leave_meta_device() -> AbstractContextManager[object]:
+    """For what computes, inside of ``with torch.device("meta")`` as well."""
+    return torch.device("cpu") if torch.get_default_device().type == "meta" else contextlib.nullcontext()
 
 
 def refuse_transforms() -> None:
