@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+
+T = TypeVar("T")
 
 LAUNCH = (
     "accelerate launch --config_file docs/examples/two_processes.yaml [--num_processes N] docs/examples/train_llama.py"
@@ -97,7 +100,7 @@ class Ranks:
         dist.all_reduce(counts)
         return int((counts == steps).sum().item()) if steps else 0
 
-    def from_first(self, value: str) -> str:
+    def from_first(self, value: T) -> T:
         """What the first rank passed."""
         box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device)

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -31,14 +31,17 @@ import streamshard
 from streamshard import Precision, StreamShard
 
 REPORT_EVERY = 5  # steps between two points of the curve; each costs one small all-reduce
+ARGUMENTS = "arguments.json"  # in the output directory
 
 
 def main() -> None:
     args = parse_args()
     ranks = join_ranks(args.device)
+    out = output_directory(args, ranks)
     text = read_text_together(args, ranks)
-    precision = choose_precision(args.precision, ranks)
-    out = make_output_directory(args.out, ranks)
+    precision = choose_precision(args, ranks)
+    if ranks.is_first:
+        write_whole(out / ARGUMENTS, lambda path: path.write_text(json.dumps(vars(args), default=str) + "\n"))
 
     torch.manual_seed(args.seed)
     model = LlamaForCausalLM(llama_config(args)).to(ranks.device)
@@ -46,12 +49,15 @@ def main() -> None:
     model = StreamShard(model, precision=precision)
     optimizer = torch.optim.AdamW(parameter_groups(model, args.weight_decay), lr=args.lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(args.steps))
+    curve = Curve()
+    if args.resume is not None:
+        resume(out, model, optimizer, schedule, curve, ranks)
     held_out = held_out_windows(text, args, ranks)
     baseline = byte_frequency_loss(text.train, held_out)
 
     ranks.say(f"text: {text.source}, {len(text.train):,} tokens to train on, {len(text.held_out):,} held out")
     ranks.say(f"model: Llama with {parameter_count:,} parameters; {ranks}; parameters in {precision.param_dtype}")
-    curve = train(model, optimizer, schedule, text, held_out, args, ranks)
+    train(model, optimizer, schedule, text, held_out, curve, out, args, ranks)
 
     ranks.say(f"\non rank 0, {model.memory_report()}\n")
     streamshard.export_safetensors(model, out / "model")
@@ -99,6 +105,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.1, help="for all but norms and biases")
     parser.add_argument("--clip", type=float, default=1.0, help="gradients are clipped to this norm, over all ranks")
+    parser.add_argument("--save-every", type=positive_int, default=100, help="steps between checkpoints; two are kept")
+    parser.add_argument("--resume", type=Path, metavar="OUT", help="go on with the run that writes to this directory")
     parser.add_argument("--held-out-every", type=positive_int, default=50, help="steps between held-out losses")
     parser.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto",
                         help="dtype layers compute in; auto takes bf16 unless this CPU is slow at it")  # fmt: skip
@@ -108,6 +116,9 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.hidden % 64:
         parser.error(f"--hidden {args.hidden}: wanted a multiple of 64")
+    given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
+    if args.resume is not None and (others := set(given) - {"resume", "device"}):
+        parser.error(f"--resume goes on with the run's own arguments: leave out {', '.join(sorted(others))}")
     if args.seq_len < 2:
         parser.error(f"--seq-len {args.seq_len}: wanted 2 at least, one token to see and one to predict")
     return args
@@ -132,14 +143,15 @@ def read_text_together(args: argparse.Namespace, ranks: Ranks) -> Text:
     return outcome
 
 
-def choose_precision(choice: str, ranks: Ranks) -> Precision:
-    """bf16 parameters with fp32 reduction, or fp32 throughout where bf16 matmuls are emulated."""
+def choose_precision(args: argparse.Namespace, ranks: Ranks) -> Precision:
+    """bf16 parameters with fp32 reduction, or fp32 throughout where bf16 matmuls are emulated; kept in `args`."""
+    choice = args.precision
     if choice == "auto":
         if ranks.device.type == "cuda":
             choice = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
         else:
             choice = "bf16" if matmul_seconds(torch.bfloat16) < matmul_seconds(torch.float32) else "fp32"
-        choice = ranks.from_first(choice)  # timings differ between ranks; the precision must not
+        choice = args.precision = ranks.from_first(choice)  # timings differ between ranks; the precision must not
     return Precision() if choice == "bf16" else Precision(param_dtype=torch.float32)
 
 
@@ -153,21 +165,29 @@ def matmul_seconds(dtype: torch.dtype) -> float:
     return min(seconds)
 
 
-def make_output_directory(asked: Path | None, ranks: Ranks) -> Path:
-    """A directory that holds nothing yet, so that results of two runs never mix; the same one on all ranks."""
-    out, error = "", None
+def output_directory(args: argparse.Namespace, ranks: Ranks) -> Path:
+    """A new one, or that of the run to resume, whose arguments `args` become. The same on all ranks."""
+    out, error, saved = "", None, {}
     if ranks.is_first:
+        asked = args.resume or args.out
         try:
             if asked is None:
                 taken = [int(path.name[-3:]) for path in Path("runs").glob("train_llama-[0-9][0-9][0-9]")]
                 asked = Path("runs", f"train_llama-{max(taken, default=0) + 1:03d}")
-            asked.mkdir(parents=True, exist_ok=True)
-            if any(asked.iterdir()):
-                error = f"--out {asked} is not empty: wanted a new directory"
+            if args.resume is None:
+                asked.mkdir(parents=True, exist_ok=True)
+                if any(asked.iterdir()):
+                    error = f"--out {asked} is not empty: wanted a new directory, or --resume {asked}"
+            else:
+                saved = json.loads((asked / ARGUMENTS).read_text())
             out = str(asked)
         except OSError as problem:
-            error = f"--out {asked} cannot be made: {problem.strerror}"
+            what = f"--out {asked} cannot be made" if args.resume is None else f"--resume {asked} is no run"
+            error = f"{what}: {problem.strerror}"
     ranks.stop_on_error(error)
+    for name, value in ranks.from_first(saved).items():
+        if name not in ("resume", "device", "out"):
+            setattr(args, name, Path(value) if name == "data" and value is not None else value)
     return Path(ranks.from_first(out))
 
 
@@ -227,22 +247,41 @@ class Curve:
     held_out_loss: list[float] = field(default_factory=list)
 
 
+def resume(
+    out: Path,
+    model: StreamShard,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    curve: Curve,
+    ranks: Ranks,
+) -> None:
+    """Go on at the latest checkpoint; from the beginning if the run was killed before there was one."""
+    if ranks.from_first(streamshard.latest(out / "checkpoints") is None):
+        ranks.say(f"{out} has no checkpoint yet: beginning anew")
+        return
+    saved = streamshard.load_checkpoint(out / "checkpoints", model, optimizer, schedule)
+    vars(curve).update(saved["curve"])
+    ranks.say(f"{saved.path}: going on after step {curve.steps}")
+
+
 def train(
     model: StreamShard,
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler,
     text: Text,
     held_out: torch.Tensor,
+    curve: Curve,
+    out: Path,
     args: argparse.Namespace,
     ranks: Ranks,
-) -> Curve:
-    """`args.steps` steps with a progress bar on the first rank."""
-    curve = Curve()
+) -> None:
+    """The steps up to `args.steps` that `curve` does not have, with checkpoints, and a bar on the first rank."""
     losses: list[torch.Tensor] = []
-    start = time.perf_counter()
-    last = start
-    bar = tqdm(total=args.steps, unit="step", disable=not ranks.is_first, dynamic_ncols=True)
-    for step, batch in enumerate(batches(text, args, ranks), start=1):
+    last = time.perf_counter()
+    start = last - curve.seconds
+    bar = tqdm(total=args.steps, initial=curve.steps, unit="step", disable=not ranks.is_first, dynamic_ncols=True)
+    for step in range(curve.steps + 1, args.steps + 1):
+        batch = batch_of(step, text, args, ranks)
         model.train()
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
@@ -254,7 +293,8 @@ def train(
         curve.steps = step
         bar.update()
 
-        if step % REPORT_EVERY == 0 or step == args.steps:
+        saves = step % args.save_every == 0 and step < args.steps
+        if step % REPORT_EVERY == 0 or saves or step == args.steps:
             curve.train_step.append(step)
             curve.train_loss.append(ranks.mean(torch.stack(losses).mean()))
             now = time.perf_counter()
@@ -267,18 +307,22 @@ def train(
             if ranks.is_first:
                 bar.write(f"step {step}: held-out loss {curve.held_out_loss[-1]:.3f}", file=sys.stdout)
             last = time.perf_counter()
+        curve.seconds = time.perf_counter() - start
+        if saves:
+            extra = {"curve": ranks.from_first(vars(curve))}  # whose seconds differ between ranks
+            directory = out / "checkpoints"
+            streamshard.save_checkpoint(
+                directory, model, optimizer, schedule, extra=extra, keep=2, step=step, wait=False
+            )
     bar.close()
-    curve.seconds = time.perf_counter() - start
-    return curve
 
 
-def batches(text: Text, args: argparse.Namespace, ranks: Ranks) -> Iterator[torch.Tensor]:
-    """This rank's part [batch_size, seq_len] int64 of each step's random windows."""
+def batch_of(step: int, text: Text, args: argparse.Namespace, ranks: Ranks) -> torch.Tensor:
+    """This rank's part [batch_size, seq_len] int64 of a step's random windows."""
     mine = slice(ranks.rank * args.batch_size, (ranks.rank + 1) * args.batch_size)
-    for step in range(args.steps):
-        count = args.batch_size * ranks.world_size
-        starts = random_starts(text.train, args.seq_len, count, seed=args.seed * 1_000_003 + step)
-        yield windows(text.train, starts[mine], args.seq_len).to(ranks.device)
+    count = args.batch_size * ranks.world_size
+    starts = random_starts(text.train, args.seq_len, count, seed=args.seed * 1_000_003 + step - 1)
+    return windows(text.train, starts[mine], args.seq_len).to(ranks.device)
 
 
 def evaluate(model: StreamShard, held_out: torch.Tensor, batch_size: int, ranks: Ranks) -> float:
@@ -343,7 +387,8 @@ def sample_elsewhere(model_directory: Path, args: argparse.Namespace, held_out_c
 def final_line(curve: Curve, baseline: float, took_part: int, world_size: int, out: Path) -> str:
     loss = curve.held_out_loss[-1]
     verdict = "below" if loss < baseline else "NOT below"
-    files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file())
+    results = (path for path in out.rglob("*") if path.is_file() and "checkpoints" not in path.parts)
+    files = sorted(path.relative_to(out).as_posix() for path in results)
     return (
         f"held-out loss {loss:.3f} nats per byte, {verdict} that of byte frequencies ({baseline:.3f}); "
         f"{took_part} of {world_size} ranks took part in all {curve.steps} steps ({curve.seconds:.0f} s); "
@@ -361,5 +406,5 @@ if __name__ == "__main__":
         sys.exit(2)
     except KeyboardInterrupt:
         if is_first:
-            print("\ninterrupted: the output directory holds what was finished by now, and nothing else", flush=True)
+            print("\ninterrupted: the output directory holds what was finished by now; --resume goes on", flush=True)
         os._exit(130)  # at once: an orderly exit would wait for collectives that the other ranks have left
