@@ -222,8 +222,10 @@ def _compare(arguments: argparse.Namespace, root: Path) -> None:
         return result
 
     noise = Noise()
+    kept_mib: dict[str, float] = {}
     for number in range(arguments.rounds + 1):
-        if number == 1:  # the first one warms up
+        if number == 1:  # the first one warms up, and makes what is kept from save to save
+            kept_mib = {name: own["pause_mib"][0] for name, own in rows.items()}
             rows = {name: {} for name in systems}
         noise.begin_round()
         for name in seeded_order(list(systems), number):
@@ -241,10 +243,15 @@ def _compare(arguments: argparse.Namespace, root: Path) -> None:
     cpu_s: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(cpu_s, noise.own_cpu_s())
     if dist.get_rank() == 0:
-        _report(arguments, rows, noise.foreign_cores(cpu_s)[1:])
+        _report(arguments, rows, kept_mib, noise.foreign_cores(cpu_s)[1:])
 
 
-def _report(arguments: argparse.Namespace, rows: dict[str, dict[str, list[float]]], foreign_cores: list[float]) -> None:
+def _report(
+    arguments: argparse.Namespace,
+    rows: dict[str, dict[str, list[float]]],
+    kept_mib: dict[str, float],
+    foreign_cores: list[float],
+) -> None:
     ratios = {
         f"{what}_of_fsdp2": summary(
             [a / b for a, b in zip(rows["streamshard"][what], rows["fsdp2"][what], strict=True)]
@@ -260,10 +267,11 @@ def _report(arguments: argparse.Namespace, rows: dict[str, dict[str, list[float]
         print(name, {what: round(values["median"], 3) for what, values in own.items()})
     for what, values in ratios.items():
         print(f"{what}: {values['median']:.3f} ({values['median_low']:.3f} to {values['median_high']:.3f})")
+    print(f"the first save in the background, MiB: {kept_mib}")
     settings = {"layers": arguments.layers, "width": arguments.width, "ranks": arguments.ranks}
     device = torch.device("cpu")
     result = {"environment": environment(device), "settings": settings, "ratios": ratios, "measured": measured}
-    save({**result, "rounds": rows, "foreign_cores": foreign_cores}, arguments.output)
+    save({**result, "first_pause_mib": kept_mib, "rounds": rows, "foreign_cores": foreign_cores}, arguments.output)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from streamshard.checkpoint.rearrange import Run
 from streamshard.checkpoint.safetensors_file import StoredDirectory, StoredTensor, read_directory
 from streamshard.checkpoint.writer import CHUNK_BYTES, RankGroup, run_on_all_ranks
 from streamshard.errors import ExportError
-from streamshard.log import progress
+from streamshard.log import log, progress
 from streamshard.unit.shard import ParamShard
 
 __all__ = ["Difference", "Loaded", "load_shards"]
@@ -38,6 +39,7 @@ def load_shards(
 ) -> Loaded:
     """What `streamshard.load_safetensors` does, with the model's parameters and ranks given."""
     root = Path(directory)
+    began = time.perf_counter()
     with contextlib.ExitStack() as opened:
         stored, is_shared = _open_together(group, root, opened)
         own = (
@@ -51,11 +53,11 @@ def load_shards(
         if strict and plan.difference.size:
             raise plan.difference.error(root, model)  # on every rank: they have read the same headers
         # From here on only the storage itself can fail.
-        run_on_all_ranks(
-            group,
-            f"finish loading {root}, and the model holds some of its weights now: load again before using it",
-            lambda: _read(model, plan, stored),
-        )
+        half = f"finish loading {root}, and the model holds some of its weights now: load again before using it"
+        n_bytes = sum(match.stored.n_bytes for match in plan.matches)
+        with progress(f"loading {root.name}", n_bytes, shows=group.is_first) as advance:
+            run_on_all_ranks(group, half, lambda: _read(model, plan, stored, advance))
+    log.info("loaded %s in %.1f s", root, time.perf_counter() - began)
     return Loaded(plan.difference, {run.source for match in plan.matches for run in match.wanted.runs})
 
 
@@ -198,10 +200,11 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(shown) + more
 
 
-def _read(model: nn.Module, plan: _Plan, stored: StoredDirectory) -> None:
+def _read(model: nn.Module, plan: _Plan, stored: StoredDirectory, advance: Callable[[int], object]) -> None:
     staging = bytearray(CHUNK_BYTES)
     for match in sorted(plan.matches, key=lambda match: (str(match.stored.file.name), match.stored.offset)):
         _read_tensor(match, plan.pieces, staging)
+        advance(match.stored.n_bytes)
     stored.check_unchanged()
     put_back_buffers(model, plan.pieces)
 

@@ -125,6 +125,10 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 class StoredDirectory(contextlib.AbstractContextManager["StoredDirectory"]):
     """The tensors of a Hugging Face directory at one moment. Owns the open files; leaving the context closes them.
