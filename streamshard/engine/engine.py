@@ -188,18 +188,19 @@ class Engine:
 
     # -- forward --------------------------------------------------------------------------------------------------
 
-    def open_forward(self, units: frozenset[int], *, at_first_read: bool = False) -> None:
+    def open_forward(self, units: frozenset[int], *, is_whole: bool, at_first_read: bool = False) -> None:
         """The forward of a watched module begins; the outermost one begins a pass over `units`.
 
         Args:
             units: what may be used.
+            is_whole: the module is the model, not a part of it.
             at_first_read: the pass begins only when weights are asked for: hooks that run before may change them.
         """
         self.depth += 1
         if self.depth > 1 or self._recomputing is not None:
             return
         try:
-            self._meet(units)
+            self._meet(is_whole=is_whole)
             self._entering = units
             if not at_first_read:
                 self._begin_if_entering()
@@ -208,13 +209,13 @@ class Engine:
             self._forward = self._entering = None
             raise
 
-    def _meet(self, units: frozenset[int]) -> None:
+    def _meet(self, *, is_whole: bool) -> None:
         """What comes before a pass, and before hooks of the model's own: it sees the buffers that it computes with."""
         self.settle()
         refuse_transforms()
         self.streams.refuse_capture()
         self.inputs.before_pass()
-        if len(units) == len(self.units):  # as under DDP, a call of a part of the model is none of it
+        if is_whole:  # as under DDP, a call of a part of the model is none of it
             trains = torch.is_grad_enabled() and self.is_synced
             self.buffers.before_pass(trains=trains, source=self.inputs.buffer_source)
 
