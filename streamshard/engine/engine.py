@@ -133,6 +133,7 @@ class Engine:
         self._weights_are_current = False
         self._forward: Forward | None = None
         self._backward: Backward | None = None
+        self._failed: Backward | None = None  # a backward that an exception has ended, until it is settled
         self._looks_for_autocast = self.precision.param_dtype is torch.float32 and not self.is_alone
         self._entering: frozenset[int] | None = None  # the units of a pass that begins when weights are first read
         self._is_delivering = False  # gradients are final: hooks of the sharded parameters run
@@ -169,7 +170,7 @@ class Engine:
     @property
     def is_computing(self) -> bool:
         """Whether a forward or a backward is under way, in whatever thread."""
-        return self.depth > 0 or self._backward is not None
+        return self.depth > 0 or self._backward is not None or self._failed is not None
 
     @property
     def casts_next(self) -> bool:
@@ -562,6 +563,7 @@ class Engine:
             self._acquire(self.units[index])
 
     def _open_backward(self) -> Backward:
+        self.settle()
         for unit in self.units:
             unit.take_trainability()
             if self.plan.keeps_grads:
@@ -707,14 +709,27 @@ class Engine:
 
     # -- when things go wrong -------------------------------------------------------------------------------------
 
+    def fail_backward(self, error: BaseException) -> None:
+        """An exception has ended the backward that is under way, if one is.
+
+        It is settled now: who clears gradients next, without asking the model for them, clears what was there before,
+        and another backward may follow without a forward. Somebody who wants to leave waits for nobody.
+        """
+        if self._backward is None:
+            return
+        self._failed, self._backward = self._backward, None
+        if isinstance(error, Exception):
+            self.settle()
+
     def settle(self) -> None:
         """Leave a backward that an exception has ended, so that the next pass is right.
 
         What the program has left is issued first: ranks that failed at different points stay in step.
         """
-        backward = self._backward
-        if backward is None or in_backward():
+        backward = self._failed or (None if in_backward() else self._backward)
+        if backward is None:
             return
+        self._failed, self._backward = None, backward
         try:
             if not self.ranks.has_failed:
                 self._close_all(backward)
