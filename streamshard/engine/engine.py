@@ -552,12 +552,12 @@ class Engine:
         if backward.swept is not None:
             backward.closed.append(backward.swept)
             self._close_all(backward)
-        for index, versions in pass_.versions.items():
-            self._check_versions(self.units[index], versions)
         backward.swept = pass_
         visits = [unit for unit in reversed(pass_.visits) if unit != EDGE]
         backward.sweep = Sweep(visits, self._slot_of, self._turns, reduce=True)
         self.reductions.due = set(visits)
+        for index, versions in pass_.versions.items():  # ranks may raise at different units: all have the same sweep
+            self._check_versions(self.units[index], versions)
         self._issue(backward.sweep.release_before(0))
         for index in pass_.versions:
             self._acquire(self.units[index])
@@ -590,11 +590,12 @@ class Engine:
                 f"backward(create_graph=True) through {unit.name!r}: its weights leave their slot afterwards, so "
                 "with more than one rank gradients cannot be differentiated again"
             )
-        self._check_versions(unit, use.versions)
         if is_inside_forward and forward is not None:  # torch.autograd.grad() in the model's own forward
+            self._check_versions(unit, use.versions)
             self._depart(forward, unit)
         else:
             self.begin_backward(use.pass_)
+            self._check_versions(unit, use.versions)
             backward = self._backward
             if backward is not None and use.pass_ is backward.swept and not use.is_borrowed:
                 self._advance(backward, unit)
