@@ -152,7 +152,7 @@ class UnevenInputs(Inputs):
         self._shadows = True
         try:
             with torch.set_grad_enabled(announced.has_grad):
-                engine.open_forward(frozenset(range(len(engine.units))))
+                engine.open_forward(frozenset(range(len(engine.units))), is_whole=True)
                 pass_ = engine.close_forward(None)
             if pass_ is not None:
                 backward_of(engine, pass_)

@@ -100,7 +100,7 @@ MUTANTS: list[Mutant] = [
         "a pass begins without `settle`",
         "        self.settle()\n        refuse_transforms()",
         "        refuse_transforms()",
-        "cases_exceptions::test_after_an_exception_the_optimizer_alone_may_clear_gradients",
+        "cases_exceptions::test_ranks_that_fail_at_different_points_of_a_backward_stay_in_step",
     ),
     Mutant(
         "engine/engine",
@@ -431,8 +431,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "versions of a unit are not compared",
-        "        self._check_versions(unit, use.versions)\n",
-        "",
+        "            self.begin_backward(use.pass_)\n            self._check_versions(unit, use.versions)\n",
+        "            self.begin_backward(use.pass_)\n",
         "cases_graphs::test_weights_changed_between_a_forward_and_its_backward_raise",
     ),
     Mutant(
@@ -572,7 +572,63 @@ MUTANTS: list[Mutant] = [
         "",
         "invariants::test_hooks_that_get_gradients_see_the_sharded_parameters optimizers cases_graphs",
     ),
+    Mutant(
+        "engine/engine",
+        "versions of a unit are compared before its pass is swept",
+        "            self.begin_backward(use.pass_)\n            self._check_versions(unit, use.versions)\n",
+        "            self._check_versions(unit, use.versions)\n            self.begin_backward(use.pass_)\n",
+        "random_programs::test_what_random_programs_have_found",
+    ),
+    Mutant(
+        "unit/step_grads",
+        "a step is not noticed where a rank has no element of what it writes",
+        "                written.append(param)\n                _aside[param] = grad\n                param",
+        "                _aside[param] = grad\n                param",
+        "cases_graphs::test_a_step_is_seen_by_ranks_that_have_no_part_of_what_it_writes",
+    ),
+    Mutant(
+        "engine/hooks",
+        "a layer in which all units are is taken for the model",
+        "handle.units, is_whole=handle.is_root))\n",
+        "handle.units, is_whole=len(handle.units) == len(engine.units)))\n",
+        "random_programs::test_what_random_programs_have_found",
+    ),
+    Mutant(
+        "unit/grads",
+        "hooks hear of gradients that are kept",
+        "                if is_new:\n                    given.append(param)\n",
+        "                given.append(param)\n",
+        "random_programs::test_what_random_programs_have_found",
+    ),
+    Mutant(
+        "unit/grads",
+        "what is frozen has no node while its gradient waits",
+        "        param.requires_grad_(True)  # a frozen",
+        "        # a frozen",
+        "random_programs::test_what_random_programs_have_found",
+    ),
     # -- engine: settle
+    Mutant(
+        "engine/grad_inputs",
+        "engines do not hear that a backward has failed",
+        "                    engine.fail_backward(error)\n",
+        "                    pass\n",
+        "cases_exceptions::test_after_an_exception_an_earlier_forward_may_be_differentiated",
+    ),
+    Mutant(
+        "engine/engine",
+        "a failed backward is settled when the next pass begins",
+        "        if isinstance(error, Exception):\n            self.settle()\n",
+        "",
+        "random_programs::test_what_random_programs_have_found",
+    ),
+    Mutant(
+        "engine/engine",
+        "a backward begins without `settle`",
+        "        self.settle()\n        for unit in self.units:\n",
+        "        for unit in self.units:\n",
+        "cases_exceptions::test_after_an_exception_an_earlier_forward_may_be_differentiated",
+    ),
     Mutant(
         "unit/grads",
         "`settle` leaves a grad slot's content",
@@ -656,8 +712,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/grads",
         "a gradient that was kept and got nothing new is dropped",
-        "(grad.is_kept or is_used and self.counts(grad))",
-        "is_used and self.counts(grad)",
+        "(grad.is_kept or is_new)",
+        "is_new",
         "cases_training",
     ),
     Mutant(

@@ -74,7 +74,9 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         member = members.get(module)
         if module is root:
             units = frozenset(range(len(engine.units)))
-            handle = Handle(engine, None, units, cast_dtype, engine.precision.output_dtype, structure=structure)
+            handle = Handle(
+                engine, None, units, cast_dtype, engine.precision.output_dtype, is_root=True, structure=structure
+            )
             watch(root, handle, base)
         elif member is not None:
             watch(module, Handle(engine, member, frozenset((EDGE, member.unit.index)), cast_dtype, None))

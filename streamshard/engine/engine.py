@@ -114,6 +114,7 @@ class Engine:
         self._weights_are_current = False
         self._forward: Forward | None = None
         self._backward: Backward | None = None
+        self._failed: Backward | None = None  # a backward that an exception has ended, until it is settled
         self._looks_for_autocast = self.precision.param_dtype is torch.float32 and not self.is_alone
         self._entering: frozenset[int] | None = None  # the units of a pass that begins when weights are first read
         self._is_delivering = False  # gradients are final: hooks of the sharded parameters run
@@ -146,7 +147,7 @@ class Engine:
     @property
     def is_computing(self) -> bool:
         """Whether a forward or a backward is under way, in whatever thread."""
-        return self.depth > 0 or self._backward is not None
+        return self.depth > 0 or self._backward is not None or self._failed is not None
 
     @property
     def casts_next(self) -> bool:
@@ -175,18 +176,19 @@ class Engine:
 
     # -- forward --------------------------------------------------------------------------------------------------
 
-    def open_forward(self, units: frozenset[int], *, at_first_read: bool = False) -> None:
+    def open_forward(self, units: frozenset[int], *, is_whole: bool, at_first_read: bool = False) -> None:
         """The forward of a watched module begins; the outermost one begins a pass over `units`.
 
         Args:
             units: what may be used.
+            is_whole: the module is the model, not a part of it.
             at_first_read: the pass begins only when weights are asked for: hooks that run before may change them.
         """
         self.depth += 1
         if self.depth > 1 or self._recomputing is not None:
             return
         try:
-            self._meet(units)
+            self._meet(is_whole=is_whole)
             self._entering = units
             if not at_first_read:
                 self._begin_if_entering()
@@ -195,14 +197,14 @@ class Engine:
             self._forward = self._entering = None
             raise
 
-    def _meet(self, units: frozenset[int]) -> None:
+    def _meet(self, *, is_whole: bool) -> None:
         """What comes before a pass, and before hooks of the model's own: it sees the buffers that it computes with."""
         self.settle()
         refuse_transforms()
         self.streams.refuse_capture()
         self.refuse_empty("a forward")
         self.inputs.before_pass()
-        if len(units) == len(self.units):  # as under DDP, a call of a part of the model is none of it
+        if is_whole:  # as under DDP, a call of a part of the model is none of it
             trains = torch.is_grad_enabled() and self.is_synced
             self.buffers.before_pass(trains=trains, source=self.inputs.buffer_source)
 
@@ -507,17 +509,18 @@ class Engine:
         if backward.pass_ is not None:
             backward.closed.append(backward.pass_)
             self._close_all(backward)
-        for index, versions in pass_.versions.items():
-            self._check_versions(self.units[index], versions)
         backward.pass_ = pass_
         visits = [unit for unit in reversed(pass_.visits) if unit != EDGE]
         backward.schedule = Schedule(visits, self._slot_of, self._turns, reduce=True)
         self.reductions.due = set(visits)
+        for index, versions in pass_.versions.items():  # ranks may raise at different units: all have the same program
+            self._check_versions(self.units[index], versions)
         self._issue(backward.schedule.release_before(0))
         for index in pass_.versions:
             self.acquire(self.units[index])
 
     def _open_backward(self) -> Backward:
+        self.settle()
         for unit in self.units:
             unit.take_trainability()
             if self.plan.keeps_grads:
@@ -544,11 +547,12 @@ class Engine:
                 f"backward(create_graph=True) through {unit.name!r}: its weights leave their slot afterwards, so "
                 "with more than one rank gradients cannot be differentiated again"
             )
-        self._check_versions(unit, use.versions)
         if is_inside_forward and forward is not None:  # torch.autograd.grad() in the model's own forward
+            self._check_versions(unit, use.versions)
             self.depart(unit)
         else:
             self.begin_backward(use.pass_)
+            self._check_versions(unit, use.versions)
             backward = self._backward
             if backward is not None and use.pass_ is backward.pass_ and not use.is_borrowed:
                 self._advance(backward, unit)
@@ -664,14 +668,27 @@ class Engine:
 
     # -- when things go wrong -------------------------------------------------------------------------------------
 
+    def fail_backward(self, error: BaseException) -> None:
+        """An exception has ended the backward that is under way, if one is.
+
+        It is settled now: who clears gradients next, without asking the model for them, clears what was there before,
+        and another backward may follow without a forward. Somebody who wants to leave waits for nobody.
+        """
+        if self._backward is None:
+            return
+        self._failed, self._backward = self._backward, None
+        if isinstance(error, Exception):
+            self.settle()
+
     def settle(self) -> None:
         """Leave a backward that an exception has ended, so that the next pass is right.
 
         What the program has left is issued first: ranks that failed at different points stay in step.
         """
-        backward = self._backward
-        if backward is None or in_backward():
+        backward = self._failed or (None if in_backward() else self._backward)
+        if backward is None:
             return
+        self._failed, self._backward = None, backward
         try:
             if not self.ranks.has_failed:
                 self._close_all(backward)

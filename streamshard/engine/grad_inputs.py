@@ -9,6 +9,8 @@ them unused. Every backward that Python starts goes through one function of torc
 from __future__ import annotations
 
 import functools
+import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from streamshard.engine.engine import Engine
+from streamshard.engine.engine import Engine, in_backward
 from streamshard.errors import ShardingError
 from streamshard.unit.unit import StreamedUnit, take_grad
 from streamshard.unit.unreduced_grad import UnreducedGrad
@@ -52,12 +54,15 @@ class _Asked(NamedTuple):
         return self.unit.shard.params[self.param_index].name
 
 
+_engines: MutableMapping[int, Engine] = weakref.WeakValueDictionary()  # in the order in which they were made
+_numbers = itertools.count()
 _known: MutableMapping[torch.Tensor, Callable[[], _Asked | None]] = WeakIdKeyDictionary()
 
 
 def answer_for(engine: Engine) -> None:
     """Gradients with respect to the parameters of `engine` can be asked for from now on."""
     engine_of = weakref.ref(engine)
+    _engines[next(_numbers)] = engine
     for index, unit in enumerate(engine.units):
         for param_index, shard in enumerate(unit.shard.params):
             _known[shard.param] = functools.partial(_find, weakref.ref(shard.param), engine_of, index, param_index)
@@ -78,6 +83,7 @@ class _RunBackward:
 
     def __init__(self, start: Callable[..., Any]) -> None:
         self._start = start
+        self._running: set[int] = set()  # threads that are in it
         functools.update_wrapper(self, start)
 
     def __call__(
@@ -91,9 +97,8 @@ class _RunBackward:
         accumulate_grad: bool = False,
     ) -> Any:
         def start(inputs: Sequence[Any], *, allow_unreachable: bool) -> Any:
-            return self._start(
-                tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
-            )
+            run = self._start if in_backward() else self._run
+            return run(tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
 
         asked = {position: each for position, value in enumerate(inputs) if (each := _asked(value)) is not None}
         for engine in {each.engine for each in asked.values()}:
@@ -105,6 +110,19 @@ class _RunBackward:
             return start((*inputs, *views), allow_unreachable=allow_unreachable)
         _check(asked.values(), grad_tensors)
         return _grad(start, inputs, asked, allow_unused=allow_unreachable)
+
+    def _run(self, *args: Any) -> Any:
+        """A backward that is inside no other. Engines hear if it fails, for autograd tells nobody."""
+        self._running.add(threading.get_ident())
+        try:
+            return self._start(*args)
+        except BaseException as error:
+            if len(self._running) == 1:  # else it may be another thread's that is under way
+                for engine in list(_engines.values()):
+                    engine.fail_backward(error)
+            raise
+        finally:
+            self._running.discard(threading.get_ident())
 
 
 def _asked(value: object) -> _Asked | None:

@@ -44,6 +44,7 @@ class Handle(NamedTuple):
         units: indices of the units inside, the module's own included.
         cast_dtype: floating-point inputs are cast to it; None leaves them.
         output_dtype: floating-point outputs of the root are cast to it; None leaves them.
+        is_root: the whole model's.
         structure: what the model was made of, kept here for the engine; of the root.
     """
 
@@ -52,6 +53,7 @@ class Handle(NamedTuple):
     units: frozenset[int]
     cast_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
+    is_root: bool = False
     structure: object = None
 
 

@@ -75,9 +75,9 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
     if handle.cast_dtype is not None:
         args, kwargs = _untraced(_cast, (args, kwargs), handle.cast_dtype)
     if _has_pre_hooks(call) and get_eval_frame_callback() in (None, False):
-        engine.open_forward(handle.units, at_first_read=True)
+        engine.open_forward(handle.units, is_whole=handle.is_root, at_first_read=True)
     else:
-        _untraced(engine.open_forward, handle.units)
+        _untraced(functools.partial(engine.open_forward, handle.units, is_whole=handle.is_root))
     error: BaseException | None = None
     try:
         output = call(*args, **kwargs)

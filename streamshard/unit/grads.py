@@ -286,13 +286,16 @@ class UnitGrads:
         return work
 
     def finish(self, used: Sequence[bool]) -> list[nn.Parameter]:
-        """Main grads become ``.grad`` of the parameters that held one, or that some rank `used`; returns these."""
+        """Main grads become ``.grad`` of the parameters that held one, or that some rank `used`; returns the latter."""
         self.reductions = 0
         self.has_unreduced = False
         given = []
         for grad, is_used in zip(self.params, used, strict=True):
-            if self._has_taken and (grad.is_kept or is_used and self.counts(grad)):
-                given.append(grad.give())
+            is_new = is_used and self.counts(grad)
+            if self._has_taken and (grad.is_kept or is_new):
+                param = grad.give()
+                if is_new:
+                    given.append(param)
             grad.is_used = False
         self._has_taken = self.waits = False
         return given
@@ -362,7 +365,11 @@ class UnitGrads:
 
     def _watch_own(self, grad: ParamGrad) -> None:
         """While a stand-in is held, autograd adds to it in place: to what it stands for, of which the mean is taken."""
-        node = torch.autograd.graph.get_gradient_edge(grad.shard.param).node
+        param = grad.shard.param
+        trains = param.requires_grad
+        param.requires_grad_(True)  # a frozen one has a node too, for when it trains again
+        node = torch.autograd.graph.get_gradient_edge(param).node
+        param.requires_grad_(trains)
         grads_of, factor, param_index = weakref.ref(self), self._shard.layout.world_size, self.params.index(grad)
 
         def scale(values: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:

@@ -24,23 +24,30 @@ _aside: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()  # pa
 
 
 def set_aside(params: Iterable[torch.Tensor], *, plain: bool) -> None:
-    """Leave the optimizer of `params` with gradients that have elements.
+    """Leave the optimizer of `params` with gradients that have elements. What it is about to write counts as written.
+
+    Also where a rank has no elements, or a kernel does not say so: a backward of an earlier forward raises everywhere.
 
     Args:
         params: its parameters; those that are no pieces stay as they are.
         plain: what it is given are plain tensors, which kernels and compilers take that know of no others.
     """
+    written = []
     for param in params:
         grad = param.grad
         if grad is None:
             continue
         if not param.numel():
             if piece_of(param) is not None:
+                written.append(param)
                 _aside[param] = grad
                 param.grad = None
-        elif plain and isinstance(grad, ShardedGrad):
-            _aside[param] = grad
-            param.grad = grad.as_subclass(torch.Tensor)
+        elif isinstance(grad, ShardedGrad):
+            written.append(param)
+            if plain:
+                _aside[param] = grad
+                param.grad = grad.as_subclass(torch.Tensor)
+    torch.autograd.graph.increment_version(written)
 
 
 def put_back(params: Iterable[torch.Tensor]) -> None:

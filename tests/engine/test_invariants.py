@@ -420,10 +420,8 @@ def test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing(
         raise Trouble
 
     model.layers[2].register_full_backward_hook(fail)
-    with pytest.raises(Trouble):
-        stack_step(model, _call(context, 1))
     with engine.streams.observed_by(_Stopping(Moment.BACKWARD_ENDS)), pytest.raises(Stop):
-        engine.settle()
+        stack_step(model, _call(context, 1))
     assert engine._backward is None
     _assert_units_at_rest(engine)
     model.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -120,12 +121,12 @@ def _in_recomputation(model: nn.Module, call: Call) -> None:
         model.run_blocks = original
 
 
-def _in_a_gradient_hook(model: Any, call: Call) -> None:
+def _in_a_gradient_hook(model: Any, call: Call, kind: type[BaseException] = Trouble) -> None:
     """A hook on an activation between two blocks raises in backward."""
 
     def attach(module: nn.Module, args: Any, out: Tensor) -> None:
         def raise_it(grad: Tensor) -> Tensor:
-            raise Trouble("hook")
+            raise kind("hook")
 
         out.register_hook(raise_it)
 
@@ -165,6 +166,7 @@ TROUBLES: dict[str, Callable[[nn.Module, Call], None]] = {
     "inside a block's backward": _in_backward_of("blocks.2.up"),
     "at the end of backward": _in_backward_of("embedding"),
     "in a gradient hook": _in_a_gradient_hook,
+    "interrupted in backward": functools.partial(_in_a_gradient_hook, kind=Stop),
     "in the loss": _in_the_loss,
     "in the loss, output kept": _in_the_loss_with_output_kept,
     "in evaluation": _in_an_evaluation,
@@ -173,6 +175,9 @@ TROUBLES: dict[str, Callable[[nn.Module, Call], None]] = {
     "bad input": _bad_input,
     "a second backward": _second_backward,
 }
+
+
+IN_BACKWARD = ["at the start of backward", "in the middle of backward", "interrupted in backward"]
 
 
 @on_ranks(1, 2)
@@ -192,18 +197,54 @@ def test_after_an_exception_the_next_step_is_right(context: RankContext, where: 
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("where", ["at the start of backward", "in the middle of backward", "in recomputation"])
+@pytest.mark.parametrize("where", [*IN_BACKWARD, "in recomputation"])
 def test_after_an_exception_the_optimizer_alone_may_clear_gradients(context: RankContext, where: str) -> None:
     """From a list of parameters made before: nobody asks the model for anything until its next forward."""
 
     def step(model: nn.Module, call: Call) -> Tensor:
         if isinstance(model, StreamShard) and call.step == 1:
             params = list(model.parameters())
-            with pytest.raises(Trouble):
+            with pytest.raises((Trouble, Stop)):
                 TROUBLES[where](model, call._replace(step=call.step + 70))
             for param in params:
                 param.grad = None
         return lm_step(model, call)
+
+    assert_trains_like_plain(context, TinyLM, step)
+
+
+@on_ranks(2)
+def test_ranks_that_fail_at_different_points_of_a_backward_stay_in_step(context: RankContext) -> None:
+    """One of them by an interrupt: it issues what the other has before its next forward."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        if isinstance(model, StreamShard) and call.step == 1:
+            params = list(model.parameters())
+            where = ("interrupted in backward", "at the start of backward")[call.rank]
+            with pytest.raises((Trouble, Stop)):
+                TROUBLES[where](model, call._replace(step=call.step + 70))
+            for param in params:
+                param.grad = None
+        return lm_step(model, call)
+
+    assert_trains_like_plain(context, TinyLM, step)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("where", IN_BACKWARD)
+def test_after_an_exception_an_earlier_forward_may_be_differentiated(context: RankContext, where: str) -> None:
+    """The backward that follows is another one, although no forward comes between."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        tokens = token_batch(call.step, call.rank)
+        loss = next_token_loss(model(tokens), tokens)
+        if isinstance(model, StreamShard) and call.step == 1:
+            params = list(model.parameters())
+            with pytest.raises((Trouble, Stop)):
+                TROUBLES[where](model, call._replace(step=call.step + 70))
+            for param in params:
+                param.grad = None
+        return call.backward(loss)
 
     assert_trains_like_plain(context, TinyLM, step)
 

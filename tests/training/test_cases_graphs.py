@@ -301,6 +301,19 @@ def test_weights_changed_between_a_forward_and_its_backward_raise(
     stack_step(model, Call(2, context.rank, context.world_size, 1.0))
 
 
+@on_ranks(2, 3)
+def test_a_step_is_seen_by_ranks_that_have_no_part_of_what_it_writes(context: RankContext) -> None:
+    """One bias, whose piece is empty on all ranks but one: a backward of before raises on all."""
+    model: Any = StreamShard(Stack(), precision=FP32)
+    optimizer = torch.optim.SGD([model.layers[2].linear.bias], 1.0)
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    loss = model(vector_batch(1, context.rank)).square().mean()
+    optimizer.step()
+    with pytest.raises(ShardingError, match=r"'layers\.2\.linear\.bias' was modified by an inplace operation"):
+        loss.backward()
+    stack_step(model, Call(2, context.rank, context.world_size, 1.0))
+
+
 @on_ranks()
 @each_setting
 def test_a_step_inside_no_sync_is_seen_by_the_next_forward(context: RankContext, settings: str) -> None:

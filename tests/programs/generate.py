@@ -1,0 +1,192 @@
+"""Which programs there are, and how often what is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.programs.between import (
+    Check,
+    Clip,
+    Edit,
+    Export,
+    Forbidden,
+    Freeze,
+    HookLayer,
+    Import,
+    Load,
+    LoadOptimizer,
+    NoSync,
+    Save,
+    SaveOptimizer,
+    Step,
+    StepWithClosure,
+    Summon,
+    ZeroGrad,
+)
+from tests.programs.model import Brief, Plan
+from tests.programs.passes import Backward, Direct, Disorder, Forget, Forward, Grad
+from tests.programs.players import Operation
+
+__all__ = ["Program", "programs"]
+
+
+@dataclass(frozen=True, repr=False)
+class Program(Brief):
+    """Operations, and the model, ranks and settings that they are tried with.
+
+    Attributes:
+        ops: in order.
+        ranks: how many.
+        depth: number of layers.
+        is_tied: the first and the last layer share their weight.
+        has_norm: layers end with batch norm.
+        optimizer: "sgd" (with momentum), "adamw", or "groups": AdamW with two groups of parameters.
+        precision: a key of `tests.programs.run.PRECISIONS`.
+        units: "layers", "layers and head", or "found": by StreamShard.
+        weight_slots: a setting of StreamShard, like the next four.
+        grad_slots: as above.
+        min_unit_size: as above.
+        align_pieces_to: as above.
+        check_grads: as above.
+        sockets: between ranks, not shared memory.
+    """
+
+    ops: tuple[Operation, ...] = ()
+    ranks: int = 2
+    depth: int = 3
+    is_tied: bool = False
+    has_norm: bool = False
+    optimizer: str = "sgd"
+    precision: str = "fp32"
+    units: str = "layers"
+    weight_slots: int | str = 2
+    grad_slots: int | str = 2
+    min_unit_size: int = 0
+    align_pieces_to: int | str = 1
+    check_grads: bool = False
+    sockets: bool = False
+
+
+PARTS = st.none() | st.integers(-1, 3)
+PLACES = st.integers(0, 3)
+PAIRS = st.tuples(PLACES, PLACES)
+FACTORS = st.sampled_from([0.5, 0.9, 1.1])
+ROUTES = st.lists(PLACES, max_size=5).map(tuple)
+PICKS = st.lists(PLACES, min_size=1, max_size=3).map(tuple)
+SELDOM = st.sampled_from([False, False, False, False, True])
+
+
+def _rarely(values: st.SearchStrategy[Any], otherwise: Any = None) -> st.SearchStrategy[Any]:
+    """The latter, more often than not."""
+    return st.integers(0, 4).flatmap(lambda number: values if number == 4 else st.just(otherwise))
+
+
+PLANS = _rarely(st.builds(Plan, route=ROUTES), Plan()) | st.builds(
+    Plan,
+    route=_rarely(ROUTES),
+    left_out=_rarely(st.tuples(*[st.integers(-1, 3)] * 3), ()),
+    recomputes=_rarely(st.sampled_from(["once more", "reentrant", "all once more", "all reentrant"]), ""),
+    reads=_rarely(PLACES),
+    reads_late=st.booleans(),
+    clamps=_rarely(_rarely(PLACES)),
+    calls=_rarely(PAIRS),
+    peeks=_rarely(PAIRS),
+    seen=_rarely(PLACES),
+    hooked=_rarely(PLACES),
+    breaks_at=_rarely(_rarely(PLACES)),
+)
+FORWARDS = st.builds(
+    Forward,
+    plan=PLANS,
+    mode=st.sampled_from(["train", "train", "train", "evaluate", "evaluate with gradients"]),
+    is_kept=st.sampled_from([True, True, True, False]),
+    raises_in=_rarely(_rarely(PLACES)),
+    has_penalty=SELDOM,
+)
+BACKWARDS = st.builds(Backward, picks=PICKS, retains=SELDOM, is_partial=SELDOM, inputs=PARTS)
+GRADS = st.builds(Grad, picks=PICKS, retains=st.booleans(), part=PARTS)
+STEPS = st.tuples(st.just(Step()), st.builds(ZeroGrad, to_none=st.booleans(), by_optimizer=st.booleans()))
+FREEZES = st.builds(Freeze, part=PARTS, name=st.sampled_from([None, "weight", "bias"]), trains=st.booleans())
+FORBIDDEN = ["copy", "half", "hook on a weight", "pickled state", "sharded again", "forward while whole"]
+FORBIDDEN += ["step while whole", "layer without call", "wrong state"]
+
+# What is tried alone, and how often: one line for each.
+OTHERS: Sequence[tuple[int, st.SearchStrategy[Operation]]] = [
+    (3, st.builds(ZeroGrad, part=PARTS, to_none=st.booleans(), by_optimizer=st.booleans())),
+    (5, st.just(NoSync())),
+    (5, FREEZES),
+    (4, GRADS),
+    (3, st.builds(Direct, layer=PLACES)),
+    (3, st.builds(Forget, pick=PLACES)),
+    (3, st.builds(HookLayer, layer=st.integers(-1, 3), kind=st.sampled_from(["pre", "forward", "backward"]))),
+    (3, st.builds(Clip, kind=st.sampled_from(["model", "torch", "inf", "value"]))),
+    (3, st.builds(Edit, part=PARTS, factor=FACTORS)),
+    (2, st.builds(StepWithClosure, plan=_rarely(st.builds(Plan, route=ROUTES), Plan()))),
+    (2, st.just(Save())),
+    (2, st.just(Load())),
+    (1, st.just(Export())),
+    (1, st.just(Import())),
+    (2, st.just(SaveOptimizer())),
+    (2, st.just(LoadOptimizer())),
+    (3, st.builds(Summon, factor=st.just(1.0) | FACTORS, with_grads=st.booleans())),
+    (2, st.builds(Forbidden, what=st.sampled_from(FORBIDDEN))),
+    (3, st.builds(Check, has_gradients=st.booleans())),
+]
+EACH = [number for number, (weight, _) in enumerate(OTHERS) for _ in range(weight)]
+
+
+@st.composite
+def _phrases(draw: st.DrawFn) -> tuple[Operation, ...]:
+    """One operation, or a few that make sense one after another. By number, as `one_of` would weigh them alike."""
+    kind = draw(st.integers(0, 15))
+    if kind < 6:
+        return (draw(OTHERS[draw(st.sampled_from(EACH))][1]),)
+    if kind < 8:
+        return (draw(FORWARDS),)
+    if kind < 10:
+        return (draw(BACKWARDS),)
+    if kind < 11:
+        return draw(STEPS)
+    if kind < 12:
+        return draw(FORWARDS), draw(BACKWARDS)
+    if kind < 13:  # two losses of one forward
+        first, second = Backward(picks=(draw(PLACES),), retains=True), Backward(picks=(draw(PLACES),))
+        return Forward(plan=Plan(seen=draw(PLACES), route=draw(_rarely(ROUTES)))), first, second
+    if kind < 14:
+        return draw(FORWARDS), draw(FREEZES), draw(BACKWARDS)
+    if kind < 15:
+        return draw(FORWARDS), draw(GRADS)
+    return draw(FORWARDS), draw(BACKWARDS), *draw(STEPS)
+
+
+@st.composite
+def programs(draw: st.DrawFn, longest: int = 16) -> Program:
+    """Any program of up to `longest` phrases."""
+    at_least = draw(st.sampled_from([1, longest // 4, longest // 2]))
+    ops = [op for phrase in draw(st.lists(_phrases(), min_size=at_least, max_size=longest)) for op in phrase]
+    if draw(st.integers(0, 19)) == 19:
+        ops.append(Disorder(draw(st.tuples(*[ROUTES] * 3))))
+    slots: st.SearchStrategy[Any] = st.sampled_from([2, 3, "all"])
+    precision = draw(_rarely(st.sampled_from(["bf16", "bf16 sent", "bf16 summed"]), "fp32"))
+    depth = draw(st.integers(1, 4))
+    units = ["layers", "layers", "layers and head", "found" if depth > 1 else "layers"]  # a layer alone is not found
+    return Program(
+        ops=tuple(ops),
+        ranks=draw(st.sampled_from([2, 2, 2, 3])),
+        depth=depth,
+        is_tied=draw(st.sampled_from([False, False, True])),
+        has_norm=precision == "fp32" and draw(SELDOM),
+        optimizer=draw(st.sampled_from(["sgd", "adamw", "groups"])),
+        precision=precision,
+        units=draw(st.sampled_from(units)),
+        weight_slots=draw(slots),
+        grad_slots=draw(slots),
+        min_unit_size=draw(st.sampled_from([0, 0, 1500])),
+        align_pieces_to=draw(_rarely(st.sampled_from([4, "row"]), 1)),
+        check_grads=draw(SELDOM),
+        sockets=draw(st.booleans()),
+    )

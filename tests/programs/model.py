@@ -1,0 +1,183 @@
+"""The model that programs train, and what one forward of it does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.models import DIM, Layer
+
+__all__ = ["Brief", "Model", "Part", "Plan", "Trouble"]
+
+LIMIT = 0.1875  # of clamped weights: exact in every dtype, and some of the first weights are beyond it
+
+
+class Trouble(Exception):
+    """What a user's code raises in the middle of something."""
+
+
+class Brief:
+    """A dataclass whose repr is the Python that makes it, defaults left out."""
+
+    def __repr__(self) -> str:
+        given = (f for f in fields(self) if getattr(self, f.name) != f.default)  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in given)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(Brief):
+    """What happens inside one forward. Layers are named by number, counted round; visits by place in the route.
+
+    Attributes:
+        route: layers that run; None: all in turn.
+        left_out: by rank, a layer that this rank does not run; -1: none.
+        routes: by rank, instead of `route`.
+        recomputes: checkpointing, "once more" or "reentrant", of each layer, or behind "all " of all of them together.
+        reads: a layer whose weight the root reads, before the layers or after them.
+        reads_late: after them.
+        clamps: a layer that clamps its own weight in place, if something of it is too large.
+        calls: of two layers the first calls the second.
+        peeks: of two layers the first reads the second's weight.
+        seen: a visit of whose output there is a second loss.
+        hooked: a visit whose output has a hook that scales its gradient.
+        breaks_at: a visit whose output raises in backward.
+    """
+
+    route: tuple[int, ...] | None = None
+    left_out: tuple[int, ...] = ()
+    routes: tuple[tuple[int, ...], ...] = ()
+    recomputes: str = ""
+    reads: int | None = None
+    reads_late: bool = False
+    clamps: int | None = None
+    calls: tuple[int, int] | None = None
+    peeks: tuple[int, int] | None = None
+    seen: int | None = None
+    hooked: int | None = None
+    breaks_at: int | None = None
+
+    def places(self, depth: int, rank: int) -> list[int]:
+        """The numbers of the layers that `rank` runs, in order."""
+        if self.routes:
+            return [place % depth for place in self.routes[rank % len(self.routes)]]
+        route = range(depth) if self.route is None else self.route
+        out = self.left_out[rank] if rank < len(self.left_out) else -1
+        return [place % depth for place in route if out < 0 or place % depth != out % depth]
+
+
+class Part(Layer):
+    """A layer that does what a plan wants of it.
+
+    Args:
+        has_norm: it ends with batch norm.
+
+    Attributes:
+        others: all layers, in a tuple: no children.
+    """
+
+    def __init__(self, *, has_norm: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(DIM) if has_norm else None
+        self.others: tuple[Part, ...] = ()
+
+    def forward(self, x: Tensor, *, clamps: bool = False, calls: int | None = None, peeks: int | None = None) -> Tensor:
+        """[rows, DIM] -> the same"""
+        if clamps:
+            with torch.no_grad():
+                if bool((self.linear.weight.abs() > LIMIT).any()):
+                    self.linear.weight.clamp_(-LIMIT, LIMIT)
+        x = super().forward(x)
+        if calls is not None:
+            x = 0.5 * (x + self.others[calls](x))
+        if peeks is not None:
+            x = x + 0.1 * F.linear(x, self.others[peeks].linear.weight)
+        return x if self.norm is None else self.norm(x)  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    """Layers, a gain that the root uses itself, and a head.
+
+    Attributes:
+        plan: of the next forward.
+    """
+
+    def __init__(self, depth: int, *, is_tied: bool, has_norm: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Part(has_norm=has_norm) for _ in range(depth))
+        for layer in self.layers:
+            layer.others = tuple(self.layers)  # type: ignore[assignment]
+        self.gain = nn.Parameter(torch.ones(DIM))
+        self.head = nn.Linear(DIM, 1)
+        if is_tied:
+            first, last = self.layer(0), self.layer(-1)
+            last.linear.weight = first.linear.weight
+        self.plan = Plan()
+
+    def layer(self, place: int) -> Any:
+        """The layer with that number, counted round."""
+        return self.layers[place % len(self.layers)]
+
+    def part(self, place: int | None) -> nn.Module:
+        """A layer; the head if it is -1, all of the model if None."""
+        if place is None:
+            return self
+        part: nn.Module = self.head if place < 0 else self.layer(place)
+        return part
+
+    def forward(self, x: Tensor, rank: int) -> tuple[Tensor, Tensor | None]:
+        """[rows, DIM] -> [rows, 1], and the output of the visit that is to be seen, [rows, DIM]."""
+        plan = self.plan
+        x = x * self.gain
+        if plan.reads is not None and not plan.reads_late:
+            x = x + 0.1 * F.linear(x, self.layer(plan.reads).linear.weight)
+        if plan.recomputes.startswith("all ") and torch.is_grad_enabled():
+            both: Any = checkpoint(self._visits, x, rank, plan, use_reentrant="reentrant" in plan.recomputes)
+            x, seen = both
+        else:
+            x, seen = self._visits(x, rank, plan)
+        if plan.reads is not None and plan.reads_late:
+            x = x + 0.1 * F.linear(x, self.layer(plan.reads).linear.weight)
+        return self.head(x), seen
+
+    def _visits(self, x: Tensor, rank: int, plan: Plan) -> tuple[Tensor, Tensor | None]:
+        seen = None
+        for visit, place in enumerate(plan.places(len(self.layers), rank)):
+            x = self._visit(x, place, plan)
+            if plan.hooked == visit and x.requires_grad:
+                x.register_hook(_halve)
+            if plan.breaks_at == visit and x.requires_grad:
+                x.register_hook(_raise_in_backward)
+            if plan.seen == visit:
+                seen = x
+        return x, seen
+
+    def _visit(self, x: Tensor, place: int, plan: Plan) -> Tensor:
+        todo: dict[str, Any] = {}
+        if plan.clamps is not None and self._is(plan.clamps, place):
+            todo["clamps"] = True
+        for key in ("calls", "peeks"):
+            pair: Sequence[int] | None = getattr(plan, key)
+            if pair is not None and self._is(pair[0], place) and not self._is(pair[1], place):
+                todo[key] = pair[1] % len(self.layers)
+        layer = self.layer(place)
+        if plan.recomputes not in ("once more", "reentrant") or not torch.is_grad_enabled():
+            return layer(x, **todo)  # type: ignore[no-any-return]
+        out: Any = checkpoint(lambda x: layer(x, **todo), x, use_reentrant=plan.recomputes == "reentrant")
+        return out  # type: ignore[no-any-return]
+
+    def _is(self, number: int, place: int) -> bool:
+        return number % len(self.layers) == place
+
+
+def _halve(grad: Tensor) -> Tensor:
+    return grad * 0.5
+
+
+def _raise_in_backward(grad: Tensor) -> None:
+    raise Trouble("backward")

@@ -1,0 +1,310 @@
+"""Operations that compute: forwards, backwards, gradients that are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.models import vector_batch
+from tests.programs.model import Plan, Trouble
+from tests.programs.players import Operation, Player, Shown, State
+from tests.reference import full_grads
+
+if TYPE_CHECKING:
+    from tests.programs.generate import Program
+
+__all__ = ["Backward", "Direct", "Disorder", "Forget", "Forward", "Grad"]
+
+
+@dataclass(frozen=True, repr=False)
+class Forward(Operation):
+    """A forward of the model.
+
+    Attributes:
+        plan: what happens inside.
+        mode: "train", "evaluate" (no gradients), or "evaluate with gradients".
+        is_kept: its losses wait for a `Backward`; else its graph is dropped at once.
+        raises_in: a layer that raises.
+        has_penalty: the loss has a term of the parameters themselves.
+    """
+
+    plan: Plan = Plan()
+    mode: str = "train"
+    is_kept: bool = True
+    raises_in: int | None = None
+    has_penalty: bool = False
+
+    def is_legal(self, state: State) -> bool:
+        if self.plan.left_out and not self._is_in_order(state):
+            return False
+        return self.plan.clamps is None or self._clamps_first(state.program)
+
+    def _clamps_first(self, program: Program) -> bool:
+        """Whether nobody reads the weight before it is clamped: plain torch plays ranks in turn, with one weight."""
+        plan, depth = self.plan, program.depth
+        assert plan.clamps is not None
+        read = [plan.reads, *(pair[1] for pair in (plan.calls, plan.peeks) if pair is not None)]
+        is_read = any(number is not None and number % depth == plan.clamps % depth for number in read)
+        return program.precision == "fp32" and not program.is_tied and not is_read
+
+    def _is_in_order(self, state: State) -> bool:
+        """Whether ranks may leave out layers: in a route that the first pass had, where nothing else departs."""
+        plan, order = self.plan, state.order
+        is_plain = plan.route is None and plan.calls is None and plan.peeks is None
+        if plan.recomputes.startswith("all "):  # layers would run in another order in backward
+            return False
+        return is_plain and self.raises_in is None and (order is None or order.route is None and order.calls is None)
+
+    def may_be_refused(self, state: State) -> bool:
+        return self.plan.clamps is not None
+
+    def ends_when_refused(self, state: State) -> bool:
+        return state.program.weight_slots == "all"
+
+    def perform(self, player: Player, number: int) -> Shown:
+        hook = None
+        if self.raises_in is not None:
+            hook = player.model.layer(self.raises_in).linear.register_forward_pre_hook(_raise_in_forward)
+        try:
+            losses = player.forward(number, self.plan, mode=self.mode)
+        finally:
+            if hook is not None:
+                hook.remove()
+        first, seen = [loss for loss, _ in losses], [loss for _, loss in losses]
+        shown = _named(player, "loss", first) | _named(player, "second loss", seen)
+        if self.has_penalty and self.mode != "evaluate":  # of pieces, so its value is not to be compared
+            first = [loss + _penalty(player.model) for loss in first]
+            player.has_penalties = True
+        both: list[Any] = [first, seen]
+        player.kept.extend(both[: self._keeps(player.program)])
+        return shown
+
+    def _keeps(self, program: Program) -> int:
+        """How many losses."""
+        if self.mode == "evaluate with gradients" and program.has_norm:
+            return 0  # backward reads statistics, which the next forward may change
+        if not self.is_kept or self.mode == "evaluate":
+            return 0
+        visits = min(len(self.plan.places(program.depth, rank)) for rank in range(program.ranks))
+        return 1 if self.plan.seen is None or self.plan.seen >= visits else 2
+
+    def after(self, state: State, outcome: str) -> None:
+        if self.plan.clamps is not None:
+            state.edits += 1
+        if outcome != "done":
+            return
+        if self.mode != "evaluate":
+            state.order = state.order or self.plan
+        state.born.extend([state.edits] * self._keeps(state.program))
+
+
+@dataclass(frozen=True, repr=False)
+class Disorder(Operation):
+    """Ranks run layers in orders of their own, and backward: that all raise, or it is right. The program ends."""
+
+    routes: tuple[tuple[int, ...], ...] = ()
+
+    def may_be_refused(self, state: State) -> bool:
+        return True
+
+    def perform(self, player: Player, number: int) -> Shown:
+        player.kept.clear()
+        player.model.zero_grad()
+        losses = [loss for loss, _ in player.forward(number, Plan(routes=self.routes))]
+        for place, _ in player.each_rank():
+            if losses[place].requires_grad:
+                (losses[place] / len(losses)).backward()  # type: ignore[no-untyped-call]
+        return _named(player, "loss", losses)
+
+    def after(self, state: State, outcome: str) -> None:
+        state.born = []
+        state.is_spoilt = True
+
+
+@dataclass(frozen=True, repr=False)
+class Direct(Operation):
+    """A layer that is called by itself; its loss is kept."""
+
+    layer: int = 0
+
+    def perform(self, player: Player, number: int) -> Shown:
+        layer = player.model.layer(self.layer)
+        losses = [layer(vector_batch(number, rank)).float().square().mean() for _, rank in player.each_rank()]
+        player.kept.append(losses)
+        return _named(player, "loss", losses)
+
+    def after(self, state: State, outcome: str) -> None:
+        state.order = state.order or Plan()
+        state.born.append(state.edits)
+
+
+@dataclass(frozen=True, repr=False)
+class _OfKept(Operation):
+    """Differentiates one kept loss, or a sum of several.
+
+    Attributes:
+        picks: which, counted round.
+        retains: ``retain_graph``; they can be differentiated again.
+    """
+
+    picks: tuple[int, ...] = (0,)
+    retains: bool = False
+
+    def is_legal(self, state: State) -> bool:
+        return bool(state.born)
+
+    def picked(self, kept: int) -> list[int]:
+        """Numbers of kept losses."""
+        return list(dict.fromkeys(pick % kept for pick in self.picks))
+
+    def is_stale(self, state: State) -> bool:
+        """Whether weights have changed since one of its forwards."""
+        return any(state.born[pick] != state.edits for pick in self.picked(len(state.born)))
+
+    def differentiate(self, player: Player, run: Callable[[Tensor], None]) -> None:
+        """`run` with the mean of losses over ranks, in parts; losses are let go of, unless they are retained."""
+        picked = self.picked(len(player.kept))
+        errors: list[Exception] = []
+        try:
+            for place, _ in player.each_rank():
+                total: Any = sum(player.kept[pick][place] for pick in picked) / len(player.ranks)
+                try:
+                    if total.requires_grad:  # else everything was frozen
+                        run(total)
+                except (Trouble, RuntimeError) as error:
+                    errors.append(error.with_traceback(None) if isinstance(error, Trouble) else error)
+        finally:
+            del total
+            if errors or not self.retains:
+                self._drop(player)
+        if errors:
+            raise errors[0]
+
+    def _drop(self, player: Player) -> None:
+        picked = self.picked(len(player.kept))
+        player.kept = [losses for pick, losses in enumerate(player.kept) if pick not in picked]
+
+    def follow(self, plain: Player) -> None:
+        """StreamShard has refused it, and let go of the losses: plain torch has retained them."""
+        if self.retains:
+            self._drop(plain)
+
+    def after(self, state: State, outcome: str) -> None:
+        picked = self.picked(len(state.born))
+        if outcome != "done" or not self.retains:
+            state.born = [born for pick, born in enumerate(state.born) if pick not in picked]
+
+
+@dataclass(frozen=True, repr=False)
+class Backward(_OfKept):
+    """Backward of kept losses.
+
+    Attributes:
+        is_partial: only into the parameters of `inputs`: a layer, the head if it is -1, all of them if None.
+    """
+
+    is_partial: bool = False
+    inputs: int | None = None
+
+    def perform(self, player: Player, number: int) -> Shown:
+        inputs: Any = None
+        if self.is_partial:
+            inputs = [param for param in player.model.part(self.inputs).parameters() if param.requires_grad]
+            if not inputs:
+                inputs = None
+        player.final.clear()
+        self.differentiate(player, lambda loss: loss.backward(retain_graph=self.retains, inputs=inputs))  # type: ignore[no-untyped-call]
+        if player.has_penalties:  # autograd adds several up in place, as if somebody had clipped the sum
+            list(player.model.parameters())
+        if player.program.grad_slots == "all":  # hooks are called when gradients are reduced
+            return {}
+        return {f"end of {name}": torch.ones(()) for name in sorted(player.final)}
+
+    def after(self, state: State, outcome: str) -> None:
+        super().after(state, outcome)
+        state.is_torn |= outcome != "done"
+        state.is_held = state.holds and (state.is_quiet or (state.is_held and outcome != "done"))
+
+
+@dataclass(frozen=True, repr=False)
+class Grad(_OfKept):
+    """``torch.autograd.grad`` of kept losses, with respect to parameters that train.
+
+    Attributes:
+        part: whose; a layer, the head if it is -1, all of them if None.
+    """
+
+    part: int | None = None
+
+    refusal_keeps = True
+
+    def may_be_refused(self, state: State) -> bool:
+        return state.holds and (state.is_quiet or state.is_held)
+
+    def perform(self, player: Player, number: int) -> Shown:
+        params = [param for param in player.model.part(self.part).parameters() if param.requires_grad]
+        found: list[Tensor | None] = [None] * len(params)
+
+        def add(loss: Tensor) -> None:
+            grads = torch.autograd.grad(loss, params, retain_graph=self.retains, allow_unused=True)
+            for place, grad in enumerate(grads):
+                so_far = found[place]
+                found[place] = grad if so_far is None or grad is None else so_far + grad
+                if grad is None:
+                    found[place] = so_far
+
+        player.final.clear()
+        if params:
+            self.differentiate(player, add)
+        else:
+            self.differentiate(player, lambda loss: None)
+        assert not player.final, "hooks for complete gradients were called, although none is in .grad"
+        return {f"gradient of {name}": grad for name, grad in _whole(player.model, params, found).items()}
+
+
+def _whole(model: nn.Module, params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> Shown:
+    """Gradients as if they had been left in ``.grad``, whole."""
+    kept = [(param, param.grad) for param in model.parameters()]
+    try:
+        model.zero_grad()
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        return full_grads(model)
+    finally:
+        for param, old in kept:
+            param.grad = old
+
+
+@dataclass(frozen=True, repr=False)
+class Forget(Operation):
+    """Drop a kept loss."""
+
+    pick: int = 0
+
+    def is_legal(self, state: State) -> bool:
+        return bool(state.born)
+
+    def perform(self, player: Player, number: int) -> Shown:
+        del player.kept[self.pick % len(player.kept)]
+        return {}
+
+    def after(self, state: State, outcome: str) -> None:
+        del state.born[self.pick % len(state.born)]
+
+
+def _named(player: Player, what: str, losses: Sequence[Tensor | None]) -> Shown:
+    pairs = zip(player.ranks, losses, strict=True)
+    return {f"{what} of rank {rank}": loss.detach() for rank, loss in pairs if loss is not None}
+
+
+def _raise_in_forward(module: nn.Module, args: Any) -> None:
+    raise Trouble("forward")
+
+
+def _penalty(model: nn.Module) -> Tensor:
+    total: Any = sum(0.1 * param.square().sum() for param in model.parameters())
+    return total  # type: ignore[no-any-return]
