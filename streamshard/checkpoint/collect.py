@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from streamshard.checkpoint import huggingface
 from streamshard.checkpoint.disk_layout import local_pieces, plan_disk, saved_names
+from streamshard.checkpoint.export import model_dtype
 from streamshard.checkpoint.optimizer_state import agree_on_state, is_moment, moment_of, params_in
 from streamshard.checkpoint.parts import RANDOM, Parts, class_name, drifts_apart, name_here, param_names, random_state
 from streamshard.checkpoint.piece_file import Piece, bytes_of
@@ -34,7 +36,8 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
     """Everything that is to be saved. Collective.
 
     Returns:
-        The JSON, the same on all ranks, and this rank's pieces of tensors, which are its own memory, not copied.
+        The JSON, which is the first rank's to write, and this rank's pieces of tensors, which are its own memory, not
+        copied.
 
     Raises:
         ExportError: on every rank; names what cannot be saved.
@@ -73,7 +76,7 @@ def _collect_model(name: str, model: nn.Module, engine: Engine, pieces: list[Pie
         "buffers": [name for name, source in names.items() if name == source and name not in params],
         "extra_state": extra_state,
         "drifts": drifts,
-        "export": _export_plan(model, shards),
+        "export": _export_plan(model, shards, with_files=engine.ranks.is_first),
     }
 
 
@@ -167,17 +170,26 @@ def _whole(name: str, tensor: torch.Tensor) -> Piece:
     return Piece(name, tuple(tensor.shape), 0, tensor.contiguous().view(-1))
 
 
-def _export_plan(model: nn.Module, shards: Sequence[ParamShard]) -> dict[str, Any]:
+def _export_plan(model: nn.Module, shards: Sequence[ParamShard], *, with_files: bool) -> dict[str, Any]:
     """What `export_safetensors` would write, for those who have the checkpoint and not the model."""
+    files: dict[str, str] = {}
+    custom_code = None
     try:
+        huggingface.check_exportable(model)
         tensors = plan_disk(model, shards, None)
+        if huggingface.is_transformers_model(model):
+            custom_code = huggingface.custom_code_of(model)
+            if with_files:
+                files = huggingface.config_files(model, model_dtype(model, shards, None))
     except ExportError as error:
         return {"error": str(error)}
     return {
+        "files": files,
+        "custom_code": custom_code,
         "tensors": [
             [each.name, each.shape, str(each.dtype).removeprefix("torch."), [list(run) for run in each.runs]]
             for each in tensors
-        ]
+        ],
     }
 
 

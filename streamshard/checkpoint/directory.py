@@ -19,7 +19,15 @@ from streamshard.checkpoint.publish import PARTIAL, sync_directory
 from streamshard.errors import ExportError
 from streamshard.log import log
 
-__all__ = ["create_partial", "find_checkpoint", "latest", "next_number", "publish_checkpoint", "remove_partial"]
+__all__ = [
+    "checkpoints_in",
+    "create_partial",
+    "find_checkpoint",
+    "latest",
+    "next_number",
+    "publish_checkpoint",
+    "remove_partial",
+]
 
 _REPLACED = ".replaced"  # whole, about to be deleted because another of its number takes its name
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -58,6 +66,15 @@ def find_checkpoint(directory: Path) -> Path:
         what = "is empty, or holds no whole checkpoint" if directory.is_dir() else "is no directory"
         raise ExportError(f"{directory} {what}")
     return found
+
+
+def checkpoints_in(directory: Path) -> list[Path]:
+    """`directory` if it is a checkpoint, and those in it, whole or not."""
+    return [
+        path
+        for path in [directory, *_children(directory)]
+        if not path.name.endswith(PARTIAL) and (path / MANIFEST_NAME).exists()
+    ]
 
 
 def next_number(directory: Path) -> int:
@@ -127,9 +144,7 @@ def _children(directory: Path) -> list[Path]:
 def _whole_ones(directory: Path) -> list[_Found]:
     """By age, the newest last."""
     whole = []
-    for path in [directory, *_children(directory)]:
-        if path.name.endswith(PARTIAL) or not (path / MANIFEST_NAME).exists():
-            continue
+    for path in checkpoints_in(directory):
         try:
             manifest = read_manifest(path)
             check_sizes(path, manifest)

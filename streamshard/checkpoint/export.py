@@ -16,7 +16,7 @@ from streamshard.config import parse_bytes
 from streamshard.errors import ConfigError
 from streamshard.unit.shard import ParamShard
 
-__all__ = ["export_shards"]
+__all__ = ["export_shards", "floating_dtype", "model_dtype"]
 
 
 def export_shards(
@@ -29,12 +29,12 @@ def export_shards(
 ) -> list[str]:
     """What `streamshard.export_safetensors` does, with the model's parameters and ranks given."""
     parse_bytes("max_shard_size", max_shard_size)
-    wanted = _floating_dtype(dtype)
+    wanted = floating_dtype(dtype)
     entries = run_on_all_ranks(group, "plan the export", lambda: _entries(model, shards, group, wanted))
 
     def write_beside(staging: Path) -> None:
         if huggingface.is_transformers_model(model):
-            huggingface.write_config(model, staging, _model_dtype(model, shards, wanted))
+            huggingface.write_config(model, staging, model_dtype(model, shards, wanted))
 
     return write_sharded(
         entries,
@@ -64,7 +64,7 @@ def _entries(
     return entries
 
 
-def _model_dtype(model: nn.Module, shards: Sequence[ParamShard], dtype: torch.dtype | None) -> torch.dtype | None:
+def model_dtype(model: nn.Module, shards: Sequence[ParamShard], dtype: torch.dtype | None) -> torch.dtype | None:
     """What ``model.dtype`` would be of the exported model: that of its first floating-point parameter."""
     by_name = {shard.name: shard.dtype for shard in shards}
     own = (by_name[source] for source in saved_names(model, shards).values() if source in by_name)
@@ -72,7 +72,12 @@ def _model_dtype(model: nn.Module, shards: Sequence[ParamShard], dtype: torch.dt
     return first if dtype is None or first is None else dtype
 
 
-def _floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype that a user means by it.
+
+    Raises:
+        ConfigError: it is none.
+    """
     if dtype is None:
         return None
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype

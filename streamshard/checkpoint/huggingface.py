@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import re
 import sys
+import tempfile
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +26,8 @@ __all__ = [
     "INITIALISED",
     "adapters_in",
     "check_exportable",
+    "config_files",
+    "custom_code_of",
     "drop_tied_names",
     "ignored_on_load",
     "ignored_on_save",
@@ -32,6 +36,7 @@ __all__ = [
     "rearrange_for_saving",
     "tie_weights",
     "tied_names",
+    "with_dtype",
     "write_config",
 ]
 
@@ -245,11 +250,46 @@ def write_config(model: Any, directory: Path, dtype: torch.dtype | None) -> None
         directory: where to.
         dtype: of the model on disk, for the config; None leaves what the config says.
     """
+    _write_config(model, directory, dtype, with_code=True)
+
+
+def config_files(model: Any, dtype: torch.dtype | None) -> dict[str, str]:
+    """The texts of what `write_config` writes, by file name, without code.
+
+    Args:
+        model: a transformers model.
+        dtype: see there.
+
+    Raises:
+        ExportError: transformers cannot write it.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            _write_config(model, Path(directory), dtype, with_code=False)
+            return {path.name: path.read_text() for path in sorted(Path(directory).glob("*.json"))}
+    except Exception as error:  # any error means that there would be no such file
+        raise ExportError(f"the config of {type(model).__name__} cannot be saved: {error}") from error
+
+
+def custom_code_of(model: Any) -> str | None:
+    """The class of a transformers model whose code is not in transformers but came with its weights; else None."""
+    return type(model).__name__ if model.is_remote_code() else None
+
+
+def with_dtype(config: str, dtype: torch.dtype) -> str:
+    """The text of a model's config.json, where the model has another dtype on disk."""
+    values = json.loads(config)
+    key = "torch_dtype" if "torch_dtype" in values else "dtype"  # so called before transformers 5
+    values[key] = str(dtype).removeprefix("torch.")
+    return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+
+def _write_config(model: Any, directory: Path, dtype: torch.dtype | None, *, with_code: bool) -> None:
     config = copy.deepcopy(model.config)
     if dtype is not None:
         config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
-    if model.is_remote_code():
+    if with_code and model.is_remote_code():
         importlib.import_module("transformers.dynamic_module_utils").custom_object_save(model, directory, config=config)
     config.save_pretrained(directory)
     if model.can_generate() and getattr(model, "generation_config", None) is not None:

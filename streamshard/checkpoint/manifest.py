@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from streamshard.errors import ExportError
 
 __all__ = ["MANIFEST_NAME", "FileRecord", "Manifest", "PieceRecord", "TensorRecord", "read_manifest"]
@@ -55,6 +57,17 @@ class TensorRecord:
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[PieceRecord, ...]
+
+    @property
+    def numel(self) -> int:
+        """Of the whole."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return self.numel * dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from streamshard.checkpoint.manifest import Manifest
 from streamshard.checkpoint.piece_file import checksum_of, read_range
 from streamshard.checkpoint.restore import Read
 from streamshard.checkpoint.safetensors_file import StoredDirectory, read_file
+from streamshard.checkpoint.writer import Alone
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import ExportError
 from streamshard.log import progress
@@ -27,14 +28,15 @@ class PieceFiles:
         self._opened = opened
         self._files: dict[int, StoredDirectory] = {}
 
-    def verify(self, ranks: Ranks) -> None:
+    def verify(self, ranks: Ranks | Alone) -> None:
         """Compare this rank's part of the files with their checksums; all ranks together see all of them.
 
         Raises:
             ExportError: names the file that is damaged.
         """
         mine = self._manifest.files[ranks.number :: ranks.total_size]
-        with progress("verifying", sum(record.size_bytes for record in mine), shows=ranks.is_first) as advance:
+        total = sum(record.size_bytes for record in mine)
+        with progress(f"verifying {self._path.name}", total, shows=ranks.is_first) as advance:
             for record in mine:
                 if checksum_of(self._path / record.name, advance) != record.crc32:
                     raise ExportError(f"{self._path / record.name} is damaged: it is not what its checksum says")

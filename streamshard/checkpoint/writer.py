@@ -41,7 +41,15 @@ from streamshard.checkpoint.safetensors_file import (
 from streamshard.config import parse_bytes
 from streamshard.errors import ExportError
 
-__all__ = ["RankGroup", "TensorEntry", "gather_from_all_ranks", "run_on_all_ranks", "write_sharded"]
+__all__ = [
+    "Alone",
+    "Elements",
+    "RankGroup",
+    "TensorEntry",
+    "gather_from_all_ranks",
+    "run_on_all_ranks",
+    "write_sharded",
+]
 
 CHUNK_BYTES = 8 << 20  # all the memory an export takes
 VISIBLE_WITHIN_S = 10.0  # network file systems may show a new file to other hosts only after a while
@@ -74,6 +82,30 @@ class RankGroup(Protocol):
         """Every rank's `value`, in rank order. Blocks until all ranks have called it."""
 
 
+class Alone:
+    """One process and no process group, as the only rank there is."""
+
+    is_first = True
+    replica = 0
+    number = 0
+    world_size = 1
+    total_size = 1
+
+    def gather_objects(self, value: Any, /) -> list[Any]:
+        """Its own."""
+        return [value]
+
+
+class Elements(Protocol):
+    """Elements of a tensor that are fetched when they are needed, such as those in a file."""
+
+    def numel(self) -> int:
+        """How many there are."""
+
+    def read(self, start: int, target: torch.Tensor) -> None:
+        """Fill `target`, [n] 1-D contiguous on the CPU, of any dtype, by those from `start` on."""
+
+
 class TensorEntry(NamedTuple):
     """This rank's part of one tensor: elements [start, stop) of the flattened whole.
 
@@ -85,7 +117,7 @@ class TensorEntry(NamedTuple):
         dtype: in the file.
         start: first element that this rank writes.
         stop: one past the last.
-        data: [stop - start] 1-D, any dtype and device; converted chunk by chunk.
+        data: [stop - start] 1-D, any dtype and device, fetched and converted chunk by chunk.
     """
 
     name: str
@@ -93,7 +125,7 @@ class TensorEntry(NamedTuple):
     dtype: torch.dtype
     start: int
     stop: int
-    data: torch.Tensor | None
+    data: torch.Tensor | Elements | None
 
 
 def write_sharded(
@@ -105,6 +137,7 @@ def write_sharded(
     metadata: Mapping[str, str] = _FORMAT,
     total_parameters: int | None = None,
     write_beside: Callable[[Path], None] | None = None,
+    advance: Callable[[int], object] | None = None,
 ) -> list[str]:
     """Write a Hugging Face safetensors directory from all ranks. Extra memory is one chunk of `CHUNK_BYTES` on each.
 
@@ -120,6 +153,7 @@ def write_sharded(
         total_parameters: number of parameters, for the index.
         write_beside: writes further files (a config) into the directory it is given; called on rank 0 only. They
             are published together with the weights.
+        advance: is told how many bytes this rank has written, now and then.
 
     Returns:
         The names of the files written, the index last.
@@ -151,7 +185,7 @@ def write_sharded(
         # taken for the files that rank 0 is about to create.
         run_on_all_ranks(group, f"clear {root}", lambda: remove_partials(root))
         run_on_all_ranks(group, f"create files in {root}", create)
-        run_on_all_ranks(group, f"write to {root}", lambda: _write(root, files, entries))
+        run_on_all_ranks(group, f"write to {root}", lambda: _write(root, files, entries, advance))
         gathered = gather_from_all_ranks(group, f"read {root} again", hash_mine)
         sums = {name: digest for theirs in gathered for name, digest in theirs.items()}
         run_on_all_ranks(group, f"publish {root}", lambda: put_in_place(sums))
@@ -192,8 +226,8 @@ def gather_from_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]
     gathered = group.gather_objects((told, result))
     errors = [error for error, _ in gathered]
     failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
-    if len(failed) > 1 and len(set(errors)) == 1:
-        failed = [f"all ranks: {told}"]
+    if failed and len(set(errors)) == 1:
+        failed = [f"all ranks: {told}" if len(errors) > 1 else str(told)]
     if failed:
         raise ExportError(f"could not {doing}: " + "; ".join(failed)) from cause
     return [theirs for _, theirs in gathered]
@@ -235,7 +269,12 @@ def _create(
         write_synced(root / (INDEX_NAME + PARTIAL), index)
 
 
-def _write(root: Path, files: Sequence[FileLayout], entries: Sequence[TensorEntry]) -> None:
+def _write(
+    root: Path,
+    files: Sequence[FileLayout],
+    entries: Sequence[TensorEntry],
+    advance: Callable[[int], object] | None,
+) -> None:
     """This rank's byte ranges, file by file."""
     staging = bytearray(CHUNK_BYTES)
     by_name: dict[str, list[TensorEntry]] = {}
@@ -251,24 +290,35 @@ def _write(root: Path, files: Sequence[FileLayout], entries: Sequence[TensorEntr
                 if os.pread(descriptor, len(file.header), 0) != file.header:
                     raise ExportError(f"{file.name} made by rank 0 has another header: ranks disagree on the tensors")
                 for offset, entry in mine:
-                    _write_entry(descriptor, offset, entry, staging)
+                    _write_entry(descriptor, offset, entry, staging, advance)
                 os.fsync(descriptor)
         except OSError as error:  # a failed write does not say which file it was
             raise ExportError(f"{file.name}: {error}") from error
 
 
-def _write_entry(descriptor: int, offset: int, entry: TensorEntry, staging: bytearray) -> None:
+def _write_entry(
+    descriptor: int,
+    offset: int,
+    entry: TensorEntry,
+    staging: bytearray,
+    advance: Callable[[int], object] | None,
+) -> None:
     """Copy to the host, convert and write, one chunk at a time."""
     if entry.data is None:
         return
     chunk = torch.frombuffer(staging, dtype=torch.uint8).view(entry.dtype)
     item_bytes = entry.dtype.itemsize
-    data = entry.data.detach()
-    for done in range(0, data.numel(), chunk.numel()):
-        part = data[done : done + chunk.numel()]
-        chunk[: part.numel()].copy_(part)
+    numel = entry.data.numel()
+    for done in range(0, numel, chunk.numel()):
+        part = chunk[: numel - done]
+        if isinstance(entry.data, torch.Tensor):
+            part.copy_(entry.data.detach()[done : done + part.numel()])
+        else:
+            entry.data.read(done, part)
         converted = memoryview(staging)[: part.numel() * item_bytes]
         write_all(descriptor, converted, offset + (entry.start + done) * item_bytes)
+        if advance is not None:
+            advance(len(converted))
 
 
 @contextlib.contextmanager

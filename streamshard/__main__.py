@@ -1,0 +1,7 @@
+"""``python -m streamshard``: see `cli.py`."""
+
+import sys
+
+from streamshard.cli import main
+
+sys.exit(main())

@@ -1,0 +1,194 @@
+"""The command ``streamshard``: what can be done with a checkpoint by those who have no run of it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from streamshard.checkpoint.describe import describe, saved_at, shown_bytes, tensor_lines, total_bytes
+from streamshard.checkpoint.directory import checkpoints_in
+from streamshard.checkpoint.manifest import MANIFEST_NAME, Manifest, check_sizes, read_manifest
+from streamshard.checkpoint.offline import export_checkpoint
+from streamshard.checkpoint.piece_files import PieceFiles
+from streamshard.checkpoint.writer import Alone
+from streamshard.errors import ConfigError, ExportError, StreamShardError
+
+__all__ = ["main"]
+
+_FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
+
+_ABOUT = """\
+Look at checkpoints made by streamshard.save_checkpoint, and turn them into something else. No GPU, no process group and
+no model code is needed."""
+
+_EXAMPLES = """\
+examples:
+  streamshard inspect runs/llama                         which checkpoints there are, and whether they are sound
+  streamshard inspect runs/llama/checkpoint-1000         what is in one
+  streamshard export runs/llama llama-hf                 the latest one's weights, for from_pretrained
+"""
+
+_INSPECT = """\
+Say what a checkpoint holds, and compare every byte of it with the checksums that were written with it. Of a directory
+of checkpoints, a line for each; "latest" is the one that load_checkpoint would take.
+
+Ends with 0 if all that was looked at is as it was written, else with 1."""
+
+_INSPECT_EXAMPLES = """\
+examples:
+  streamshard inspect runs/llama
+  streamshard inspect runs/llama/checkpoint-1000 --tensors
+  streamshard inspect runs/llama/checkpoint-1000 --no-verify     only names and sizes of files are looked at
+"""
+
+_EXPORT = """\
+Write a model's weights as a Hugging Face directory: safetensors files, which are, byte for byte, what
+export_safetensors would have written during the run, and the config if it is a model of transformers.
+The checkpoint is verified first. Memory: a few MB, whatever the model's size."""
+
+_EXPORT_EXAMPLES = """\
+examples:
+  streamshard export runs/llama llama-hf                                the latest checkpoint
+  streamshard export runs/llama/checkpoint-1000 llama-hf --dtype bfloat16
+  streamshard export runs/ppo policy-hf --model policy                  of save_checkpoint(..., {"policy": ..., ...})
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: its arguments; None: those of the process.
+
+    Returns:
+        0; 1 after an error, which is on standard error in one line; 2 if the arguments cannot work.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `... | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _FAILED
+    except (StreamShardError, OSError) as error:
+        print(f"streamshard {arguments.command}: {error}", file=sys.stderr)
+        return _USAGE if isinstance(error, ConfigError) else _FAILED
+    except KeyboardInterrupt:
+        print(f"streamshard {arguments.command}: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("streamshard", description=_ABOUT, epilog=_EXAMPLES, formatter_class=_Formatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+
+    def command(name: str, short: str, about: str, examples: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=short, description=about, epilog=examples, formatter_class=_Formatter)
+
+    inspect = command("inspect", "what is in a checkpoint, and is it sound", _INSPECT, _INSPECT_EXAMPLES)
+    inspect.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a directory of them")
+    inspect.add_argument("--tensors", action="store_true", help="list all tensors: name, dtype, shape")
+    inspect.add_argument("--no-verify", action="store_true", help="do not read the files to verify them")
+    inspect.set_defaults(run=_inspect)
+
+    export = command("export", "a model's weights as a Hugging Face directory", _EXPORT, _EXPORT_EXAMPLES)
+    export.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a directory of them (the latest)")
+    export.add_argument("out", metavar="OUT", type=Path, help="where to; an earlier export there is replaced")
+    export.add_argument("--model", metavar="NAME", help="which model, if several were saved")
+    export.add_argument("--dtype", help="convert floating-point weights, to bfloat16 for example")
+    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file (default: %(default)s)")
+    export.set_defaults(run=_export)
+    return parser
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Texts as they are written, and options on the left up to a width at which most fit."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    root: Path = arguments.directory
+    found = checkpoints_in(root)
+    if not found:
+        what = "holds no checkpoint" if root.is_dir() else "is no directory"
+        raise ExportError(
+            f"{root} {what}: wanted a directory with a {MANIFEST_NAME}, or one that holds such directories"
+        )
+    if found[0] == root:
+        _inspect_one(root, arguments)
+    else:
+        _inspect_several(found, verifies=not arguments.no_verify)
+
+
+def _inspect_one(path: Path, arguments: argparse.Namespace) -> None:
+    manifest = read_manifest(path)
+    print(path)
+    for line in describe(manifest):
+        print(f"  {line}")
+    if arguments.tensors:
+        print("tensors")
+        for line in tensor_lines(manifest):
+            print(f"  {line}")
+    sys.stdout.flush()  # before an error follows on the other stream
+    _verify(path, manifest, reads=not arguments.no_verify)
+    print(
+        "not verified: files have the sizes they should have" if arguments.no_verify else "verified: all is as written"
+    )
+
+
+def _inspect_several(paths: Sequence[Path], *, verifies: bool) -> None:
+    whole: list[tuple[str, int, Path]] = []
+    told: dict[Path, list[str]] = {}
+    errors: list[str] = []
+    for path in paths:
+        told[path] = [path.name, "?", "?", "?"]
+        try:
+            manifest = read_manifest(path)
+            size = shown_bytes(total_bytes(manifest))
+            told[path][1:] = [saved_at(manifest), f"{manifest.world_size} ranks", size]
+            _verify(path, manifest, reads=verifies)
+        except ExportError as error:
+            errors.append(str(error))
+            told[path].append("damaged")
+        else:
+            whole.append((manifest.versions["saved_at"], manifest.number, path))
+            told[path].append("verified" if verifies else "not verified")
+    if whole:
+        told[max(whole)[-1]][-1] += ", latest"
+    widths = [max(len(row[column]) for row in told.values()) for column in range(5)]
+    for path in sorted(paths, key=_number_and_name):
+        print("  ".join(cell.ljust(width) for cell, width in zip(told[path], widths, strict=True)).rstrip())
+    if errors:
+        sys.stdout.flush()
+        raise ExportError("; ".join(errors))
+
+
+def _number_and_name(path: Path) -> tuple[int, str]:
+    digits = path.name.rpartition("-")[2]
+    return int(digits) if digits.isdecimal() else -1, path.name
+
+
+def _verify(path: Path, manifest: Manifest, *, reads: bool) -> None:
+    """Raise an ExportError that names the file that is missing or damaged; without `reads`, of another size."""
+    check_sizes(path, manifest)
+    if reads:
+        with contextlib.ExitStack() as opened:
+            PieceFiles(path, manifest, opened).verify(Alone())
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    done = export_checkpoint(
+        arguments.directory, arguments.out, arguments.model, arguments.dtype, arguments.max_shard_size
+    )
+    print(f"{done.path} -> {arguments.out}: {', '.join(done.files)}")
+    if done.custom_code is not None:
+        print(
+            f"{done.custom_code} has code that is not in transformers, nor here: put its .py files beside the weights"
+        )

@@ -1,0 +1,311 @@
+"""The command line: says what a checkpoint holds, whether it is sound, and exports it to the byte."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streamshard import StreamShard, export_safetensors, save_checkpoint
+from streamshard.checkpoint import offline
+from streamshard.checkpoint.offline import export_checkpoint
+from streamshard.cli import main
+from streamshard.errors import ExportError
+from tests import families
+from tests.checkpoint.exporting import Plain, assert_same_files
+from tests.checkpoint.runs import start, steps
+from tests.models import Stack
+from tests.ranks import RankContext, RankPool
+from tests.reference import FP32
+
+
+def _save(context: RankContext, directory: Path, *numbers: int) -> None:
+    run = start(0)
+    for number in numbers:
+        steps(run, number, number + 1)
+        extra = {"position": number, "names": ["a", ("b", 1.5)], "mean": torch.ones(3), "rank": context.rank}
+        save_checkpoint(directory, *run, extra=extra, step=number)
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+# ------------------------------------------------------------------------------------------------ inspect
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints of two ranks, 9 and 10."""
+    directory = tmp_path_factory.mktemp("saved")
+    ranks(2).run(_save, directory, 9, 10)
+    return directory
+
+
+def test_inspect_says_what_a_checkpoint_holds(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks, parameters, bytes, the optimizer's state, and everything else with its value."""
+    assert main(["inspect", str(saved / "checkpoint-10")]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
+    assert rows["number"] == "10"
+    assert rows["ranks"] == "2"
+    assert "in 2 files" in rows["size"]
+    assert rows["model"].startswith("tests.checkpoint.runs.Counted, ")
+    assert "(float32, " in rows["model"]
+    assert "1 buffer (int64, 24 bytes)" in rows["model"]
+    assert rows["optimizer"].startswith("torch.optim.adamw.AdamW, 2 groups, step, exp_avg, exp_avg_sq of ")
+    assert rows["extra.position"] == "10"
+    assert rows["extra.names"] == '["a", tuple("b", 1.5)]'
+    assert rows["extra.mean"] == "tensor [3] float32"
+    assert rows["extra.rank"] == "differs between 2 ranks; 0"
+    assert "scheduler" in rows
+    assert "random" in rows
+    assert rows["verified:"] == "all is as written"
+
+
+def test_inspect_lists_tensors(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Name, dtype, shape; weights, moments and what the user has saved."""
+    assert main(["inspect", str(saved / "checkpoint-10"), "--tensors", "--no-verify"]) == 0
+    rows = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    assert ["model/embedding.weight", "float32", "[48, 16]"] in rows
+    assert ["optimizer/embedding.weight/exp_avg", "float32", "[48, 16]"] in rows
+    assert ["extra.mean", "float32", "[3]"] in rows
+    assert rows[-1][:2] == ["not", "verified:"]
+
+
+def test_inspect_of_a_directory_has_a_line_for_each(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By number, and the latest is marked."""
+    assert main(["inspect", str(saved)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("checkpoint-9 ")
+    assert first.endswith("verified")
+    assert second.startswith("checkpoint-10 ")
+    assert second.endswith("verified, latest")
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "lose", "manifest"])
+def test_inspect_finds_damage(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+    """One flipped bit of any file, or one that is missing: exit code 1 and the file's name; the other is the latest."""
+    ranks(2).run(_save, tmp_path, 1, 2)
+    bad = tmp_path / "checkpoint-2"
+    file = bad / ("checkpoint.json" if damage == "manifest" else "rank-00001-of-00002.safetensors")
+    if damage == "lose":
+        file.unlink()
+    elif damage == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        _flip(file)
+    assert main(["inspect", str(bad)]) == 1
+    said = capsys.readouterr()
+    assert file.name in said.err
+    assert said.err.count("\n") == 1
+    assert "verified" not in said.out
+    assert main(["inspect", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert file.name in said.err
+    one, two = said.out.splitlines()
+    assert one.endswith("verified, latest")
+    assert two.endswith("damaged")
+    assert main(["inspect", "--no-verify", str(bad)]) == (0 if damage == "flip" else 1)
+
+
+# ------------------------------------------------------------------------------------------------ export
+
+
+def _export_live(
+    context: RankContext, family: str, directory: Path, dtype: str | None, size: str, cast: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    made = (Plain if family == "plain" else getattr(families, family))().to(cast)
+    model = StreamShard(made, units=["norm"] if family == "plain" else None, precision=FP32)
+    save_checkpoint(directory / "run", model)
+    export_safetensors(model, directory / "live", dtype, size)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "size", "cast"),
+    [
+        ("llama", None, "5GB", torch.float32),
+        ("llama", "bfloat16", "3KB", torch.float32),
+        ("llama", None, "3KB", torch.bfloat16),
+        ("gpt2", "float16", "5GB", torch.float32),
+        ("bert", None, "5GB", torch.float32),
+        ("t5", None, "5GB", torch.float32),
+        ("mixtral", "bfloat16", "3KB", torch.float32),
+        ("vit", None, "5GB", torch.float32),
+        ("qwen3_vl_moe", "bfloat16", "5GB", torch.float32),
+        ("plain", None, "5GB", torch.float32),
+        ("plain", "bfloat16", "5GB", torch.float32),
+    ],
+)
+def test_export_is_what_the_live_model_exports(
+    ranks: RankPool, tmp_path: Path, family: str, dtype: str | None, size: str, cast: torch.dtype
+) -> None:
+    """Every file, byte for byte, configs too: other dtypes, several files, rearranged experts, tied weights."""
+    ranks(2).run(_export_live, family, tmp_path, dtype, size, cast)
+    out = tmp_path / "out"
+    options = ["--max-shard-size", size, *(["--dtype", dtype] if dtype else [])]
+    assert main(["export", str(tmp_path / "run"), str(out), *options]) == 0
+    assert_same_files(out, tmp_path / "live")
+
+
+def _save_two(context: RankContext, directory: Path) -> None:
+    torch.manual_seed(0)
+    policy, value = (StreamShard(Stack(), precision=FP32) for _ in range(2))
+    save_checkpoint(directory / "run", {"policy": policy, "value": value})
+    export_safetensors(value, directory / "live")
+
+
+def test_one_of_several_models_is_named(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --model; without it, or with another name, the names that there are are said, and nothing is written."""
+    ranks(1).run(_save_two, tmp_path)
+    out = tmp_path / "out"
+    for wrong in ([], ["--model", "critic"]):
+        assert main(["export", str(tmp_path / "run"), str(out), *wrong]) == 2
+        assert "holds 'model.policy', 'model.value'" in capsys.readouterr().err
+    assert not out.exists()
+    assert main(["export", str(tmp_path / "run"), str(out), "--model", "value"]) == 0
+    assert_same_files(out, tmp_path / "live")
+
+
+def test_export_of_a_damaged_checkpoint_writes_nothing(
+    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is verified before the first file is made."""
+    ranks(2).run(_save, tmp_path / "run", 1)
+    file = tmp_path / "run" / "checkpoint-1" / "rank-00000-of-00002.safetensors"
+    _flip(file)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 1
+    assert f"{file} is damaged" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def _save_what_cannot_be_exported(context: RankContext, directory: Path) -> None:
+    model = families.llama()
+    model._hf_peft_config_loaded = True  # what add_adapter() sets
+    save_checkpoint(directory, StreamShard(model, precision=FP32))
+
+
+def test_what_the_live_model_cannot_export_says_why(ranks: RankPool, tmp_path: Path) -> None:
+    """The checkpoint is saved all the same, with the reason."""
+    ranks(1).run(_save_what_cannot_be_exported, tmp_path / "run")
+    with pytest.raises(ExportError, match="'model' cannot be exported: LlamaForCausalLM has adapters"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out")
+
+
+def _save_custom_code(context: RankContext, directory: Path) -> None:
+    model = families.llama()
+    model.is_remote_code = lambda: True  # as a class says that came with its weights
+    save_checkpoint(directory, StreamShard(model, precision=FP32))
+
+
+def test_export_says_that_custom_code_is_not_there(
+    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint holds no code; who exports it has to bring it."""
+    ranks(1).run(_save_custom_code, tmp_path / "run")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert "LlamaForCausalLM has code" in capsys.readouterr().out
+    assert not list((tmp_path / "out").glob("*.py"))
+
+
+def test_export_into_a_place_that_is_a_file_fails_in_one_line(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system's own words, and nobody speaks of ranks."""
+    (tmp_path / "out").write_text("in the way")
+    assert main(["export", str(saved), str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert "File exists" in said
+    assert "rank" not in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [["--dtype", "int8"], ["--max-shard-size", "many"]])
+def test_arguments_that_cannot_work_are_usage_errors(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    """Exit code 2, before anything is read."""
+    assert main(["export", str(saved), str(tmp_path / "out"), *options]) == 2
+    assert options[1] in capsys.readouterr().err
+
+
+def test_file_names_in_a_checkpoint_cannot_lead_outside(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a checkpoint that somebody else has made."""
+    read = offline.read_manifest
+
+    def changed(path: Path) -> Any:
+        manifest = read(path)
+        manifest.state["models"]["model"]["export"]["files"]["../evil.json"] = "{}"
+        return manifest
+
+    monkeypatch.setattr(offline, "read_manifest", changed)
+    with pytest.raises(ExportError, match=r"'\.\./evil\.json'"):
+        export_checkpoint(saved, tmp_path / "out")
+    assert not list(tmp_path.rglob("evil.json"))
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+@pytest.mark.parametrize("command", ["inspect", "export"])
+def test_what_is_no_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """A directory that holds none, one that does not exist."""
+    rest = [str(tmp_path / "out")] if command == "export" else []
+    for wrong in (tmp_path, tmp_path / "nowhere"):
+        assert main([command, str(wrong), *rest]) == 1
+        said = capsys.readouterr()
+        assert said.err.startswith(f"streamshard {command}: {wrong} ")
+        assert said.err.count("\n") == 1
+
+
+def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse's own way, and its own words."""
+    for wrong in ([], ["inspect"], ["fly"]):
+        with pytest.raises(SystemExit) as left:
+            main(wrong)
+        assert left.value.code == 2
+    assert "usage: streamshard" in capsys.readouterr().err
+
+
+def test_help_has_examples_that_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every example in a help text is one that the parser takes."""
+    for command in ([], ["inspect"], ["export"]):
+        with pytest.raises(SystemExit) as left:
+            main([*command, "--help"])
+        assert left.value.code == 0
+        examples = capsys.readouterr().out.split("examples:\n")[1].splitlines()
+        for example in filter(None, examples):
+            words = example.strip().split("   ")[0].split()
+            assert words[0] == "streamshard"
+            assert main(words[1:]) == 1  # there is no such checkpoint
+            capsys.readouterr()
+
+
+def test_it_is_a_program(saved: Path) -> None:
+    """``python -m streamshard``."""
+    run = [sys.executable, "-m", "streamshard", "inspect", str(saved / "checkpoint-9")]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "verified: all is as written" in done.stdout
+    assert done.stderr == ""
+    gone = subprocess.run([*run[:-1], "nowhere"], capture_output=True, text=True, check=False)
+    assert (gone.returncode, gone.stdout) == (1, "")
+    assert "nowhere is no directory" in gone.stderr
+
+
+def test_configs_are_in_the_manifest_once(ranks: RankPool, tmp_path: Path) -> None:
+    """As text, so that whoever exports needs no transformers."""
+    ranks(2).run(_export_live, "gpt2", tmp_path, None, "5GB", torch.float32)
+    content = json.loads((tmp_path / "run" / "checkpoint-1" / "checkpoint.json").read_text())["content"]
+    files = content["state"]["models"]["model"]["export"]["files"]
+    assert sorted(files) == ["config.json", "generation_config.json"]
+    assert files["config.json"] == (tmp_path / "live" / "config.json").read_text()
