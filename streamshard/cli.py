@@ -30,6 +30,7 @@ examples:
   streamshard inspect runs/llama                         which checkpoints there are, and whether they are sound
   streamshard inspect runs/llama/checkpoint-1000         what is in one
   streamshard export runs/llama llama-hf                 the latest one's weights, for from_pretrained
+  streamshard convert runs/llama llama-dcp --to dcp      weights and optimizer, for FSDP2
 """
 
 _INSPECT = """\
@@ -55,6 +56,27 @@ examples:
   streamshard export runs/llama llama-hf                                the latest checkpoint
   streamshard export runs/llama/checkpoint-1000 llama-hf --dtype bfloat16
   streamshard export runs/ppo policy-hf --model policy                  of save_checkpoint(..., {"policy": ..., ...})
+"""
+
+
+_CONVERT = """\
+Turn a checkpoint into a directory of torch.distributed.checkpoint (DCP), or such a directory into a checkpoint: with
+weights and the optimizer's state, as FSDP2's get_state_dict and set_state_dict have them, so that training goes on
+there, or here. Schedulers and other state are left out. Memory: one tensor.
+
+  --to dcp          OUT is what dcp.save({"model": ..., "optimizer": ...}) would write; dcp.load reads it
+  --to accelerate   as Accelerate has it: OUT/pytorch_model_fsdp_0 (for accelerate merge-weights), OUT/optimizer_0
+  --from dcp        DIR is either of these; OUT is a directory of checkpoints and gains one
+
+A DCP directory holds pickles, which can run code when they are read. Here they are read by unpicklers that know data
+only and refuse the rest; what torch.load and dcp.load would do with the same files is another matter."""
+
+_CONVERT_EXAMPLES = """\
+examples:
+  streamshard convert runs/llama llama-dcp --to dcp                         the latest checkpoint
+  streamshard convert runs/llama/checkpoint-1000 llama-acc --to accelerate
+  streamshard convert fsdp2-run/step-1000 runs/llama --from dcp --step 1000
+  streamshard convert other-run runs/llama --from dcp --model-key app.model --optimizer-key app.optim
 """
 
 
@@ -103,7 +125,21 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--dtype", help="convert floating-point weights, to bfloat16 for example")
     export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file (default: %(default)s)")
     export.set_defaults(run=_export)
+
+    convert = command("convert", "from and to FSDP2's checkpoints (DCP)", _CONVERT, _CONVERT_EXAMPLES)
+    convert.add_argument("directory", metavar="DIR", type=Path, help="what is converted")
+    convert.add_argument("out", metavar="OUT", type=Path, help="where to; with --to, a new or empty directory")
+    way = convert.add_mutually_exclusive_group(required=True)
+    way.add_argument("--to", choices=("dcp", "accelerate"), help="DIR is a checkpoint, or a directory of them")
+    way.add_argument("--from", choices=("dcp",), dest="source", help="DIR is a DCP directory")
+    convert.add_argument("--step", type=int, metavar="N", help="with --from: the new checkpoint's number")
+    convert.add_argument("--model-key", metavar="KEY", default="model", help=_KEY_OF.format("weights"))
+    convert.add_argument("--optimizer-key", metavar="KEY", default="optimizer", help=_KEY_OF.format("the optimizer"))
+    convert.set_defaults(run=_convert)
     return parser
+
+
+_KEY_OF = "with --from: what DCP's keys of {} begin with (default: %(default)s)"
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -192,3 +228,20 @@ def _export(arguments: argparse.Namespace) -> None:
         print(
             f"{done.custom_code} has code that is not in transformers, nor here: put its .py files beside the weights"
         )
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    # Here, because torch takes a second to import it.
+    from streamshard.checkpoint.dcp import from_dcp, to_dcp
+
+    if arguments.to is not None:
+        path = to_dcp(arguments.directory, arguments.out, accelerate=arguments.to == "accelerate")
+        print(f"{path} -> {arguments.out}")
+        return
+    if arguments.step is not None and arguments.step < 0:
+        raise ConfigError(f"--step={arguments.step}: wanted 0 or more")
+    keys = {"model": arguments.model_key, "optimizer": arguments.optimizer_key}
+    done = from_dcp(arguments.directory, arguments.out, **keys, step=arguments.step)
+    print(f"{arguments.directory} -> {done.path}")
+    if done.left_out:
+        print(f"left out: {', '.join(done.left_out)}")

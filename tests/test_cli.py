@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from streamshard import StreamShard, export_safetensors, save_checkpoint
-from streamshard.checkpoint import offline
+from streamshard.checkpoint import offline, writer
 from streamshard.checkpoint.offline import export_checkpoint
+from streamshard.checkpoint.piece_files import PieceFiles
+from streamshard.checkpoint.restore import Read
 from streamshard.cli import main
 from streamshard.errors import ExportError
 from tests import families
@@ -155,6 +157,22 @@ def test_export_is_what_the_live_model_exports(
     assert_same_files(out, tmp_path / "live")
 
 
+def test_export_reads_and_writes_chunk_by_chunk(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the size of a tensor."""
+    sizes: list[int] = []
+    read = PieceFiles.read
+
+    def watched(self: PieceFiles, what: Read) -> None:
+        sizes.append(what.target.nbytes)
+        read(self, what)
+
+    monkeypatch.setattr(writer, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(PieceFiles, "read", watched)
+    export_checkpoint(saved, tmp_path / "out", dtype="bfloat16")
+    assert max(sizes) == 64
+    assert len(sizes) > 100
+
+
 def _save_two(context: RankContext, directory: Path) -> None:
     torch.manual_seed(0)
     policy, value = (StreamShard(Stack(), precision=FP32) for _ in range(2))
@@ -278,7 +296,7 @@ def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_has_examples_that_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     """Every example in a help text is one that the parser takes."""
-    for command in ([], ["inspect"], ["export"]):
+    for command in ([], ["inspect"], ["export"], ["convert"]):
         with pytest.raises(SystemExit) as left:
             main([*command, "--help"])
         assert left.value.code == 0

@@ -288,6 +288,21 @@ def test_what_does_not_fit_is_named_and_nothing_changes(context: RankContext, tm
     assert_same(weights_of(changed), weights_of(run), "weights", EXACT)
 
 
+@on_ranks(2)
+def test_a_weight_that_was_tied_is_loaded_wherever_it_is_now(context: RankContext, tmp_path: Path) -> None:
+    """Into both of those that it has become."""
+    tied: Any = StreamShard(Counted(), precision=FP32)
+    save_checkpoint(tmp_path, tied)
+    apart: Any = Counted()
+    apart.head.weight = nn.Parameter(torch.zeros(apart.embedding.weight.shape))
+    model = StreamShard(apart, precision=FP32)
+    load_checkpoint(tmp_path, model)
+    wanted = tied.full_state_dict(rank0_only=False)["embedding.weight"]
+    found: Any = model.full_state_dict(rank0_only=False)
+    for name in ("embedding.weight", "head.weight"):
+        assert torch.equal(found[name], wanted), name
+
+
 class Wider(Counted):
     """A fine-tune: one more layer, and another shape."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,21 +60,23 @@ def plan_piece_file(name: str, pieces: Sequence[Piece]) -> FileLayout:
 
 
 def write_piece_file(
-    directory: Path, layout: FileLayout, pieces: Sequence[Piece], advance: Callable[[int], object]
+    directory: Path,
+    layout: FileLayout,
+    data_of: Callable[[str], torch.Tensor],
+    advance: Callable[[int], object],
 ) -> FileRecord:
     """Write a new file, which is on the disk when this returns. Extra memory: `CHUNK_BYTES`, for devices only.
 
     Args:
         directory: where to.
-        layout: of `pieces`, made by `plan_piece_file`.
-        pieces: in any order.
+        layout: made by `plan_piece_file`.
+        data_of: a piece's data, by the name of its tensor; asked for once each, and let go before the next.
         advance: is told how many bytes were written, now and then.
 
     Raises:
         ExportError: names the file that cannot be written.
     """
     path = directory / layout.name
-    data_of = {piece.name: piece.data for piece in pieces}
     checksum = position = 0
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -149,12 +151,13 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def _chunks(layout: FileLayout, data_of: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+def _chunks(layout: FileLayout, data_of: Callable[[str], torch.Tensor]) -> Iterator[memoryview]:
     """The file's bytes. Each chunk is to be used before the next is asked for."""
     yield memoryview(layout.header)
     staging: torch.Tensor | None = None
     for name in layout.offsets:
-        data = data_of[name].detach()
+        data = part = torch.empty(0)  # not the one before while the next is made
+        data = data_of(name).detach()
         numel = CHUNK_BYTES // data.dtype.itemsize
         for done in range(0, data.numel(), numel):
             part = data[done : done + numel]

@@ -94,9 +94,10 @@ def _plan_model(
     main_names = {alias: param for param, own in saved["params"].items() for alias in own["aliases"]}
     pieces = local_pieces(model, engine.param_shards, buffers=True)
     shapes = {shard.name: shard.layout.shape for shard in engine.param_shards}
-    found: dict[str, str] = {}  # our name by the saved one
+    found: list[tuple[str, str]] = []  # saved name and ours; one that was tied may be several here
     missing: list[str] = []
     mismatched: list[str] = []
+    repeats: set[str] = set()
     for shard in engine.param_shards:
         own = (shard.name, *shard.aliases)
         there = next(
@@ -105,14 +106,16 @@ def _plan_model(
         if there is None:
             missing.append(shard.name)
         else:
-            found[there] = shard.name
+            found.append((there, shard.name))
+            equal = next((group for group in saved.get("equal", ()) if there in group), ())
+            repeats.update(set(equal) & set(own))
     for buffer in pieces.keys() - shapes.keys():
         shapes[buffer] = tuple(model.get_buffer(buffer).shape)
         if buffer in saved["buffers"]:
-            found[buffer] = buffer
+            found.append((buffer, buffer))
         else:
             missing.append(buffer)
-    for there, here in found.items():
+    for there, here in found:
         tensor = name_there(f"{name}/{there}", engine, manifest)
         shape = manifest.tensors[tensor].shape
         if shape != shapes[here]:
@@ -121,7 +124,8 @@ def _plan_model(
         piece = pieces[here]
         plan.reads.append(Read(tensor, piece.start, piece.data))
         plan.filled.setdefault(name, set()).add(here)
-    unexpected = [each for each in (*saved["params"], *saved["buffers"]) if each not in found]
+    known = {there for there, _ in found} | repeats
+    unexpected = [each for each in dict.fromkeys((*saved["params"], *saved["buffers"])) if each not in known]
     extra = decode(saved["extra_state"], tensor_of, engine.streams.device)
     modules = dict(model.named_modules())
     for module, state in extra.items():
@@ -132,9 +136,9 @@ def _plan_model(
     plan.finish.append(partial(put_back_buffers, model, pieces))
     kinds = (("missing", missing), ("unexpected", unexpected), ("mismatched", mismatched))
     parts_ = [f"{kind} {_listed(each)}" for kind, each in kinds if each]
-    return (
-        [f"{name} is {saved['class']} and does not fit {type(model).__name__}: {', '.join(parts_)}"] if parts_ else []
-    )
+    if not parts_:
+        return []
+    return [f"{name} is {saved['class'] or 'a model'} and does not fit {type(model).__name__}: {', '.join(parts_)}"]
 
 
 def _plan_optimizer(
@@ -147,7 +151,12 @@ def _plan_optimizer(
 ) -> list[str]:
     saved = manifest.state["optimizers"][name]
     device = parts.engine.streams.device
-    if saved["class"] != class_name(optimizer):
+    if saved["class"] is None:  # of a system that does not say it; options tell most optimizers apart
+        options = saved["groups"][0]["options"] if saved["groups"] else {}
+        numbers = [key for key, value in optimizer.defaults.items() if not isinstance(value, bool | None)]
+        if missing := [key for key in numbers if key not in options]:
+            return [f"{name} has no options {_listed(missing)}: it is not of a {type(optimizer).__name__}"]
+    elif saved["class"] != class_name(optimizer):
         return [f"{name} is {saved['class']}, wanted {class_name(optimizer)}"]
     wrong: list[str] = []
     names, owners = param_names(optimizer, parts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from streamshard.checkpoint.directory import create_partial, publish_checkpoint,
 from streamshard.checkpoint.manifest import FileRecord, Manifest, PieceRecord, TensorRecord
 from streamshard.checkpoint.piece_file import Piece, plan_piece_file, write_piece_file
 from streamshard.checkpoint.safetensors_file import FileLayout
-from streamshard.checkpoint.writer import RankGroup, gather_from_all_ranks, run_on_all_ranks
+from streamshard.checkpoint.writer import Alone, RankGroup, gather_from_all_ranks, run_on_all_ranks
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import ExportError
 from streamshard.log import progress
@@ -42,19 +42,24 @@ class SaveJob(NamedTuple):
     def path(self) -> Path:
         return self.root / f"checkpoint-{self.number}"
 
-    def write(self, group: RankGroup) -> Path:
-        """Write this rank's file, and let the first rank publish all of them. Collective."""
+    def write(self, group: RankGroup, data_of: Callable[[str], torch.Tensor] | None = None) -> Path:
+        """Write this rank's file, and let the first rank publish all of them. Collective.
+
+        Args:
+            group: the ranks.
+            data_of: makes the data of a piece when it is written, by the name of its tensor; None: they have them.
+        """
         doing = f"save {self.path}"
         partial: Path | None = None
         try:
             partial = gather_from_all_ranks(
                 group, doing, lambda: create_partial(self.root, self.number) if group.is_first else Path()
             )[0]
-            filled = [piece for piece in self.pieces if piece.data.numel()]
+            held = {piece.name: piece.data for piece in self.pieces}
 
             def write() -> FileRecord:
                 with progress(f"saving {self.path.name}", self.layout.size_bytes, shows=group.is_first) as advance:
-                    return write_piece_file(partial, self.layout, filled, advance)
+                    return write_piece_file(partial, self.layout, data_of or held.__getitem__, advance)
 
             records = gather_from_all_ranks(group, doing, write)
 
@@ -78,7 +83,7 @@ class SaveJob(NamedTuple):
 
 
 def plan_job(
-    root: Path, number: int, keep: int | None, ranks: Ranks, state: Mapping[str, Any], pieces: list[Piece]
+    root: Path, number: int, keep: int | None, ranks: Ranks | Alone, state: Mapping[str, Any], pieces: list[Piece]
 ) -> SaveJob:
     """What each rank writes where. Collective."""
     name = f"rank-{ranks.number:05d}-of-{ranks.total_size:05d}.safetensors"

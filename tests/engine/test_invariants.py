@@ -168,7 +168,7 @@ def test_no_gather_is_under_way_where_weights_are_cast_or_gathered_again(context
                 assert all(unit.weight_slot.arrived.work is None for unit in engine.units), "weights are cast"
                 checks.append("cast")
 
-        def on_collective(self, collective: Collective, tag: int | None, reads: Any, writes: Any) -> None:
+        def on_collective(self, stream: Any, collective: Collective, tag: int | None, reads: Any, writes: Any) -> None:
             if collective is Collective.ALL_GATHER and tag is not None and tag < len(engine.units):
                 assert engine.units[tag].weight_slot.arrived.work is None, "a slot is gathered into"
                 checks.append("gather")

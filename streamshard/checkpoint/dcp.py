@@ -1,0 +1,392 @@
+"""Checkpoints from and to torch.distributed.checkpoint (DCP), as FSDP2 has them: weights and the optimizer's state.
+
+torch writes and reads the files; what is here is the translation of names. Tensors pass one at a time.
+
+FSDP2's way is ``dcp.save({"model": ..., "optimizer": ...})`` of what ``get_state_dict`` gives: keys are
+``model.<name>``, ``optimizer.state.<name>.exp_avg`` and ``optimizer.param_groups.0.lr``; with
+``flatten_optimizer_state_dict`` it is ``optimizer.param_groups.<name>.lr``. Accelerate has the two in directories of
+their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint._traverse import set_element  # what torch's own planner does with paths
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from streamshard.checkpoint.dcp_files import MODEL_DIRECTORY, OPTIMIZER_DIRECTORY, Source
+from streamshard.checkpoint.directory import next_number
+from streamshard.checkpoint.offline import Opened, open_checkpoint
+from streamshard.checkpoint.piece_file import Piece, bytes_of
+from streamshard.checkpoint.save_job import plan_job
+from streamshard.checkpoint.tree import decode, encode
+from streamshard.checkpoint.writer import Alone
+from streamshard.errors import ConfigError, ExportError
+from streamshard.log import progress
+from streamshard.unit.optimizer_hooks import NUMBERS
+
+__all__ = ["Converted", "from_dcp", "to_dcp"]
+
+_EXTRA_STATE = "_extra_state"
+_CPU = torch.device("cpu")
+
+
+# ------------------------------------------------------------------------------------------------ to DCP
+
+
+def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str], *, accelerate: bool = False) -> Path:
+    """A checkpoint's models and optimizers as a DCP directory, which ``dcp.load`` reads into those of FSDP2.
+
+    Its keys begin with ``model.`` and ``optimizer.``; of several models, ``model.policy.`` and so on. Schedulers,
+    random states and `extra` are left out. The checkpoint's checksums are verified first.
+
+    Args:
+        directory: a checkpoint, or a directory of them, of which the latest that is whole is taken.
+        out: where to; a new or empty directory.
+        accelerate: as Accelerate has it, models and optimizers in directories of their own (``pytorch_model_fsdp_0``,
+            ``optimizer_0``); ``accelerate merge-weights`` reads the former.
+
+    Returns:
+        The checkpoint's path.
+
+    Raises:
+        ExportError: the checkpoint is damaged, `out` is not empty, or something cannot be said in DCP.
+    """
+    root = Path(out)
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise ExportError(f"{root} is there already and not an empty directory: convert into a new one")
+    with open_checkpoint(directory) as opened:
+        opened.files.verify(Alone())
+        models = {name: _model_out(opened, name) for name in opened.manifest.state["models"]}
+        optimizers = {name: _optimizer_out(opened, name) for name in opened.manifest.state["optimizers"]}
+        targets = [(root, {**models, **optimizers})]
+        if accelerate:
+            targets = [(root / f"{MODEL_DIRECTORY}_{n}", {"model": each}) for n, each in enumerate(models.values())]
+            targets += [
+                (root / f"{OPTIMIZER_DIRECTORY}_{n}", {"optimizer": each}) for n, each in enumerate(optimizers.values())
+            ]
+        try:
+            for target, state in targets:
+                _write(opened, target, state)
+        except BaseException:
+            shutil.rmtree(root, ignore_errors=True)
+            raise
+        opened.files.check_unchanged()
+        return opened.path
+
+
+class _Saved(torch.Tensor):
+    """Stands for a tensor in the checkpoint: on the meta device, of its shape and dtype."""
+
+    saved_name: str
+
+
+def _stand_in(opened: Opened, name: str) -> torch.Tensor:
+    record = opened.manifest.tensors[name]
+    data = torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="meta").as_subclass(_Saved)
+    data.saved_name = name
+    return data
+
+
+def _model_out(opened: Opened, name: str) -> dict[str, Any]:
+    saved = opened.manifest.state["models"][name]
+    state: dict[str, Any] = {}
+    for param, own in saved["params"].items():
+        for each in (param, *own["aliases"]):  # state dicts have all names
+            state[each] = _stand_in(opened, f"{name}/{param}")
+    for buffer in saved["buffers"]:
+        state.setdefault(buffer, _stand_in(opened, f"{name}/{buffer}"))
+    extra = decode(saved["extra_state"], opened.files.read_whole, _CPU)
+    return {**state, **{f"{module}.{_EXTRA_STATE}".lstrip("."): each for module, each in extra.items()}}
+
+
+def _optimizer_out(opened: Opened, name: str) -> dict[str, Any]:
+    manifest = opened.manifest
+    saved = manifest.state["optimizers"][name]
+    models: Mapping[str, Any] = manifest.state["models"]
+    shapes = {}
+    for model, each in models.items():
+        for param in each["params"]:
+            known = f"{model}/{param}" if len(models) > 1 else param
+            shapes[known] = param, manifest.tensors[f"{model}/{param}"].shape
+    stray = next((param for group in saved["groups"] for param in group["params"] if param not in shapes), None)
+    if stray is not None:
+        raise ExportError(f"{name} steps {stray!r}, which is of none of the models: DCP has no name for it")
+    state: dict[str, Any] = {}
+    for param, values in saved["state"].items():
+        fqn, shape = shapes[param]
+        own = state[fqn] = {}
+        for key, value in values.items():
+            if not (isinstance(value, dict) and value.get("$") == "moment"):
+                own[key] = decode(value, opened.files.read_whole, _CPU)
+            elif value["tensor"] in manifest.tensors:
+                own[key] = _stand_in(opened, value["tensor"])
+            else:  # nobody had elements of it
+                own[key] = torch.empty(shape)
+    groups = [
+        {
+            **decode(group["options"], opened.files.read_whole, _CPU),
+            "params": [shapes[param][0] for param in group["params"]],
+        }
+        for group in saved["groups"]
+    ]
+    flattened = {
+        f"param_groups.{param}.{key}": value
+        for group in groups
+        for param in group["params"]
+        for key, value in group.items()
+        if key != "params"
+    }
+    return {"state": state, "param_groups": groups, **flattened}  # whichever the reader has asked for
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Reads a tensor when it is written, and frees the one before, which torch's writer goes on holding."""
+
+    def __init__(self, opened: Opened, advance: Callable[[int], object]) -> None:
+        super().__init__()
+        self._opened = opened
+        self._advance = advance
+        self._written: torch.Tensor | None = None
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = super().lookup_object(index)
+        if not isinstance(found, _Saved):
+            return found
+        if self._written is not None:
+            self._written.untyped_storage().resize_(0)
+        self._advance(found.nbytes)
+        self._written = self._opened.files.read_whole(found.saved_name)
+        return self._written
+
+
+def _write(opened: Opened, target: Path, state: dict[str, Any]) -> None:
+    total = sum(each.nbytes for each in _tensors_in(state))
+    with progress(f"writing {target.name}", total, shows=True) as advance, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is ", category=UserWarning)  # it is not needed
+        # Without copying ahead, which it does where there is a GPU, one is written before the next is asked for.
+        writer, planner = FileSystemWriter(target, per_thread_copy_ahead=0), _SavePlanner(opened, advance)
+        try:
+            state_dict_saver.save(state, storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as error:
+            cause, _ = next(iter(error.failures.values()))
+            raise ExportError(f"cannot write {target}: {cause}") from error
+
+
+def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for each in state.values():
+            yield from _tensors_in(each)
+
+
+# ------------------------------------------------------------------------------------------------ from DCP
+
+
+class Converted(NamedTuple):
+    """What `from_dcp` has done.
+
+    Attributes:
+        path: the new checkpoint.
+        left_out: keys of the DCP directory that are not in it.
+    """
+
+    path: Path
+    left_out: list[str]
+
+
+def from_dcp(
+    directory: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    model: str = "model",
+    optimizer: str = "optimizer",
+    step: int | None = None,
+) -> Converted:
+    """A checkpoint that `load_checkpoint(out, model, optimizer)` goes on from, made of FSDP2's.
+
+    DCP's files hold pickles, with which others could run code on this machine; they are read by unpicklers that know
+    tensors, numbers, strings, lists, dicts and DCP's own records, and refuse anything else.
+
+    Args:
+        directory: a DCP directory, or one of Accelerate's with ``pytorch_model_fsdp_0`` in it.
+        out: a directory of checkpoints.
+        model: what the keys of weights begin with, such as ``"app.model"``; empty: with nothing.
+        optimizer: what those of the optimizer begin with. It may be missing.
+        step: the checkpoint's number; None is one more than the largest that is there.
+
+    Raises:
+        ExportError: it is no DCP directory, it is damaged, or holds what StreamShard could not load.
+        ConfigError: no key begins so.
+    """
+    source = Source(Path(directory))
+    own, others = f"{optimizer}.", dict(source.readers)
+    names, extra = _names_in(source, f"{model}." if model else "", own, others)
+    if not names:
+        shown = sorted({key.partition(".")[0] for key in source.readers})
+        raise ConfigError(
+            f"model={model!r}: no key of {directory} begins so; they begin with {', '.join(shown)}: "
+            "say what those of weights begin with (--model-key)"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    keys = {f"model/{name}": key for name, key in names.items()}
+    optimizers: dict[str, Any] = {}
+    if any(key.startswith(own) for key in others):
+        optimizers["optimizer"] = _optimizer_in(source, own, names, others, tensors, keys)
+    stepped = {name for each in optimizers.values() for group in each["groups"] for name in group["params"]}
+    models = {"model": _model_in(source, names, stepped, encode(extra, "model/_extra_state", tensors))}
+    pieces = [Piece(name, *source.layout_of(key)) for name, key in keys.items()]
+    pieces += [Piece(name, tuple(each.shape), 0, each.contiguous().view(-1)) for name, each in tensors.items()]
+    root = Path(out)
+    number = next_number(root) if step is None else step
+    state = {"models": models, "optimizers": optimizers, "trees": {}}
+    job = plan_job(root, number, None, Alone(), state, pieces)
+
+    def data_of(name: str) -> torch.Tensor:
+        return source.tensor(keys[name]).view(-1) if name in keys else tensors[name].contiguous().view(-1)
+
+    return Converted(job.write(Alone(), data_of), sorted(others))
+
+
+def _names_in(source: Source, prefix: str, own: str, others: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """What there is of the model: keys of tensors by name, and extra state by module.
+
+    Args:
+        source: the files.
+        prefix: what its keys begin with.
+        own: what the optimizer's begin with.
+        others: keys that nobody has taken yet; loses those of the model.
+    """
+    names: dict[str, str] = {}
+    extra: dict[str, Any] = {}
+    for key in source.readers:
+        if not key.startswith(prefix) or not prefix and key.startswith(own):
+            continue
+        name = key.removeprefix(prefix)
+        parts = name.split(".")
+        if _EXTRA_STATE in parts:
+            module = ".".join(parts[: parts.index(_EXTRA_STATE)])
+            set_element(extra, (module, *source.path_after(key, _EXTRA_STATE)), source.value(key))
+        elif isinstance(source.metadata_of(key), TensorStorageMetadata):
+            names[name] = key
+        else:
+            continue
+        del others[key]
+    return names, extra
+
+
+def _model_in(source: Source, names: Mapping[str, str], stepped: set[str], extra_state: Any) -> dict[str, Any]:
+    """DCP does not tell parameters from buffers: what no optimizer steps may be either."""
+    return {
+        "class": None,
+        "params": {
+            name: {"dtype": str(source.tensor_metadata(key).properties.dtype).removeprefix("torch."), "aliases": []}
+            for name, key in names.items()
+        },
+        "buffers": [name for name in names if name not in stepped],
+        "equal": _equal_ones(source, names, stepped),
+        "extra_state": extra_state,
+        "drifts": False,
+        "export": {"error": "it comes from DCP, which does not say what its files would be: load it and export that"},
+    }
+
+
+def _equal_ones(source: Source, names: Mapping[str, str], stepped: set[str]) -> list[list[str]]:
+    """Names with the same bytes, among which tied ones are: DCP has each of these, the optimizer one of them."""
+    alike: dict[Any, list[str]] = {}
+    for name, key in names.items():
+        metadata = source.tensor_metadata(key)
+        alike.setdefault((metadata.size, metadata.properties.dtype), []).append(name)
+    found: dict[bytes, list[str]] = {}
+    for group in alike.values():
+        if len(group) > 1 and not stepped.issuperset(group):
+            for name in group:
+                tensor = source.tensor(names[name])
+                found.setdefault(hashlib.sha256(bytes_of(tensor)).digest(), []).append(name)
+                del tensor  # before the next is read
+    return [group for group in found.values() if len(group) > 1]
+
+
+def _optimizer_in(
+    source: Source,
+    own: str,
+    names: Mapping[str, str],
+    others: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    keys: dict[str, str],
+) -> dict[str, Any]:
+    """The optimizer's JSON.
+
+    Args:
+        source: the files.
+        own: what its keys begin with.
+        names: of the model's tensors, with their keys.
+        others: keys that nobody has taken yet; loses those of the optimizer.
+        tensors: gains small ones.
+        keys: gains those of moments, by the names they are saved under.
+    """
+    state: dict[str, dict[str, Any]] = {}
+    groups: dict[Any, dict[str, Any]] = {}
+    for key in [key for key in others if key.startswith(own)]:
+        what, _, rest = key.removeprefix(own).partition(".")
+        name, _, each = rest.rpartition(".")
+        if what == "state" and name in names:
+            saved_name = f"optimizer/{name}/{each}"
+            values = state.setdefault(name, {})
+            found = source.metadata_of(key)
+            is_tensor = isinstance(found, TensorStorageMetadata)
+            if is_tensor and found.size == source.tensor_metadata(names[name]).size and each not in NUMBERS:
+                values[each] = {"$": "moment", "tensor": saved_name}
+                keys[saved_name] = key
+            elif is_tensor and found.size.numel() > 1:
+                raise ExportError(
+                    f"{key!r} has shape {list(found.size)}, its parameter "
+                    f"{list(source.tensor_metadata(names[name]).size)}: only what has one number for each element can "
+                    "be loaded by StreamShard"
+                )
+            else:
+                values[each] = encode(source.value(key), saved_name, tensors)
+        elif what == "param_groups" and (name.isdecimal() or name in names):
+            groups.setdefault(int(name) if name.isdecimal() else name, {})[each] = source.value(key)
+        else:
+            continue
+        del others[key]
+    numbered = {place: options for place, options in groups.items() if isinstance(place, int)}
+    groups = numbered or _joined(groups)
+    return {
+        "class": None,
+        "groups": [
+            {
+                "params": list(options.pop("params", [])),
+                "options": encode(options, f"optimizer/param_groups[{place}]", tensors),
+            }
+            for place, (_, options) in enumerate(sorted(groups.items()))
+        ],
+        "state": state,
+        "others": {},
+    }
+
+
+def _joined(options_of: Mapping[str, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """Param groups of parameters that have the same options."""
+    groups: list[dict[str, Any]] = []
+    for name, options in options_of.items():
+        group = next((each for each in groups if {**each, "params": None} == {**options, "params": None}), None)
+        if group is None:
+            groups.append({**options, "params": [name]})
+        else:
+            group["params"].append(name)
+    return dict(enumerate(groups))

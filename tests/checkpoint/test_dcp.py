@@ -1,0 +1,341 @@
+"""Training goes on where FSDP2 has stopped, and the other way round, through torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from streamshard import StreamShard, load_checkpoint, save_checkpoint
+from streamshard.checkpoint.dcp import from_dcp, to_dcp
+from streamshard.checkpoint.dcp_files import Source
+from streamshard.checkpoint.offline import open_checkpoint
+from streamshard.checkpoint.piece_files import PieceFiles
+from streamshard.cli import main
+from streamshard.errors import ConfigError, ExportError
+from tests.checkpoint.runs import Counted
+from tests.models import DIM, Stack, next_token_loss, token_batch
+from tests.ranks import RankContext, RankPool
+from tests.reference import FP32
+
+ROWS = 4
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Two, so that their order and their options matter."""
+    decayed = [param for param in model.parameters() if param.ndim > 1]
+    others = [param for param in model.parameters() if param.ndim <= 1]
+    return [{"params": decayed, "weight_decay": 0.1, "lr": 3e-3}, {"params": others, "weight_decay": 0.0}]
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
+    """Mean losses of batches [first, last), of which each rank has its rows."""
+    losses = []
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    rank, rows = dist.get_rank(), ROWS // dist.get_world_size()
+    for number in range(first, last):
+        tokens = token_batch(number, 0, rows=ROWS)[rank * rows : (rank + 1) * rows]
+        loss = next_token_loss(model(tokens), tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / dist.get_world_size())
+    return losses
+
+
+def _ours(seed: int, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model: Any = StreamShard(Counted(), precision=FP32)
+    return model, kind(_groups(model))
+
+
+def _theirs(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """FSDP2, as its tutorial has it."""
+    torch.manual_seed(seed)
+    model = Counted()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model, torch.optim.AdamW(_groups(model))
+
+
+def _train_ours(context: RankContext, directory: Path) -> list[float]:
+    model, optimizer = _ours(0)
+    _train(model, optimizer, 0, 3)
+    save_checkpoint(directory, model, optimizer, extra={"position": 3})
+    return _train(model, optimizer, 3, 6)
+
+
+def _go_on_with_fsdp2(context: RankContext, directories: tuple[Path, Path], flatten: bool) -> list[float]:
+    model, optimizer = _theirs(1)
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    state = {"model": weights, "optimizer": moments}
+    if directories[0] == directories[1]:
+        state_dict_loader.load(state, checkpoint_id=directories[0])
+    else:
+        for key, directory in zip(state, directories, strict=True):
+            state_dict_loader.load({key: state[key]}, checkpoint_id=directory)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
+    return _train(model, optimizer, 3, 6)
+
+
+@pytest.mark.parametrize(("layout", "flatten"), [("dcp", False), ("dcp", True), ("accelerate", False)])
+def test_fsdp2_goes_on_where_we_have_stopped(ranks: RankPool, tmp_path: Path, layout: str, flatten: bool) -> None:
+    """Weights, a tied one, buffers, moments, steps and both groups' options: the same losses, however it names them."""
+    wanted = ranks(2).run(_train_ours, tmp_path / "run")[0]
+    out = tmp_path / "out"
+    assert main(["convert", str(tmp_path / "run"), str(out), "--to", layout]) == 0
+    directories = (out, out) if layout == "dcp" else (out / "pytorch_model_fsdp_0", out / "optimizer_0")
+    found = ranks(2).run(_go_on_with_fsdp2, directories, flatten)[0]
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def _train_theirs(context: RankContext, directories: tuple[Path, Path], flatten: bool) -> list[float]:
+    model, optimizer = _theirs(0)
+    _train(model, optimizer, 0, 3)
+    weights, moments = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flatten))
+    if directories[0] == directories[1]:
+        state_dict_saver.save({"model": weights, "optimizer": moments, "position": 3}, checkpoint_id=directories[0])
+    else:
+        state_dict_saver.save({"model": weights}, checkpoint_id=directories[0])
+        state_dict_saver.save({"optimizer": moments}, checkpoint_id=directories[1])
+    return _train(model, optimizer, 3, 6)
+
+
+def _go_on_with_ours(context: RankContext, directory: Path) -> list[float]:
+    model, optimizer = _ours(1)
+    loaded = load_checkpoint(directory, model, optimizer)
+    assert loaded.left_out == []
+    assert model.calls == {"seen": 3}
+    return _train(model, optimizer, 3, 6)
+
+
+@pytest.mark.parametrize(("layout", "flatten"), [("dcp", False), ("dcp", True), ("accelerate", False)])
+def test_we_go_on_where_fsdp2_has_stopped(ranks: RankPool, tmp_path: Path, layout: str, flatten: bool) -> None:
+    """Both ways of FSDP2 to name param groups, and Accelerate's directories; on another number of ranks too."""
+    theirs = tmp_path / "theirs"
+    own = ("pytorch_model_fsdp_0", "optimizer_0") if layout == "accelerate" else ("", "")
+    wanted = ranks(2).run(_train_theirs, (theirs / own[0], theirs / own[1]), flatten)[0]
+    assert main(["convert", str(theirs), str(tmp_path / "run"), "--from", "dcp"]) == 0
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    for world_size in (2, 1):
+        found = ranks(world_size).run(_go_on_with_ours, tmp_path / "run")[0]
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_there_and_back_is_the_same_to_the_bit(ranks: RankPool, tmp_path: Path) -> None:
+    """Every weight, moment and step."""
+    ranks(2).run(_train_ours, tmp_path / "run")
+    to_dcp(tmp_path / "run", tmp_path / "dcp")
+    done = from_dcp(tmp_path / "dcp", tmp_path / "back", step=7)
+    assert done == (tmp_path / "back" / "checkpoint-7", [])
+    before, after = (_everything(path) for path in (tmp_path / "run" / "checkpoint-1", done.path))
+    assert after.keys() - before.keys() == {"model/head.weight"}  # a tied weight has both names there
+    assert torch.equal(after.pop("model/head.weight"), after["model/embedding.weight"])
+    assert after.keys() == {name for name in before if name.startswith(("model/", "optimizer/"))}
+    for name, value in after.items():
+        assert torch.equal(value, before[name]), name
+
+
+def _everything(path: Path) -> dict[str, torch.Tensor]:
+    with open_checkpoint(path) as opened:
+        return {name: opened.files.read_whole(name) for name in opened.manifest.tensors}
+
+
+def test_accelerate_merges_the_weights(ranks: RankPool, tmp_path: Path) -> None:
+    """``accelerate merge-weights`` of what was converted gives the model's weights."""
+    from accelerate.state import PartialState
+    from accelerate.utils import merge_fsdp_weights
+
+    ranks(2).run(_save_stack, tmp_path / "run")
+    to_dcp(tmp_path / "run", tmp_path / "out", accelerate=True)
+    try:
+        merge_fsdp_weights(str(tmp_path / "out" / "pytorch_model_fsdp_0"), str(tmp_path / "merged"))
+    finally:
+        PartialState._reset_state()  # of this process, which other tests share
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    torch.manual_seed(0)
+    wanted = Stack().state_dict()
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+def _save_stack(context: RankContext, directory: Path) -> None:
+    torch.manual_seed(0)
+    save_checkpoint(directory, StreamShard(Stack(), precision=FP32))
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def test_one_tensor_at_a_time(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways: when one is read, those before are gone."""
+    ranks(2).run(_train_ours, tmp_path / "run")
+    found: list[StorageWeakRef] = []
+    held: list[list[int]] = []
+
+    def watch(kind: type, name: str) -> None:
+        read = getattr(kind, name)
+
+        def watched(self: Any, key: str) -> torch.Tensor:
+            held.append([size for ref in found if (size := _nbytes(ref))])
+            result: torch.Tensor = read(self, key)
+            if result.ndim:
+                found.append(StorageWeakRef(result.untyped_storage()))
+            return result
+
+        monkeypatch.setattr(kind, name, watched)
+
+    watch(PieceFiles, "read_whole")
+    watch(Source, "tensor")
+    to_dcp(tmp_path / "run", tmp_path / "dcp")
+    assert len(held) > 100
+    assert not any(held)
+    from_dcp(tmp_path / "dcp", tmp_path / "back")
+    assert len(held) > 200
+    assert not any(held)
+
+
+def _nbytes(ref: StorageWeakRef) -> int:
+    storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+    return 0 if storage is None else storage.nbytes()
+
+
+# ------------------------------------------------------------------------------------------------ what does not fit
+
+
+def _refused(context: RankContext, directory: Path, what: str) -> str:
+    model, optimizer = _ours(1, torch.optim.SGD if what == "optimizer" else torch.optim.AdamW)
+    if what == "tied":
+        other: Any = Counted()
+        other.head.weight = nn.Parameter(torch.zeros(48, DIM))
+        model = StreamShard(other, precision=FP32)
+        optimizer = torch.optim.AdamW(_groups(model))
+    with pytest.raises(ExportError) as caught:
+        load_checkpoint(directory, model, optimizer)
+    return str(caught.value)
+
+
+def test_what_does_not_fit_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    """DCP does not name the optimizer's class, but has its options; a weight that is tied there only is seen."""
+    ranks(1).run(_train_ours, tmp_path / "run")
+    to_dcp(tmp_path / "run", tmp_path / "dcp")
+    from_dcp(tmp_path / "dcp", tmp_path / "back")
+    assert "it is not of a SGD" in ranks(1).run(_refused, tmp_path / "back", "optimizer")[0]
+    assert "param group 0 has no 'head.weight'" in ranks(1).run(_refused, tmp_path / "back", "tied")[0]
+
+
+def _step_stack(context: RankContext, directory: Path) -> None:
+    torch.manual_seed(0)
+    model: Any = StreamShard(Stack(), precision=FP32)
+    stray = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*model.parameters(), stray], lr=0.1)
+    save_checkpoint(directory, model, optimizer)
+
+
+def test_parameters_of_no_model_have_no_name_in_dcp(ranks: RankPool, tmp_path: Path) -> None:
+    """They are named, and nothing is left."""
+    ranks(1).run(_step_stack, tmp_path / "run")
+    with pytest.raises(
+        ExportError, match=r"optimizer steps 'param_groups\[0\]\[\d+\]', which is of none of the models"
+    ):
+        to_dcp(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def _dcp_of(directory: Path, state: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        state_dict_saver.save(state, checkpoint_id=directory, no_dist=True)
+
+
+def test_directories_that_cannot_work_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """None of DCP; other keys; a file that is missing; moments of another shape. Nothing is left of it."""
+    run = tmp_path / "run"
+    with pytest.raises(ExportError, match=r"is no directory of torch\.distributed\.checkpoint"):
+        from_dcp(tmp_path, run)
+    weight = torch.ones(2, 3)
+    _dcp_of(tmp_path / "app", {"app": {"model": {"weight": weight}}})
+    with pytest.raises(ConfigError, match="model='model': no key of .* begins so; they begin with app"):
+        from_dcp(tmp_path / "app", run)
+    assert main(["convert", str(tmp_path / "app"), str(run), "--from", "dcp"]) == 2
+    assert "--model-key" in capsys.readouterr().err
+    state = {"model": {"weight": weight}, "optimizer": {"state": {"weight": {"row": torch.ones(2)}}}}
+    _dcp_of(tmp_path / "rows", state)
+    with pytest.raises(ExportError, match=r"'optimizer\.state\.weight\.row' has shape \[2\], its parameter \[2, 3\]"):
+        from_dcp(tmp_path / "rows", run)
+    next((tmp_path / "app").glob("*.distcp")).unlink()
+    with pytest.raises(ExportError, match=r"cannot read 'app\.model\.weight'"):
+        from_dcp(tmp_path / "app", run, model="app.model")
+    assert not list(run.glob("*"))
+
+
+def test_other_prefixes_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a state that has the model further inside; what is not taken is said."""
+    _dcp_of(tmp_path / "dcp", {"app": {"net": {"weight": torch.ones(2, 3)}}, "seen": 3})
+    run = tmp_path / "run"
+    assert main(["convert", str(tmp_path / "dcp"), str(run), "--from", "dcp", "--model-key", "app.net"]) == 0
+    assert "left out: seen" in capsys.readouterr().out
+    assert torch.equal(_everything(run / "checkpoint-1")["model/weight"], torch.ones(2, 3))
+    bare = {"weight": torch.zeros(2), "optimizer": {"state": {"weight": {"step": torch.tensor(3.0)}}}}
+    _dcp_of(tmp_path / "bare", bare)
+    done = from_dcp(tmp_path / "bare", run, model="")
+    assert (done.path.name, done.left_out) == ("checkpoint-2", [])
+    assert _everything(done.path).keys() == {"model/weight"}
+
+
+def test_a_directory_that_is_not_empty_is_left_alone(ranks: RankPool, tmp_path: Path) -> None:
+    """DCP would write between what is there."""
+    ranks(1).run(_save_stack, tmp_path / "run")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("keep")
+    with pytest.raises(ExportError, match="not an empty directory"):
+        to_dcp(tmp_path / "run", tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+# ------------------------------------------------------------------------------------------------ pickles
+
+
+class _Attack:
+    """Unpickling it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._mark),)
+
+
+@pytest.mark.parametrize("where", ["metadata", "value"])
+def test_pickles_in_dcp_directories_run_no_code(tmp_path: Path, where: str) -> None:
+    """Neither those of the metadata nor those of values."""
+    mark, source = tmp_path / "mark", tmp_path / "dcp"
+    option: Any = _Attack(mark) if where == "value" else 0.1
+    state = {"model": {"weight": torch.ones(2)}, "optimizer": {"param_groups": [{"params": ["weight"], "lr": option}]}}
+    _dcp_of(source, state)
+    if where == "metadata":
+        metadata = FileSystemReader(source).read_metadata()
+        metadata.planner_data = _Attack(mark)
+        (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ExportError, match=r"cannot read .*(metadata|param_groups)"):
+        from_dcp(source, tmp_path / "run")
+    assert not mark.exists()
