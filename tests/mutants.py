@@ -1321,7 +1321,7 @@ MUTANTS: list[Mutant] = [
         "another unit's weight is saved as an activation",
         "        if lowest <= address < highest and (other := unit_at(engine, address)) is not None:\n",
         "        if address < 0 and (other := unit_at(engine, address)) is not None:\n",
-        "kept_weights::test_a_layer_that_is_called_finds_what_its_caller_has_kept away",
+        "kept_weights away",
     ),
     Mutant(
         "engine/hooks",
