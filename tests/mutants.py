@@ -1310,6 +1310,48 @@ MUTANTS: list[Mutant] = [
     ),
     # -- weights that are away, hooks
     Mutant(
+        "unit/unit",
+        "a compute view that is kept is what lies in its slot",
+        "            for view in self._views:\n                view.__class__ = away_class\n",
+        "",
+        "kept_weights",
+    ),
+    Mutant(
+        "unit/unit",
+        "a compute view is away while its layer runs",
+        "            for view in self._views:\n                view.__class__ = nn.Parameter\n",
+        "",
+        "kept_weights::test_what_a_layers_own_graph_keeps_is_in_place_in_its_backward",
+    ),
+    Mutant(
+        "unit/unit",
+        "whether a view that is away trains is what it is told",
+        "        with DisableTorchFunctionSubclass():  # the views themselves, whatever their class\n",
+        "        if True:\n",
+        "cases_freezing",
+    ),
+    Mutant(
+        "engine/hooks",
+        "a view of a weight that had this slot before is computed with",
+        "            if (base := tensor._base) is not None and id(base) not in own:\n",
+        "            if (base := tensor._base) is None and base:\n",
+        "kept_weights::test_a_view_of_a_weight_that_was_kept_raises",
+    ),
+    Mutant(
+        "engine/hooks",
+        "a view of a weight that had another slot is computed with",
+        "            _refuse_stale(engine, other, tensor._base)\n",
+        "            pass\n",
+        "kept_weights::test_a_view_of_a_weight_that_was_kept_raises",
+    ),
+    Mutant(
+        "engine/hooks",
+        "a weight that is away and saved as it is counts as an activation",
+        "            if (owner := owner_of(engine, tensor)) is not None:  #",
+        "            if (owner := owner_of(engine, None)) is not None:  #",
+        "kept_weights::test_whatever_is_computed_with_it",
+    ),
+    Mutant(
         "engine/away",
         "a gradient that a Function gives to a weight is dropped",
         "        take_grad(unit, weight.param_index, grad)\n",
@@ -1333,9 +1375,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/hooks",
         "another unit's weight is saved as an activation",
-        "            if lowest <= address < highest and (other := unit_at(engine, address)) is not None:\n",
-        "            if address < 0 and (other := unit_at(engine, address)) is not None:\n",
-        "away::test_a_weight_that_was_left_in_its_own_slot_and_changed_since_raises",
+        "        if lowest <= address < highest and (other := unit_at(engine, address)) is not None:\n",
+        "        if address < 0 and (other := unit_at(engine, address)) is not None:\n",
+        "kept_weights away",
     ),
     Mutant(
         "engine/hooks",

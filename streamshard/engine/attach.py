@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamshard.engine.away import Home, ShardedParameters, UnitParam
+from streamshard.engine.away import Home, ShardedParameters, UnitParam, let_keep
 from streamshard.engine.engine import EDGE, Engine
 from streamshard.engine.handle import Handle
 from streamshard.engine.hooks import watch
@@ -53,9 +53,12 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     for index, unit in enumerate(found, 1):
         for layer in unit.modules:
             members[layer] = engine.units[index].add_member()
-            for module in modules_inside(layer):
-                if owner[module] == index:
-                    _bind_views(members[layer], module, views, engine)
+            own = [module for module in modules_inside(layer) if owner[module] == index]
+            for module in own:
+                _bind_views(members[layer], module, views, engine)
+            if members[layer].unit.weight_slot.is_shared:
+                held = (param for module in own for param in module._parameters.values())
+                let_keep(members[layer], (unit_params[param] for param in held if param is not None))
     edge = engine.edge.add_member()
     for module in modules_inside(root):
         if owner.get(module, EDGE) == EDGE:

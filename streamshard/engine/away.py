@@ -12,18 +12,24 @@ module's ``_parameters``. A bound module has a plain dict there. An unbound one 
 look-ups answer for the time being: outside of passes with the sharded parameter, inside with an `AwayWeight`, or, where
 the unit has a slot of its own, with the compute view, once it has arrived. Lists of parameters hold `AwayWeight`s of
 what the pass has not used yet: who asks for the dtype of the first needs no weights.
+
+Compute views themselves may be kept by whoever got hold of one: a list, another module, a closure. While their member
+is not bound they are of a class of their own, `AwayView`, and do as an `AwayWeight` does; bound, they are Parameters
+again. It is done for all of them at each turn (30 ns per parameter), since nothing says whether somebody keeps one, and
+what Python holds may differ between ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 from torch._dynamo.decorators import skip
+from torch.utils.weak import WeakIdKeyDictionary
 
 from streamshard.engine.borrow import borrow, read
 from streamshard.engine.containers import map_tensors, tensors_in
@@ -31,9 +37,9 @@ from streamshard.engine.engine import Engine
 from streamshard.engine.hooks import holding_back_weights
 from streamshard.engine.outside import OutsideParameters
 from streamshard.errors import ShardingError
-from streamshard.unit.unit import StreamedUnit, take_grad
+from streamshard.unit.unit import Member, StreamedUnit, take_grad
 
-__all__ = ["AwayWeight", "Home", "ShardedParameters", "UnitParam"]
+__all__ = ["AwayView", "AwayWeight", "Home", "ShardedParameters", "UnitParam", "let_keep"]
 
 # Answered from the outside, without the values: properties and methods of tensors.
 _KNOWN = frozenset(
@@ -110,7 +116,7 @@ class AwayWeight(torch.Tensor):
             if name == "__set__":
                 _refuse_change(weight, f".{attribute} = ...")
             if attribute == "data":
-                return cls.make(weight.home, weight.param_index, is_detached=True)
+                return AwayWeight.make(weight.home, weight.param_index, is_detached=True)
             if attribute in _KNOWN:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
@@ -118,7 +124,7 @@ class AwayWeight(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         elif name == "detach":
-            return cls.make(args[0].home, args[0].param_index, is_detached=True)
+            return AwayWeight.make(args[0].home, args[0].param_index, is_detached=True)
         elif name == "requires_grad_":
             args[0].home.unit.shard.params[args[0].param_index].param.requires_grad_(*args[1:], **kwargs)
             return args[0]
@@ -137,6 +143,23 @@ class AwayWeight(torch.Tensor):
         """Reached by code that goes around ``__torch_function__``."""
         weight = next(each for each in _away_in((args, kwargs or {})))
         _refuse_memory(weight, str(func))
+
+
+class AwayView(AwayWeight):
+    """A compute view while its member is not bound, for who has kept it. Its memory is somebody else's by then."""
+
+    is_detached = False
+    _is_param = True
+
+    @property
+    def home(self) -> Home:
+        """As any away weight's."""
+        return _kept[self].home
+
+    @property
+    def param_index(self) -> int:  # type: ignore[override]  # a view has no attributes of its own: the parameter's
+        """As any away weight's."""
+        return _kept[self].param_index
 
 
 class ShardedParameters(OutsideParameters):
@@ -190,6 +213,23 @@ class UnitParam(NamedTuple):
 
     home: Home
     param_index: int
+
+
+# What each compute view of units that take turns is the weight of.
+_kept: MutableMapping[torch.Tensor, UnitParam] = WeakIdKeyDictionary()
+
+
+def let_keep(member: Member, unit_params: Iterable[UnitParam]) -> None:
+    """Compute views of `member` may be kept: while it is not bound they stand for their weights.
+
+    Args:
+        member: of a unit that takes turns in slots.
+        unit_params: what its modules hold; those of other units, such as the edge unit, are let be.
+    """
+    for home, param_index in dict.fromkeys(unit_params):
+        if home.unit is member.unit:
+            _kept[home.unit.views[param_index]] = UnitParam(home, param_index)
+            member.add_view(home.unit.views[param_index], AwayView)
 
 
 class Home:
@@ -289,18 +329,31 @@ def _compute(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> 
     for tensor in tensors_in((args, kwargs)):  # another layer's weights in the same slot, such as the running one's
         if slot.content != unit.index and not isinstance(tensor, AwayWeight) and slot.holds(tensor):
             weights[tensor] = tensor.clone()  # type: ignore[index]  # by identity
+    wanted = [(weight, unit.views[weight.param_index], weight.is_detached) for weight in found if weight.home is home]
     borrowed = borrow(home.engine, unit)
+    holding_back = contextlib.nullcontext() if borrowed.use is None else holding_back_weights(home.engine, borrowed.use)
     try:
-        with holding_back_weights(home.engine, borrowed.use) if borrowed.use is not None else contextlib.nullcontext():
-            for weight in found:
-                if weight.home is home:
-                    view = unit.views[weight.param_index]
-                    view = view.detach() if weight.is_detached else view
-                    weights[weight] = view if borrowed.use is not None else view.clone()
+        with _as_parameters(view for _, view, _ in wanted), holding_back:
+            for weight, view, is_detached in wanted:
+                view = view.detach() if is_detached else view
+                weights[weight] = view if borrowed.use is not None else view.clone()
             result = _call(func, args, kwargs, weights)
             return map_tensors(result, lambda tensor: tensor.clone() if slot.holds(tensor) else tensor)
     finally:
         borrowed.give_back()
+
+
+@contextlib.contextmanager
+def _as_parameters(views: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, operations compute with `views` themselves, which are in their slot."""
+    away: list[Any] = [view for view in views if isinstance(view, AwayView)]
+    for view in away:
+        view.__class__ = nn.Parameter
+    try:
+        yield
+    finally:
+        for view in away:
+            view.__class__ = AwayView
 
 
 def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], weights: Mapping[Any, torch.Tensor]) -> Any:

@@ -14,7 +14,7 @@ from streamshard.engine.engine import Engine
 from streamshard.engine.passes import Use
 from streamshard.unit.unit import Member, StreamedUnit
 
-__all__ = ["Borrowed", "borrow", "read", "unit_at", "use_of"]
+__all__ = ["Borrowed", "borrow", "owner_of", "read", "unit_at", "use_of"]
 
 
 class Borrowed(NamedTuple):
@@ -73,6 +73,14 @@ def read(engine: Engine, unit: StreamedUnit) -> None:
 def use_of(engine: Engine, unit: StreamedUnit) -> Use:
     """What refers to weights of `unit` that are read in the pass under way, or the one that is recomputed."""
     return Use(unit, engine.pass_, unit.versions(), is_borrowed=True)
+
+
+def owner_of(engine: Engine, tensor: torch.Tensor | None) -> tuple[StreamedUnit, int] | None:
+    """The unit whose compute view `tensor` is, and which of its parameters'; None if it is none."""
+    for unit in engine.units:
+        if id(tensor) in unit.view_ids:
+            return unit, next(index for index, view in enumerate(unit.views) if view is tensor)
+    return None
 
 
 def unit_at(engine: Engine, address: int) -> StreamedUnit | None:

@@ -19,12 +19,13 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.decorators import skip
 from torch.nn.parallel import DistributedDataParallel
 
-from streamshard.engine.borrow import unit_at, use_of
+from streamshard.engine.borrow import owner_of, unit_at, use_of
 from streamshard.engine.containers import map_tensors, tensors_in
 from streamshard.engine.engine import Engine
 from streamshard.engine.handle import HANDLE, Handle, Uncopyable, handle_of, registered_names, watched_class
 from streamshard.engine.passes import Pass, Use
 from streamshard.errors import ConfigError, ShardingError
+from streamshard.unit.unit import StreamedUnit
 
 __all__ = ["backward_of", "call_shell", "call_unit", "holding_back_weights", "register_forward_method", "watch"]
 
@@ -212,19 +213,24 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
     slot = use.unit.weight_slot
     first_byte, last_byte = slot.first_byte, slot.last_byte
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    need = engine.need
+    need, own = engine.need, use.unit.view_ids
 
     def pack(tensor: torch.Tensor) -> tuple[Any, Any]:
         """Called in forward with each tensor that is saved."""
         try:
             address = tensor.data_ptr()
-            if first_byte <= address < last_byte:
-                return tensor if tensor.is_leaf else tensor.detach(), use
-            # Another layer's weight, that this one has read.
-            if lowest <= address < highest and (other := unit_at(engine, address)) is not None:
-                return tensor if tensor.is_leaf else tensor.detach(), use_of(engine, other)
         except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
-            pass
+            address = 0
+            if (owner := owner_of(engine, tensor)) is not None:  # a Function keeps a weight that is away
+                return tensor, use_of(engine, owner[0])
+        if first_byte <= address < last_byte:
+            if (base := tensor._base) is not None and id(base) not in own:
+                _refuse_stale(engine, use.unit, base)
+            return tensor if tensor.is_leaf else tensor.detach(), use
+        # Another layer's weight, that this one has read.
+        if lowest <= address < highest and (other := unit_at(engine, address)) is not None:
+            _refuse_stale(engine, other, tensor._base)
+            return tensor if tensor.is_leaf else tensor.detach(), use_of(engine, other)
         if outer is not None:
             return outer[0](tensor), None
         return tensor if tensor.is_leaf else tensor.detach(), tensor._version
@@ -247,6 +253,18 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
         return saved
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _refuse_stale(engine: Engine, content: StreamedUnit, base: torch.Tensor | None) -> None:
+    """Raise if `base`, of which a tensor in the slot of `content` is a view, is another unit's compute view."""
+    owner = owner_of(engine, base)
+    if owner is not None and owner[0] is not content:
+        unit, param_index = owner
+        raise ShardingError(
+            f"a view of parameter {unit.shard.params[param_index].name!r} was kept while its layer ran and is used "
+            f"after it, when {content.name!r} is in the buffer that it lies in: keep the parameter itself and take the "
+            "view where it is used, or keep a clone()"
+        )
 
 
 def _watch_outputs(output: Any, inputs: tuple[Any, ...], prehook: Callable[[Any], None]) -> None:

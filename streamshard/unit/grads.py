@@ -302,7 +302,8 @@ class UnitGrads:
 
     def counts(self, grad: ParamGrad) -> bool:
         """Whether some rank may have a gradient of the parameter: it trains now, or did when gradients were left."""
-        return grad.view.requires_grad or self.waits
+        with torch._C.DisableTorchFunctionSubclass():  # it may be away
+            return grad.view.requires_grad or self.waits
 
     def give_up(self) -> None:
         """The backward has failed: parameters hold what they held before, and the slot is nobody's."""

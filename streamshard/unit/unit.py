@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Work
@@ -47,12 +48,14 @@ class Member:
         unit: whose weights it computes with.
     """
 
-    __slots__ = ("_bindings", "_unit_of", "is_bound")
+    __slots__ = ("_away_class", "_bindings", "_unit_of", "_views", "is_bound")
 
     def __init__(self, unit: StreamedUnit) -> None:
         self._unit_of = weakref.ref(unit)  # which holds this
         self.is_bound = False
         self._bindings: list[_Binding] = []
+        self._views: list[nn.Parameter] = []
+        self._away_class: type = nn.Parameter
 
     @property
     def unit(self) -> StreamedUnit:
@@ -66,6 +69,12 @@ class Member:
         """While it is bound, ``owner.__dict__[key]`` is `computing`, else `sharded`."""
         self._bindings.append(_Binding(owner, key, sharded, computing))
 
+    def add_view(self, view: nn.Parameter, away_class: type) -> None:
+        """A compute view of its own, which is of `away_class` while it is not bound: see [Note: away]."""
+        self._away_class = away_class
+        self._views.append(view)
+        view.__class__ = away_class
+
     def bind(self) -> None:
         """Let its modules compute with the slot: compute views take the place of the sharded parameters."""
         if not self.is_bound:
@@ -73,6 +82,8 @@ class Member:
             unit = self.unit
             unit.bound_members += 1
             unit.is_bound = True
+            for view in self._views:
+                view.__class__ = nn.Parameter
             for binding in self._bindings:
                 if (owner := binding.owner()) is not None:
                     owner.__dict__[binding.key] = binding.computing
@@ -84,6 +95,9 @@ class Member:
             unit = self.unit
             unit.bound_members -= 1
             unit.is_bound = unit.bound_members > 0
+            away_class = self._away_class
+            for view in self._views:
+                view.__class__ = away_class
             for binding in self._bindings:
                 if (owner := binding.owner()) is not None:
                     owner.__dict__[binding.key] = binding.sharded
@@ -106,7 +120,9 @@ class StreamedUnit:
 
     Attributes:
         weights: [padded_numel] param_dtype, its part of the weight slot.
-        views: its compute views, one nn.Parameter per parameter, made once.
+        views: its compute views, one nn.Parameter per parameter, made once; of another class while their member is not
+            bound, see `Member.add_view`.
+        view_ids: their ids.
         members: its layers; the edge unit has one for all its modules.
         bound_members: how many of them hold the compute views (else the sharded parameters).
         is_bound: whether any does; kept beside the count because it is asked at every saved weight of a backward.
@@ -134,6 +150,8 @@ class StreamedUnit:
         self.away: Callable[[int], torch.Tensor]
         self.on_grad: Callable[[StreamedUnit, int, torch.Tensor], None]
         self.views: list[nn.Parameter] = []
+        self.view_ids: frozenset[int] = frozenset()
+        self._counter: torch.Tensor  # has the version counter of the views
         self._params: list[nn.Parameter] = []  # the sharded ones, in the same order
         self.members: list[Member] = []
         self.bound_members = 0
@@ -160,6 +178,8 @@ class StreamedUnit:
             self.views.append(view)
             self.grads.add(param, view)
         self._params = [param.param for param in self.shard.params]
+        self.view_ids = frozenset(map(id, self.views))
+        self._counter = alias
 
     def add_member(self) -> Member:
         """Another layer of it, to which bindings are still to be added."""
@@ -193,20 +213,22 @@ class StreamedUnit:
         gradient if it needed one in the forward and still does in the backward.
         """
         trainable = False
-        for param, view in zip(self._params, self.views, strict=True):
-            wanted = param.requires_grad
-            trainable = trainable or wanted
-            if view.requires_grad is not wanted:
-                view.requires_grad_(wanted)
+        with DisableTorchFunctionSubclass():  # the views themselves, whatever their class
+            for param, view in zip(self._params, self.views, strict=True):
+                wanted = param.requires_grad
+                trainable = trainable or wanted
+                if view.requires_grad is not wanted:
+                    view.requires_grad_(wanted)
         self.is_trainable = trainable
         if trainable and self.grads.main is None:
             self.grads.allocate()
 
     def give_trainability(self) -> None:
         """The unit is about to be released: what was frozen or thawed in a forward stays so."""
-        for param, view in zip(self._params, self.views, strict=True):
-            if param.requires_grad is not view.requires_grad:
-                param.requires_grad_(view.requires_grad)
+        with DisableTorchFunctionSubclass():
+            for param, view in zip(self._params, self.views, strict=True):
+                if param.requires_grad is not view.requires_grad:
+                    param.requires_grad_(view.requires_grad)
 
     def versions(self) -> list[int]:
         """A number per sharded parameter that grows with each in-place change of it, such as an optimizer's step."""
@@ -215,12 +237,12 @@ class StreamedUnit:
     @property
     def has_edits(self) -> bool:
         """Whether somebody has written to the compute views since `forget_edits`: gathers do not count."""
-        return bool(self.views) and self.views[0]._version != self._seen_version
+        return bool(self.views) and self._counter._version != self._seen_version
 
     def forget_edits(self) -> None:
         """What was written to the compute views so far is known, or not of interest."""
         if self.views:
-            self._seen_version = self.views[0]._version
+            self._seen_version = self._counter._version
 
     def differs_from_shard(self) -> bool:
         """Whether this rank's range of the slot is something else than its compute shard. The host waits."""
@@ -230,11 +252,12 @@ class StreamedUnit:
     def put_back_views(self) -> str | None:
         """Let all compute views be parts of the slot again; the name of the first that was not, None if all were."""
         moved = None
-        for param, view in zip(self.shard.params, self.views, strict=True):
-            if param.layout.numel and not self.weight_slot.holds(view):
-                moved = moved or param.name
-                flat = self.weights.data.narrow(0, param.layout.offset, param.layout.numel)
-                view.data = flat.view(param.layout.shape)
+        with DisableTorchFunctionSubclass():
+            for param, view in zip(self.shard.params, self.views, strict=True):
+                if param.layout.numel and not self.weight_slot.holds(view):
+                    moved = moved or param.name
+                    flat = self.weights.data.narrow(0, param.layout.offset, param.layout.numel)
+                    view.data = flat.view(param.layout.shape)
         return moved
 
     def name_at(self, offset: int) -> str:
@@ -276,7 +299,7 @@ class StreamedUnit:
 
     def copy_out(self, weight: torch.Tensor) -> torch.Tensor:
         """A copy of `weight`, which lies in the slot: that may go to another unit then."""
-        with torch.no_grad():
+        with torch.no_grad(), DisableTorchFunctionSubclass():
             copy = weight.clone()
         self.weight_slot.released.record()
         return copy
@@ -315,7 +338,8 @@ def _grad_taker(unit: StreamedUnit, param_index: int) -> Callable[[torch.Tensor]
     unit_of = weakref.ref(unit)
 
     def take(view: torch.Tensor) -> None:
-        grad, view.grad = view.grad, None
+        with DisableTorchFunctionSubclass():
+            grad, view.grad = view.grad, None
         unit = unit_of()
         if grad is not None and unit is not None:
             take_grad(unit, param_index, grad)
