@@ -62,7 +62,8 @@ examples:
 _CONVERT = """\
 Turn a checkpoint into a directory of torch.distributed.checkpoint (DCP), or such a directory into a checkpoint: with
 weights and the optimizer's state, as FSDP2's get_state_dict and set_state_dict have them, so that training goes on
-there, or here. Schedulers and other state are left out. Memory: one tensor.
+there, or here. Schedulers and other state are left out. Memory: one tensor at a time, of which --from dcp takes several
+copies (torch's reader makes them).
 
   --to dcp          OUT is what dcp.save({"model": ..., "optimizer": ...}) would write; dcp.load reads it
   --to accelerate   as Accelerate has it: OUT/pytorch_model_fsdp_0 (for accelerate merge-weights), OUT/optimizer_0
