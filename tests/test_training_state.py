@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import itertools
 import os
 import random
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import LocalSGD, StreamShard, latest, load_checkpoint, save_checkpoint
 from streamshard.checkpoint import save_job
-from streamshard.errors import ConfigError, ExportError, ShardingError
+from streamshard.errors import ConfigError, ExportError, RankMismatchError, ShardingError
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
 from tests.models import DIM, Layer, Stack
 from tests.ranks import RankContext, RankPool, on_ranks
@@ -130,6 +134,159 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call(context: RankCo
     assert latest(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
     assert _save(tmp_path, run).name == "checkpoint-2"
+
+
+@on_ranks(2)
+def test_what_one_rank_has_waited_for_is_raised_on_all_by_the_next_call(context: RankContext, tmp_path: Path) -> None:
+    """So that they go on together; once all have heard of it, it is over."""
+    run = start(0)
+    patch = _break_writing(context, 0)
+    for waiting in ([0], [0, 1]):
+        saving = _save(tmp_path, run, wait=False)
+        for _ in range(2):
+            if context.rank in waiting:
+                with pytest.raises(ExportError, match="rank 0: the disk is full"):
+                    saving.wait()
+        if waiting == [0]:
+            with pytest.raises(ExportError, match="rank 0: the disk is full"):
+                _save(tmp_path, run, wait=False)
+    patch.undo()
+    assert _save(tmp_path, run).name == "checkpoint-1"
+
+
+@on_ranks(1)
+def test_an_error_anywhere_leaves_what_was_there_or_the_new_one(context: RankContext, tmp_path: Path) -> None:
+    """Each change to the file system fails once, whether or not it was carried out; no error once the new one is whole.
+
+    What has to be deleted then, and cannot be, is no checkpoint any more, and the next save sweeps it up.
+    """
+    model = StreamShard(Stack((DIM,) * 3), precision=FP32)
+    for step in (1, 2):
+        save_checkpoint(tmp_path / "before", model, extra={"at": step})
+    before = _files(tmp_path / "before")
+    outcomes = set()
+    cases: list[tuple[dict[str, Any], set[str]]] = [
+        ({"step": 3}, {"checkpoint-1", "checkpoint-2", "checkpoint-3"}),
+        ({"step": 2}, {"checkpoint-1", "checkpoint-2"}),
+        ({"step": 3, "keep": 1}, {"checkpoint-3"}),
+    ]
+    for settings, names in cases:
+        for is_done in (False, True):
+            for call in itertools.count():
+                directory = tmp_path / "directory"
+                shutil.rmtree(directory, ignore_errors=True)
+                shutil.copytree(tmp_path / "before", directory)
+                error = None
+                with _failing(call, is_done) as reached:
+                    try:
+                        save_checkpoint(directory, model, extra={"at": 3}, **settings)
+                    except ExportError as raised:
+                        error = raised
+                if not reached():
+                    break
+                outcomes.add(error is None)
+                if error is not None:
+                    assert _files(directory) == before
+                    continue
+                path = latest(directory)
+                assert path is not None
+                assert load_checkpoint(path, model)["at"] == 3
+                save_checkpoint(directory, model, extra={"at": 4}, **settings)
+                assert {each.name for each in directory.iterdir()} == names
+    assert outcomes == {True, False}
+
+
+def _files(directory: Path) -> dict[str, bytes | None]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None for path in directory.rglob("*")
+    }
+
+
+@contextlib.contextmanager
+def _failing(number: int, is_done: bool) -> Iterator[Callable[[], bool]]:
+    """The n-th change to the file system fails; `is_done`: although it was carried out. Gives: were there that many?"""
+    count = 0
+
+    def watch(real: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            if name == "open" and not args[1] & os.O_CREAT:
+                return real(*args, **kwargs)
+            count += 1
+            if count - 1 != number:
+                return real(*args, **kwargs)
+            if is_done:
+                real(*args, **kwargs)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)  # would be all that this test waits for
+        for name in ("open", "pwrite", "fsync", "replace", "unlink", "mkdir", "rmdir"):
+            patch.setattr(os, name, watch(getattr(os, name), name))
+        yield lambda: count > number
+
+
+@on_ranks(2)
+def test_what_is_no_checkpoint_is_not_replaced(context: RankContext, tmp_path: Path) -> None:
+    """Other trainers call theirs like ours."""
+    run = start(0)
+    if context.rank == 0:
+        (tmp_path / "checkpoint-500").mkdir()
+        (tmp_path / "checkpoint-500" / "trainer_state.json").write_text("{}")
+        (tmp_path / "checkpoint-7").write_text("a file")
+        (tmp_path / "checkpoint-8").mkdir()
+    dist.barrier()
+    before = _files(tmp_path)
+    for step in (7, 500):
+        with pytest.raises(ExportError, match=f"checkpoint-{step} is there already, and is no checkpoint"):
+            _save(tmp_path, run, step=step)
+    assert _files(tmp_path) == before
+    assert _save(tmp_path, run, step=8).name == "checkpoint-8"
+    assert _save(tmp_path, run, keep=1).name == "checkpoint-501"
+    assert (tmp_path / "checkpoint-500" / "trainer_state.json").exists()
+
+
+@on_ranks(2)
+def test_arguments_that_differ_between_ranks(context: RankContext, tmp_path: Path) -> None:
+    """By name and rank, on all ranks, before anything is written; they would wait for each other in vain."""
+    run, rank = start(0), context.rank
+    for name, settings in (
+        ("wait", {"wait": bool(rank)}),
+        ("step", {"step": rank}),
+        ("step", {"step": 1 if rank else None}),
+        ("keep", {"keep": 1 + rank}),
+    ):
+        with pytest.raises(RankMismatchError, match=f"save_checkpoint has {name}=.* on rank 0 and {name}=.* on rank 1"):
+            _save(tmp_path, run, **settings)
+    with pytest.raises(RankMismatchError, match="has directory="):
+        _save(tmp_path / str(rank), run)
+    with pytest.raises(RankMismatchError, match="has optimizers="):
+        save_checkpoint(tmp_path, run.model, run.optimizer if rank else None)
+    with pytest.raises(RankMismatchError, match="has models="):
+        save_checkpoint(tmp_path, {str(rank): run.model})
+    assert list(tmp_path.iterdir()) == []
+
+
+@on_ranks(2)
+def test_gradients_that_wait_for_a_step_are_lost_with_a_word(context: RankContext, tmp_path: Path) -> None:
+    """Weights are right all the same; those that a step has used are not spoken of."""
+    for settings in ({}, {"weight_slots": "all", "grad_slots": "all"}):
+        model: Any = StreamShard(Stack(), precision=FP32, **settings)
+        optimizer = adamw(model)
+        wanted = full_weights(model)
+        with model.no_sync():
+            stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+            with pytest.warns(
+                UserWarning, match="model: a checkpoint has no gradients, and some have been accumulated"
+            ):
+                path = save_checkpoint(tmp_path, model, optimizer)
+        stack_step(model, Call(1, context.rank, context.world_size, 1.0))
+        optimizer.step()
+        save_checkpoint(tmp_path, model, optimizer)
+        load_checkpoint(path, model, optimizer)
+        assert_same(full_weights(model), wanted, "weights", EXACT)
 
 
 @on_ranks(2)
