@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import lr_scheduler
 
 from streamshard import LocalSGD, StreamShard, latest, load_checkpoint, save_checkpoint
 from streamshard.checkpoint import save_job
 from streamshard.errors import ConfigError, ExportError, RankMismatchError, ShardingError
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
-from tests.models import DIM, Layer, Stack
+from tests.models import DIM, Layer, NormStack, Stack
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import EXACT, FP32, Call, adamw, assert_same, full_weights, stack_step
 
@@ -53,6 +54,86 @@ def test_a_run_goes_on_to_the_bit(context: RankContext, tmp_path: Path) -> None:
     assert other.model.calls == {"seen": 3}
     assert steps(other, 3, 6) == wanted
     assert_same(weights_of(other), weights_of(run), "weights", EXACT)
+
+
+OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lambda params: torch.optim.SGD(params, lr=0.01),  # has no state
+    lambda params: torch.optim.Adagrad(params, lr=0.01),  # has state before its first step
+    lambda params: torch.optim.NAdam(params, lr=0.01),  # has numbers beside moments
+    lambda params: torch.optim.ASGD(params, lr=0.01),
+    lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01), amsgrad=True, foreach=False),
+    lambda params: torch.optim.Adam(list(params)[:3], lr=0.01, fused=True),
+]
+SCHEDULERS: list[Callable[[torch.optim.Optimizer], Any]] = [
+    lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 2, 4]),
+    lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+    lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, total_iters=3), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        [3],
+    ),
+]
+
+
+@on_ranks(2)
+def test_optimizers_and_schedulers_go_on_to_the_bit(context: RankContext, tmp_path: Path) -> None:
+    """Whatever their state is made of, and before their first step."""
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = StreamShard(NormStack(), precision=FP32)
+        optimizer = OPTIMIZERS[number % len(OPTIMIZERS)](model.parameters())
+        return model, optimizer, SCHEDULERS[number % len(SCHEDULERS)](optimizer)
+
+    def train(model: Any, optimizer: Any, scheduler: Any, first: int, last: int) -> list[float]:
+        losses = []
+        for step in range(first, last):
+            losses.append(float(stack_step(model, Call(step, context.rank, context.world_size, 1.0))))
+            optimizer.step()
+            optimizer.zero_grad()
+            # One of them wants to hear of the loss.
+            scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+        return losses
+
+    for number in range(len(OPTIMIZERS)):
+        for before in (0, 3):
+            run, other = make(0), make(1)
+            train(*run, 0, before)
+            path = save_checkpoint(tmp_path, *run)
+            wanted = train(*run, before, before + 3)
+            train(*other, 0, 1 - before // 3)
+            load_checkpoint(path, *other)
+            assert train(*other, before, before + 3) == wanted, number
+            assert_same(full_weights(other[0]), full_weights(run[0]), "weights", EXACT)
+            assert other[2].state_dict() == run[2].state_dict()
+
+
+@on_ranks(4)
+def test_replicas_that_average_save_one_copy_for_any_mesh(context: RankContext, tmp_path: Path) -> None:
+    """2 x 2 and 4 x 1 load what the other has saved."""
+
+    def train(model: Any, optimizer: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            stack_step(model, Call(step, context.rank, context.world_size, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def make(seed: int, shape: tuple[int, int]) -> Any:
+        torch.manual_seed(seed)
+        model = StreamShard(Stack(), precision=FP32, mesh=init_device_mesh("cpu", shape))
+        return model, adamw(model)
+
+    for saved, loaded in (((2, 2), (4, 1)), ((4, 1), (2, 2))):
+        model, optimizer = make(0, saved)
+        train(model, optimizer, 0, 2)
+        path = save_checkpoint(tmp_path, model, optimizer)
+        train(model, optimizer, 2, 4)
+        other, its_optimizer = make(1, loaded)
+        load_checkpoint(path, other, its_optimizer)
+        train(other, its_optimizer, 2, 4)
+        assert_same(full_weights(other), full_weights(model), "weights")
 
 
 OTHERS = [
