@@ -26,14 +26,15 @@ from streamshard.checkpoint.background import (
 from streamshard.checkpoint.collect import collect
 from streamshard.checkpoint.directory import find_checkpoint, next_number
 from streamshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
-from streamshard.checkpoint.parts import name_parts
+from streamshard.checkpoint.parts import Parts, name_parts
 from streamshard.checkpoint.piece_files import PieceFiles
 from streamshard.checkpoint.restore import plan_restore
 from streamshard.checkpoint.save_job import plan_job
 from streamshard.checkpoint.writer import gather_from_all_ranks, run_on_all_ranks
-from streamshard.errors import ConfigError, ExportError
+from streamshard.errors import ConfigError, ExportError, RankMismatchError, warn_user
 from streamshard.initialise import compute_buffers
 from streamshard.log import log, progress
+from streamshard.unit.unreduced_grad import UnreducedGrad
 
 __all__ = ["Loaded", "load_checkpoint", "save_checkpoint"]
 
@@ -102,6 +103,9 @@ def save_checkpoint(
     safetensors, the rest is JSON with a checksum of each file; there is no pickle and no code. A checkpoint is there
     whole or not at all, whenever a rank is killed.
 
+    Gradients are not saved. Between the micro-batches of one step, those so far are lost to a run that goes on from
+    there: save after ``optimizer.step()``. Inside ``no_sync()`` it warns.
+
     Args:
         directory: on storage that all ranks share; holds the checkpoints of one run, side by side. Made if it is not
             there.
@@ -125,19 +129,19 @@ def save_checkpoint(
             and older ones are untouched. What went wrong in the background is raised by the next call, or by the
             handle's ``wait()``.
         ConfigError: an argument that cannot work.
+        RankMismatchError: `directory`, `keep`, `step`, `wait`, or which models and optimizers there are, differs
+            between ranks.
         ShardingError: no model is sharded, or it is called inside a forward or backward.
     """
     began = time.perf_counter()
-    finish_running()
     for name, value, least in (("keep", keep, 1), ("step", step, 0)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"{name}={value!r}: wanted an integer of at least {least}, or None")
     parts = name_parts("save_checkpoint", model, optimizer, scheduler, scaler, extra, accepts_empty=False)
     root, ranks = Path(directory), parts.engine.ranks
-    number = step
-    if number is None:
-        doing = f"save to {root}"
-        number = gather_from_all_ranks(ranks, doing, lambda: next_number(root) if ranks.is_first else 0)[0]
+    finish_running(ranks)
+    number = _agree(root, keep, step, wait, parts)
+    _say_what_is_lost(parts)
     state, pieces = collect(parts)
     job = plan_job(root, number, keep, ranks, state, pieces)
     if wait:
@@ -188,9 +192,9 @@ def load_checkpoint(
         ShardingError: no model is sharded, or it is called inside a forward or backward.
     """
     began = time.perf_counter()
-    finish_running()
     parts = name_parts("load_checkpoint", model, optimizer, scheduler, scaler, extra, accepts_empty=True)
     ranks, root = parts.engine.ranks, Path(directory)
+    finish_running(ranks)
     doing = f"load {root}"
     path = gather_from_all_ranks(ranks, doing, lambda: find_checkpoint(root) if ranks.is_first else Path())[0]
     doing = f"load {path}"
@@ -233,6 +237,38 @@ def load_checkpoint(
     for line in plan.left_out:
         log.info("%s: left out: %s", path, line)
     return Loaded(plan.values, path, plan.left_out)
+
+
+def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Parts) -> int:
+    """The checkpoint's number, where all ranks mean the same one, with the same in it."""
+    ranks = parts.engine.ranks
+    mine: dict[str, Any] = {"directory": str(root), "keep": keep, "step": step, "wait": bool(wait)}
+    mine |= {"models": list(parts.models), "optimizers": list(parts.optimizers)}
+
+    def find() -> tuple[int, dict[str, Any]]:
+        return next_number(root) if step is None and ranks.is_first else step or 0, mine
+
+    found = gather_from_all_ranks(ranks, f"save to {root}", find)
+    number, firsts = found[0]
+    for rank, (_, theirs) in enumerate(found):
+        for name, value in theirs.items():
+            if value != firsts[name]:
+                raise RankMismatchError(
+                    f"save_checkpoint has {name}={firsts[name]!r} on rank 0 and {name}={value!r} on rank {rank}: "
+                    "wanted the same on all ranks"
+                )
+    return number
+
+
+def _say_what_is_lost(parts: Parts) -> None:
+    """Gradients that are certain to wait for more: elsewhere they may be those that a step has used."""
+    for name, (_, engine) in parts.models.items():
+        grads = [shard.param.grad for shard in engine.param_shards if shard.param.grad is not None]
+        if grads and (not engine.is_synced or any(isinstance(grad, UnreducedGrad) for grad in grads)):
+            warn_user(
+                f"{name}: a checkpoint has no gradients, and some have been accumulated for the next step (no_sync()): "
+                "a run that goes on from it begins that step's micro-batches with none; save after optimizer.step()"
+            )
 
 
 def _read_whole_manifest(path: Path) -> Manifest:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import itertools
 import os
 import random
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import lr_scheduler
 
 from streamshard import LocalSGD, StreamShard, latest, load_checkpoint, save_checkpoint
 from streamshard.checkpoint import save_job
-from streamshard.errors import ConfigError, ExportError, ShardingError
+from streamshard.errors import ConfigError, ExportError, RankMismatchError, ShardingError
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
-from tests.models import DIM, Layer, Stack
+from tests.models import DIM, Layer, NormStack, Stack
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import EXACT, FP32, Call, adamw, assert_same, full_weights, stack_step
 
@@ -49,6 +54,86 @@ def test_a_run_goes_on_to_the_bit(context: RankContext, tmp_path: Path) -> None:
     assert other.model.calls == {"seen": 3}
     assert steps(other, 3, 6) == wanted
     assert_same(weights_of(other), weights_of(run), "weights", EXACT)
+
+
+OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lambda params: torch.optim.SGD(params, lr=0.01),  # has no state
+    lambda params: torch.optim.Adagrad(params, lr=0.01),  # has state before its first step
+    lambda params: torch.optim.NAdam(params, lr=0.01),  # has numbers beside moments
+    lambda params: torch.optim.ASGD(params, lr=0.01),
+    lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01), amsgrad=True, foreach=False),
+    lambda params: torch.optim.Adam(list(params)[:3], lr=0.01, fused=True),
+]
+SCHEDULERS: list[Callable[[torch.optim.Optimizer], Any]] = [
+    lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 2, 4]),
+    lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+    lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, total_iters=3), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        [3],
+    ),
+]
+
+
+@on_ranks(2)
+def test_optimizers_and_schedulers_go_on_to_the_bit(context: RankContext, tmp_path: Path) -> None:
+    """Whatever their state is made of, and before their first step."""
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = StreamShard(NormStack(), precision=FP32)
+        optimizer = OPTIMIZERS[number % len(OPTIMIZERS)](model.parameters())
+        return model, optimizer, SCHEDULERS[number % len(SCHEDULERS)](optimizer)
+
+    def train(model: Any, optimizer: Any, scheduler: Any, first: int, last: int) -> list[float]:
+        losses = []
+        for step in range(first, last):
+            losses.append(float(stack_step(model, Call(step, context.rank, context.world_size, 1.0))))
+            optimizer.step()
+            optimizer.zero_grad()
+            # One of them wants to hear of the loss.
+            scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+        return losses
+
+    for number in range(len(OPTIMIZERS)):
+        for before in (0, 3):
+            run, other = make(0), make(1)
+            train(*run, 0, before)
+            path = save_checkpoint(tmp_path, *run)
+            wanted = train(*run, before, before + 3)
+            train(*other, 0, 1 - before // 3)
+            load_checkpoint(path, *other)
+            assert train(*other, before, before + 3) == wanted, number
+            assert_same(full_weights(other[0]), full_weights(run[0]), "weights", EXACT)
+            assert other[2].state_dict() == run[2].state_dict()
+
+
+@on_ranks(4)
+def test_replicas_that_average_save_one_copy_for_any_mesh(context: RankContext, tmp_path: Path) -> None:
+    """2 x 2 and 4 x 1 load what the other has saved."""
+
+    def train(model: Any, optimizer: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            stack_step(model, Call(step, context.rank, context.world_size, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def make(seed: int, shape: tuple[int, int]) -> Any:
+        torch.manual_seed(seed)
+        model = StreamShard(Stack(), precision=FP32, mesh=init_device_mesh("cpu", shape))
+        return model, adamw(model)
+
+    for saved, loaded in (((2, 2), (4, 1)), ((4, 1), (2, 2))):
+        model, optimizer = make(0, saved)
+        train(model, optimizer, 0, 2)
+        path = save_checkpoint(tmp_path, model, optimizer)
+        train(model, optimizer, 2, 4)
+        other, its_optimizer = make(1, loaded)
+        load_checkpoint(path, other, its_optimizer)
+        train(other, its_optimizer, 2, 4)
+        assert_same(full_weights(other), full_weights(model), "weights")
 
 
 OTHERS = [
@@ -130,6 +215,159 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call(context: RankCo
     assert latest(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
     assert _save(tmp_path, run).name == "checkpoint-2"
+
+
+@on_ranks(2)
+def test_what_one_rank_has_waited_for_is_raised_on_all_by_the_next_call(context: RankContext, tmp_path: Path) -> None:
+    """So that they go on together; once all have heard of it, it is over."""
+    run = start(0)
+    patch = _break_writing(context, 0)
+    for waiting in ([0], [0, 1]):
+        saving = _save(tmp_path, run, wait=False)
+        for _ in range(2):
+            if context.rank in waiting:
+                with pytest.raises(ExportError, match="rank 0: the disk is full"):
+                    saving.wait()
+        if waiting == [0]:
+            with pytest.raises(ExportError, match="rank 0: the disk is full"):
+                _save(tmp_path, run, wait=False)
+    patch.undo()
+    assert _save(tmp_path, run).name == "checkpoint-1"
+
+
+@on_ranks(1)
+def test_an_error_anywhere_leaves_what_was_there_or_the_new_one(context: RankContext, tmp_path: Path) -> None:
+    """Each change to the file system fails once, whether or not it was carried out; no error once the new one is whole.
+
+    What has to be deleted then, and cannot be, is no checkpoint any more, and the next save sweeps it up.
+    """
+    model = StreamShard(Stack((DIM,) * 3), precision=FP32)
+    for step in (1, 2):
+        save_checkpoint(tmp_path / "before", model, extra={"at": step})
+    before = _files(tmp_path / "before")
+    outcomes = set()
+    cases: list[tuple[dict[str, Any], set[str]]] = [
+        ({"step": 3}, {"checkpoint-1", "checkpoint-2", "checkpoint-3"}),
+        ({"step": 2}, {"checkpoint-1", "checkpoint-2"}),
+        ({"step": 3, "keep": 1}, {"checkpoint-3"}),
+    ]
+    for settings, names in cases:
+        for is_done in (False, True):
+            for call in itertools.count():
+                directory = tmp_path / "directory"
+                shutil.rmtree(directory, ignore_errors=True)
+                shutil.copytree(tmp_path / "before", directory)
+                error = None
+                with _failing(call, is_done) as reached:
+                    try:
+                        save_checkpoint(directory, model, extra={"at": 3}, **settings)
+                    except ExportError as raised:
+                        error = raised
+                if not reached():
+                    break
+                outcomes.add(error is None)
+                if error is not None:
+                    assert _files(directory) == before
+                    continue
+                path = latest(directory)
+                assert path is not None
+                assert load_checkpoint(path, model)["at"] == 3
+                save_checkpoint(directory, model, extra={"at": 4}, **settings)
+                assert {each.name for each in directory.iterdir()} == names
+    assert outcomes == {True, False}
+
+
+def _files(directory: Path) -> dict[str, bytes | None]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None for path in directory.rglob("*")
+    }
+
+
+@contextlib.contextmanager
+def _failing(number: int, is_done: bool) -> Iterator[Callable[[], bool]]:
+    """The n-th change to the file system fails; `is_done`: although it was carried out. Gives: were there that many?"""
+    count = 0
+
+    def watch(real: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            if name == "open" and not args[1] & os.O_CREAT:
+                return real(*args, **kwargs)
+            count += 1
+            if count - 1 != number:
+                return real(*args, **kwargs)
+            if is_done:
+                real(*args, **kwargs)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)  # would be all that this test waits for
+        for name in ("open", "pwrite", "fsync", "replace", "unlink", "mkdir", "rmdir"):
+            patch.setattr(os, name, watch(getattr(os, name), name))
+        yield lambda: count > number
+
+
+@on_ranks(2)
+def test_what_is_no_checkpoint_is_not_replaced(context: RankContext, tmp_path: Path) -> None:
+    """Other trainers call theirs like ours."""
+    run = start(0)
+    if context.rank == 0:
+        (tmp_path / "checkpoint-500").mkdir()
+        (tmp_path / "checkpoint-500" / "trainer_state.json").write_text("{}")
+        (tmp_path / "checkpoint-7").write_text("a file")
+        (tmp_path / "checkpoint-8").mkdir()
+    dist.barrier()
+    before = _files(tmp_path)
+    for step in (7, 500):
+        with pytest.raises(ExportError, match=f"checkpoint-{step} is there already, and is no checkpoint"):
+            _save(tmp_path, run, step=step)
+    assert _files(tmp_path) == before
+    assert _save(tmp_path, run, step=8).name == "checkpoint-8"
+    assert _save(tmp_path, run, keep=1).name == "checkpoint-501"
+    assert (tmp_path / "checkpoint-500" / "trainer_state.json").exists()
+
+
+@on_ranks(2)
+def test_arguments_that_differ_between_ranks(context: RankContext, tmp_path: Path) -> None:
+    """By name and rank, on all ranks, before anything is written; they would wait for each other in vain."""
+    run, rank = start(0), context.rank
+    for name, settings in (
+        ("wait", {"wait": bool(rank)}),
+        ("step", {"step": rank}),
+        ("step", {"step": 1 if rank else None}),
+        ("keep", {"keep": 1 + rank}),
+    ):
+        with pytest.raises(RankMismatchError, match=f"save_checkpoint has {name}=.* on rank 0 and {name}=.* on rank 1"):
+            _save(tmp_path, run, **settings)
+    with pytest.raises(RankMismatchError, match="has directory="):
+        _save(tmp_path / str(rank), run)
+    with pytest.raises(RankMismatchError, match="has optimizers="):
+        save_checkpoint(tmp_path, run.model, run.optimizer if rank else None)
+    with pytest.raises(RankMismatchError, match="has models="):
+        save_checkpoint(tmp_path, {str(rank): run.model})
+    assert list(tmp_path.iterdir()) == []
+
+
+@on_ranks(2)
+def test_gradients_that_wait_for_a_step_are_lost_with_a_word(context: RankContext, tmp_path: Path) -> None:
+    """Weights are right all the same; those that a step has used are not spoken of."""
+    for settings in ({}, {"weight_slots": "all", "grad_slots": "all"}):
+        model: Any = StreamShard(Stack(), precision=FP32, **settings)
+        optimizer = adamw(model)
+        wanted = full_weights(model)
+        with model.no_sync():
+            stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+            with pytest.warns(
+                UserWarning, match="model: a checkpoint has no gradients, and some have been accumulated"
+            ):
+                path = save_checkpoint(tmp_path, model, optimizer)
+        stack_step(model, Call(1, context.rank, context.world_size, 1.0))
+        optimizer.step()
+        save_checkpoint(tmp_path, model, optimizer)
+        load_checkpoint(path, model, optimizer)
+        assert_same(full_weights(model), wanted, "weights", EXACT)
 
 
 @on_ranks(2)

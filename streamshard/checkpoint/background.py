@@ -19,6 +19,7 @@ from streamshard.checkpoint.piece_file import Piece
 from streamshard.comm.ranks import Ranks
 from streamshard.device import has_streams, module_of
 from streamshard.engine.engine import Engine
+from streamshard.errors import ExportError
 from streamshard.log import log
 
 __all__ = ["Saving", "background_group", "copy_to_host", "finish_running", "run_in_background"]
@@ -34,6 +35,7 @@ class Saving:
     def __init__(self, path: Path, write: Callable[[], None]) -> None:
         self.path = path
         self._error: BaseException | None = None
+        self._is_told = False
         self._write = write
         # No daemon: an interpreter that ends waits for it.
         self._thread = threading.Thread(target=self._run, name=f"save {path}")
@@ -51,13 +53,23 @@ class Saving:
         """Return where the checkpoint is, once it is there.
 
         Raises:
-            ExportError: it could not be written; names the rank and the cause. Raised once.
+            ExportError: it could not be written; names the rank and the cause.
         """
         self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._error is not None:
+            self._is_told = True
+            raise self._error
         return self.path
+
+    def finish(self, ranks: Ranks) -> None:
+        """Wait, and raise what went wrong, on all ranks, if there is one that has not waited. Collective then."""
+        self._thread.join()
+        if self._error is None:
+            return
+        # An `ExportError` is known to all ranks, but some may have waited for it and others not. After anything else
+        # nobody knows whom a vote would reach.
+        if not isinstance(self._error, ExportError) or ranks.any_rank(not self._is_told):
+            raise self._error
 
     def _run(self) -> None:
         try:
@@ -80,12 +92,12 @@ def run_in_background(saving: Saving) -> Saving:
     return saving
 
 
-def finish_running() -> None:
-    """Wait for the save in the background, if there is one, and raise its error."""
+def finish_running(ranks: Ranks) -> None:
+    """Wait for the save in the background, if there is one, and raise its error unless all ranks have heard of it."""
     global _running
     saving, _running = _running, None
     if saving is not None:
-        saving.wait()
+        saving.finish(ranks)
 
 
 def copy_to_host(engine: Engine, pieces: list[Piece]) -> list[Piece]:

@@ -84,19 +84,33 @@ def next_number(directory: Path) -> int:
 
 
 def create_partial(directory: Path, number: int) -> Path:
-    """An empty directory to write checkpoint `number` into. What killed runs have left is removed."""
+    """An empty directory to write checkpoint `number` into. What killed runs have left is removed.
+
+    Raises:
+        ExportError: what is no checkpoint has its name, and would be lost.
+    """
     os.makedirs(directory, exist_ok=True)
-    for path in _children(directory):
-        if _NAME.match(path.name) and path.name.endswith(PARTIAL):
-            shutil.rmtree(path)
-        elif _NAME.match(path.name) and path.name.endswith(_REPLACED):
-            own = path.with_name(path.name.removesuffix(_REPLACED))
+    path = directory / _name(number)
+    if os.path.lexists(path) and not (path / MANIFEST_NAME).exists() and not (path.is_dir() and not _children(path)):
+        raise ExportError(
+            f"{path} is there already, and is no checkpoint of this package: nothing is written over it; save with "
+            "another step=, or to another directory"
+        )
+    for left in _children(directory):
+        if _NAME.match(left.name) and left.name.endswith(PARTIAL):
+            _try_to_delete(left)
+        elif _NAME.match(left.name) and left.name.endswith(_REPLACED):
+            own = left.with_name(left.name.removesuffix(_REPLACED))
             if own.exists():
-                _delete(path)
+                _try_to_delete(left)
             else:
-                os.replace(path, own)
+                os.replace(left, own)
     partial = directory / f"{_name(number)}{PARTIAL}"
-    os.mkdir(partial)
+    try:
+        os.mkdir(partial)
+    except OSError:
+        remove_partial(partial)
+        raise
     return partial
 
 
@@ -106,7 +120,11 @@ def remove_partial(partial: Path) -> None:
 
 
 def publish_checkpoint(partial: Path, manifest: Manifest, keep: int | None) -> Path:
-    """`partial`, whose files are all there, becomes a checkpoint; then all but the newest `keep` are deleted."""
+    """`partial`, whose files are all there, becomes a checkpoint; then all but the newest `keep` are deleted.
+
+    An error leaves what was there before, and `partial`. Once the checkpoint is whole there is none: what cannot be
+    deleted then is left to the next save, with a warning.
+    """
     check_sizes(partial, manifest)
     descriptor = os.open(partial / MANIFEST_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     with open(descriptor, "wb") as file:
@@ -116,18 +134,30 @@ def publish_checkpoint(partial: Path, manifest: Manifest, keep: int | None) -> P
     sync_directory(partial)
     path = partial.with_name(_name(manifest.number))
     replaced = path.with_name(path.name + _REPLACED)
-    if path.exists():
-        os.replace(path, replaced)
-    os.replace(partial, path)
-    sync_directory(path.parent)
+    try:
+        if path.exists():
+            os.replace(path, replaced)
+        os.replace(partial, path)
+        sync_directory(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            _take_back(partial, path, replaced)
+        raise
     if replaced.exists():
-        _delete(replaced)
+        _try_to_delete(replaced)
     if keep is not None:
         for found in _whole_ones(path.parent)[:-keep]:
-            if found.path != path:
-                _delete(found.path)
+            if found.path != path and _try_to_delete(found.path):
                 log.info("deleted %s: keep=%d", found.path, keep)
     return path
+
+
+def _take_back(partial: Path, path: Path, replaced: Path) -> None:
+    """Undo what has been done of publishing. A file system that says that a renaming has failed may have done it."""
+    if not partial.exists():
+        os.replace(path, partial)
+    if replaced.exists() and not path.exists():
+        os.replace(replaced, path)
 
 
 def _name(number: int) -> str:
@@ -136,7 +166,7 @@ def _name(number: int) -> str:
 
 def _children(directory: Path) -> list[Path]:
     try:
-        return [path for path in directory.iterdir() if path.is_dir()]
+        return list(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -155,10 +185,17 @@ def _whole_ones(directory: Path) -> list[_Found]:
     return sorted(whole, key=lambda found: found.age)
 
 
-def _delete(path: Path) -> None:
-    """No checkpoint from the first step on. What is left if this is interrupted, the next save removes."""
-    gone = path.with_name(f"{path.name.removesuffix(_REPLACED)}.deleted{PARTIAL}")
-    with contextlib.suppress(FileNotFoundError):
+def _try_to_delete(path: Path) -> bool:
+    """Whether it is gone. It is no checkpoint from the first step on; what is left of it, the next save removes."""
+    gone = path
+    try:
+        if not path.name.endswith(PARTIAL):
+            gone = path.with_name(f"{path.name.removesuffix(_REPLACED)}.deleted{PARTIAL}")
+            if gone.exists():
+                shutil.rmtree(gone)
+            os.replace(path, gone)
         shutil.rmtree(gone)
-    os.replace(path, gone)
-    shutil.rmtree(gone)
+    except OSError as error:
+        log.warning("could not delete %s: %s", gone, error)
+        return False
+    return True

@@ -61,7 +61,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
         return encode(value.item(), path, tensors)
-    if numpy is not None and type(value) is numpy.ndarray and value.dtype.kind in "biuf":
+    if numpy is not None and type(value) is numpy.ndarray and value.dtype.kind in "biuf" and value.dtype.isnative:
         data = torch.from_numpy(numpy.array(value, order="C"))
         return {_KIND: "array", "tensor": _keep(data, path, tensors)}
     raise ExportError(

@@ -119,6 +119,7 @@ class Unknown:
         print,
         torch.nn.Linear(1, 1),
         1j,
+        numpy.arange(3).astype(numpy.dtype("int64").newbyteorder()),  # of another machine's byte order
         torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (2,), check_invariants=True),
         torch.empty(2, device="meta"),
         type("Row", (tuple,), {})((1, 2)),
