@@ -13,9 +13,9 @@ from streamshard.checkpoint.directory import latest
 from streamshard.config import Precision
 from streamshard.engine.hooks import register_forward_method
 from streamshard.errors import (
+    CheckpointError,
     CommunicationError,
     ConfigError,
-    ExportError,
     GradientError,
     OptimizerError,
     RankMismatchError,
@@ -33,7 +33,7 @@ __all__ = [
     "CommunicationError",
     "ConfigError",
     "DistributedOptimizer",
-    "ExportError",
+    "CheckpointError",
     "GradScaler",
     "GradientError",
     "Loaded",

@@ -344,9 +344,9 @@ def export_safetensors(
 
     Raises:
         ConfigError: `dtype` or `max_shard_size` cannot be read.
-        ExportError: the files cannot be written, the model's class stores its weights in a way that does not consist
-            of ranges of its parameters, or PEFT has put adapters into it. Raised on every rank; names the rank on which
-            it went wrong. An earlier export is still there then, or the new one is, whole.
+        CheckpointError: the files cannot be written, the model's class stores its weights in a way that does not
+            consist of ranges of its parameters, or PEFT has put adapters into it. Raised on every rank; names the rank
+            on which it went wrong. An earlier export is still there then, or the new one is, whole.
     """
     engine = engine_at_rest(_all_of(model), "export_safetensors")
     return export_shards(model, engine.param_shards, engine.ranks, directory, dtype, max_shard_size)
@@ -377,9 +377,9 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, str
         Names that are ``missing``, ``unexpected`` or ``mismatched``; with `strict` there are none.
 
     Raises:
-        ExportError: on every rank; names tensors that are missing, unexpected, or of another shape or kind (all of them
-            in its attributes of these names), the file that cannot be read or is damaged, or the rank that sees other
-            files.
+        CheckpointError: on every rank; names tensors that are missing, unexpected, or of another shape or kind (all of
+            them in its attributes of these names), the file that cannot be read or is damaged, or the rank that sees
+            other files.
     """
     if not isinstance(strict, bool):
         raise ConfigError(f"strict={strict!r}: wanted True or False")

@@ -15,7 +15,7 @@ from streamshard.checkpoint.manifest import MANIFEST_NAME, Manifest, check_sizes
 from streamshard.checkpoint.offline import export_checkpoint
 from streamshard.checkpoint.piece_files import PieceFiles
 from streamshard.checkpoint.writer import Alone
-from streamshard.errors import ConfigError, ExportError, StreamShardError
+from streamshard.errors import CheckpointError, ConfigError, StreamShardError
 
 __all__ = ["main"]
 
@@ -155,7 +155,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     found = checkpoints_in(root)
     if not found:
         what = "holds no checkpoint" if root.is_dir() else "is no directory"
-        raise ExportError(
+        raise CheckpointError(
             f"{root} {what}: wanted a directory with a {MANIFEST_NAME}, or one that holds such directories"
         )
     if found[0] == root:
@@ -191,7 +191,7 @@ def _inspect_several(paths: Sequence[Path], *, verifies: bool) -> None:
             size = shown_bytes(total_bytes(manifest))
             told[path][1:] = [saved_at(manifest), f"{manifest.world_size} ranks", size]
             _verify(path, manifest, reads=verifies)
-        except ExportError as error:
+        except CheckpointError as error:
             errors.append(str(error))
             told[path].append("damaged")
         else:
@@ -204,7 +204,7 @@ def _inspect_several(paths: Sequence[Path], *, verifies: bool) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(told[path], widths, strict=True)).rstrip())
     if errors:
         sys.stdout.flush()
-        raise ExportError("; ".join(errors))
+        raise CheckpointError("; ".join(errors))
 
 
 def _number_and_name(path: Path) -> tuple[int, str]:
@@ -213,7 +213,7 @@ def _number_and_name(path: Path) -> tuple[int, str]:
 
 
 def _verify(path: Path, manifest: Manifest, *, reads: bool) -> None:
-    """Raise an ExportError that names the file that is missing or damaged; without `reads`, of another size."""
+    """Raise a CheckpointError that names the file that is missing or damaged; without `reads`, of another size."""
     check_sizes(path, manifest)
     if reads:
         with contextlib.ExitStack() as opened:

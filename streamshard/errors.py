@@ -7,7 +7,7 @@
     +-- RankMismatchError   ranks disagree about the model or the settings
     +-- OptimizerError      an optimizer's step raised on some rank
     +-- CommunicationError  a collective failed or timed out: a rank has died, or ranks ran different things
-    +-- ExportError         files that cannot be written or read
+    +-- CheckpointError     files that cannot be written or read
     +-- GradientError       gradients that hold nan or inf, with check_grads
     +-- StateError          an invariant of the engine is broken; carries the unit and its state
     +-- RaceError           two streams touch the same bytes and nothing orders them
@@ -25,7 +25,7 @@ import warnings
 __all__ = [
     "CommunicationError",
     "ConfigError",
-    "ExportError",
+    "CheckpointError",
     "GradientError",
     "OptimizerError",
     "RaceError",
@@ -66,8 +66,8 @@ class CommunicationError(StreamShardError):
     """A collective failed or timed out: a rank has died, or ranks ran different things."""
 
 
-class ExportError(StreamShardError):
-    """Files that cannot be written or read.
+class CheckpointError(StreamShardError):
+    """Files of a run, or of weights, that cannot be written or read.
 
     Attributes:
         missing: names of tensors that the model wants and the files do not have, if that is what is wrong; all of them.

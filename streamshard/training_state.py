@@ -31,7 +31,7 @@ from streamshard.checkpoint.piece_files import PieceFiles
 from streamshard.checkpoint.restore import plan_restore
 from streamshard.checkpoint.save_job import plan_job
 from streamshard.checkpoint.writer import gather_from_all_ranks, run_on_all_ranks
-from streamshard.errors import ConfigError, ExportError, RankMismatchError, warn_user
+from streamshard.errors import CheckpointError, ConfigError, RankMismatchError, warn_user
 from streamshard.initialise import compute_buffers
 from streamshard.log import log, progress
 from streamshard.unit.unreduced_grad import UnreducedGrad
@@ -125,9 +125,9 @@ def save_checkpoint(
         The checkpoint's path; with ``wait=False`` a handle. A save that is running is waited for first.
 
     Raises:
-        ExportError: on every rank; names the rank, the file and the cause. Nothing is left of the new checkpoint then,
-            and older ones are untouched. What went wrong in the background is raised by the next call, or by the
-            handle's ``wait()``.
+        CheckpointError: on every rank; names the rank, the file and the cause. Nothing is left of the new checkpoint
+            then, and older ones are untouched. What went wrong in the background is raised by the next call, or by
+            the handle's ``wait()``.
         ConfigError: an argument that cannot work.
         RankMismatchError: `directory`, `keep`, `step`, `wait`, or which models and optimizers there are, differs
             between ranks.
@@ -186,7 +186,7 @@ def load_checkpoint(
         What was saved as `extra`, by key, and what was left out.
 
     Raises:
-        ExportError: on every rank, before any weight changes; names the file that is damaged or missing, or all
+        CheckpointError: on every rank, before any weight changes; names the file that is damaged or missing, or all
             parameters that do not fit.
         ConfigError: an argument that cannot work.
         ShardingError: no model is sharded, or it is called inside a forward or backward.
@@ -200,7 +200,9 @@ def load_checkpoint(
     doing = f"load {path}"
     manifest = run_on_all_ranks(ranks, doing, lambda: _read_whole_manifest(path))
     if not ranks.are_equal(repr((manifest.files, manifest.versions))):
-        raise ExportError(f"could not {doing}: ranks see different checkpoints there; it has to be on shared storage")
+        raise CheckpointError(
+            f"could not {doing}: ranks see different checkpoints there; it has to be on shared storage"
+        )
     with contextlib.ExitStack() as opened:
         files = PieceFiles(path, manifest, opened)
         run_on_all_ranks(ranks, doing, lambda: files.verify(ranks))
@@ -211,7 +213,7 @@ def load_checkpoint(
                 try:
                     load()
                 except Exception as error:
-                    raise ExportError(f"{name} does not take its state: {type(error).__name__}: {error}") from error
+                    raise CheckpointError(f"{name} does not take its state: {type(error).__name__}: {error}") from error
 
         run_on_all_ranks(ranks, doing, load_objects)
 

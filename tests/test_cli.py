@@ -17,7 +17,7 @@ from streamshard.checkpoint.offline import export_checkpoint
 from streamshard.checkpoint.piece_files import PieceFiles
 from streamshard.checkpoint.restore import Read
 from streamshard.cli import main
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 from tests import families
 from tests.checkpoint.exporting import Plain, assert_same_files
 from tests.checkpoint.runs import start, steps
@@ -213,7 +213,7 @@ def _save_what_cannot_be_exported(context: RankContext, directory: Path) -> None
 def test_what_the_live_model_cannot_export_says_why(ranks: RankPool, tmp_path: Path) -> None:
     """The checkpoint is saved all the same, with the reason."""
     ranks(1).run(_save_what_cannot_be_exported, tmp_path / "run")
-    with pytest.raises(ExportError, match="'model' cannot be exported: LlamaForCausalLM has adapters"):
+    with pytest.raises(CheckpointError, match="'model' cannot be exported: LlamaForCausalLM has adapters"):
         export_checkpoint(tmp_path / "run", tmp_path / "out")
 
 
@@ -266,7 +266,7 @@ def test_file_names_in_a_checkpoint_cannot_lead_outside(
         return manifest
 
     monkeypatch.setattr(offline, "read_manifest", changed)
-    with pytest.raises(ExportError, match=r"'\.\./evil\.json'"):
+    with pytest.raises(CheckpointError, match=r"'\.\./evil\.json'"):
         export_checkpoint(saved, tmp_path / "out")
     assert not list(tmp_path.rglob("evil.json"))
 

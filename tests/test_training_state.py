@@ -21,7 +21,7 @@ from torch.optim import lr_scheduler
 
 from streamshard import LocalSGD, StreamShard, latest, load_checkpoint, save_checkpoint
 from streamshard.checkpoint import save_job
-from streamshard.errors import ConfigError, ExportError, RankMismatchError, ShardingError
+from streamshard.errors import CheckpointError, ConfigError, RankMismatchError, ShardingError
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
 from tests.models import DIM, Layer, NormStack, Stack
 from tests.ranks import RankContext, RankPool, on_ranks
@@ -192,7 +192,7 @@ def test_saving_in_the_background_saves_what_was_there(context: RankContext, tmp
 
 def _break_writing(context: RankContext, rank: int) -> Any:
     def refuse(*args: Any) -> Any:
-        raise ExportError("the disk is full")
+        raise CheckpointError("the disk is full")
 
     patch = pytest.MonkeyPatch()
     if context.rank == rank:
@@ -210,7 +210,7 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call(context: RankCo
     while not saving.done:
         steps(run, 0, 1)
     patch.undo()
-    with pytest.raises(ExportError, match="rank 1: the disk is full"):
+    with pytest.raises(CheckpointError, match="rank 1: the disk is full"):
         _save(tmp_path, run)
     assert latest(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
@@ -226,10 +226,10 @@ def test_what_one_rank_has_waited_for_is_raised_on_all_by_the_next_call(context:
         saving = _save(tmp_path, run, wait=False)
         for _ in range(2):
             if context.rank in waiting:
-                with pytest.raises(ExportError, match="rank 0: the disk is full"):
+                with pytest.raises(CheckpointError, match="rank 0: the disk is full"):
                     saving.wait()
         if waiting == [0]:
-            with pytest.raises(ExportError, match="rank 0: the disk is full"):
+            with pytest.raises(CheckpointError, match="rank 0: the disk is full"):
                 _save(tmp_path, run, wait=False)
     patch.undo()
     assert _save(tmp_path, run).name == "checkpoint-1"
@@ -261,7 +261,7 @@ def test_an_error_anywhere_leaves_what_was_there_or_the_new_one(context: RankCon
                 with _failing(call, is_done) as reached:
                     try:
                         save_checkpoint(directory, model, extra={"at": 3}, **settings)
-                    except ExportError as raised:
+                    except CheckpointError as raised:
                         error = raised
                 if not reached():
                     break
@@ -321,7 +321,7 @@ def test_what_is_no_checkpoint_is_not_replaced(context: RankContext, tmp_path: P
     dist.barrier()
     before = _files(tmp_path)
     for step in (7, 500):
-        with pytest.raises(ExportError, match=f"checkpoint-{step} is there already, and is no checkpoint"):
+        with pytest.raises(CheckpointError, match=f"checkpoint-{step} is there already, and is no checkpoint"):
             _save(tmp_path, run, step=step)
     assert _files(tmp_path) == before
     assert _save(tmp_path, run, step=8).name == "checkpoint-8"
@@ -375,7 +375,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_leaves_nothing(context: RankC
     """With its name; the next save works."""
     run = start(0)
     patch = _break_writing(context, 1)
-    with pytest.raises(ExportError, match=r"could not save .*checkpoint-1: rank 1: the disk is full"):
+    with pytest.raises(CheckpointError, match=r"could not save .*checkpoint-1: rank 1: the disk is full"):
         _save(tmp_path, run)
     patch.undo()
     assert list(tmp_path.iterdir()) == []
@@ -385,7 +385,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_leaves_nothing(context: RankC
     if context.rank == 0:
         blocked.write_text("not a directory")
     dist.barrier()
-    with pytest.raises(ExportError, match=r"could not save .*file"):
+    with pytest.raises(CheckpointError, match=r"could not save .*file"):
         _save(blocked, run)
 
 
@@ -473,7 +473,9 @@ def _save_a_loader(context: RankContext, path: Path) -> None:
 
 def _load_a_loader(context: RankContext, path: Path) -> None:
     model = StreamShard(Stack(), precision=FP32)
-    with pytest.raises(ExportError, match=r"'extra.loader' differs between the 2 ranks that saved it, and 1 load it"):
+    with pytest.raises(
+        CheckpointError, match=r"'extra.loader' differs between the 2 ranks that saved it, and 1 load it"
+    ):
         load_checkpoint(path, model)
     same = Position(0)
     loaded = load_checkpoint(path, model, extra={"same": same}, strict=False)
@@ -496,7 +498,9 @@ def test_what_does_not_fit_is_named_and_nothing_changes(context: RankContext, tm
     _save(tmp_path, run)
     other = StreamShard(Stack(), precision=FP32)
     before = full_weights(other)
-    with pytest.raises(ExportError, match=r"Counted and does not fit Stack: missing 'head.bias', .*unexpected") as why:
+    with pytest.raises(
+        CheckpointError, match=r"Counted and does not fit Stack: missing 'head.bias', .*unexpected"
+    ) as why:
         load_checkpoint(tmp_path, other)
     assert all(repr(name) in str(why.value) for name, _ in run.model.named_parameters() if "blocks" in name)
     assert_same(full_weights(other), before, "weights", EXACT)
@@ -509,11 +513,11 @@ def test_what_does_not_fit_is_named_and_nothing_changes(context: RankContext, tm
         (torch.optim.AdamW(changed.model.parameters()), r"optimizer has 2 param groups, wanted 1"),
         ({"a": sgd}, r"it has no 'optimizer.a', but 'optimizer'"),
     ):
-        with pytest.raises(ExportError, match=words):
+        with pytest.raises(CheckpointError, match=words):
             load_checkpoint(tmp_path, changed.model, optimizer)
-    with pytest.raises(ExportError, match=r"it has no 'extra.loader'"):
+    with pytest.raises(CheckpointError, match=r"it has no 'extra.loader'"):
         _load(tmp_path, changed, extra={"loader": Position(0)})
-    with pytest.raises(ExportError, match=r"scheduler does not take its state"):
+    with pytest.raises(CheckpointError, match=r"scheduler does not take its state"):
         load_checkpoint(tmp_path, changed.model, changed.optimizer, scheduler=Position(0))
     assert_same(weights_of(changed), before, "weights", EXACT)
     assert not changed.optimizer.state
@@ -559,7 +563,7 @@ def test_a_model_that_has_changed_loads_what_fits(context: RankContext, tmp_path
     for param in other.model.blocks[0].parameters():
         param.requires_grad_(False)
     added = weights_of(other)["added.weight"]
-    with pytest.raises(ExportError, match=r"missing 'added.weight', 'added.bias'"):
+    with pytest.raises(CheckpointError, match=r"missing 'added.weight', 'added.bias'"):
         _load(tmp_path, other)
     loaded = _load(tmp_path, other, strict=False)
     assert "missing 'added.weight', 'added.bias'" in loaded.left_out[0]
@@ -596,7 +600,7 @@ def test_damage_anywhere_is_noticed_before_anything_changes(context: RankContext
             if kind == "lose":
                 os.unlink(damaged / name)
         dist.barrier()
-        with pytest.raises(ExportError, match=name if kind != "lose" or "rank" in name else "no whole checkpoint"):
+        with pytest.raises(CheckpointError, match=name if kind != "lose" or "rank" in name else "no whole checkpoint"):
             _load(damaged, run)
         dist.barrier()
     assert_same(weights_of(run), before, "weights", EXACT)
@@ -621,11 +625,11 @@ def test_arguments_that_cannot_work(context: RankContext, tmp_path: Path) -> Non
         save_checkpoint(tmp_path, run.optimizer)  # type: ignore[call-overload]
     with pytest.raises(ShardingError, match="no model made by StreamShard"):
         save_checkpoint(tmp_path, nn.Linear(1, 1))
-    with pytest.raises(ExportError, match=r"extra.f is a builtins.function: a checkpoint holds numbers"):
+    with pytest.raises(CheckpointError, match=r"extra.f is a builtins.function: a checkpoint holds numbers"):
         _save(tmp_path, run, extra={"f": _save})
     with run.model.summon_full_params(), pytest.raises(ShardingError, match="inside summon_full_params"):
         _save(tmp_path, run)
-    with pytest.raises(ExportError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
         _load(tmp_path, run)
     assert list(tmp_path.iterdir()) == []
 

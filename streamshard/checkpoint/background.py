@@ -19,7 +19,7 @@ from streamshard.checkpoint.piece_file import Piece
 from streamshard.comm.ranks import Ranks
 from streamshard.device import has_streams, module_of
 from streamshard.engine.engine import Engine
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 from streamshard.log import log
 
 __all__ = ["Saving", "background_group", "copy_to_host", "finish_running", "run_in_background"]
@@ -53,7 +53,7 @@ class Saving:
         """Return where the checkpoint is, once it is there.
 
         Raises:
-            ExportError: it could not be written; names the rank and the cause.
+            CheckpointError: it could not be written; names the rank and the cause.
         """
         self._thread.join()
         if self._error is not None:
@@ -66,9 +66,9 @@ class Saving:
         self._thread.join()
         if self._error is None:
             return
-        # An `ExportError` is known to all ranks, but some may have waited for it and others not. After anything else
+        # A `CheckpointError` is known to all ranks, but some may have waited for it and others not. After anything else
         # nobody knows whom a vote would reach.
-        if not isinstance(self._error, ExportError) or ranks.any_rank(not self._is_told):
+        if not isinstance(self._error, CheckpointError) or ranks.any_rank(not self._is_told):
             raise self._error
 
     def _run(self) -> None:

@@ -25,7 +25,7 @@ from streamshard.checkpoint.piece_file import Piece, bytes_of
 from streamshard.checkpoint.tree import encode
 from streamshard.checkpoint.writer import run_on_all_ranks
 from streamshard.engine.engine import Engine
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 from streamshard.unit.optimizer_hooks import take_over_state
 from streamshard.unit.shard import ParamShard
 
@@ -40,7 +40,7 @@ def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
         copied.
 
     Raises:
-        ExportError: on every rank; names what cannot be saved.
+        CheckpointError: on every rank; names what cannot be saved.
     """
     group = parts.engine.ranks
     pieces: list[Piece] = []
@@ -143,7 +143,7 @@ def _collect_trees(parts: Parts, pieces: list[Piece]) -> dict[str, Any]:
     mine = run_on_all_ranks(ranks, "save", encode_all)
     digests = ranks.gather_objects({name: _digest(*tree) for name, tree in mine.items()})
     if any(list(theirs) != list(digests[0]) for theirs in digests):
-        raise ExportError(f"ranks save different things: {[sorted(theirs) for theirs in digests]}")
+        raise CheckpointError(f"ranks save different things: {[sorted(theirs) for theirs in digests]}")
     differing = [name for name in mine if any(theirs[name] != digests[0][name] for theirs in digests)]
     by_rank = ranks.gather_objects({name: mine[name][0] for name in differing}) if differing else []
     saved: dict[str, Any] = {}
@@ -181,7 +181,7 @@ def _export_plan(model: nn.Module, shards: Sequence[ParamShard], *, with_files: 
             custom_code = huggingface.custom_code_of(model)
             if with_files:
                 files = huggingface.config_files(model, model_dtype(model, shards, None))
-    except ExportError as error:
+    except CheckpointError as error:
         return {"error": str(error)}
     return {
         "files": files,

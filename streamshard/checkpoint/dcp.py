@@ -33,7 +33,7 @@ from streamshard.checkpoint.piece_file import Piece, bytes_of
 from streamshard.checkpoint.save_job import plan_job
 from streamshard.checkpoint.tree import decode, encode
 from streamshard.checkpoint.writer import Alone
-from streamshard.errors import ConfigError, ExportError
+from streamshard.errors import CheckpointError, ConfigError
 from streamshard.log import progress
 from streamshard.unit.optimizer_hooks import NUMBERS
 
@@ -62,11 +62,11 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str], *, ac
         The checkpoint's path.
 
     Raises:
-        ExportError: the checkpoint is damaged, `out` is not empty, or something cannot be said in DCP.
+        CheckpointError: the checkpoint is damaged, `out` is not empty, or something cannot be said in DCP.
     """
     root = Path(out)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
-        raise ExportError(f"{root} is there already and not an empty directory: convert into a new one")
+        raise CheckpointError(f"{root} is there already and not an empty directory: convert into a new one")
     with open_checkpoint(directory) as opened:
         opened.files.verify(Alone())
         models = {name: _model_out(opened, name) for name in opened.manifest.state["models"]}
@@ -123,7 +123,7 @@ def _optimizer_out(opened: Opened, name: str) -> dict[str, Any]:
             shapes[known] = param, manifest.tensors[f"{model}/{param}"].shape
     stray = next((param for group in saved["groups"] for param in group["params"] if param not in shapes), None)
     if stray is not None:
-        raise ExportError(f"{name} steps {stray!r}, which is of none of the models: DCP has no name for it")
+        raise CheckpointError(f"{name} steps {stray!r}, which is of none of the models: DCP has no name for it")
     state: dict[str, Any] = {}
     for param, values in saved["state"].items():
         fqn, shape = shapes[param]
@@ -182,7 +182,7 @@ def _write(opened: Opened, target: Path, state: dict[str, Any]) -> None:
             state_dict_saver.save(state, storage_writer=writer, planner=planner, no_dist=True)
         except CheckpointException as error:
             cause, _ = next(iter(error.failures.values()))
-            raise ExportError(f"cannot write {target}: {cause}") from error
+            raise CheckpointError(f"cannot write {target}: {cause}") from error
 
 
 def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
@@ -229,7 +229,7 @@ def from_dcp(
         step: the checkpoint's number; None is one more than the largest that is there.
 
     Raises:
-        ExportError: it is no DCP directory, it is damaged, or holds what StreamShard could not load.
+        CheckpointError: it is no DCP directory, it is damaged, or holds what StreamShard could not load.
         ConfigError: no key begins so.
     """
     source = Source(Path(directory))
@@ -352,7 +352,7 @@ def _optimizer_in(
                 values[each] = {"$": "moment", "tensor": saved_name}
                 keys[saved_name] = key
             elif is_tensor and found.size.numel() > 1:
-                raise ExportError(
+                raise CheckpointError(
                     f"{key!r} has shape {list(found.size)}, its parameter "
                     f"{list(source.tensor_metadata(names[name]).size)}: only what has one number for each element can "
                     "be loaded by StreamShard"

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 
 __all__ = ["MODEL_DIRECTORY", "OPTIMIZER_DIRECTORY", "Source"]
 
@@ -49,7 +49,7 @@ class Source:
         candidates = [root, root / f"{MODEL_DIRECTORY}_0", root / f"{OPTIMIZER_DIRECTORY}_0"]
         found = [path for path in candidates if (path / _METADATA_NAME).is_file()]
         if not found:
-            raise ExportError(
+            raise CheckpointError(
                 f"{root} is no directory of torch.distributed.checkpoint: neither it nor {MODEL_DIRECTORY}_0 in it "
                 f"has a {_METADATA_NAME}"
             )
@@ -67,7 +67,7 @@ class Source:
     def tensor_metadata(self, key: str) -> TensorStorageMetadata:
         metadata = self.metadata_of(key)
         if not isinstance(metadata, TensorStorageMetadata):
-            raise ExportError(f"{key!r} is no tensor")
+            raise CheckpointError(f"{key!r} is no tensor")
         return metadata
 
     def layout_of(self, key: str) -> tuple[tuple[int, ...], int, torch.Tensor]:
@@ -90,7 +90,7 @@ class Source:
             return self.readers[key].read(key, target)
         except Exception as error:  # torch raises whatever it runs into
             reason = str(error).partition("\n")[0]
-            raise ExportError(f"cannot read {key!r} of {self.readers[key].path}: {reason}") from error
+            raise CheckpointError(f"cannot read {key!r} of {self.readers[key].path}: {reason}") from error
 
 
 class _Reader(FileSystemReader):
@@ -106,7 +106,7 @@ class _Reader(FileSystemReader):
             with open(path / _METADATA_NAME, "rb") as file:
                 self.metadata: Metadata = _MetadataUnpickler(file).load()
         except Exception as error:  # unpicklers raise whatever they run into
-            raise ExportError(f"cannot read {path / _METADATA_NAME}: {error}") from error
+            raise CheckpointError(f"cannot read {path / _METADATA_NAME}: {error}") from error
         self.set_up_storage_reader(self.metadata, is_coordinator=True)
 
     def read(self, key: str, target: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from streamshard.checkpoint.manifest import MANIFEST_NAME, Manifest, check_sizes, read_manifest
 from streamshard.checkpoint.publish import PARTIAL, sync_directory
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 from streamshard.log import log
 
 __all__ = [
@@ -57,14 +57,14 @@ def find_checkpoint(directory: Path) -> Path:
     """`directory` if it is a checkpoint, else the latest one in it.
 
     Raises:
-        ExportError: there is none.
+        CheckpointError: there is none.
     """
     if (directory / MANIFEST_NAME).exists():
         return directory
     found = latest(directory)
     if found is None:
         what = "is empty, or holds no whole checkpoint" if directory.is_dir() else "is no directory"
-        raise ExportError(f"{directory} {what}")
+        raise CheckpointError(f"{directory} {what}")
     return found
 
 
@@ -87,12 +87,12 @@ def create_partial(directory: Path, number: int) -> Path:
     """An empty directory to write checkpoint `number` into. What killed runs have left is removed.
 
     Raises:
-        ExportError: what is no checkpoint has its name, and would be lost.
+        CheckpointError: what is no checkpoint has its name, and would be lost.
     """
     os.makedirs(directory, exist_ok=True)
     path = directory / _name(number)
     if os.path.lexists(path) and not (path / MANIFEST_NAME).exists() and not (path.is_dir() and not _children(path)):
-        raise ExportError(
+        raise CheckpointError(
             f"{path} is there already, and is no checkpoint of this package: nothing is written over it; save with "
             "another step=, or to another directory"
         )
@@ -178,7 +178,7 @@ def _whole_ones(directory: Path) -> list[_Found]:
         try:
             manifest = read_manifest(path)
             check_sizes(path, manifest)
-        except ExportError as error:
+        except CheckpointError as error:
             log.warning("passed over: %s", error)
             continue
         whole.append(_Found(path, manifest))

@@ -13,7 +13,7 @@ from torch import nn
 
 from streamshard.checkpoint import huggingface
 from streamshard.checkpoint.rearrange import Rearrangement, Run
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 from streamshard.unit.shard import ParamShard
 
 __all__ = [
@@ -82,7 +82,7 @@ def saved_names(model: nn.Module, shards: Sequence[ParamShard]) -> dict[str, str
     Tied names lead to the same parameter, which is called by its shard's name; a buffer is called by its own.
 
     Raises:
-        ExportError: a parameter has no shard.
+        CheckpointError: a parameter has no shard.
     """
     source_of = {name: shard.name for shard in shards for name in (shard.name, *shard.aliases)}
     names: dict[str, str] = {}
@@ -91,7 +91,7 @@ def saved_names(model: nn.Module, shards: Sequence[ParamShard]) -> dict[str, str
         for key, param in module._parameters.items():
             if param is not None:
                 if dot + key not in source_of:
-                    raise ExportError(f"parameter {dot + key!r} was added after the model was sharded")
+                    raise CheckpointError(f"parameter {dot + key!r} was added after the model was sharded")
                 names[dot + key] = source_of[dot + key]
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
@@ -112,7 +112,7 @@ def plan_disk(
         dtype: of floating-point tensors; None is what each parameter had before sharding and each buffer has now.
 
     Raises:
-        ExportError: a tensor on disk would not consist of ranges of parameters.
+        CheckpointError: a tensor on disk would not consist of ranges of parameters.
     """
     names = saved_names(model, shards)
     dropped = _dropped(model, names, {shard.name for shard in shards})
@@ -158,7 +158,7 @@ def plan_loading(model: nn.Module, shards: Sequence[ParamShard], stored: Mapping
     for name, tensor in made.items():
         try:
             tensors[name] = DiskTensor(name, tuple(tensor.shape), tensor.dtype, followed.runs(name, tensor))
-        except ExportError as error:
+        except CheckpointError as error:
             failed[name] = str(error)
     return Made(wanted, tensors, failed, used)
 
@@ -169,13 +169,13 @@ def local_pieces(model: nn.Module, shards: Sequence[ParamShard], *, buffers: boo
     Buffers that are not contiguous are copied.
 
     Raises:
-        ExportError: a parameter's data are not this rank's piece of it.
+        CheckpointError: a parameter's data are not this rank's piece of it.
     """
     pieces = {shard.name: LocalPiece(shard.local.start, shard.main) for shard in shards}
     for shard in shards:
         found = pieces[shard.name].data.numel()
         if found != shard.local.numel:
-            raise ExportError(
+            raise CheckpointError(
                 f"parameter {shard.name!r} has {found} elements on this rank, wanted its piece of {shard.local.numel}: "
                 "leave summon_full_params first"
             )

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 
 __all__ = [
     "INITIALISED",
@@ -55,24 +55,24 @@ def check_exportable(model: nn.Module) -> None:
     """Refuse models for which `save_pretrained` writes something other than the model's own weights.
 
     Raises:
-        ExportError: the model carries adapters or is quantized.
+        CheckpointError: the model carries adapters or is quantized.
     """
     adapted = next((name for name, module in model.named_modules() if _is_of_peft(module)), None)
     if adapted is not None:
         where = f"module {adapted!r}" if adapted else "the model"
-        raise ExportError(
+        raise CheckpointError(
             f"{type(model).__name__} is adapted by PEFT ({where} is a {type(model.get_submodule(adapted)).__name__}), "
             "and under the names it gives to weights nothing would load them. Save the adapters instead: "
             "weights = model.full_state_dict() on all ranks, then model.save_pretrained(directory, state_dict=weights) "
             "of the PeftModel on rank 0. For merged weights, load those without sharding and call merge_and_unload()"
         )
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise ExportError(
+        raise CheckpointError(
             f"{type(model).__name__} has adapters added with add_adapter, of which save_pretrained would save the "
             "adapters only: merge or remove them before the export"
         )
     if getattr(model, "hf_quantizer", None) is not None:
-        raise ExportError(f"{type(model).__name__} is quantized; only unquantized weights can be exported")
+        raise CheckpointError(f"{type(model).__name__} is quantized; only unquantized weights can be exported")
 
 
 def tie_weights(module: nn.Module) -> None:
@@ -148,7 +148,7 @@ def rearrange_for_saving(model: nn.Module, tensors: Mapping[str, torch.Tensor]) 
         tensors: meta tensors in state dict order, unsharded shapes.
 
     Raises:
-        ExportError: transformers cannot do it.
+        CheckpointError: transformers cannot do it.
     """
     try:
         loading = importlib.import_module("transformers.core_model_loading")
@@ -158,7 +158,7 @@ def rearrange_for_saving(model: nn.Module, tensors: Mapping[str, torch.Tensor]) 
         return dict(loading.revert_weight_conversion(_Unsharded(model, tensors), dict(tensors)))
     except Exception as error:  # any error means that the layout on disk is not known
         name = type(model).__name__
-        raise ExportError(f"transformers cannot convert the weights of {name} for saving: {error}") from error
+        raise CheckpointError(f"transformers cannot convert the weights of {name} for saving: {error}") from error
 
 
 class ForLoading(NamedTuple):
@@ -188,7 +188,7 @@ def rearrange_for_loading(
         wanted: meta tensors of the model's names and shapes.
 
     Raises:
-        ExportError: transformers does not say how.
+        CheckpointError: transformers does not say how.
     """
     try:
         loading = importlib.import_module("transformers.core_model_loading")
@@ -196,7 +196,7 @@ def rearrange_for_loading(
         transforms = mapping.get_model_conversion_mapping(model)
         steps, used = _steps_of(loading, transforms, model, stored, wanted)
     except Exception as error:  # any error means that nobody knows what the files hold
-        raise ExportError(
+        raise CheckpointError(
             f"transformers cannot say what these files are for {type(model).__name__}: {error}"
         ) from error
     made: dict[str, torch.Tensor] = {}
@@ -261,14 +261,14 @@ def config_files(model: Any, dtype: torch.dtype | None) -> dict[str, str]:
         dtype: see there.
 
     Raises:
-        ExportError: transformers cannot write it.
+        CheckpointError: transformers cannot write it.
     """
     try:
         with tempfile.TemporaryDirectory() as directory:
             _write_config(model, Path(directory), dtype, with_code=False)
             return {path.name: path.read_text() for path in sorted(Path(directory).glob("*.json"))}
     except Exception as error:  # any error means that there would be no such file
-        raise ExportError(f"the config of {type(model).__name__} cannot be saved: {error}") from error
+        raise CheckpointError(f"the config of {type(model).__name__} cannot be saved: {error}") from error
 
 
 def custom_code_of(model: Any) -> str | None:

@@ -18,7 +18,7 @@ from streamshard.checkpoint.disk_layout import DiskTensor, LocalPiece, local_pie
 from streamshard.checkpoint.rearrange import Run
 from streamshard.checkpoint.safetensors_file import StoredDirectory, StoredTensor, read_directory
 from streamshard.checkpoint.writer import CHUNK_BYTES, RankGroup, run_on_all_ranks
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 from streamshard.log import log, progress
 from streamshard.unit.shard import ParamShard
 
@@ -79,13 +79,13 @@ class Difference(NamedTuple):
         """How many names there are."""
         return len(self.missing) + len(self.unexpected) + len(self.mismatched)
 
-    def error(self, root: Path, model: nn.Module) -> ExportError:
+    def error(self, root: Path, model: nn.Module) -> CheckpointError:
         """What is raised for it. Its message shows some of the names, it has all of them."""
         parts = [f"{kind} {_listed(names)}" for kind, names in zip(self._fields, self, strict=True) if names]
         what = f"{root} does not fit {type(model).__name__}: {'; '.join(parts)}"
         if self.size > sum(min(len(names), _NAMES_SHOWN) for names in self):
             what += ". The error has all names, in its attributes missing, unexpected and mismatched"
-        return ExportError(what, **self._asdict())
+        return CheckpointError(what, **self._asdict())
 
 
 class Loaded(NamedTuple):
@@ -131,7 +131,7 @@ def _open_together(group: RankGroup, root: Path, opened: contextlib.ExitStack) -
             return stored, False
         opened.close()
     other = next(rank for rank, found in enumerate(seen) if found != seen[0])
-    raise ExportError(
+    raise CheckpointError(
         f"could not load {root}: rank {other} sees other files there than rank 0, which are being replaced, or are "
         "different copies on the disks of different hosts"
     )
@@ -150,7 +150,7 @@ def _plan(model: nn.Module, shards: Sequence[ParamShard], root: Path, stored: St
         spread = any(size > 1 and not stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
         if name in names and (spread or buffer.is_inference()):
             how = "is expanded, several of its elements share memory" if spread else "was made in inference mode"
-            raise ExportError(f"buffer {name!r} {how}: it cannot be written to; replace it by its clone() first")
+            raise CheckpointError(f"buffer {name!r} {how}: it cannot be written to; replace it by its clone() first")
     return _Plan(matches, pieces, difference)
 
 
@@ -227,7 +227,7 @@ def _read_all(file: FileIO, target: memoryview) -> None:
     while target:
         count = file.readinto(target)
         if not count:
-            raise ExportError(f"{file.name} became shorter while it was read")
+            raise CheckpointError(f"{file.name} became shorter while it was read")
         target = target[count:]
 
 

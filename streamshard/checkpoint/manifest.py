@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 
 __all__ = ["MANIFEST_NAME", "FileRecord", "Manifest", "PieceRecord", "TensorRecord", "read_manifest"]
 
@@ -107,24 +107,24 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of the checkpoint in `directory`.
 
     Raises:
-        ExportError: there is none, it is damaged, or a newer version has written it.
+        CheckpointError: there is none, it is damaged, or a newer version has written it.
     """
     path = directory / MANIFEST_NAME
     try:
         text = path.read_bytes()
     except FileNotFoundError:
-        raise ExportError(f"{directory} is not a checkpoint: it has no {MANIFEST_NAME}") from None
+        raise CheckpointError(f"{directory} is not a checkpoint: it has no {MANIFEST_NAME}") from None
     except OSError as error:
-        raise ExportError(f"cannot read {path}: {error}") from error
+        raise CheckpointError(f"cannot read {path}: {error}") from error
     head_bytes = len(_HEAD.format("0" * 64))
     body = text[head_bytes : -len(_TAIL)]
     expected = _HEAD.format(hashlib.sha256(body).hexdigest()).encode() + body + _TAIL.encode()
     if text != expected:
-        raise ExportError(f"{path} is damaged: it is not what its checksum says")
+        raise CheckpointError(f"{path} is damaged: it is not what its checksum says")
     content = json.loads(body)
     if content["format"] != FORMAT:
         by = content.get("versions", {}).get("streamshard", "?")
-        raise ExportError(
+        raise CheckpointError(
             f"{path} has format {content['format']}, written by streamshard {by}; this version reads format {FORMAT}: "
             "load it with that version"
         )
@@ -140,14 +140,16 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Raise an ExportError unless all files are there, as long as they were. Their contents are not looked at."""
+    """Raise a CheckpointError unless all files are there, as long as they were. Their contents are not looked at."""
     for record in manifest.files:
         try:
             size_bytes = os.stat(directory / record.name).st_size
         except OSError as error:
-            raise ExportError(f"the checkpoint {directory} is not whole: {record.name}: {error.strerror}") from error
+            raise CheckpointError(
+                f"the checkpoint {directory} is not whole: {record.name}: {error.strerror}"
+            ) from error
         if size_bytes != record.size_bytes:
-            raise ExportError(
+            raise CheckpointError(
                 f"the checkpoint {directory} is not whole: {record.name} has {size_bytes} bytes, was written with "
                 f"{record.size_bytes}"
             )
@@ -159,8 +161,8 @@ def _tensor_record(path: Path, name: str, record: Mapping[str, Any]) -> TensorRe
     stop = 0
     for piece in pieces:
         if piece.start != stop or piece.stop < piece.start:
-            raise ExportError(f"{path}: the pieces of {name!r} do not follow one another at element {stop}")
+            raise CheckpointError(f"{path}: the pieces of {name!r} do not follow one another at element {stop}")
         stop = piece.stop
     if stop != math.prod(shape):
-        raise ExportError(f"{path}: the pieces of {name!r} end at element {stop} of {math.prod(shape)}")
+        raise CheckpointError(f"{path}: the pieces of {name!r} end at element {stop} of {math.prod(shape)}")
     return TensorRecord(shape, record["dtype"], pieces)

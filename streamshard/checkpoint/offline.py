@@ -21,7 +21,7 @@ from streamshard.checkpoint.rearrange import Run
 from streamshard.checkpoint.restore import Read
 from streamshard.checkpoint.writer import Alone, TensorEntry, write_sharded
 from streamshard.config import parse_bytes
-from streamshard.errors import ConfigError, ExportError
+from streamshard.errors import CheckpointError, ConfigError
 from streamshard.log import progress
 
 __all__ = ["Exported", "Opened", "export_checkpoint", "numel_of_params", "open_checkpoint"]
@@ -62,7 +62,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Iterator[Opened]:
     """A checkpoint, or the latest in a directory of them.
 
     Raises:
-        ExportError: there is none, or a file of it is missing or has another size.
+        CheckpointError: there is none, or a file of it is missing or has another size.
     """
     path = find_checkpoint(Path(directory))
     manifest = read_manifest(path)
@@ -104,7 +104,8 @@ def export_checkpoint(
         max_shard_size: tensor bytes a file may hold, as a number or ``"5GB"``.
 
     Raises:
-        ExportError: names the file that is damaged or cannot be written, or says why such a model cannot be exported.
+        CheckpointError: names the file that is damaged or cannot be written, or says why such a model cannot be
+            exported.
         ConfigError: an argument that cannot work.
     """
     parse_bytes("max_shard_size", max_shard_size)
@@ -114,14 +115,14 @@ def export_checkpoint(
         saved = opened.manifest.state["models"][name]
         plan = saved["export"]
         if "error" in plan:
-            raise ExportError(f"{opened.path}: {name!r} cannot be exported: {plan['error']}")
+            raise CheckpointError(f"{opened.path}: {name!r} cannot be exported: {plan['error']}")
         opened.files.verify(Alone())
         entries = list(_entries(opened, name, plan["tensors"], wanted))
 
         def write_beside(staging: Path) -> None:
             for file, text in plan["files"].items():
                 if Path(file).name != file:
-                    raise ExportError(f"{opened.path} has a file called {file!r}, which would be outside of {out}")
+                    raise CheckpointError(f"{opened.path} has a file called {file!r}, which would be outside of {out}")
                 if file == "config.json" and wanted is not None:
                     text = with_dtype(text, wanted)
                 write_synced(staging / file, text.encode())

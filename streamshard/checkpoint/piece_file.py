@@ -19,7 +19,7 @@ from streamshard.checkpoint.manifest import FileRecord
 from streamshard.checkpoint.publish import write_all
 from streamshard.checkpoint.safetensors_file import FileLayout, StoredTensor, TensorSpec, lay_out
 from streamshard.checkpoint.writer import CHUNK_BYTES
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 
 __all__ = ["Piece", "checksum_of", "plan_piece_file", "read_range", "write_piece_file"]
 
@@ -48,14 +48,14 @@ def plan_piece_file(name: str, pieces: Sequence[Piece]) -> FileLayout:
     """Where in the file each of `pieces` will be.
 
     Raises:
-        ExportError: the format has no name for a dtype, or two pieces are of one tensor.
+        CheckpointError: the format has no name for a dtype, or two pieces are of one tensor.
     """
     specs = {piece.name: TensorSpec(piece.name, (piece.data.numel(),), piece.data.dtype) for piece in pieces}
     if len(specs) != len(pieces):
         repeated = next(
             piece.name for place, piece in enumerate(pieces) if piece.name in {p.name for p in pieces[:place]}
         )
-        raise ExportError(f"two tensors are called {repeated!r}")
+        raise CheckpointError(f"two tensors are called {repeated!r}")
     return lay_out(name, list(specs.values()), {"format": "pt"})
 
 
@@ -74,7 +74,7 @@ def write_piece_file(
         advance: is told how many bytes were written, now and then.
 
     Raises:
-        ExportError: names the file that cannot be written.
+        CheckpointError: names the file that cannot be written.
     """
     path = directory / layout.name
     checksum = position = 0
@@ -90,7 +90,7 @@ def write_piece_file(
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise ExportError(f"{path}: {error}") from error
+        raise CheckpointError(f"{path}: {error}") from error
     return FileRecord(layout.name, layout.size_bytes, f"{checksum:08x}")
 
 
@@ -104,7 +104,7 @@ def checksum_of(path: Path, advance: Callable[[int], object]) -> str:
                 checksum = zlib.crc32(memoryview(buffer)[:count], checksum)
                 advance(count)
     except OSError as error:
-        raise ExportError(f"cannot read {path}: {error}") from error
+        raise CheckpointError(f"cannot read {path}: {error}") from error
     return f"{checksum:08x}"
 
 
@@ -117,7 +117,7 @@ def read_range(stored: StoredTensor, start: int, target: torch.Tensor) -> None:
         target: [n] 1-D contiguous, any device and dtype; autograd hears of the change.
 
     Raises:
-        ExportError: the file has become shorter.
+        CheckpointError: the file has become shorter.
     """
     target = target.detach()
     is_direct = target.device.type == "cpu" and target.dtype == stored.dtype
@@ -139,7 +139,7 @@ def _read(stored: StoredTensor, start: int, target: torch.Tensor) -> None:
     while view:
         count = stored.file.readinto(view)
         if not count:
-            raise ExportError(f"{stored.file.name} became shorter while it was read")
+            raise CheckpointError(f"{stored.file.name} became shorter while it was read")
         view = view[count:]
 
 

@@ -13,7 +13,7 @@ from streamshard.checkpoint.restore import Read
 from streamshard.checkpoint.safetensors_file import StoredDirectory, read_file
 from streamshard.checkpoint.writer import Alone
 from streamshard.comm.ranks import Ranks
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 from streamshard.log import progress
 
 __all__ = ["PieceFiles"]
@@ -32,20 +32,20 @@ class PieceFiles:
         """Compare this rank's part of the files with their checksums; all ranks together see all of them.
 
         Raises:
-            ExportError: names the file that is damaged.
+            CheckpointError: names the file that is damaged.
         """
         mine = self._manifest.files[ranks.number :: ranks.total_size]
         total = sum(record.size_bytes for record in mine)
         with progress(f"verifying {self._path.name}", total, shows=ranks.is_first) as advance:
             for record in mine:
                 if checksum_of(self._path / record.name, advance) != record.crc32:
-                    raise ExportError(f"{self._path / record.name} is damaged: it is not what its checksum says")
+                    raise CheckpointError(f"{self._path / record.name} is damaged: it is not what its checksum says")
 
     def read(self, read: Read) -> None:
         """Fill its target.
 
         Raises:
-            ExportError: names what is not where the manifest says.
+            CheckpointError: names what is not where the manifest says.
         """
         record = self._manifest.tensors[read.name]
         stop = read.start + read.target.numel()
@@ -55,7 +55,7 @@ class PieceFiles:
                 continue
             stored = self._file(piece.file).tensors.get(read.name)
             if stored is None or stored.shape != (piece.stop - piece.start,):
-                raise ExportError(
+                raise CheckpointError(
                     f"{self._manifest.files[piece.file].name} does not hold what it should of {read.name!r}"
                 )
             read_range(stored, first - piece.start, read.target[first - read.start : last - read.start])
@@ -68,7 +68,7 @@ class PieceFiles:
         return whole
 
     def check_unchanged(self) -> None:
-        """Raise an ExportError if somebody has written into one of the files."""
+        """Raise a CheckpointError if somebody has written into one of the files."""
         for file in self._files.values():
             file.check_unchanged()
 

@@ -42,7 +42,7 @@ from streamshard.checkpoint.safetensors_file import (
     files_of_index,
     parse_sums,
 )
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 
 __all__ = [
     "BESIDE",
@@ -105,7 +105,7 @@ def publish(root: Path, files: Sequence[FileLayout], total_parameters: int | Non
 
 
 def check_free(root: Path, files: Sequence[FileLayout]) -> None:
-    """Raise an ExportError where a directory is in the way of a file."""
+    """Raise a CheckpointError where a directory is in the way of a file."""
     names = [
         SINGLE_NAME,
         INDEX_NAME,
@@ -116,7 +116,7 @@ def check_free(root: Path, files: Sequence[FileLayout]) -> None:
     names.extend(path.name for path in _beside(root))
     for name in names:
         if (root / name).is_dir() and not (root / name).is_symlink():
-            raise ExportError(f"{root / name} is a directory, and the export has a file of that name")
+            raise CheckpointError(f"{root / name} is a directory, and the export has a file of that name")
 
 
 def remove_partials(root: Path) -> None:
@@ -202,7 +202,7 @@ def _place_sums(root: Path, new: set[tuple[str, str]], undo: contextlib.ExitStac
     """Those of the earlier export, and `new` ones. None if the earlier one has none: `new` ones would not be its."""
     path = root / SUMS_NAME
     known: set[tuple[str, str]] = set()
-    with contextlib.suppress(FileNotFoundError, ExportError):  # damaged ones are as good as none
+    with contextlib.suppress(FileNotFoundError, CheckpointError):  # damaged ones are as good as none
         known = {(digest, name) for name, digests in parse_sums(root, path.read_bytes()).items() for digest in digests}
     if not _live(root).issubset(name for _, name in known):
         _remove(path)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 
 __all__ = ["Rearrangement", "Run"]
 
@@ -74,7 +74,7 @@ class Rearrangement(TorchDispatchMode):
             tensor: a result of what ran while this mode was active.
 
         Raises:
-            ExportError: its values are computed from the sources rather than moved, or are moved one by one.
+            CheckpointError: its values are computed from the sources rather than moved, or are moved one by one.
         """
         found: list[Run] = []
         position = 0
@@ -86,7 +86,7 @@ class Rearrangement(TorchDispatchMode):
                 found.append(Run(source, source_start, position, numel))
             position += numel
             if len(found) > _MANY_RUNS and position < len(found) * _SHORT_RUN_NUMEL:
-                raise ExportError(
+                raise CheckpointError(
                     f"{self._doing} {name!r} would move its elements one by one, which ranks cannot do in place"
                 )
         return tuple(found)
@@ -113,7 +113,7 @@ class Rearrangement(TorchDispatchMode):
     def _of_storage(self, name: str, storage: int, offset: int, numel: int) -> Iterator[tuple[str, int, int]]:
         origin = self._origins.get(storage)
         if origin is None:
-            raise ExportError(
+            raise CheckpointError(
                 f"{self._doing} {name!r} computes new values from the weights, which ranks cannot do in place"
             )
         if isinstance(origin, str):

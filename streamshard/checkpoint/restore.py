@@ -17,7 +17,7 @@ from streamshard.checkpoint.optimizer_state import moment_of, params_in
 from streamshard.checkpoint.parts import RANDOM, Parts, class_name, name_there, param_names, set_random_state
 from streamshard.checkpoint.tree import decode
 from streamshard.engine.engine import Engine
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 
 __all__ = ["Plan", "Read", "plan_restore"]
 
@@ -60,7 +60,7 @@ def plan_restore(parts: Parts, manifest: Manifest, tensor_of: Callable[[str], to
         strict: whatever does not fit is an error.
 
     Raises:
-        ExportError: names all that is missing, not expected, or of another shape.
+        CheckpointError: names all that is missing, not expected, or of another shape.
     """
     plan = Plan({}, [], [], {}, {}, [])
     wrong: list[str] = []
@@ -77,7 +77,7 @@ def plan_restore(parts: Parts, manifest: Manifest, tensor_of: Callable[[str], to
             wrong += _plan_optimizer(name, optimizer, parts, manifest, tensor_of, plan)
     wrong += _plan_trees(parts, manifest, tensor_of, plan)
     if wrong and strict:
-        raise ExportError("; ".join(wrong))
+        raise CheckpointError("; ".join(wrong))
     plan.left_out[:0] = wrong
     return plan
 

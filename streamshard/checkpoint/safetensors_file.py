@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 
 __all__ = [
     "INDEX_NAME",
@@ -178,21 +178,21 @@ class StoredDirectory(contextlib.AbstractContextManager["StoredDirectory"]):
         """Compare files with their checksums, where there are such: those whose turn it is among `parts` readers.
 
         Raises:
-            ExportError: names the file that is not what its checksum says.
+            CheckpointError: names the file that is not what its checksum says.
         """
         for file in self._files[part::parts]:
             if self.sums and _sha256_of(file.opened, advance) not in self.sums.get(file.path.name, ()):
-                raise ExportError(
+                raise CheckpointError(
                     f"{file.path} is not what its checksum in {SUMS_NAME} says: it is damaged, or was replaced by "
                     f"something that does not keep checksums; if it is as it should be, delete {SUMS_NAME}"
                 )
 
     def check_unchanged(self) -> None:
-        """Raise an ExportError if somebody has written into one of the files since they were opened."""
+        """Raise a CheckpointError if somebody has written into one of the files since they were opened."""
         for file in self._files:
             now = _identity(os.fstat(file.opened.fileno()))
             if now != file.identity:
-                raise ExportError(f"{file.path} was written to while it was read")
+                raise CheckpointError(f"{file.path} was written to while it was read")
 
 
 def plan_files(specs: Sequence[TensorSpec], max_file_bytes: int, metadata: Mapping[str, str]) -> tuple[FileLayout, ...]:
@@ -207,11 +207,11 @@ def plan_files(specs: Sequence[TensorSpec], max_file_bytes: int, metadata: Mappi
         ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on.
 
     Raises:
-        ExportError: two tensors have one name, or a dtype has no name in the format.
+        CheckpointError: two tensors have one name, or a dtype has no name in the format.
     """
     repeated = [name for name, count in Counter(spec.name for spec in specs).items() if count > 1]
     if repeated:
-        raise ExportError(f"several tensors are named {repeated[0]!r}")
+        raise CheckpointError(f"several tensors are named {repeated[0]!r}")
     groups = _split(specs, max_file_bytes)
     if len(groups) <= 1:
         return (lay_out(SINGLE_NAME, groups[0] if groups else [], metadata),)
@@ -268,13 +268,13 @@ def parse_sums(root: Path, text: bytes | None) -> dict[str, frozenset[str]]:
     """Checksums by file, of the text of `SUMS_NAME` in `root`; none where there is no such file.
 
     Raises:
-        ExportError: it is none.
+        CheckpointError: it is none.
     """
     found: dict[str, frozenset[str]] = {}
     for line in (text or b"").splitlines():
         match = _SUM.fullmatch(line)
         if match is None:
-            raise ExportError(f"{root / SUMS_NAME} is damaged: {line[:_SUM_SHOWN]!r} is no checksum of a file")
+            raise CheckpointError(f"{root / SUMS_NAME} is damaged: {line[:_SUM_SHOWN]!r} is no checksum of a file")
         name = os.fsdecode(match[2])
         found[name] = found.get(name, frozenset()) | {match[1].decode()}
     return found
@@ -288,8 +288,8 @@ def read_directory(directory: str | os.PathLike[str]) -> StoredDirectory:
     what the index says.
 
     Raises:
-        ExportError: there is nothing to read, what is there is damaged or contradicts itself, or it is replaced again
-            and again.
+        CheckpointError: there is nothing to read, what is there is damaged or contradicts itself, or it is replaced
+            again and again.
     """
     root = Path(directory)
     for _ in range(_OPENED_AT_MOST):
@@ -300,23 +300,23 @@ def read_directory(directory: str | os.PathLike[str]) -> StoredDirectory:
                 continue
             opened.pop_all()
             return stored
-    raise ExportError(f"{root} was replaced {_OPENED_AT_MOST} times while it was being opened")
+    raise CheckpointError(f"{root} was replaced {_OPENED_AT_MOST} times while it was being opened")
 
 
 def read_file(path: Path) -> StoredDirectory:
     """Open one file and find every tensor in it; its header only is read.
 
     Raises:
-        ExportError: there is none, or the safetensors library does not accept it.
+        CheckpointError: there is none, or the safetensors library does not accept it.
     """
     with contextlib.ExitStack() as opened:
         file = _open(path, opened)
         if file is None:
-            raise ExportError(f"cannot read {path}: there is no such file")
+            raise CheckpointError(f"cannot read {path}: there is no such file")
         try:
             stored = StoredDirectory([file], _read_header(file))
         except _Replaced as error:
-            raise ExportError(f"{path} was replaced while it was being opened") from error
+            raise CheckpointError(f"{path} was replaced while it was being opened") from error
         opened.pop_all()
         return stored
 
@@ -373,11 +373,11 @@ def lay_out(name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str])
     """One file that holds all of `specs`.
 
     Raises:
-        ExportError: a dtype has no name in the format, or the header becomes longer than readers accept.
+        CheckpointError: a dtype has no name in the format, or the header becomes longer than readers accept.
     """
     for spec in specs:
         if spec.dtype not in _DTYPE_NAMES:
-            raise ExportError(f"{spec.name!r} is {spec.dtype}, which safetensors cannot hold")
+            raise CheckpointError(f"{spec.name!r} is {spec.dtype}, which safetensors cannot hold")
     contents: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     starts: dict[str, int] = {}
     position = 0
@@ -393,7 +393,7 @@ def lay_out(name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str])
     text = json.dumps(contents, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     if len(text) > _MAX_HEADER_BYTES:
-        raise ExportError(f"the header of {name} would take {len(text)} bytes: use a smaller max_shard_size")
+        raise CheckpointError(f"the header of {name} would take {len(text)} bytes: use a smaller max_shard_size")
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     offsets = {tensor: len(header) + start for tensor, start in starts.items()}
     return FileLayout(name, header, offsets, len(header) + position)
@@ -410,24 +410,24 @@ def _open_directory(root: Path, opened: contextlib.ExitStack) -> StoredDirectory
     if index is None:
         if (root / SINGLE_NAME).is_file():  # came while it was looked for, and the index went
             raise _Replaced
-        raise ExportError(f"{root} has neither {SINGLE_NAME} nor {INDEX_NAME}")
+        raise CheckpointError(f"{root} has neither {SINGLE_NAME} nor {INDEX_NAME}")
     try:
         weight_map = files_of_index(index.opened.readall())
     except ValueError as error:
-        raise ExportError(f"{index.path} is not an index of safetensors files: {error}") from error
+        raise CheckpointError(f"{index.path} is not an index of safetensors files: {error}") from error
     files = _open_files(root, index, weight_map.values(), opened)
     tensors = {}
     for name, file in files.items():
         inside = _read_header(file)
         stray = next((tensor for tensor in inside if weight_map.get(tensor) != name), None)
         if stray is not None:
-            raise ExportError(
+            raise CheckpointError(
                 f"{file.path} holds {stray!r}, which {INDEX_NAME} does not say: they do not belong together"
             )
         tensors.update(inside)
     lost = next((tensor for tensor in weight_map if tensor not in tensors), None)
     if lost is not None:
-        raise ExportError(f"{index.path} says {lost!r} is in {weight_map[lost]}, which does not have it")
+        raise CheckpointError(f"{index.path} says {lost!r} is in {weight_map[lost]}, which does not have it")
     _check_sums(root, sums)
     return StoredDirectory([index, *files.values()], tensors, parse_sums(root, sums))
 
@@ -438,7 +438,7 @@ def _read_sums(root: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ExportError(f"cannot read {root / SUMS_NAME}: {error}") from error
+        raise CheckpointError(f"cannot read {root / SUMS_NAME}: {error}") from error
 
 
 def _check_sums(root: Path, sums: bytes | None) -> None:
@@ -454,11 +454,11 @@ def _open_files(
     files = {}
     for name in sorted(set(names)):
         if Path(name).name != name:
-            raise ExportError(f"{index.path} names {name!r}, which is not a file of its own directory")
+            raise CheckpointError(f"{index.path} names {name!r}, which is not a file of its own directory")
         file = _open(root / name, opened)
         if file is None:
             index.check_in_place()
-            raise ExportError(f"cannot read {root / name}, which {INDEX_NAME} names: there is no such file")
+            raise CheckpointError(f"cannot read {root / name}, which {INDEX_NAME} names: there is no such file")
         files[name] = file
     index.check_in_place()
     return files
@@ -472,7 +472,7 @@ def _open(path: Path, opened: contextlib.ExitStack) -> _OpenFile | None:
     except (FileNotFoundError, IsADirectoryError):
         return None
     except (OSError, ValueError) as error:
-        raise ExportError(f"cannot read {path}: {error}") from error
+        raise CheckpointError(f"cannot read {path}: {error}") from error
     opened.enter_context(file)
     status = os.fstat(file.fileno())
     return _OpenFile(path, file, _identity(status)) if stat.S_ISREG(status.st_mode) else None
@@ -496,14 +496,14 @@ def _read_header(file: _OpenFile) -> dict[str, StoredTensor]:
         length = int.from_bytes(os.pread(file.opened.fileno(), _LENGTH_BYTES, 0), "little")
     except (SafetensorError, OSError) as error:
         file.check_in_place()
-        raise ExportError(f"cannot read {file.path}, or it is damaged: {error}") from error
+        raise CheckpointError(f"cannot read {file.path}, or it is damaged: {error}") from error
     tensors = {}
     position = _LENGTH_BYTES + length
     for name, shape, dtype in found:  # in the order of their bytes, among which the library allows no gaps
         if dtype not in _DTYPES:
-            raise ExportError(f"{file.path}: {name!r} has dtype {dtype}, which cannot be loaded")
+            raise CheckpointError(f"{file.path}: {name!r} has dtype {dtype}, which cannot be loaded")
         tensors[name] = StoredTensor(file.opened, position, shape, _DTYPES[dtype])
         position += math.prod(shape) * _DTYPES[dtype].itemsize
     if position != file.identity.size_bytes:
-        raise ExportError(f"{file.path} has {file.identity.size_bytes} bytes, but its header describes {position}")
+        raise CheckpointError(f"{file.path} has {file.identity.size_bytes} bytes, but its header describes {position}")
     return tensors

@@ -20,7 +20,7 @@ from streamshard.checkpoint.piece_file import Piece, plan_piece_file, write_piec
 from streamshard.checkpoint.safetensors_file import FileLayout
 from streamshard.checkpoint.writer import Alone, RankGroup, gather_from_all_ranks, run_on_all_ranks
 from streamshard.comm.ranks import Ranks
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 from streamshard.log import progress
 
 __all__ = ["SaveJob", "plan_job"]
@@ -71,7 +71,7 @@ class SaveJob(NamedTuple):
         except BaseException as error:
             if partial is not None and group.is_first:
                 remove_partial(partial)
-            if isinstance(error, ExportError):  # on all ranks: none of them returns before it is gone
+            if isinstance(error, CheckpointError):  # on all ranks: none of them returns before it is gone
                 group.gather_objects(None)
             raise
         return self.path
@@ -117,7 +117,7 @@ def _tensor_records(by_rank: list[list[_Row]]) -> dict[str, TensorRecord]:
         for name, shape, dtype, start, stop in rows:
             own = found.setdefault(name, (shape, dtype, []))
             if own[:2] != (shape, dtype):
-                raise ExportError(
+                raise CheckpointError(
                     f"{name!r} is {own[1]} {list(own[0])} on one rank and {dtype} {list(shape)} on another"
                 )
             if start < stop:
@@ -127,7 +127,7 @@ def _tensor_records(by_rank: list[list[_Row]]) -> dict[str, TensorRecord]:
         pieces.sort(key=lambda piece: piece.start)
         ends = [0, *(piece.stop for piece in pieces)]
         if [piece.start for piece in pieces] != ends[:-1] or ends[-1] != math.prod(shape):
-            raise ExportError(
+            raise CheckpointError(
                 f"{name!r}: ranks have the elements {[(p.start, p.stop) for p in pieces]} of {list(shape)}"
             )
         tensors[name] = TensorRecord(shape, dtype, tuple(pieces))

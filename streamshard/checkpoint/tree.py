@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 
 __all__ = ["decode", "encode"]
 
@@ -34,7 +34,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         tensors: by name; gains those of `value`.
 
     Raises:
-        ExportError: names the path of something else.
+        CheckpointError: names the path of something else.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -64,7 +64,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if numpy is not None and type(value) is numpy.ndarray and value.dtype.kind in "biuf" and value.dtype.isnative:
         data = torch.from_numpy(numpy.array(value, order="C"))
         return {_KIND: "array", "tensor": _keep(data, path, tensors)}
-    raise ExportError(
+    raise CheckpointError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds numbers, strings, lists, "
         "tuples, sets, dicts, bytes, tensors and arrays, and objects that have state_dict() and load_state_dict(); "
         "nothing whose code it would have to hold"
@@ -105,17 +105,17 @@ def decode(saved: Any, tensor_of: Callable[[str], torch.Tensor], device: torch.d
         return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
     if kind in _MAPPINGS:
         return _MAPPINGS[kind](dict(items))  # of a Counter the counts, not how many such items there are
-    raise ExportError(f"a value of kind {kind!r}, which this version of streamshard does not know")
+    raise CheckpointError(f"a value of kind {kind!r}, which this version of streamshard does not know")
 
 
 def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided or value.is_quantized:
-        raise ExportError(
+        raise CheckpointError(
             f"{path} is a {type(value).__name__} of layout {value.layout}: a checkpoint holds plain tensors; give it "
             "what it is made of, or value.full_tensor(), value.to_dense() and the like"
         )
     if value.is_meta:
-        raise ExportError(f"{path} is on the meta device: it has no values yet")
+        raise CheckpointError(f"{path} is on the meta device: it has no values yet")
     data = value.detach().as_subclass(torch.Tensor)
     where = {} if data.device.type == "cpu" else {"device": data.device.type}
     if not data.shape and not data.dtype.is_complex:

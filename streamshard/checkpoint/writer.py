@@ -3,7 +3,7 @@
     plan -> clear leftovers -> create (rank 0) -> write and fsync (every rank) -> hash (each file one rank)
       -> publish by renaming (rank 0)
 
-Between two arrows all ranks meet, and a failure on one becomes an `ExportError` on all that names it.
+Between two arrows all ranks meet, and a failure on one becomes a `CheckpointError` on all that names it.
 
 Files are complete before they have names that readers look for. See [Note: publishing] in `publish.py`.
 """
@@ -39,7 +39,7 @@ from streamshard.checkpoint.safetensors_file import (
     sha256_of,
 )
 from streamshard.config import parse_bytes
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 
 __all__ = [
     "Alone",
@@ -160,7 +160,7 @@ def write_sharded(
 
     Raises:
         ConfigError: `max_shard_size` cannot be read.
-        ExportError: on every rank, when any rank failed: names the rank and the cause. What was in the directory
+        CheckpointError: on every rank, when any rank failed: names the rank and the cause. What was in the directory
             before is still there then, or the new export is, whole.
     """
     max_file_bytes = parse_bytes("max_shard_size", max_shard_size)
@@ -206,7 +206,7 @@ def run_on_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> 
         action: this rank's work; it must not communicate.
 
     Raises:
-        ExportError: names the ranks on which the action failed, and why.
+        CheckpointError: names the ranks on which the action failed, and why.
     """
     result: list[_T] = []
     gather_from_all_ranks(group, doing, lambda: result.append(action()))
@@ -222,29 +222,29 @@ def gather_from_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]
         result = action()
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         cause = error
-        told = str(error) if isinstance(error, ExportError) else f"{type(error).__name__}: {error}"
+        told = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     gathered = group.gather_objects((told, result))
     errors = [error for error, _ in gathered]
     failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
     if failed and len(set(errors)) == 1:
         failed = [f"all ranks: {told}" if len(errors) > 1 else str(told)]
     if failed:
-        raise ExportError(f"could not {doing}: " + "; ".join(failed)) from cause
+        raise CheckpointError(f"could not {doing}: " + "; ".join(failed)) from cause
     return [theirs for _, theirs in gathered]
 
 
 def _plan(entries: Sequence[TensorEntry], max_file_bytes: int, metadata: Mapping[str, str]) -> tuple[FileLayout, ...]:
     if sys.byteorder != "little":
-        raise ExportError("safetensors files are little-endian, this machine is not")
+        raise CheckpointError("safetensors files are little-endian, this machine is not")
     specs: dict[str, TensorSpec] = {}
     for entry in entries:
         spec = TensorSpec(entry.name, tuple(entry.shape), entry.dtype)
         if specs.setdefault(entry.name, spec) != spec:
-            raise ExportError(f"two entries for {entry.name!r} differ in shape or dtype")
+            raise CheckpointError(f"two entries for {entry.name!r} differ in shape or dtype")
         numel = 0 if entry.data is None else entry.data.numel()
         inside = 0 <= entry.start <= entry.stop <= spec.size_bytes // max(spec.dtype.itemsize, 1)
         if not inside or numel != entry.stop - entry.start:
-            raise ExportError(
+            raise CheckpointError(
                 f"{entry.name!r} {list(entry.shape)}: {numel} elements given for [{entry.start}, {entry.stop})"
             )
     return plan_files(list(specs.values()), max_file_bytes, metadata)
@@ -288,12 +288,14 @@ def _write(
         try:
             with _opened(root / (file.name + PARTIAL), os.O_RDWR) as descriptor:
                 if os.pread(descriptor, len(file.header), 0) != file.header:
-                    raise ExportError(f"{file.name} made by rank 0 has another header: ranks disagree on the tensors")
+                    raise CheckpointError(
+                        f"{file.name} made by rank 0 has another header: ranks disagree on the tensors"
+                    )
                 for offset, entry in mine:
                     _write_entry(descriptor, offset, entry, staging, advance)
                 os.fsync(descriptor)
         except OSError as error:  # a failed write does not say which file it was
-            raise ExportError(f"{file.name}: {error}") from error
+            raise CheckpointError(f"{file.name}: {error}") from error
 
 
 def _write_entry(
@@ -332,7 +334,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
             if flags & os.O_CREAT:
                 raise
             if time.monotonic() > deadline:
-                raise ExportError(
+                raise CheckpointError(
                     f"{path} is not there, though rank 0 created it: the directory must be on storage all ranks share"
                 ) from error
             time.sleep(0.1)

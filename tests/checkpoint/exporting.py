@@ -16,7 +16,7 @@ from torch import nn
 
 from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.safetensors_file import SUMS_NAME
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 from streamshard.plan.layout import ParamSize, plan_unit
 from streamshard.unit.shard import ParamShard
 from tests.families import bert, dinov2, gpt2, llama, mixtral, t5, vit
@@ -55,7 +55,7 @@ def on_threads(world_size: int, action: Callable[[ThreadGroup], T]) -> list[T | 
             outcomes[rank] = action(ThreadGroup(rank, barrier, told))
         except BaseException as error:
             outcomes[rank] = error
-            if not isinstance(error, ExportError):
+            if not isinstance(error, CheckpointError):
                 barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]

@@ -24,7 +24,7 @@ from streamshard.checkpoint.dcp_files import Source
 from streamshard.checkpoint.offline import open_checkpoint
 from streamshard.checkpoint.piece_files import PieceFiles
 from streamshard.cli import main
-from streamshard.errors import ConfigError, ExportError
+from streamshard.errors import CheckpointError, ConfigError
 from tests.checkpoint.runs import Counted
 from tests.models import DIM, Stack, next_token_loss, token_batch
 from tests.ranks import RankContext, RankPool
@@ -230,7 +230,7 @@ def _refused(context: RankContext, directory: Path, what: str) -> str:
         other.head.weight = nn.Parameter(torch.zeros(48, DIM))
         model = StreamShard(other, precision=FP32)
         optimizer = torch.optim.AdamW(_groups(model))
-    with pytest.raises(ExportError) as caught:
+    with pytest.raises(CheckpointError) as caught:
         load_checkpoint(directory, model, optimizer)
     return str(caught.value)
 
@@ -256,7 +256,7 @@ def test_parameters_of_no_model_have_no_name_in_dcp(ranks: RankPool, tmp_path: P
     """They are named, and nothing is left."""
     ranks(1).run(_step_stack, tmp_path / "run")
     with pytest.raises(
-        ExportError, match=r"optimizer steps 'param_groups\[0\]\[\d+\]', which is of none of the models"
+        CheckpointError, match=r"optimizer steps 'param_groups\[0\]\[\d+\]', which is of none of the models"
     ):
         to_dcp(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -270,7 +270,7 @@ def _dcp_of(directory: Path, state: dict[str, Any]) -> None:
 def test_directories_that_cannot_work_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """None of DCP; other keys; a file that is missing; moments of another shape. Nothing is left of it."""
     run = tmp_path / "run"
-    with pytest.raises(ExportError, match=r"is no directory of torch\.distributed\.checkpoint"):
+    with pytest.raises(CheckpointError, match=r"is no directory of torch\.distributed\.checkpoint"):
         from_dcp(tmp_path, run)
     weight = torch.ones(2, 3)
     _dcp_of(tmp_path / "app", {"app": {"model": {"weight": weight}}})
@@ -280,10 +280,12 @@ def test_directories_that_cannot_work_are_refused(tmp_path: Path, capsys: pytest
     assert "--model-key" in capsys.readouterr().err
     state = {"model": {"weight": weight}, "optimizer": {"state": {"weight": {"row": torch.ones(2)}}}}
     _dcp_of(tmp_path / "rows", state)
-    with pytest.raises(ExportError, match=r"'optimizer\.state\.weight\.row' has shape \[2\], its parameter \[2, 3\]"):
+    with pytest.raises(
+        CheckpointError, match=r"'optimizer\.state\.weight\.row' has shape \[2\], its parameter \[2, 3\]"
+    ):
         from_dcp(tmp_path / "rows", run)
     next((tmp_path / "app").glob("*.distcp")).unlink()
-    with pytest.raises(ExportError, match=r"cannot read 'app\.model\.weight'"):
+    with pytest.raises(CheckpointError, match=r"cannot read 'app\.model\.weight'"):
         from_dcp(tmp_path / "app", run, model="app.model")
     assert not list(run.glob("*"))
 
@@ -307,7 +309,7 @@ def test_a_directory_that_is_not_empty_is_left_alone(ranks: RankPool, tmp_path: 
     ranks(1).run(_save_stack, tmp_path / "run")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("keep")
-    with pytest.raises(ExportError, match="not an empty directory"):
+    with pytest.raises(CheckpointError, match="not an empty directory"):
         to_dcp(tmp_path / "run", tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
@@ -336,6 +338,6 @@ def test_pickles_in_dcp_directories_run_no_code(tmp_path: Path, where: str) -> N
         metadata = FileSystemReader(source).read_metadata()
         metadata.planner_data = _Attack(mark)
         (source / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ExportError, match=r"cannot read .*(metadata|param_groups)"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*(metadata|param_groups)"):
         from_dcp(source, tmp_path / "run")
     assert not mark.exists()

@@ -17,7 +17,7 @@ from streamshard import Precision, StreamShard, export_safetensors, load_safeten
 from streamshard.checkpoint.disk_layout import plan_disk
 from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.huggingface import drop_tied_names
-from streamshard.errors import ConfigError, ExportError, ShardingError
+from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from tests.checkpoint.exporting import (
     MODELS,
     Plain,
@@ -148,7 +148,7 @@ def test_parameter_without_a_shard_raises(tmp_path: Path) -> None:
         return export_shards(model, shards, group, tmp_path / "out", None, "5GB")
 
     for outcome in on_threads(2, action):
-        assert isinstance(outcome, ExportError)
+        assert isinstance(outcome, CheckpointError)
         assert "'last.bias' was added after" in str(outcome)
 
 
@@ -165,7 +165,7 @@ def test_model_with_adapters_is_refused(tmp_path: Path) -> None:
     """`save_pretrained` would save the adapters only; an export of everything would be something else."""
     model = filled(llama)
     model._hf_peft_config_loaded = True
-    with pytest.raises(ExportError, match="merge or remove them"):
+    with pytest.raises(CheckpointError, match="merge or remove them"):
         export(model, tmp_path, 1)
 
 
@@ -179,7 +179,7 @@ def test_model_adapted_by_peft_is_refused(tmp_path: Path) -> None:
     for adapted, where in ((Layer(), "the model is a Layer"), (model, "module 'model.extra' is a Layer")):
         if adapted is model:
             model.model.extra = Layer()
-        with pytest.raises(ExportError, match=f"adapted by PEFT .{where}") as raised:
+        with pytest.raises(CheckpointError, match=f"adapted by PEFT .{where}") as raised:
             export(adapted, tmp_path / "out", 2)
         assert "model.save_pretrained(directory, state_dict=weights)" in str(raised.value)
         assert not (tmp_path / "out").exists()
@@ -256,5 +256,5 @@ def test_conversion_that_fails_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(loading, "revert_weight_conversion", fail)
     model = filled(mixtral)
-    with pytest.raises(ExportError, match="weights of MixtralForCausalLM for saving: no such layout"):
+    with pytest.raises(CheckpointError, match="weights of MixtralForCausalLM for saving: no such layout"):
         plan_disk(model, shards_for(model, 0, 1), None)

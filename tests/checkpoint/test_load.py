@@ -18,7 +18,7 @@ from streamshard.checkpoint import huggingface
 from streamshard.checkpoint import load as loading
 from streamshard.checkpoint.load import Loaded, load_shards
 from streamshard.checkpoint.safetensors_file import SUMS_NAME, StoredDirectory, read_directory
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 from tests.checkpoint.exporting import (
     MODELS,
     Plain,
@@ -95,7 +95,7 @@ def test_load_names_what_does_not_fit_and_changes_nothing(tmp_path: Path) -> Non
     ranks = [shards_for(model, rank, 2) for rank in range(2)]
     before = [shard.main.clone() for shards in ranks for shard in shards]
     for outcome in on_threads(2, lambda group: load_shards(model, ranks[group.rank], group, tmp_path)):
-        assert isinstance(outcome, ExportError)
+        assert isinstance(outcome, CheckpointError)
         assert "does not fit Plain: missing scale; unexpected stray; mismatched first.bias (is [3], " in str(outcome)
         assert "last.bias (is torch.int8, wanted torch.float32)" in str(outcome)
     after = [shard.main for shards in ranks for shard in shards]
@@ -140,7 +140,7 @@ def test_a_base_model_and_one_with_a_head_load_each_others_weights(gives: bool, 
     giver, taker = (whole, base) if gives else (base, whole)
     giver.save_pretrained(tmp_path)
     kind = "unexpected" if gives else "missing"
-    with pytest.raises(ExportError, match=f"does not fit .*: {kind} lm_head.weight$"):
+    with pytest.raises(CheckpointError, match=f"does not fit .*: {kind} lm_head.weight$"):
         _loaded(taker, tmp_path)
     other = llama().model if gives else llama()
     shards = shards_for(other, 0, 1)
@@ -164,7 +164,7 @@ def test_experts_of_which_one_is_missing_are_named(tmp_path: Path) -> None:
     tensors["model.layers.0.block_sparse_moe.experts.0.w2.weight"] = torch.zeros(3, 3)
     directory = _save(tensors, tmp_path)
     with pytest.raises(
-        ExportError, match="mismatched model.layers.0.mlp.experts.down_proj .*layers.1.mlp.experts.gate"
+        CheckpointError, match="mismatched model.layers.0.mlp.experts.down_proj .*layers.1.mlp.experts.gate"
     ):
         _loaded(mixtral(), directory)
     loaded = _loaded(mixtral(), directory, strict=False)
@@ -178,7 +178,7 @@ def test_all_names_that_do_not_fit_are_in_the_error(tmp_path: Path) -> None:
     tensors["scale"] = torch.zeros(2)
     directory = _save(tensors, tmp_path)
     with pytest.raises(
-        ExportError, match=r"stray.07 and 22 more; mismatched .*in its attributes missing, un"
+        CheckpointError, match=r"stray.07 and 22 more; mismatched .*in its attributes missing, un"
     ) as raised:
         _loaded(Plain(), directory)
     assert raised.value.unexpected == [name for name in tensors if name != "scale"]
@@ -260,7 +260,7 @@ def test_copies_on_disks_of_their_own(same: bool, tmp_path: Path, monkeypatch: p
     ranks = [shards_for(model, rank, 2) for rank in range(2)]
     before = [shard.main.clone() for shards in ranks for shard in shards]
     for outcome in on_threads(2, lambda group: load_shards(model, ranks[group.rank], group, tmp_path)):
-        assert isinstance(outcome, ExportError)
+        assert isinstance(outcome, CheckpointError)
         assert "rank 1 sees other files there than rank 0" in str(outcome)
     after = [shard.main for shards in ranks for shard in shards]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -292,7 +292,7 @@ def test_file_written_to_while_it_is_read_raises(tmp_path: Path, monkeypatch: py
         read(*args)
 
     monkeypatch.setattr(loading, "_read_tensor", append_first)
-    with pytest.raises(ExportError, match="holds some of its weights now: .* was written to while it was read"):
+    with pytest.raises(CheckpointError, match="holds some of its weights now: .* was written to while it was read"):
         load(Plain(), tmp_path, 1)
 
 
@@ -310,7 +310,7 @@ def test_read_error_on_one_rank_is_raised_on_all(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(loading, "_read_tensor", fail)
     ranks = [shards_for(model, rank, 2) for rank in range(2)]
     for outcome in on_threads(2, lambda group: load_shards(model, ranks[group.rank], group, tmp_path)):
-        assert isinstance(outcome, ExportError)
+        assert isinstance(outcome, CheckpointError)
         assert "the model holds some of its weights now: load again" in str(outcome)
         assert "rank 1: OSError: the disk is gone" in str(outcome)
 
@@ -324,7 +324,7 @@ def test_whatever_one_rank_finds_wrong_changes_nothing_on_any(tmp_path: Path) ->
     for shard in ranks[0]:
         shard.main.fill_(7)
     for outcome in on_threads(2, lambda group: load_shards(model, ranks[group.rank], group, tmp_path)):
-        assert isinstance(outcome, ExportError)
+        assert isinstance(outcome, CheckpointError)
         assert "rank 1: parameter 'scale' has 1 elements" in str(outcome)
     assert all(bool((shard.main == 7).all()) for shard in ranks[0])
 
@@ -338,7 +338,7 @@ def test_buffer_that_cannot_be_written_to_is_named_before_anything_changes(tmp_p
     for shard in shards:
         shard.main.fill_(7)
     (outcome,) = on_threads(1, lambda group: load_shards(model, shards, group, tmp_path))
-    assert isinstance(outcome, ExportError)
+    assert isinstance(outcome, CheckpointError)
     assert "buffer 'counts' is expanded" in str(outcome)
     assert all(bool((shard.main == 7).all()) for shard in shards)
 
@@ -354,7 +354,7 @@ def test_many_strange_names_are_looked_at_once(tmp_path: Path, monkeypatch: pyte
         huggingface, "ignored_on_load", lambda model, names: asked.append(len(names)) or ignored(model, names)
     )
     save_file({f"{number:05}" * 100: torch.zeros(0) for number in range(2000)}, tmp_path / "model.safetensors")
-    with pytest.raises(ExportError, match=r"unexpected 00000.* and 1992 more") as raised:
+    with pytest.raises(CheckpointError, match=r"unexpected 00000.* and 1992 more") as raised:
         load(Plain(), tmp_path, 1)
     assert asked == [2000]
     assert len(str(raised.value)) < 3000
@@ -377,7 +377,7 @@ def test_flipped_bytes_are_noticed_before_anything_changes(size: int | str, tmp_
         content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
         (bad / name).write_bytes(content)
         for outcome in on_threads(3, lambda group: load_shards(model, ranks[group.rank], group, bad)):
-            assert isinstance(outcome, ExportError), f"{number}: {name}"
+            assert isinstance(outcome, CheckpointError), f"{number}: {name}"
             assert "model" in str(outcome)
         shutil.rmtree(bad)
     after = [shard.main for shards in ranks for shard in shards]
@@ -391,7 +391,9 @@ def test_weights_that_others_have_put_there_are_refused_with_what_to_do(tmp_path
     with torch.no_grad():
         model.lm_head.weight += 1
     model.save_pretrained(tmp_path)
-    with pytest.raises(ExportError, match=r"was replaced by something that does not keep checksums.*delete model.safe"):
+    with pytest.raises(
+        CheckpointError, match=r"was replaced by something that does not keep checksums.*delete model.safe"
+    ):
         load(llama(), tmp_path, 2)
     (tmp_path / SUMS_NAME).unlink()
     assert torch.equal(load(llama(), tmp_path, 2)["lm_head.weight"], model.lm_head.weight)

@@ -21,7 +21,7 @@ from torch import nn
 from streamshard.checkpoint import safetensors_file, writer
 from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.safetensors_file import read_directory
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 from tests.checkpoint.exporting import Plain, ThreadGroup, export, filled, names_in, shards_for, stored_bytes
 from tests.families import llama
 
@@ -251,7 +251,7 @@ def test_error_anywhere_leaves_the_old_one_or_the_new(
             raised = None
             try:
                 exports.replace(directory)
-            except ExportError as error:
+            except CheckpointError as error:
                 raised = error
         if not reached():
             break
@@ -275,7 +275,7 @@ def test_config_stays_with_its_weights_after_an_error(tmp_path: Path, at_call: C
     for act in (_fail, _fail_after):
         for number in itertools.count():
             directory = exports.copy_old(tmp_path / f"{act.__name__} {number}")
-            with at_call(number, act) as reached, contextlib.suppress(ExportError):
+            with at_call(number, act) as reached, contextlib.suppress(CheckpointError):
                 exports.replace(directory)
             if not reached():
                 break
@@ -311,7 +311,7 @@ def test_directory_in_the_way_is_named_and_nothing_changes(tmp_path: Path) -> No
         directory = exports.copy_old(tmp_path / str(number))
         blocked = name.replace("-of-00005", f"-of-{total:05d}")
         (directory / blocked).mkdir()
-        with pytest.raises(ExportError, match=f"{blocked} is a directory"):
+        with pytest.raises(CheckpointError, match=f"{blocked} is a directory"):
             exports.replace(directory)
         assert exports.found(directory) == "old"
         assert names_in(directory) == sorted([*names_in(exports.old), blocked])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from streamshard.checkpoint.rearrange import Rearrangement
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 
 
 def _experts(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -62,7 +62,7 @@ def test_computed_values_cannot_be_exported() -> None:
     with Rearrangement({"a": source}) as followed:
         results = {"sum": source + 1, "cast": source.half(), "mixed": torch.cat([source, source.double()])}
     for name, result in results.items():
-        with pytest.raises(ExportError, match=f"saving '{name}' computes new values"):
+        with pytest.raises(CheckpointError, match=f"saving '{name}' computes new values"):
             followed.runs(name, result)
 
 
@@ -75,7 +75,7 @@ def test_freed_storages_are_not_taken_for_new_ones() -> None:
             source.clone()  # freed at once
             results.append(source + 1)
     for result in results:
-        with pytest.raises(ExportError, match="computes new values"):
+        with pytest.raises(CheckpointError, match="computes new values"):
             followed.runs("x", result)
 
 
@@ -84,5 +84,5 @@ def test_element_by_element_moves_are_refused() -> None:
     source = torch.empty(1024, 1024, device="meta")
     with Rearrangement({"a": source}) as followed:
         result = source.t().contiguous()
-    with pytest.raises(ExportError, match="move its elements one by one"):
+    with pytest.raises(CheckpointError, match="move its elements one by one"):
         followed.runs("x", result)

@@ -26,7 +26,7 @@ from streamshard.checkpoint.safetensors_file import (
     read_directory,
 )
 from streamshard.config import parse_bytes
-from streamshard.errors import ConfigError, ExportError
+from streamshard.errors import CheckpointError, ConfigError
 
 METADATA = {"format": "pt"}
 DTYPES = [
@@ -127,13 +127,13 @@ def test_sizes_that_are_none_raise(size: Any) -> None:
 
 def test_two_tensors_of_one_name_raise() -> None:
     """A header cannot hold both."""
-    with pytest.raises(ExportError, match="several tensors are named 'a'"):
+    with pytest.raises(CheckpointError, match="several tensors are named 'a'"):
         plan_files([TensorSpec("a", (1,), torch.float32), TensorSpec("a", (1,), torch.float32)], 100, METADATA)
 
 
 def test_dtype_without_a_name_raises() -> None:
     """The format has no such thing; the tensor is named."""
-    with pytest.raises(ExportError, match="'a' is torch.complex128, which safetensors cannot hold"):
+    with pytest.raises(CheckpointError, match="'a' is torch.complex128, which safetensors cannot hold"):
         plan_files([TensorSpec("a", (1,), torch.complex128)], 100, METADATA)
 
 
@@ -197,7 +197,7 @@ def test_damaged_files_raise(old: bytes, new: bytes, message: str, tmp_path: Pat
     """A header that contradicts itself or the file is not believed."""
     _write(tmp_path, plan_files([TensorSpec(name, (2,), torch.float32) for name in "ab"], 100, METADATA))
     _damage(tmp_path, "model.safetensors", old, new)
-    with pytest.raises(ExportError, match=f"model.safetensors.*{message}"):
+    with pytest.raises(CheckpointError, match=f"model.safetensors.*{message}"):
         read_directory(tmp_path)
 
 
@@ -214,7 +214,7 @@ def test_file_of_another_length_raises(change: str, tmp_path: Path) -> None:
         "inserted": content[:-3] + b"x" + content[-3:],
     }
     path.write_bytes(damaged[change])
-    with pytest.raises(ExportError, match="damaged"):
+    with pytest.raises(CheckpointError, match="damaged"):
         read_directory(tmp_path)
 
 
@@ -222,7 +222,7 @@ def test_file_of_another_length_raises(change: str, tmp_path: Path) -> None:
 def test_header_in_another_encoding_raises(encoding: str, tmp_path: Path) -> None:
     """Python would read it."""
     _store(tmp_path, '{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'.encode(encoding))
-    with pytest.raises(ExportError, match="damaged"):
+    with pytest.raises(CheckpointError, match="damaged"):
         read_directory(tmp_path)
 
 
@@ -230,7 +230,7 @@ def test_shape_of_many_dimensions_raises(tmp_path: Path) -> None:
     """The product of a million sizes is not taken: it would have a million digits."""
     shape = ",".join(["9"] * 1_000_000)
     _store(tmp_path, ('{"a":{"dtype":"F32","shape":[' + shape + '],"data_offsets":[0,4]}}').encode(), b"1234")
-    with pytest.raises(ExportError, match="damaged"):
+    with pytest.raises(CheckpointError, match="damaged"):
         read_directory(tmp_path)
 
 
@@ -241,7 +241,7 @@ def test_what_is_no_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     for make, remove in ((os.mkfifo, os.unlink), (os.mkdir, os.rmdir), (partial(os.symlink, "nothing"), os.unlink)):
         make(path)
-        with pytest.raises(ExportError, match="has neither"):
+        with pytest.raises(CheckpointError, match="has neither"):
             read_directory(tmp_path)
         remove(path)
 
@@ -286,7 +286,7 @@ def test_directory_replaced_again_and_again_raises(tmp_path: Path, monkeypatch: 
         return read_index(text)
 
     monkeypatch.setattr(safetensors_file, "files_of_index", replace_index)
-    with pytest.raises(ExportError, match="was replaced 10 times while it was being opened"):
+    with pytest.raises(CheckpointError, match="was replaced 10 times while it was being opened"):
         read_directory(tmp_path)
 
 
@@ -310,7 +310,7 @@ def test_damaged_index_raises(old: bytes, new: bytes, message: str, tmp_path: Pa
     files = plan_files([TensorSpec(name, (1,), torch.float32) for name in "ab"], 4, METADATA)
     _write(tmp_path, files, encode_index(files, 2))
     _damage(tmp_path, "model.safetensors.index.json", old, new)
-    with pytest.raises(ExportError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         read_directory(tmp_path)
 
 
@@ -318,5 +318,5 @@ def test_directory_without_weights_raises(tmp_path: Path) -> None:
     """Numbered files alone are no export: the index comes last."""
     files = plan_files([TensorSpec(name, (1,), torch.float32) for name in "ab"], 4, METADATA)
     _write(tmp_path, files)
-    with pytest.raises(ExportError, match="has neither model.safetensors nor model.safetensors.index.json"):
+    with pytest.raises(CheckpointError, match="has neither model.safetensors nor model.safetensors.index.json"):
         read_directory(tmp_path)

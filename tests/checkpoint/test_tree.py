@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamshard.checkpoint.tree import decode, encode
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 
 CPU = torch.device("cpu")
 
@@ -127,5 +127,5 @@ class Unknown:
 )
 def test_what_would_need_code_is_refused_by_its_path(value: Any) -> None:
     """Early, and by name."""
-    with pytest.raises(ExportError, match=r"extra\.loader\.state\[1\] is"):
+    with pytest.raises(CheckpointError, match=r"extra\.loader\.state\[1\] is"):
         encode({"state": [0, value]}, "extra.loader", {})

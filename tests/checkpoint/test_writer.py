@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from streamshard.checkpoint import writer
 from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.writer import TensorEntry, write_sharded
-from streamshard.errors import ExportError
+from streamshard.errors import CheckpointError
 from tests.checkpoint.exporting import Plain, ThreadGroup, export, filled, names_in, on_threads, shards_for
 from tests.families import llama
 
@@ -96,7 +96,7 @@ def test_failure_on_one_rank_is_raised_on_all(
     outcomes = on_threads(3, action)
     monkeypatch.undo()
     for outcome in outcomes:
-        assert isinstance(outcome, ExportError)
+        assert isinstance(outcome, CheckpointError)
         assert f"rank {rank}: " in str(outcome)
         assert "No space left on device" in str(outcome)
     assert not [name for name in names_in(tmp_path) if name.endswith((".partial", "index.json", "model.safetensors"))]
@@ -115,7 +115,7 @@ def test_directory_that_other_ranks_do_not_see_is_named(tmp_path: Path, monkeypa
         return export_shards(model, shards_for(model, group.rank, 2), group, own, None, "5GB")
 
     for outcome in on_threads(2, action):
-        assert isinstance(outcome, ExportError)
+        assert isinstance(outcome, CheckpointError)
         assert "rank 1: " in str(outcome)
         assert "must be on storage all ranks share" in str(outcome)
     assert names_in(tmp_path / "host0") == []
@@ -130,7 +130,7 @@ def test_ranks_with_different_tensors_do_not_mix_them(tmp_path: Path) -> None:
         return write_sharded([entry], tmp_path, group)
 
     for outcome in on_threads(2, action):
-        assert isinstance(outcome, ExportError)
+        assert isinstance(outcome, CheckpointError)
         assert "rank 1: model.safetensors made by rank 0 has another header" in str(outcome)
     assert names_in(tmp_path) == []
 
@@ -139,7 +139,7 @@ def test_directory_that_is_a_file_raises(tmp_path: Path) -> None:
     """The system's own words come through, on every rank."""
     (tmp_path / "out").write_text("in the way")
     for outcome in on_threads(2, lambda group: write_sharded([], tmp_path / "out", group)):
-        assert isinstance(outcome, ExportError)
+        assert isinstance(outcome, CheckpointError)
         assert "rank 0: FileExistsError" in str(outcome)
 
 
@@ -148,7 +148,7 @@ def test_entry_outside_its_tensor_raises(range_: tuple[int, int], tmp_path: Path
     """A range that is not inside the tensor, or does not have as many elements, is refused with its name."""
     entry = TensorEntry("weight", (2, 2), torch.float32, *range_, torch.ones(2))
     (outcome,) = on_threads(1, lambda group: write_sharded([entry], tmp_path / "out", group))
-    assert isinstance(outcome, ExportError)
+    assert isinstance(outcome, CheckpointError)
     assert "'weight' [2, 2]: 2 elements given" in str(outcome)
 
 
