@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
 
 from streamshard import LocalSGD, StreamShard, latest, load_checkpoint, save_checkpoint
-from streamshard.checkpoint import save_job
+from streamshard.checkpoint import manifest, save_job
 from streamshard.errors import CheckpointError, ConfigError, RankMismatchError, ShardingError
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
 from tests.models import DIM, Layer, NormStack, Stack
@@ -603,6 +603,19 @@ def test_damage_anywhere_is_noticed_before_anything_changes(context: RankContext
         with pytest.raises(CheckpointError, match=name if kind != "lose" or "rank" in name else "no whole checkpoint"):
             _load(damaged, run)
         dist.barrier()
+    assert_same(weights_of(run), before, "weights", EXACT)
+
+
+@on_ranks(2)
+def test_a_newer_format_is_refused_by_its_version(context: RankContext, tmp_path: Path) -> None:
+    """Whole as it is, nobody here can know what it means."""
+    run = start(0)
+    with pytest.MonkeyPatch.context() as newer:
+        newer.setattr(manifest, "FORMAT", 2)
+        _save(tmp_path, run)
+    before = weights_of(run)
+    with pytest.raises(CheckpointError, match=r"has format 2, written by streamshard .*; this version reads format 1"):
+        _load(tmp_path / "checkpoint-1", run)
     assert_same(weights_of(run), before, "weights", EXACT)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from streamshard.checkpoint.disk_layout import local_pieces, overlaps, plan_disk
 from streamshard.checkpoint.writer import RankGroup, TensorEntry, run_on_all_ranks, write_sharded
 from streamshard.config import parse_bytes
 from streamshard.errors import ConfigError
+from streamshard.log import log, progress
 from streamshard.unit.shard import ParamShard
 
 __all__ = ["export_shards", "floating_dtype", "model_dtype"]
@@ -36,14 +38,20 @@ def export_shards(
         if huggingface.is_transformers_model(model):
             huggingface.write_config(model, staging, model_dtype(model, shards, wanted))
 
-    return write_sharded(
-        entries,
-        directory,
-        group,
-        max_shard_size=max_shard_size,
-        total_parameters=sum(shard.layout.numel for shard in shards),
-        write_beside=write_beside,
-    )
+    began = time.perf_counter()
+    own_bytes = sum((entry.stop - entry.start) * entry.dtype.itemsize for entry in entries)
+    with progress(f"exporting {Path(directory).name}", own_bytes, shows=group.is_first) as advance:
+        names = write_sharded(
+            entries,
+            directory,
+            group,
+            max_shard_size=max_shard_size,
+            total_parameters=sum(shard.layout.numel for shard in shards),
+            write_beside=write_beside,
+            advance=advance,
+        )
+    log.info("exported %s in %.1f s", directory, time.perf_counter() - began)
+    return names
 
 
 def _entries(
