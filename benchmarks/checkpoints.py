@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from streamshard import Precision, StreamShard, export_safetensors, load_checkpoint, save_checkpoint
+from streamshard.checkpoint import background
 
 SAMPLE_S = 0.001
 
@@ -222,10 +223,8 @@ def _compare(arguments: argparse.Namespace, root: Path) -> None:
         return result
 
     noise = Noise()
-    kept_mib: dict[str, float] = {}
     for number in range(arguments.rounds + 1):
-        if number == 1:  # the first one warms up, and makes what is kept from save to save
-            kept_mib = {name: own["pause_mib"][0] for name, own in rows.items()}
+        if number == 1:  # the first one warms up
             rows = {name: {} for name in systems}
         noise.begin_round()
         for name in seeded_order(list(systems), number):
@@ -243,13 +242,12 @@ def _compare(arguments: argparse.Namespace, root: Path) -> None:
     cpu_s: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(cpu_s, noise.own_cpu_s())
     if dist.get_rank() == 0:
-        _report(arguments, rows, kept_mib, noise.foreign_cores(cpu_s)[1:])
+        _report(arguments, rows, noise.foreign_cores(cpu_s)[1:])
 
 
 def _report(
     arguments: argparse.Namespace,
     rows: dict[str, dict[str, list[float]]],
-    kept_mib: dict[str, float],
     foreign_cores: list[float],
 ) -> None:
     ratios = {
@@ -267,11 +265,12 @@ def _report(
         print(name, {what: round(values["median"], 3) for what, values in own.items()})
     for what, values in ratios.items():
         print(f"{what}: {values['median']:.3f} ({values['median_low']:.3f} to {values['median_high']:.3f})")
-    print(f"the first save in the background, MiB: {kept_mib}")
+    kept_mib = sum(copy.nbytes for copies in background._copies.values() for copy in copies.values()) / 2**20
+    print(f"copies that StreamShard keeps from save to save in the background: {kept_mib:.1f} MiB")
     settings = {"layers": arguments.layers, "width": arguments.width, "ranks": arguments.ranks}
     device = torch.device("cpu")
     result = {"environment": environment(device), "settings": settings, "ratios": ratios, "measured": measured}
-    save({**result, "first_pause_mib": kept_mib, "rounds": rows, "foreign_cores": foreign_cores}, arguments.output)
+    save({**result, "kept_copies_mib": kept_mib, "rounds": rows, "foreign_cores": foreign_cores}, arguments.output)
 
 
 if __name__ == "__main__":
