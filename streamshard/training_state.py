@@ -207,6 +207,7 @@ def load_checkpoint(
         files = PieceFiles(path, manifest, opened)
         run_on_all_ranks(ranks, doing, lambda: files.verify(ranks))
         plan = run_on_all_ranks(ranks, doing, lambda: plan_restore(parts, manifest, files.read_whole, strict=strict))
+        run_on_all_ranks(ranks, doing, lambda: files.open(plan.reads))
 
         def load_objects() -> None:
             for name, load in plan.loads.items():

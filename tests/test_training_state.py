@@ -21,6 +21,7 @@ from torch.optim import lr_scheduler
 
 from streamshard import LocalSGD, StreamShard, latest, load_checkpoint, save_checkpoint
 from streamshard.checkpoint import manifest, save_job
+from streamshard.checkpoint.piece_files import PieceFiles
 from streamshard.errors import CheckpointError, ConfigError, RankMismatchError, ShardingError
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
 from tests.models import DIM, Layer, NormStack, Stack
@@ -604,6 +605,32 @@ def test_damage_anywhere_is_noticed_before_anything_changes(context: RankContext
             _load(damaged, run)
         dist.barrier()
     assert_same(weights_of(run), before, "weights", EXACT)
+
+
+@on_ranks(2)
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_mixed(context: RankContext, tmp_path: Path) -> None:
+    """By another of its number, behind the back of the ranks that have verified it: nothing changes."""
+    run = start(0)
+    for directory in ("one", "other"):
+        steps(run, 0, 1)
+        _save(tmp_path / directory, run)
+    before = weights_of(run)
+    verify = PieceFiles.verify
+
+    def verify_and_replace(self: PieceFiles, ranks: Any) -> None:
+        verify(self, ranks)
+        dist.barrier()
+        if context.rank == 0:
+            (tmp_path / "one" / "checkpoint-1").rename(tmp_path / "gone")
+            (tmp_path / "other" / "checkpoint-1").rename(tmp_path / "one" / "checkpoint-1")
+        dist.barrier()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PieceFiles, "verify", verify_and_replace)
+        with pytest.raises(CheckpointError, match="checkpoint-1 was replaced while it was being loaded: load again"):
+            _load(tmp_path / "one", run)
+    assert_same(weights_of(run), before, "weights", EXACT)
+    _load(tmp_path / "one", run)
 
 
 @on_ranks(2)

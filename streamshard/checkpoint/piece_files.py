@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 
-from streamshard.checkpoint.manifest import Manifest
+from streamshard.checkpoint.manifest import Manifest, PieceRecord, read_manifest
 from streamshard.checkpoint.piece_file import checksum_of, read_range
 from streamshard.checkpoint.restore import Read
 from streamshard.checkpoint.safetensors_file import StoredDirectory, read_file
@@ -47,12 +48,7 @@ class PieceFiles:
         Raises:
             CheckpointError: names what is not where the manifest says.
         """
-        record = self._manifest.tensors[read.name]
-        stop = read.start + read.target.numel()
-        for piece in record.pieces:
-            first, last = max(piece.start, read.start), min(piece.stop, stop)
-            if first >= last:
-                continue
+        for piece, first, last in self._overlaps(read):
             stored = self._file(piece.file).tensors.get(read.name)
             if stored is None or stored.shape != (piece.stop - piece.start,):
                 raise CheckpointError(
@@ -66,6 +62,26 @@ class PieceFiles:
         whole = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
         self.read(Read(name, 0, whole.view(-1)))
         return whole
+
+    def open(self, reads: Iterable[Read]) -> None:
+        """Open what will be read, whatever is put in its place afterwards.
+
+        Raises:
+            CheckpointError: something was put in the checkpoint's place since its manifest was read.
+        """
+        for read in reads:
+            for piece, _, _ in self._overlaps(read):
+                self._file(piece.file)
+        if read_manifest(self._path) != self._manifest:
+            raise CheckpointError(f"{self._path} was replaced while it was being loaded: load again")
+
+    def _overlaps(self, read: Read) -> Iterator[tuple[PieceRecord, int, int]]:
+        """Pieces that hold some of what is read, and which elements [first, last) of the whole."""
+        stop = read.start + read.target.numel()
+        for piece in self._manifest.tensors[read.name].pieces:
+            first, last = max(piece.start, read.start), min(piece.stop, stop)
+            if first < last:
+                yield piece, first, last
 
     def check_unchanged(self) -> None:
         """Raise a CheckpointError if somebody has written into one of the files."""
