@@ -1,0 +1,217 @@
+"""`save_state` and `load_state`: what an Accelerator has prepared, as a checkpoint of `save_checkpoint`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from torch import nn
+
+from streamshard.api import StreamShard
+from streamshard.checkpoint.directory import latest
+from streamshard.checkpoint.writer import gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.ranks import Ranks
+from streamshard.engine.handle import engine_of, handle_of
+from streamshard.errors import CheckpointError, ConfigError
+from streamshard.log import log
+from streamshard.training_state import load_checkpoint, save_checkpoint
+
+__all__ = ["LoaderState", "Run", "load_run", "save_run"]
+
+
+class Run(NamedTuple):
+    """What there is to save.
+
+    Attributes:
+        accelerator: an Accelerator, which has prepared it.
+        models: those it has prepared, without what ``torch.compile`` has put around them.
+    """
+
+    accelerator: Any
+    models: list[nn.Module]
+
+    @property
+    def ranks(self) -> Ranks:
+        return next(engine_of(model).ranks for model in self.models if handle_of(model) is not None)
+
+    def parts(self) -> dict[str, Any]:
+        """Arguments of `save_checkpoint` and `load_checkpoint`."""
+        accelerator = self.accelerator
+        models = [model for model in self.models if handle_of(model) is not None or model.state_dict()]
+        extra: dict[str, Any] = {f"object.{i}": each for i, each in enumerate(accelerator._custom_objects)}
+        extra.update((f"loader.{i}", LoaderState(each)) for i, each in enumerate(accelerator._dataloaders))
+        return {
+            "model": _numbered(models),
+            "optimizer": _numbered([optimizer.optimizer for optimizer in accelerator._optimizers]),
+            "scheduler": _numbered(accelerator._schedulers),
+            "scaler": accelerator.scaler,
+            "extra": extra,
+        }
+
+
+def _numbered(each: list[Any]) -> Any:
+    """One by itself, several by their number, which their names have then."""
+    if len(each) > 1:
+        return {str(number): one for number, one in enumerate(each)}
+    return each[0] if each else None
+
+
+class LoaderState:
+    """Where a prepared data loader is in its epochs; within one, ``skip_first_batches`` goes on.
+
+    Args:
+        loader: prepared by an Accelerator.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        loader = self._loader
+        state: dict[str, Any] = {"iteration": getattr(loader, "iteration", 0)}
+        sampler = _sampler_of(loader)
+        if isinstance(sampler, SeedableRandomSampler):
+            state["sampler"] = {"epoch": sampler.epoch, "initial_seed": sampler.initial_seed}
+        generator = getattr(loader, "synchronized_generator", None)
+        if isinstance(generator, torch.Generator):
+            state["generator"] = generator.get_state()
+        if getattr(loader, "use_stateful_dataloader", False):
+            state["stateful"] = loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        loader = self._loader
+        if hasattr(loader, "iteration"):
+            loader.iteration = state["iteration"]
+        sampler = _sampler_of(loader)
+        if "sampler" in state and isinstance(sampler, SeedableRandomSampler):
+            sampler.epoch, sampler.initial_seed = state["sampler"]["epoch"], state["sampler"]["initial_seed"]
+        generator = getattr(loader, "synchronized_generator", None)
+        if "generator" in state and isinstance(generator, torch.Generator):
+            generator.set_state(state["generator"].cpu())
+        if "stateful" in state and getattr(loader, "use_stateful_dataloader", False):
+            loader.load_state_dict(state["stateful"])
+
+
+def _sampler_of(loader: Any) -> Any:
+    try:
+        return loader.get_sampler()
+    except AttributeError:  # of a loader without samplers: iterable data
+        return None
+
+
+# -- save -------------------------------------------------------------------------------------------------------------
+
+
+def save_run(run: Run, output_dir: str | os.PathLike[str] | None) -> Path:
+    """See `StreamShardAccelerator.save_state`."""
+    accelerator, ranks = run.accelerator, run.ranks
+    naming = accelerator.project_configuration
+    directory = run_on_all_ranks(ranks, "save_state", lambda: _new_directory(accelerator, output_dir))
+    # All have looked before one of them makes it.
+    run_on_all_ranks(ranks, f"save to {directory}", lambda: directory.mkdir(parents=True, exist_ok=True))
+    hooks = list(accelerator._save_model_state_pre_hook.values())
+    if hooks:
+        weights = [_whole_state(model) for model in run.models]
+
+        def call() -> None:
+            for hook in hooks:
+                hook(accelerator._models, weights, str(directory))
+
+        run_on_all_ranks(ranks, "run the hooks of register_save_state_pre_hook", call)
+    parts = run.parts()
+    parts["extra"]["accelerator"] = {"step": accelerator.step, "iteration": accelerator.save_iteration}
+    save_checkpoint(directory, **parts, step=0)
+    if naming.automatic_checkpoint_naming and naming.total_limit is not None:
+        limit = naming.total_limit
+        run_on_all_ranks(
+            ranks, "delete old checkpoints", lambda: _delete_old(directory.parent, limit) if ranks.is_first else None
+        )
+    naming.iteration += 1
+    return directory
+
+
+def _whole_state(model: nn.Module) -> dict[str, Any]:
+    if handle_of(model) is None:
+        return model.state_dict()
+    return StreamShard.full_state_dict(model)  # type: ignore[arg-type]  # it is one
+
+
+def _new_directory(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> Path:
+    naming = accelerator.project_configuration
+    if not naming.automatic_checkpoint_naming:
+        if output_dir is None:
+            raise ConfigError("save_state() without output_dir needs ProjectConfiguration(automatic_checkpoint_naming)")
+        return Path(output_dir).expanduser()
+    directory = _checkpoints_of(accelerator) / f"checkpoint_{naming.iteration}"
+    if latest(directory) is not None:
+        raise ConfigError(
+            f"{directory} exists: set accelerator.project_configuration.iteration to the number of the next checkpoint"
+        )
+    return directory
+
+
+def _checkpoints_of(accelerator: Any) -> Path:
+    if accelerator.project_dir is None:
+        raise ConfigError("automatic_checkpoint_naming needs Accelerator(project_dir=..)")
+    return Path(accelerator.project_dir) / "checkpoints"
+
+
+def _numbered_in(directory: Path) -> list[Path]:
+    """Checkpoints with numbers, oldest first."""
+    found = [path for path in directory.iterdir() if re.fullmatch(r"checkpoint_\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]))
+
+
+def _delete_old(directory: Path, limit: int) -> None:
+    for path in _numbered_in(directory)[:-limit]:
+        log.info("deleting %s, to keep %d checkpoints", path, limit)
+        shutil.rmtree(path)
+
+
+# -- load -------------------------------------------------------------------------------------------------------------
+
+
+def load_run(run: Run, input_dir: str | os.PathLike[str] | None, *, strict: bool) -> int:
+    """See `StreamShardAccelerator.load_state`. Returns the accelerator's step."""
+    accelerator, ranks = run.accelerator, run.ranks
+
+    def find() -> Path:
+        return _existing_directory(accelerator, input_dir) if ranks.is_first else Path()
+
+    directory = gather_from_all_ranks(ranks, "load_state", find)[0]
+    left = list(accelerator._models)
+
+    def call() -> None:
+        for hook in accelerator._load_model_state_pre_hook.values():
+            hook(left, str(directory))
+
+    run_on_all_ranks(ranks, "run the hooks of register_load_state_pre_hook", call)
+    remaining = set(map(id, left))
+    taken = [inner for model, inner in zip(accelerator._models, run.models, strict=True) if id(model) not in remaining]
+    # Their optimizers' state is named after their parameters, so they are loaded with the others, and put back.
+    kept = [(tensor, tensor.detach().clone()) for model in taken for tensor in (*model.parameters(), *model.buffers())]
+    saved = load_checkpoint(directory, **run.parts(), strict=strict)
+    with torch.no_grad():
+        for tensor, own in kept:
+            tensor.copy_(own)
+    step: int = saved["accelerator"]["step"]
+    return step
+
+
+def _existing_directory(accelerator: Any, input_dir: str | os.PathLike[str] | None) -> Path:
+    if input_dir is not None:
+        return Path(input_dir).expanduser()
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        raise ConfigError("load_state() without input_dir needs ProjectConfiguration(automatic_checkpoint_naming)")
+    directory = _checkpoints_of(accelerator)
+    whole = [path for path in (_numbered_in(directory) if directory.is_dir() else []) if latest(path) is not None]
+    if not whole:
+        raise CheckpointError(f"{directory} holds no whole checkpoint")
+    return whole[-1]
