@@ -7,7 +7,8 @@ checked first (`accelerate_launch.py`)
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -21,8 +22,9 @@ from streamshard.config import Precision, Settings, read_environment
 from streamshard.engine.handle import engine_of, handle_of
 from streamshard.errors import ConfigError
 from streamshard.full import clip_grads
+from streamshard.integrations.accelerate_join import StepNotes, join
 from streamshard.integrations.accelerate_launch import check_launch, check_plugins, check_processes, group_of_one
-from streamshard.integrations.accelerate_state import Run, load_run, save_run
+from streamshard.integrations.accelerate_state import Run, load_run, remember_epochs, save_run
 from streamshard.optim.scaler import GradScaler
 
 __all__ = ["StreamShardAccelerator"]
@@ -88,7 +90,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         """What follows accelerate's own constructor."""
         check_launch(self)
         self._options = _with_environment(options)
-        self._evaluated: list[nn.Module] = []
+        self._notes = StepNotes(self)
         given = {name: value for name, value in self._options.items() if name not in ("units", "mesh")}
         Settings(**{**given, "precision": self._precision_of(torch.float32)})  # raises now what prepare would raise
         if self.mixed_precision == "fp16":
@@ -167,16 +169,48 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         """As accelerate's; of one sharded model's parameters the norm over all ranks takes one collective."""
         params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self.unscale_gradients()
+        self._notes.note("norm", lambda: self.clip_grad_norm_(params, max_norm, norm_type))
         for model in self._sharded:
             engine = engine_of(model)
             if {shard.param for shard in engine.param_shards}.issuperset(params):
                 return clip_grads(engine, params, max_norm, norm_type, None)
         return self._clip_grad_norm_dtensor_aware(params, max_norm, norm_type=norm_type)  # type: ignore[no-any-return]
 
-    @property
-    def multi_device(self) -> bool:
-        """Whether there are several processes: what accelerate does on GPUs alone is right on CPUs as well."""
-        return bool(self.use_distributed)
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """As accelerate's."""
+        params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._notes.note("value", lambda: self.clip_grad_value_(params, clip_value))
+        super().clip_grad_value_(params, clip_value)
+
+    @contextmanager
+    def join_uneven_inputs(
+        self, joinables: list[Any], even_batches: bool | None = None, *, repeat: Callable[[], object] | None = None
+    ) -> Iterator[None]:
+        """As accelerate's, and on CPUs as well: ranks that have run out of inputs shadow the steps of the others.
+
+        Args:
+            joinables: models that were prepared, and other joinables.
+            even_batches: True: loaders repeat samples until all ranks have as many, and nothing else is done.
+            repeat: what a rank that has run out does after each backward of the others, as of ``Join``; None: what its
+                own last step did through this Accelerator (clipping, steps of prepared optimizers and schedulers). A
+                loop that does more after a backward, or trains several models, gives it.
+        """
+        sharded = [sharded_in(each) if isinstance(each, nn.Module) else None for each in joinables]
+        if not self.use_distributed or not any(sharded):
+            with super().join_uneven_inputs(joinables, even_batches=even_batches):
+                yield
+            return
+        inner = [own or given for own, given in zip(sharded, joinables, strict=True)]
+        with self._notes.open(), join(self, inner, even_batches, repeat or self._notes.repeat):
+            yield
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As accelerate's; what `save_state` saves of it lets a run go on within an epoch that is shuffled."""
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        remember_epochs(prepared)
+        return prepared
 
     # -- whole weights ------------------------------------------------------------------------------------------------
 

@@ -5,24 +5,25 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch import nn
+from torch.utils.data import RandomSampler
 
 from streamshard.api import StreamShard
 from streamshard.checkpoint.directory import latest
 from streamshard.checkpoint.writer import gather_from_all_ranks, run_on_all_ranks
 from streamshard.comm.ranks import Ranks
 from streamshard.engine.handle import engine_of, handle_of
-from streamshard.errors import CheckpointError, ConfigError
+from streamshard.errors import CheckpointError, ConfigError, warn_user
 from streamshard.log import log
 from streamshard.training_state import load_checkpoint, save_checkpoint
 
-__all__ = ["LoaderState", "Run", "load_run", "save_run"]
+__all__ = ["Run", "load_run", "remember_epochs", "save_run"]
 
 
 class Run(NamedTuple):
@@ -44,14 +45,20 @@ class Run(NamedTuple):
         """Arguments of `save_checkpoint` and `load_checkpoint`."""
         accelerator = self.accelerator
         models = [model for model in self.models if handle_of(model) is not None or model.state_dict()]
-        extra: dict[str, Any] = {f"object.{i}": each for i, each in enumerate(accelerator._custom_objects)}
-        extra.update((f"loader.{i}", LoaderState(each)) for i, each in enumerate(accelerator._dataloaders))
         return {
             "model": _numbered(models),
             "optimizer": _numbered([optimizer.optimizer for optimizer in accelerator._optimizers]),
             "scheduler": _numbered(accelerator._schedulers),
             "scaler": accelerator.scaler,
-            "extra": extra,
+            "extra": {f"object.{i}": each for i, each in enumerate(accelerator._custom_objects)},
+        }
+
+    def loaders(self) -> dict[str, LoaderState]:
+        """By name."""
+        return {
+            f"loader.{i}": LoaderState(each, self.ranks)
+            for i, each in enumerate(self.accelerator._dataloaders)
+            if hasattr(each, "iteration")
         }
 
 
@@ -62,48 +69,89 @@ def _numbered(each: list[Any]) -> Any:
     return each[0] if each else None
 
 
+# -- data loaders -----------------------------------------------------------------------------------------------------
+
+
+class EpochSampler(RandomSampler):
+    """torch's `RandomSampler`, with the same numbers, that knows what its latest epoch was drawn from.
+
+    Attributes:
+        drawn_from: the generator's state when that epoch began; without a generator of its own, the seed that torch's
+            class draws from the default one. None before the first.
+        draws_from: the next epoch is drawn from this.
+    """
+
+    drawn_from: torch.Tensor | int | None = None
+    draws_from: torch.Tensor | int | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        given, self.draws_from = self.draws_from, None
+        if self.generator is not None:
+            if isinstance(given, torch.Tensor):
+                self.generator.set_state(given)
+            self.drawn_from = self.generator.get_state()
+            yield from super().__iter__()
+            return
+        seed = given if isinstance(given, int) else int(torch.empty((), dtype=torch.int64).random_().item())
+        self.drawn_from = seed
+        own = RandomSampler(self.data_source, self.replacement, self._num_samples, torch.Generator().manual_seed(seed))
+        yield from own
+
+
+def remember_epochs(loader: Any) -> None:
+    """Let the sampler of a prepared loader remember, whatever ``skip_first_batches`` makes of the loader later."""
+    sampler = _sampler_of(loader)
+    if type(sampler) is RandomSampler:
+        sampler.__class__ = EpochSampler
+
+
 class LoaderState:
     """Where a prepared data loader is in its epochs; within one, ``skip_first_batches`` goes on.
 
     Args:
         loader: prepared by an Accelerator.
+        ranks: of which the first one's random numbers count, as they do when an epoch begins.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, ranks: Ranks) -> None:
         self._loader = loader
+        self._ranks = ranks
 
-    def state_dict(self) -> dict[str, Any]:
-        loader = self._loader
-        state: dict[str, Any] = {"iteration": getattr(loader, "iteration", 0)}
-        sampler = _sampler_of(loader)
+    def collect(self) -> dict[str, Any]:
+        """What is saved. Collective."""
+        loader, sampler = self._loader, _sampler_of(self._loader)
+        running = [each for each in loader.gradient_state.dataloader_references if each is not None]
+        inside = next((each for each in running if sampler is not None and _sampler_of(each) is sampler), None)
+        within = inside is not None and not inside.end_of_dataloader  # else all of its epoch has been handed out
+        state: dict[str, Any] = {"iteration": loader.iteration + (inside is loader and not within)}
         if isinstance(sampler, SeedableRandomSampler):
-            state["sampler"] = {"epoch": sampler.epoch, "initial_seed": sampler.initial_seed}
-        generator = getattr(loader, "synchronized_generator", None)
-        if isinstance(generator, torch.Generator):
-            state["generator"] = generator.get_state()
-        if getattr(loader, "use_stateful_dataloader", False):
+            state["seed"] = sampler.initial_seed
+        if isinstance(sampler, EpochSampler):
+            after = None if sampler.generator is None else sampler.generator.get_state()
+            state["draws_from"] = self._ranks.of_first(sampler.drawn_from if within else after)
+        if loader.use_stateful_dataloader:
             state["stateful"] = loader.state_dict()
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        loader = self._loader
-        if hasattr(loader, "iteration"):
-            loader.iteration = state["iteration"]
-        sampler = _sampler_of(loader)
-        if "sampler" in state and isinstance(sampler, SeedableRandomSampler):
-            sampler.epoch, sampler.initial_seed = state["sampler"]["epoch"], state["sampler"]["initial_seed"]
-        generator = getattr(loader, "synchronized_generator", None)
-        if "generator" in state and isinstance(generator, torch.Generator):
-            generator.set_state(state["generator"].cpu())
-        if "stateful" in state and getattr(loader, "use_stateful_dataloader", False):
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on there."""
+        loader, sampler = self._loader, _sampler_of(self._loader)
+        loader.iteration = state["iteration"]
+        if isinstance(sampler, SeedableRandomSampler) and "seed" in state:
+            sampler.initial_seed = state["seed"]
+        if isinstance(sampler, EpochSampler):
+            drawn = state.get("draws_from")
+            sampler.draws_from = drawn.cpu() if isinstance(drawn, torch.Tensor) else drawn
+        if loader.use_stateful_dataloader and "stateful" in state:
             loader.load_state_dict(state["stateful"])
 
 
 def _sampler_of(loader: Any) -> Any:
-    try:
-        return loader.get_sampler()
-    except AttributeError:  # of a loader without samplers: iterable data
-        return None
+    """What draws the numbers, inside of what makes batches of them, a rank's part of these, and leaves some out."""
+    sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+    while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
+        sampler = inner
+    return sampler
 
 
 # -- save -------------------------------------------------------------------------------------------------------------
@@ -126,7 +174,8 @@ def save_run(run: Run, output_dir: str | os.PathLike[str] | None) -> Path:
 
         run_on_all_ranks(ranks, "run the hooks of register_save_state_pre_hook", call)
     parts = run.parts()
-    parts["extra"]["accelerator"] = {"step": accelerator.step, "iteration": accelerator.save_iteration}
+    parts["extra"].update({name: loader.collect() for name, loader in run.loaders().items()})
+    parts["extra"]["accelerator"] = {"step": accelerator.step}
     save_checkpoint(directory, **parts, step=0)
     if naming.automatic_checkpoint_naming and naming.total_limit is not None:
         limit = naming.total_limit
@@ -201,6 +250,12 @@ def load_run(run: Run, input_dir: str | os.PathLike[str] | None, *, strict: bool
     with torch.no_grad():
         for tensor, own in kept:
             tensor.copy_(own)
+    for name, loader in run.loaders().items():
+        if name in saved:
+            loader.load(saved[name])
+    known = {f"object.{i}" for i in range(len(accelerator._custom_objects))}
+    if more := [name for name in saved if name.startswith("object.") and name not in known]:
+        warn_user(f"{saved.path} has {', '.join(more)}, for which nothing is registered: register_for_checkpointing")
     step: int = saved["accelerator"]["step"]
     return step
 
