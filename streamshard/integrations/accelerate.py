@@ -14,22 +14,25 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import extract_model_from_parallel
+from accelerate.utils import extract_model_from_parallel, recursively_apply
 from torch import nn
 
 from streamshard.api import StreamShard, export_safetensors
 from streamshard.config import Precision, Settings, read_environment
 from streamshard.engine.handle import engine_of, handle_of
-from streamshard.errors import ConfigError
+from streamshard.errors import ConfigError, ShardingError
 from streamshard.full import clip_grads
 from streamshard.integrations.accelerate_join import StepNotes, join
 from streamshard.integrations.accelerate_launch import check_launch, check_plugins, check_processes, group_of_one
 from streamshard.integrations.accelerate_state import Run, load_run, remember_epochs, save_run
 from streamshard.optim.scaler import GradScaler
+from streamshard.unit.pieces import holds_pieces
+from streamshard.unit.sharded_grad import ShardedGrad
 
 __all__ = ["StreamShardAccelerator"]
 
-_OPTIONS = ("units", "mesh", *(field.name for field in fields(Settings)))
+_SETTINGS = tuple(field.name for field in fields(Settings))
+_OPTIONS = ("units", "mesh", *_SETTINGS)
 _PRECISION = tuple(field.name for field in fields(Precision))
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -91,7 +94,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         check_launch(self)
         self._options = _with_environment(options)
         self._notes = StepNotes(self)
-        given = {name: value for name, value in self._options.items() if name not in ("units", "mesh")}
+        given = {name: value for name, value in self._options.items() if name in _SETTINGS}
         Settings(**{**given, "precision": self._precision_of(torch.float32)})  # raises now what prepare would raise
         if self.mixed_precision == "fp16":
             # accelerate has neither autocast nor a scaler for fp16 on the CPU, where gradients underflow as well.
@@ -203,6 +206,29 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         inner = [own or given for own, given in zip(sharded, joinables, strict=True)]
         with self._notes.open(), join(self, inner, even_batches, repeat or self._notes.repeat):
             yield
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """As accelerate's; not of parameters and gradients of sharded models, of which ranks have different pieces."""
+        self._refuse_pieces(tensor, "reduce")
+        return super().reduce(tensor, reduction, scale)
+
+    def gather(self, tensor: Any) -> Any:
+        """As accelerate's; not of parameters and gradients of sharded models, of which ranks have different pieces."""
+        self._refuse_pieces(tensor, "gather")
+        return super().gather(tensor)
+
+    def _refuse_pieces(self, data: Any, what: str) -> None:
+        def check(tensor: torch.Tensor) -> torch.Tensor:
+            if isinstance(tensor, ShardedGrad) or holds_pieces(tensor):
+                raise ShardingError(
+                    f"{what} of a parameter or gradient of a sharded model, {tuple(tensor.shape)} here: each rank has "
+                    "another piece of it. accelerator.get_state_dict(model) and model.summon_full_params() give them "
+                    "whole; for accelerate's LocalSGD see streamshard.LocalSGD and docs/guide/replicas.md"
+                )
+            return tensor
+
+        if self.use_distributed:
+            recursively_apply(check, data)
 
     # -- data ---------------------------------------------------------------------------------------------------------
 

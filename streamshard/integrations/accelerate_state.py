@@ -79,13 +79,18 @@ class EpochSampler(RandomSampler):
         drawn_from: the generator's state when that epoch began; without a generator of its own, the seed that torch's
             class draws from the default one. None before the first.
         draws_from: the next epoch is drawn from this.
+        goes_on_with: the default generator's state within the next epoch, from which it has taken more by now.
     """
 
     drawn_from: torch.Tensor | int | None = None
     draws_from: torch.Tensor | int | None = None
+    goes_on_with: torch.Tensor | None = None
 
     def __iter__(self) -> Iterator[int]:
         given, self.draws_from = self.draws_from, None
+        if self.goes_on_with is not None:
+            torch.set_rng_state(self.goes_on_with)
+            self.goes_on_with = None
         if self.generator is not None:
             if isinstance(given, torch.Tensor):
                 self.generator.set_state(given)
@@ -129,6 +134,7 @@ class LoaderState:
         if isinstance(sampler, EpochSampler):
             after = None if sampler.generator is None else sampler.generator.get_state()
             state["draws_from"] = self._ranks.of_first(sampler.drawn_from if within else after)
+            state["within"] = within
         if loader.use_stateful_dataloader:
             state["stateful"] = loader.state_dict()
         return state
@@ -142,6 +148,7 @@ class LoaderState:
         if isinstance(sampler, EpochSampler):
             drawn = state.get("draws_from")
             sampler.draws_from = drawn.cpu() if isinstance(drawn, torch.Tensor) else drawn
+            sampler.goes_on_with = torch.get_rng_state() if state.get("within") else None
         if loader.use_stateful_dataloader and "stateful" in state:
             loader.load_state_dict(state["stateful"])
 

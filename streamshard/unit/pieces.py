@@ -16,7 +16,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import ShardingError
 
-__all__ = ["Piece", "StatePiece", "forget_piece", "piece_of", "refuse_accelerate", "refuse_saving", "remember_piece"]
+__all__ = [
+    "Piece",
+    "StatePiece",
+    "forget_piece",
+    "holds_pieces",
+    "piece_of",
+    "refuse_accelerate",
+    "refuse_saving",
+    "remember_piece",
+]
 
 
 class Piece(NamedTuple):
@@ -101,6 +110,11 @@ _mains: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # by the
 def refuse_saving(main: torch.Tensor) -> None:
     """Whatever looks at the memory of `main`, one rank's main weights, is not saved by torch while `main` lives."""
     _mains[main.untyped_storage().data_ptr()] = main
+
+
+def holds_pieces(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is in the memory of one rank's main weights, of which other ranks have other parts."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in _mains
 
 
 def _refuse_storage(storage: Any) -> None:
