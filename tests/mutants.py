@@ -1825,6 +1825,27 @@ MUTANTS: list[Mutant] = [
         "looked_up",
     ),
     Mutant(
+        "unit/buffers",
+        "what other ranks may read is freed under a collective",
+        "            self._streams.keep(buffer)\n",
+        "            if not is_visible:\n                self._streams.keep(buffer)\n",
+        "device_memory",
+    ),
+    Mutant(
+        "build",
+        "main grads are cut out of what parameters leave",
+        "            unit.grads.reserve()\n",
+        "            pass\n",
+        "device_memory",
+    ),
+    Mutant(
+        "build",
+        "what parameters took stays with the allocator",
+        "        engine.streams.module.empty_cache()\n",
+        "        pass\n",
+        "device_memory",
+    ),
+    Mutant(
         "checkpoint/huggingface",
         "files that have the base model's prefix do not fit it",
         '    prefix = {"base_model_prefix": model.base_model_prefix, "meta_state_dict": wanted}\n',
