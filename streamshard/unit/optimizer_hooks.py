@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from streamshard.errors import ShardingError
 from streamshard.unit.first_step import finish_watching, refuse_optimizer, start_watching
+from streamshard.unit.looked_up import forget_look_up
 from streamshard.unit.pieces import Piece, StatePiece, piece_of, refuse_accelerate
 from streamshard.unit.sharded_grad import know_grads
 from streamshard.unit.step_grads import put_back, set_aside, show_in
@@ -80,6 +81,7 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any, is_compiled: bool) ->
     is_new = optimizer not in _watched
     if is_new and all(piece_of(param) is None for param in params):
         return
+    forget_look_up(params)
     put_back(params)  # of a step that has failed
     _check_grads(params)
     if not is_new:
