@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
+from streamshard.comm.groups import make_default_group
 from streamshard.device import accelerator as accelerator_kind
 from streamshard.errors import ConfigError
 
@@ -121,9 +122,6 @@ def check_launch(accelerator: Accelerator | None = None) -> None:
 
 def group_of_one(device: torch.device) -> None:
     """The default process group of a script that was started alone, which accelerate trains without any."""
-    if dist.is_initialized():
-        return
-    backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
-    several = ",".join(f"{kind}:{backend}" for kind, backend in backends.items())
-    store = dist.HashStore()  # type: ignore[attr-defined]  # not re-exported in stubs
-    dist.init_process_group(several if len(backends) > 1 else "gloo", store=store, rank=0, world_size=1)
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]  # not re-exported in stubs
+        make_default_group(device, store=store, rank=0, world_size=1)

@@ -267,9 +267,19 @@ def load_run(run: Run, input_dir: str | os.PathLike[str] | None, *, strict: bool
     return step
 
 
+_ACCELERATES = ("model.safetensors", "pytorch_model.bin", "optimizer.bin")
+
+
 def _existing_directory(accelerator: Any, input_dir: str | os.PathLike[str] | None) -> Path:
     if input_dir is not None:
-        return Path(input_dir).expanduser()
+        given = Path(input_dir).expanduser()
+        if latest(given) is None and any((given / name).exists() for name in _ACCELERATES):
+            raise CheckpointError(
+                f"{given} was saved by accelerate's own Accelerator: load its weights with "
+                "load_safetensors(model, directory), and optimizer.bin, which torch.load reads, with "
+                "load_optimizer_state_dict(model, optimizer.optimizer, state)"
+            )
+        return given
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ConfigError("load_state() without input_dir needs ProjectConfiguration(automatic_checkpoint_naming)")
     directory = _checkpoints_of(accelerator)
