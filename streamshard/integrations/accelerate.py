@@ -177,7 +177,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             engine = engine_of(model)
             if {shard.param for shard in engine.param_shards}.issuperset(params):
                 return clip_grads(engine, params, max_norm, norm_type, None)
-        return self._clip_grad_norm_dtensor_aware(params, max_norm, norm_type=norm_type)  # type: ignore[no-any-return]
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """As accelerate's."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch import nn
-from torch.utils.data import RandomSampler
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from streamshard.api import StreamShard
 from streamshard.checkpoint.directory import latest
@@ -72,25 +72,44 @@ def _numbered(each: list[Any]) -> Any:
 # -- data loaders -----------------------------------------------------------------------------------------------------
 
 
-class EpochSampler(RandomSampler):
-    """torch's `RandomSampler`, with the same numbers, that knows what its latest epoch was drawn from.
+class _GoesOn(Sampler[int]):
+    """A sampler whose next epoch may be one that a run goes on within.
+
+    Attributes:
+        goes_on_with: the default generator's state within that epoch. Entering a loader takes from it.
+    """
+
+    goes_on_with: torch.Tensor | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        if self.goes_on_with is not None:
+            torch.set_rng_state(self.goes_on_with)
+            self.goes_on_with = None
+        yield from super().__iter__()
+
+
+class _InOrder(_GoesOn, SequentialSampler):
+    pass
+
+
+class _Seeded(_GoesOn, SeedableRandomSampler):  # type: ignore[misc]  # accelerate is not typed
+    pass
+
+
+class _Drawn(RandomSampler):
+    """torch's, with the same numbers, that knows what its latest epoch was drawn from.
 
     Attributes:
         drawn_from: the generator's state when that epoch began; without a generator of its own, the seed that torch's
             class draws from the default one. None before the first.
         draws_from: the next epoch is drawn from this.
-        goes_on_with: the default generator's state within the next epoch, from which it has taken more by now.
     """
 
     drawn_from: torch.Tensor | int | None = None
     draws_from: torch.Tensor | int | None = None
-    goes_on_with: torch.Tensor | None = None
 
     def __iter__(self) -> Iterator[int]:
         given, self.draws_from = self.draws_from, None
-        if self.goes_on_with is not None:
-            torch.set_rng_state(self.goes_on_with)
-            self.goes_on_with = None
         if self.generator is not None:
             if isinstance(given, torch.Tensor):
                 self.generator.set_state(given)
@@ -99,15 +118,22 @@ class EpochSampler(RandomSampler):
             return
         seed = given if isinstance(given, int) else int(torch.empty((), dtype=torch.int64).random_().item())
         self.drawn_from = seed
-        own = RandomSampler(self.data_source, self.replacement, self._num_samples, torch.Generator().manual_seed(seed))
-        yield from own
+        own = torch.Generator().manual_seed(seed)
+        yield from RandomSampler(self.data_source, self.replacement, self._num_samples, own)
+
+
+class _Random(_GoesOn, _Drawn):
+    pass
+
+
+_REMEMBERING = {SequentialSampler: _InOrder, SeedableRandomSampler: _Seeded, RandomSampler: _Random}
 
 
 def remember_epochs(loader: Any) -> None:
     """Let the sampler of a prepared loader remember, whatever ``skip_first_batches`` makes of the loader later."""
     sampler = _sampler_of(loader)
-    if type(sampler) is RandomSampler:
-        sampler.__class__ = EpochSampler
+    if type(sampler) in _REMEMBERING:
+        sampler.__class__ = _REMEMBERING[type(sampler)]
 
 
 class LoaderState:
@@ -128,13 +154,12 @@ class LoaderState:
         running = [each for each in loader.gradient_state.dataloader_references if each is not None]
         inside = next((each for each in running if sampler is not None and _sampler_of(each) is sampler), None)
         within = inside is not None and not inside.end_of_dataloader  # else all of its epoch has been handed out
-        state: dict[str, Any] = {"iteration": loader.iteration + (inside is loader and not within)}
+        state: dict[str, Any] = {"iteration": loader.iteration + (inside is loader and not within), "within": within}
         if isinstance(sampler, SeedableRandomSampler):
             state["seed"] = sampler.initial_seed
-        if isinstance(sampler, EpochSampler):
+        if isinstance(sampler, _Random):
             after = None if sampler.generator is None else sampler.generator.get_state()
             state["draws_from"] = self._ranks.of_first(sampler.drawn_from if within else after)
-            state["within"] = within
         if loader.use_stateful_dataloader:
             state["stateful"] = loader.state_dict()
         return state
@@ -145,10 +170,11 @@ class LoaderState:
         loader.iteration = state["iteration"]
         if isinstance(sampler, SeedableRandomSampler) and "seed" in state:
             sampler.initial_seed = state["seed"]
-        if isinstance(sampler, EpochSampler):
+        if isinstance(sampler, _Random):
             drawn = state.get("draws_from")
             sampler.draws_from = drawn.cpu() if isinstance(drawn, torch.Tensor) else drawn
-            sampler.goes_on_with = torch.get_rng_state() if state.get("within") else None
+        if isinstance(sampler, _GoesOn):
+            sampler.goes_on_with = torch.get_rng_state() if state["within"] else None
         if loader.use_stateful_dataloader and "stateful" in state:
             loader.load_state_dict(state["stateful"])
 

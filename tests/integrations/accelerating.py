@@ -55,21 +55,22 @@ BOTH: tuple[Callable[..., Any], ...] = (stock, StreamShardAccelerator)
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        return x + self.drop(self.down(torch.relu(self.up(self.norm(x)))))
 
 
 class Net(nn.Module):
-    def __init__(self, width: int = 12, depth: int = 3) -> None:
+    def __init__(self, dropout: float, width: int = 12, depth: int = 3) -> None:
         super().__init__()
         self.first = nn.Linear(5, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(depth))
         self.last = nn.Linear(width, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,10 +80,10 @@ class Net(nn.Module):
         return self.last(x)
 
 
-def make_model(seed: int = 5) -> Net:
+def make_model(seed: int = 5, dropout: float = 0.0) -> Net:
     """The same on every rank."""
     torch.manual_seed(seed)
-    return Net()
+    return Net(dropout)
 
 
 def loader(batch_size: int = 4, samples: int = SAMPLES, shuffle: bool = True) -> DataLoader[Any]:

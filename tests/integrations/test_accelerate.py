@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState, load_checkpoint_in_model
+from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
     DataLoaderConfiguration,
@@ -26,7 +27,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import Precision, StreamShard
+from streamshard import Precision, StreamShard, init_weights
 from streamshard.engine.handle import engine_of
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.integrations import accelerate_launch
@@ -45,15 +46,26 @@ class Trained:
         make: the Accelerator's class.
         steps: how many batches to train on, over as many epochs as it takes.
         clip: what to do to gradients.
+        data: batches.
+        dropout: of the model.
         **settings: of the Accelerator.
     """
 
-    def __init__(self, make: Callable[..., Any], *, steps: int = 0, clip: str = "norm", **settings: Any) -> None:
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        *,
+        steps: int = 0,
+        clip: str = "norm",
+        data: Any = None,
+        dropout: float = 0.0,
+        **settings: Any,
+    ) -> None:
         self.accelerator = make(**settings)
-        model = make_model()
+        model = make_model(dropout=dropout)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
-        prepared = self.accelerator.prepare(model, optimizer, loader(), scheduler)
+        prepared = self.accelerator.prepare(model, optimizer, data or loader(), scheduler)
         self.model, self.optimizer, self.data, self.scheduler = prepared
         self.clip = clip
         self.losses: list[float] = []
@@ -423,6 +435,32 @@ def test_an_accelerator_of_someone_elses_is_taken_over(context: RankContext) -> 
     _same(ours, theirs)
 
 
+@on_ranks(2)
+def test_a_model_without_values_is_prepared_and_filled(context: RankContext) -> None:
+    with launched(context):
+        accelerator = StreamShardAccelerator()
+        with torch.device("meta"):
+            model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = accelerator.prepare(model, optimizer)
+        init_weights(model, seed=5)
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        assert accelerator.get_state_dict(model)["first.weight"].shape == (12, 5)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "accelerate.md"
+
+
+@pytest.mark.parametrize("group", ["FSDP Arguments", "DeepSpeed Arguments"])
+def test_the_page_says_what_to_write_for_each_option_of_accelerate(group: str) -> None:
+    page = PAGE.read_text()
+    groups = [each for each in launch_command_parser()._action_groups if each.title == group]
+    options = [action.dest for each in groups for action in each._group_actions]
+    assert len(options) > 10
+    assert [option for option in options if option not in page] == []
+
+
 # -- how processes are started ----------------------------------------------------------------------------------------
 
 
@@ -555,11 +593,15 @@ class Counter:
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("seedable", [False, True])
+@pytest.mark.parametrize("kind", ["shuffled", "seedable", "in order"])
 @pytest.mark.parametrize("after", [4, SAMPLES])
-def test_a_run_goes_on_within_an_epoch(context: RankContext, tmp_path: Path, seedable: bool, after: int) -> None:
-    """With the batches that were left, in the order in which they would have come; or behind its last batch."""
-    settings = {"dataloader_config": DataLoaderConfiguration(use_seedable_sampler=seedable)}
+def test_a_run_goes_on_within_an_epoch(context: RankContext, tmp_path: Path, kind: str, after: int) -> None:
+    """With the batches and random numbers that were left, as they would have come; or behind its last batch."""
+    settings = {
+        "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=kind == "seedable"),
+        "data": loader(shuffle=kind != "in order"),
+        "dropout": 0.2,
+    }
     with launched(context):
         run = Trained(StreamShardAccelerator, **settings)
         run.epoch()
