@@ -19,9 +19,11 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    DynamoBackend,
     FullyShardedDataParallelPlugin,
     GradScalerKwargs,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -158,15 +160,25 @@ def test_fp16_scales_losses_on_cpus_too(context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_a_compiled_model_trains_as_ddp_does(context: RankContext) -> None:
+@pytest.mark.parametrize("how", ["whole", "regional", "before"])
+def test_a_compiled_model_trains_as_ddp_does(context: RankContext, how: str) -> None:
+    class Compiling(StreamShardAccelerator):
+        def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            return super().prepare_model(torch.compile(model, backend="eager"), *args, **kwargs)
+
+    plugin = TorchDynamoPlugin(backend="no" if how == "before" else "eager", use_regional_compilation=how == "regional")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of dynamo, about gradients of views that it looks at
         with launched(context):
             theirs = Trained(stock, steps=3)
         with launched(context):
-            ours = Trained(StreamShardAccelerator, steps=3, dynamo_backend="eager")
-            assert not isinstance(ours.model, StreamShard)
-            _same(ours, theirs)
+            ours = Trained(Compiling if how == "before" else StreamShardAccelerator, steps=3, dynamo_plugin=plugin)
+            assert isinstance(ours.model, StreamShard) == (how == "regional")
+            assert isinstance(ours.accelerator.unwrap_model(ours.model, keep_torch_compile=False), StreamShard)
+            if how == "regional":
+                assert all(block._compiled_call_impl is not None for block in ours.model.blocks)
+                assert plugin.backend == DynamoBackend.EAGER
+    _same(ours, theirs)
 
 
 class Gan(nn.Module):
@@ -186,9 +198,10 @@ def _gan(make: Callable[..., Any], where: Path | None = None) -> list[dict[str, 
     accelerator = make()
     actor, critic = Gan(1, 5), Gan(2, 1)
     optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (actor, critic)]
-    actor, critic, *optimizers, data, criterion = accelerator.prepare(
-        actor, critic, *optimizers, loader(), nn.MSELoss()
-    )
+    actor, critic, *optimizers, data = accelerator.prepare(actor, critic, *optimizers, loader())
+    criterion: nn.Module = nn.MSELoss()
+    if isinstance(accelerator, StreamShardAccelerator):  # DDP takes no modules without parameters
+        criterion = accelerator.prepare(criterion)
     for x, _ in data:
         for trained, sign in ((critic, 1.0), (actor, -1.0)):
             score = criterion(critic(x), torch.ones(4, 1)) - criterion(critic(actor(x)), torch.ones(4, 1))
@@ -212,8 +225,7 @@ def _gan(make: Callable[..., Any], where: Path | None = None) -> list[dict[str, 
 def test_several_models_and_optimizers(context: RankContext, tmp_path: Path) -> None:
     """And a loss that is a module without parameters."""
     with launched(context):
-        # DDP takes no modules without parameters, and one forward for one backward.
-        theirs = _gan(lambda: StreamShardAccelerator(weight_slots="all", grad_slots="all"))
+        theirs = _gan(stock)
     with launched(context):
         ours = _gan(StreamShardAccelerator, tmp_path)
     for own, other in zip(ours, theirs, strict=True):
