@@ -311,7 +311,7 @@ class _NotForDDP:
     def __iter__(self) -> Iterator[str]:
         raise ShardingError(
             "a StreamShard model cannot be wrapped in DistributedDataParallel: it reduces gradients itself. With "
-            "accelerate, do not pass it to prepare()"
+            "accelerate, use streamshard.integrations.accelerate.StreamShardAccelerator in the place of Accelerator"
         )
 
 

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from streamshard.engine.engine import Engine
+from streamshard.engine.handle import engine_of
 from streamshard.errors import ShardingError
 from streamshard.plan.structure import join_names, modules_of
 from streamshard.unit.looked_up import look_up
-from streamshard.unit.pieces import StatePiece, piece_of
+from streamshard.unit.pieces import StatePiece, piece_of, refuse_accelerate
 
-__all__ = ["BeforeSaving", "LoadWhole", "OutsideParameters", "mark_pieces"]
+__all__ = ["BeforeSaving", "LoadWhole", "OutsideParameters", "before_saving_all", "mark_pieces"]
 
 
 class OutsideParameters(dict[str, Any]):
@@ -79,6 +80,13 @@ class BeforeSaving:
                 "beside one: layers hold gathered weights, in memory that takes turns. Call it between steps"
             )
         self._engine.refuse_empty("state_dict()")
+
+
+def before_saving_all(root: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Before ``state_dict()`` of the whole model, also on one rank: there weights share memory, and safetensors that
+    accelerate writes leave out what does."""
+    if not engine_of(root).is_whole:
+        refuse_accelerate()
 
 
 def mark_pieces(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from streamshard.errors import ShardingError
 from streamshard.unit.first_step import finish_watching, refuse_optimizer, start_watching
 from streamshard.unit.looked_up import forget_look_up
-from streamshard.unit.pieces import Piece, StatePiece, piece_of
+from streamshard.unit.pieces import Piece, StatePiece, piece_of, refuse_accelerate
 from streamshard.unit.sharded_grad import know_grads
 from streamshard.unit.step_grads import put_back, set_aside, show_in
 from streamshard.unit.unreduced_grad import UnreducedGrad
@@ -223,6 +223,7 @@ def _is_of(optimizer: Optimizer, packages: tuple[str, ...]) -> bool:
 
 
 def _mark_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    refuse_accelerate()
     return _with_state(state_dict, lambda tensor: tensor.as_subclass(StatePiece) if tensor.ndim else tensor)
 
 

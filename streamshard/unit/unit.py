@@ -220,8 +220,12 @@ class StreamedUnit:
                 if view.requires_grad is not wanted:
                     view.requires_grad_(wanted)
         self.is_trainable = trainable
-        if trainable and self.grads.main is None:
-            self.grads.allocate()
+        if (
+            trainable
+            and self.grads.main is None
+            and (torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1)
+        ):
+            self.grads.allocate()  # not for a model that is only evaluated, whatever its parameters say
 
     def give_trainability(self) -> None:
         """The unit is about to be released: what was frozen or thawed in a forward stays so."""
