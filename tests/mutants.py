@@ -378,7 +378,7 @@ MUTANTS: list[Mutant] = [
         "large_units::test_modules_of_one_class_have_a_slot_each",
     ),
     Mutant(
-        "plan/discovery",
+        "plan/detection",
         "a module whose weight another one keeps in a list is large",
         "                and all(users[param] <= within for param in params_of(child).values())\n",
         "",
