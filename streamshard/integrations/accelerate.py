@@ -253,6 +253,13 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         remember_epochs(prepared)
         return prepared
 
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As accelerate's, of the epoch that `dataloader` is in; accelerate 1.14 takes the first one's order."""
+        rest = super().skip_first_batches(dataloader, num_batches)
+        if hasattr(rest, "iteration"):
+            rest.iteration = dataloader.iteration
+        return rest
+
     # -- whole weights ------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True, *, rank0_only: bool = False) -> dict[str, Any]:
