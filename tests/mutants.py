@@ -1878,7 +1878,7 @@ MUTANTS: list[Mutant] = [
         "processes on CPUs do not know of each other",
         '        return {**given, "cpu": True}\n',
         "        return given\n",
-        "accelerate::test_processes_that_do_not_know_of_each_other",
+        "accelerate_options::test_processes_that_do_not_know_of_each_other",
     ),
     Mutant(
         "integrations/accelerate_join",
@@ -1892,28 +1892,28 @@ MUTANTS: list[Mutant] = [
         "an epoch that is gone on with is shuffled anew",
         "sampler.drawn_from if within else after",
         "after",
-        "accelerate::test_a_run_goes_on_within_an_epoch",
+        "accelerate_state::test_a_run_goes_on_within_an_epoch",
     ),
     Mutant(
         "integrations/accelerate_state",
         "a loader that is entered within an epoch takes random numbers from the run",
         "            torch.set_rng_state(self.goes_on_with)\n",
         "",
-        "accelerate::test_a_run_goes_on_within_an_epoch",
+        "accelerate_state::test_a_run_goes_on_within_an_epoch",
     ),
     Mutant(
         "integrations/accelerate_state",
         "the newest checkpoints go",
         "[:-limit]",
         "[-limit:]",
-        "accelerate::test_checkpoints_are_numbered_and_only_the_latest_kept",
+        "accelerate_state::test_checkpoints_are_numbered_and_only_the_latest_kept",
     ),
     Mutant(
         "unit/pieces",
         "accelerate's own class saves pieces",
         '        if frame.f_globals.get("__name__") in _ACCELERATE:\n',
         "        if False:\n",
-        "accelerate::test_accelerates_own_class_saves_no_pieces",
+        "accelerate_state::test_accelerates_own_class_saves_no_pieces",
     ),
 ]
 
