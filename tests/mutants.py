@@ -154,8 +154,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "what was issued last is left out at the end of a pass",
-        "        self._issue(forward.schedule.finish())\n        if self.precision",
-        "        forward.schedule.finish()\n        if self.precision",
+        "        self._issue(forward.schedule.finish())\n        if self._gathers_mains",
+        "        forward.schedule.finish()\n        if self._gathers_mains",
         "cases_execution",
     ),
     Mutant(
@@ -776,21 +776,21 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/grads",
         "a grad slot is opened as if it held main grads",
-        "        self._set_written(self._adds and self._is_main_in_slot)\n",
-        "        self._set_written(self._adds)\n",
+        "        is_added_to = self.adds and self.is_main_in_slot\n        self.set_written(is_added_to)\n",
+        "        is_added_to = self.adds and self.is_main_in_slot\n        self.set_written(self.adds)\n",
         "cases_training",
     ),
     Mutant(
         "unit/grads",
         "main grads in the slot are not added to",
-        "        self._set_written(self._adds and self._is_main_in_slot)\n",
-        "        self._set_written(False)\n",
+        "        is_added_to = self.adds and self.is_main_in_slot\n        self.set_written(is_added_to)\n",
+        "        is_added_to = self.adds and self.is_main_in_slot\n        self.set_written(False)\n",
         "dial",
     ),
     Mutant(
         "unit/grads",
         "main grads in the slot count once, not N times",
-        "            chunk.mul_(layout.world_size) if rank",
+        "            chunk.mul_(world_size) if rank",
         "            chunk.mul_(1) if rank",
         "dial",
     ),
@@ -832,8 +832,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/grads",
         "a parameter without a gradient contributes leftovers",
-        "                grad.in_slot.zero_()\n        slot = self.slot\n",
-        "                pass\n        slot = self.slot\n",
+        "                    grad.in_slot.zero_()\n            if slot is None:\n",
+        "                    pass\n            if slot is None:\n",
         "cases_execution",
     ),
     Mutant(
@@ -873,16 +873,16 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "unit/grads",
-        "`_adds` is not set after a first reduction",
-        "        accumulate, self._adds = self._adds and not self._is_main_in_slot, True\n",
-        "        accumulate = self._adds and not self._is_main_in_slot\n",
+        "`adds` is not set after a first reduction",
+        "        accumulate, self.adds = self.adds and not self.is_main_in_slot, True\n",
+        "        accumulate = self.adds and not self.is_main_in_slot\n",
         "cases_passes::test_recomputed_layers_with_several_forwards_and_backwards",
     ),
     Mutant(
         "unit/grads",
         "main grads in the slot are added twice",
-        "        accumulate, self._adds = self._adds and not self._is_main_in_slot, True\n",
-        "        accumulate, self._adds = self._adds, True\n",
+        "        accumulate, self.adds = self.adds and not self.is_main_in_slot, True\n",
+        "        accumulate, self.adds = self.adds, True\n",
         "dial",
     ),
     Mutant(
@@ -930,15 +930,15 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/grads",
         "main grads are not zeroed where gradients wait for the first time",
-        "            self.main.zero_()\n            self._adds = True\n",
-        "            self._adds = True\n",
+        "                segment.main.zero_()\n                segment.adds = True\n",
+        "                segment.adds = True\n",
         "invariants::test_gradients_that_wait_are_not_added_to_those_of_a_step_before",
     ),
     Mutant(
         "unit/grads",
         "`leave_unreduced` overwrites what autograd has put there",
-        "            if param.grad is not None:\n                self._add_own(grad, param.grad)\n            if grad",
-        "            if grad",
+        "                    segment.add_own(grad, param.grad)\n",
+        "                    pass\n",
         "cases_graphs::test_penalties_on_the_parameters_accumulate_with_everything_else",
     ),
     Mutant(
@@ -951,21 +951,21 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/grads",
         "`resume` keeps what was cleared as used",
-        "                grad.is_used = grad.is_kept = False\n                if own",
-        "                if own",
+        "                    grad.is_used = grad.is_kept = False\n                    if own",
+        "                    if own",
         "invariants::test_what_was_cleared_and_is_not_used_again_has_no_gradient dial cases_graphs",
     ),
     Mutant(
         "unit/grads",
         "`resume` keeps what was cleared",
-        "                grad.forget()\n",
+        "                    grad.forget()\n",
         "",
         "dial",
     ),
     Mutant(
         "unit/grads",
         "`resume` drops what replaced a stand-in",
-        "                if own is not None:\n                    self._add_own(grad, own)\n\n",
+        "                    if own is not None:\n                        segment.add_own(grad, own)\n\n",
         "\n",
         "cases_graphs invariants::test_a_gradient_put_in_place_of_one_that_waits_is_added_to",
     ),
@@ -986,7 +986,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/grads",
         "what autograd gives to a sharded parameter counts once, not N times",
-        "add_(own, alpha=self._shard.layout.world_size)",
+        "add_(own, alpha=self._plan.layout.world_size)",
         "add_(own)",
         "cases_graphs",
     ),
@@ -1254,16 +1254,16 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/edits",
         "what is known to change is kept only with a new version",
-        "            self._changed[unit.index] = unit.weights.clone()\n",
+        "            self._changed[unit.index] = [segment.weights.clone() for segment in unit.segments]\n",
         "            if unit.has_edits or self.is_learning:\n"
-        "                self._changed[unit.index] = unit.weights.clone()\n",
+        "                self._changed[unit.index] = [segment.weights.clone() for segment in unit.segments]\n",
         "edits",
     ),
     Mutant(
         "engine/edits",
         "what was kept is the slot itself",
-        "= unit.weights.clone()\n",
-        "= unit.weights\n",
+        "= [segment.weights.clone() for",
+        "= [segment.weights for",
         "edits",
     ),
     Mutant(

@@ -32,9 +32,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         found: its units, in the order of the engine's, which begin with the edge unit.
         engine: complete, with weights.
     """
-    views = {
-        shard.param: view for unit in engine.units for shard, view in zip(unit.shard.params, unit.views, strict=True)
-    }
+    views = {shard.param: view for unit in engine.units for shard, view in zip(unit.params, unit.views, strict=True)}
     for param, view in views.items():
         view.__dict__ = param.__dict__  # what people set on a parameter (a multiplier, a tag) is on either
     owner = owners_of(found)
@@ -43,7 +41,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     unit_params = {
         shard.param: UnitParam(homes[unit], param_index)
         for unit in engine.units
-        for param_index, shard in enumerate(unit.shard.params)
+        for param_index, shard in enumerate(unit.params)
     }
     for streamed, home in homes.items():
         streamed.away = _away_of(home)
@@ -123,7 +121,7 @@ def _bind_views(member: Member, module: nn.Module, views: Mapping[nn.Parameter, 
     if any(param is not None for param in sharded.values()):
         computing = {name: None if param is None else views[param] for name, param in sharded.items()}
         member.add_binding(module, "_parameters", sharded, computing)
-    in_place = {shard.param: views[shard.param] for unit in (member.unit, engine.edge) for shard in unit.shard.params}
+    in_place = {shard.param: views[shard.param] for unit in (member.unit, engine.edge) for shard in unit.params}
     for key, value in module.__dict__.items():
         if key not in ("_parameters", "_buffers", "_modules") and (bound := _with_views(value, in_place)) is not value:
             member.add_binding(module, key, value, bound)

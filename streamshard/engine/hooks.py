@@ -211,7 +211,7 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
     """
     lowest, highest = engine.turn_slots.span
     slot = use.unit.weight_slot
-    first_byte, last_byte = slot.first_byte, slot.last_byte
+    first_byte, last_byte, more = slot.first_byte, slot.last_byte, slot.more
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     need, own = engine.need, use.unit.view_ids
 
@@ -223,7 +223,7 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
             address = 0
             if (owner := owner_of(engine, tensor)) is not None:  # a Function keeps a weight that is away
                 return tensor, use_of(engine, owner[0])
-        if first_byte <= address < last_byte:
+        if first_byte <= address < last_byte or more and slot.holds(tensor):
             if (base := tensor._base) is not None and id(base) not in own:
                 _refuse_stale(engine, use.unit, base)
             return tensor if tensor.is_leaf else tensor.detach(), use
@@ -261,7 +261,7 @@ def _refuse_stale(engine: Engine, content: StreamedUnit, base: torch.Tensor | No
     if owner is not None and owner[0] is not content:
         unit, param_index = owner
         raise ShardingError(
-            f"a view of parameter {unit.shard.params[param_index].name!r} was kept while its layer ran and is used "
+            f"a view of parameter {unit.params[param_index].name!r} was kept while its layer ran and is used "
             f"after it, when {content.name!r} is in the buffer that it lies in: keep the parameter itself and take the "
             "view where it is used, or keep a clone()"
         )

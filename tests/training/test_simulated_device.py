@@ -416,7 +416,7 @@ def test_gradients_that_come_on_other_streams_are_waited_for(context: RankContex
         on_grad, drained = engine.on_grad, []
 
         def on_side(unit: StreamedUnit, param_index: int, grad: Tensor) -> None:
-            if not unit.shard.params[param_index].name.endswith(kind):
+            if not unit.params[param_index].name.endswith(kind):
                 on_grad(unit, param_index, grad)
                 return
             with device.stream(side):
