@@ -238,10 +238,9 @@ def _find_groups(
 
 def _split(params: Sequence[FoundParam], precision: Precision) -> list[tuple[SegmentKind, list[FoundParam]]]:
     """The segments of a unit: those that train first. See [Note: segments]."""
-    trains = any(found.param.requires_grad for found in params)
     parts: dict[SegmentKind, list[FoundParam]] = {}
     for found in params:
-        kind = kind_of(torch.float32, trains=trains, precision=precision)
+        kind = kind_of(found.param.dtype, trains=found.param.requires_grad, precision=precision)
         parts.setdefault(kind, []).append(found)
     if not parts:
         parts[kind_of(torch.float32, trains=False, precision=precision)] = []
