@@ -7,7 +7,7 @@ import math
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,7 @@ from streamshard.plan.discovery import (
     group_params,
     warn_of_edge,
 )
+from streamshard.plan.fp32 import InFp32, find_fp32
 from streamshard.plan.layout import ParamSize
 from streamshard.plan.memory import Category, Sizing, choose_slots, holds_main_grads, largest_of, read_budget
 from streamshard.plan.segments import PlannedSegment, SegmentKind, UnitLayout, kind_of, plan_units
@@ -80,6 +81,7 @@ class _Checked(NamedTuple):
         budget: bytes, None if slots are counted.
         found: the units.
         parts: by unit, that of the edge unit first, its parameters: segment by segment, with what they have in common.
+        in_fp32: what computes in fp32 whatever the model does.
         on_meta: names of its parameters and buffers that have no values.
     """
 
@@ -89,6 +91,7 @@ class _Checked(NamedTuple):
     budget: int | None
     found: list[FoundUnit]
     parts: list[list[tuple[SegmentKind, list[FoundParam]]]]
+    in_fp32: InFp32
     on_meta: list[str]
 
 
@@ -123,7 +126,7 @@ def shard_model(
         shards = {shard.param: shard for shard in engine.param_shards}
         ordered = [shards[param] for param in params_of(module).values()]
         engine.reductions.check = GradCheck(ordered, engine.ranks).check
-    attach(base, module, checked.found, engine)
+    attach(base, module, checked.found, engine, checked.in_fp32)
     answer_for(engine)
     if empty or empty_buffers:
         without = {shard.name: shard for shard in engine.param_shards if shard.name in empty and shard.layout.numel}
@@ -178,8 +181,9 @@ def _check(module: nn.Module, units: UnitsArgument, who: Groups | None, given: M
     named = (*params_of(module).items(), *buffers_of(module).items())
     on_meta = [name for name, tensor in named if is_meta(tensor)]
     found, groups = _find_groups(module, units, settings)
-    parts = [_split(params, settings.precision) for params in groups]
-    return _Checked(settings, here, device, budget, found, parts, on_meta)
+    in_fp32 = find_fp32(module, settings.precision, huggingface.kept_in_fp32(module, settings.precision.param_dtype))
+    parts = [_split(params, settings.precision, in_fp32.params) for params in groups]
+    return _Checked(settings, here, device, budget, found, parts, in_fp32, on_meta)
 
 
 def _check_module(module: nn.Module) -> None:
@@ -236,14 +240,17 @@ def _find_groups(
     return found, groups
 
 
-def _split(params: Sequence[FoundParam], precision: Precision) -> list[tuple[SegmentKind, list[FoundParam]]]:
+def _split(
+    params: Sequence[FoundParam], precision: Precision, in_fp32: Collection[nn.Parameter]
+) -> list[tuple[SegmentKind, list[FoundParam]]]:
     """The segments of a unit: those that train first. See [Note: segments]."""
     parts: dict[SegmentKind, list[FoundParam]] = {}
     for found in params:
-        kind = kind_of(found.param.dtype, trains=found.param.requires_grad, precision=precision)
+        param = found.param
+        kind = kind_of(param.dtype, precision, trains=param.requires_grad, in_fp32=param in in_fp32)
         parts.setdefault(kind, []).append(found)
     if not parts:
-        parts[kind_of(torch.float32, trains=False, precision=precision)] = []
+        parts[kind_of(torch.float32, precision, trains=False, in_fp32=False)] = []
     return sorted(parts.items(), key=lambda part: not part[0].trains)
 
 

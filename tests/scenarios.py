@@ -209,6 +209,27 @@ class AdapterStack(Stack):
                 param.data = param.to(torch.bfloat16)
 
 
+class NormedLayer(Layer):
+    """With a norm of its outputs, whose weights and statistics are fp32 where the rest is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, DIM]"""
+        out: Tensor = self.norm(super().forward(x))
+        return out
+
+
+class NormedStack(Stack):
+    """Of such layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(NormedLayer() for _ in range(5))
+
+
 def _thawing(model: nn.Module, call: Call) -> None:
     layers: Any = model.layers
     layers[3].requires_grad_(call.step > 0)
@@ -308,6 +329,7 @@ SCENARIOS: dict[str, Scenario] = {
     "adapters": Scenario(AdapterStack, _one_backward),
     "adapters in micro-batches": Scenario(AdapterStack, _no_sync),
     "thawing": Scenario(AdapterStack, _thawing),
+    "norms in fp32": Scenario(NormedStack, _one_backward),
     "clipping": Scenario(RoutedStack, _clipping),
     "summoning": Scenario(RoutedStack, _summoning),
     "weights elsewhere": Scenario(RoutedStack, _moving),

@@ -116,7 +116,7 @@ class Engine:
         self._backward: Backward | None = None
         self._failed: Backward | None = None  # a backward that an exception has ended, until it is settled
         self._looks_for_autocast = self.precision.param_dtype is torch.float32 and not self.is_alone
-        self._gathers_mains = any(segment.compute is segment.main for segment in self.segments)
+        self._gathers_mains = any(segment.gathers_main for segment in self.segments)
         self._entering: frozenset[int] | None = None  # the units of a pass that begins when weights are first read
         self._is_delivering = False  # gradients are final: hooks of the sharded parameters run
         self._cast_versions: list[list[int]] = []  # of the weights that were cast last, inside no_sync()
@@ -560,7 +560,7 @@ class Engine:
         with torch.no_grad():
             for unit, segment in thawed:
                 unit.widen(segment)
-        self._gathers_mains = any(segment.compute is segment.main for segment in self.segments)
+        self._gathers_mains = any(segment.gathers_main for segment in self.segments)
 
     def need(self, use: Use) -> None:
         """Backward is about to read the weights of `use`'s unit (rule 1). Called any number of times."""

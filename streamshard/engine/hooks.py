@@ -27,7 +27,15 @@ from streamshard.engine.passes import Pass, Use
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.unit.unit import StreamedUnit
 
-__all__ = ["backward_of", "call_shell", "call_unit", "holding_back_weights", "register_forward_method", "watch"]
+__all__ = [
+    "backward_of",
+    "call_shell",
+    "call_unit",
+    "compute_in_fp32",
+    "holding_back_weights",
+    "register_forward_method",
+    "watch",
+]
 
 _T = TypeVar("_T")
 
@@ -127,6 +135,26 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     if has_graph:
         _untraced(_watch_outputs, output, args, _Need(engine, use))
     return output
+
+
+def compute_in_fp32(module: nn.Module) -> None:
+    """Let `module`, a part of a layer or of what is outside of layers, be given fp32, and give on what it was given.
+
+    Nothing around it notices. Around units it is not needed: whoever takes what they give casts it.
+    """
+    method = module.forward
+    # Not the bound method, which would keep the module that keeps it.
+    bind = (lambda: method) if not inspect.ismethod(method) else weakref.WeakMethod(method)
+
+    @functools.wraps(getattr(method, "__func__", method))
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        call: Any = bind()
+        given = next((t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
+        args, kwargs = _cast((args, kwargs), torch.float32)
+        output = call(*args, **kwargs)
+        return output if given is None else _cast(output, given)
+
+    module.__dict__["forward"] = forward
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:

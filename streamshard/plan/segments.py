@@ -44,17 +44,20 @@ class SegmentKind(NamedTuple):
     mode: ReductionMode
 
 
-def kind_of(dtype: torch.dtype, *, trains: bool, precision: Precision) -> SegmentKind:
+def kind_of(dtype: torch.dtype, precision: Precision, *, trains: bool, in_fp32: bool) -> SegmentKind:
     """The kind of a parameter's segment.
 
     Args:
         dtype: the parameter's own.
-        trains: it needs a gradient.
         precision: of the model.
+        trains: it needs a gradient.
+        in_fp32: it is computed with in fp32 whatever the model is.
     """
-    compute = precision.param_dtype
-    main = torch.float32 if trains or compute is torch.float32 else dtype
-    return SegmentKind(trains, compute, main, precision.slot_grad_dtype, precision.reduction_mode)
+    fp32 = torch.float32
+    if in_fp32 or precision.param_dtype is fp32:
+        return SegmentKind(trains, fp32, fp32, fp32, ReductionMode.FP32)
+    main = fp32 if trains else dtype
+    return SegmentKind(trains, precision.param_dtype, main, precision.slot_grad_dtype, precision.reduction_mode)
 
 
 class PlannedSegment(NamedTuple):

@@ -106,6 +106,11 @@ class SegmentShard:
         self.main = ledger.allocate(kept_as, numel, main_dtype) if is_cast else self.compute
         self._refuse_saving()
 
+    @property
+    def gathers_main(self) -> bool:
+        """Whether gathers read the main weights, unless the user has put other memory under a parameter."""
+        return self.main.dtype is self.kind.compute_dtype
+
     def _refuse_saving(self) -> None:
         if self._ranks.world_size > 1 and self.layout.shard_numel:
             refuse_saving(self.main)
