@@ -33,7 +33,7 @@ from streamshard.engine.grad_inputs import answer_for
 from streamshard.engine.handle import handle_of, registered_names
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
-from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StateError, warn_user
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError, warn_user
 from streamshard.plan.discovery import (
     FoundParam,
     FoundUnit,
@@ -379,26 +379,12 @@ def _most_bytes(segments: Sequence[PlannedSegment]) -> int:
 
 def _allocate(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> list[StreamedUnit]:
     """Slots, each as large as its largest unit, and the units that take turns in them."""
-    layouts, streams, is_alone = sizing.layouts, ranks.streams, ranks.world_size == 1
-    weight_slots: dict[int, WeightSlot] = {}
-    grad_slots: dict[int, GradSlot] = {}
-    if not is_alone:
-        for slot, n_bytes in largest_of(plan.weights, [layout.weight_bytes for layout in layouts]).items():
-            # The compute shards of slots that hold one unit each lie in them: then other ranks read the slot, and
-            # where main weights are one with them, the user does.
-            units = [layout for layout, number in zip(layouts, plan.weights, strict=True) if number == slot]
-            kinds = [segment.kind for layout in units for segment in layout.segments]
-            is_users = any(kind.main_dtype is kind.compute_dtype for kind in kinds)
-            buffer = ledger.allocate(
-                Category.WEIGHT_SLOTS, n_bytes, torch.uint8, is_visible=plan.keeps_weights, is_users=is_users
-            )
-            takes_turns = any(s and number == slot for s, number in zip(plan.shared, plan.weights, strict=True))
-            weight_slots[slot] = WeightSlot(buffer, streams, f"weight slot {slot}", is_shared=takes_turns)
-        grad_slots = _plan_grad_slots(sizing, plan, ranks, ledger)
-    units_made = []
-    for index, layout in enumerate(layouts):
-        weight_slot = weight_slots.get(plan.weights[index])
-        grad_slot = grad_slots.get(plan.grads[index])
+    is_alone = ranks.world_size == 1
+    weight_slots = {} if is_alone else _allocate_weight_slots(sizing, plan, ranks, ledger)
+    grad_slots = {} if is_alone else _plan_grad_slots(sizing, plan, ranks, ledger)
+    units = []
+    for index, layout in enumerate(sizing.layouts):
+        weight_slot, grad_slot = weight_slots.get(plan.weights[index]), grad_slots.get(plan.grads[index])
         segments = []
         for segment in layout.segments:
             weights = None
@@ -408,14 +394,28 @@ def _allocate(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> l
             is_in_slot = plan.keeps_weights and not is_alone
             segments.append(SegmentShard(segment, ranks, ledger, weights, is_in_slot=is_in_slot))
         if weight_slot is None:
-            weight_slot = WeightSlot(segments[0].compute, streams, f"compute shard {index}", is_shared=False)
+            weight_slot = WeightSlot(segments[0].compute, ranks.streams, f"compute shard {index}", is_shared=False)
         grads = UnitGrads(index, grad_slot, ranks.world_size)
         make_grads = _grads_of(layout, grad_slot, sizing, plan, ranks, ledger)
         turns = plan.shared[index]
-        units_made.append(
-            StreamedUnit(index, layout, segments, make_grads, weight_slot, grads, ranks, takes_turns=turns)
+        units.append(StreamedUnit(index, layout, segments, make_grads, weight_slot, grads, ranks, takes_turns=turns))
+    return units
+
+
+def _allocate_weight_slots(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> dict[int, WeightSlot]:
+    slots = {}
+    for slot, n_bytes in largest_of(plan.weights, [layout.weight_bytes for layout in sizing.layouts]).items():
+        mine = [unit for unit, number in enumerate(plan.weights) if number == slot]
+        # The compute shards of slots that hold one unit each lie in them: then other ranks read the slot, and where
+        # main weights are one with them, the user does.
+        kinds = [segment.kind for unit in mine for segment in sizing.layouts[unit].segments]
+        is_users = any(kind.main_dtype is kind.compute_dtype for kind in kinds)
+        buffer = ledger.allocate(
+            Category.WEIGHT_SLOTS, n_bytes, torch.uint8, is_visible=plan.keeps_weights, is_users=is_users
         )
-    return units_made
+        takes_turns = any(plan.shared[unit] for unit in mine)
+        slots[slot] = WeightSlot(buffer, ranks.streams, f"weight slot {slot}", is_shared=takes_turns)
+    return slots
 
 
 def _plan_grad_slots(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> dict[int, GradSlot]:
@@ -446,16 +446,12 @@ def _grads_of(
 ) -> Callable[[SegmentShard], SegmentGrads]:
     """What makes room for the gradients of a segment of the unit."""
 
+    planned = {each.tag: each for each in layout.segments}
+
     def make_grads(segment: SegmentShard) -> SegmentGrads:
-        start = 0
-        for planned in layout.segments:
-            in_slot = holds_main_grads(planned.kind, plan, ranks.world_size)
-            n_bytes = sizing.scratch_numel(planned, not in_slot) * planned.kind.grad_dtype.itemsize
-            if planned.tag == segment.tag:
-                return SegmentGrads(planned, slot, ranks, ledger, n_bytes, start, holds_main_grads=in_slot)
-            if planned.kind.trains is segment.kind.trains:
-                start += n_bytes
-        raise StateError("a segment", f"number {segment.tag}", f"one of {layout.name!r}")
+        own = planned[segment.tag]
+        in_slot = holds_main_grads(own.kind, plan, ranks.world_size)
+        return SegmentGrads(own, slot, ranks, ledger, *sizing.scratch_of(own, plan), holds_main_grads=in_slot)
 
     return make_grads
 

@@ -625,8 +625,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "a backward begins without `settle`",
-        "        self.settle()\n        for unit in self.units:\n",
-        "        for unit in self.units:\n",
+        "        self.settle()\n        self._widen()\n",
+        "        self._widen()\n",
         "cases_exceptions::test_after_an_exception_an_earlier_forward_may_be_differentiated",
     ),
     Mutant(
@@ -1807,8 +1807,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine",
         "what a backward trains for the first time is not widened",
-        "        self._widen()\n        nothing =",
-        "        nothing =",
+        "        self._widen()\n        for unit",
+        "        for unit",
         "segments",
     ),
     Mutant(
@@ -1903,10 +1903,10 @@ MUTANTS: list[Mutant] = [
         "segments",
     ),
     Mutant(
-        "build",
+        "plan/memory",
         "segments of a unit have the same scratch",
         "                start += n_bytes\n",
-        "                pass\n",
+        "",
         "fp32_modules",
     ),
     Mutant(

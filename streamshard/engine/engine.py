@@ -527,11 +527,11 @@ class Engine:
 
     def _open_backward(self) -> Backward:
         self.settle()
+        self._widen()
         for unit in self.units:
             unit.take_trainability()
             if self.plan.keeps_grads:
                 unit.grads.resume()
-        self._widen()
         nothing = Schedule([], self._slot_of, self._turns, reduce=True)
         backward = self._backward = Backward(nothing, leaves_unreduced=self.leaves_unreduced_next)
         self.reductions.due = set()

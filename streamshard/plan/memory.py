@@ -72,14 +72,22 @@ class Sizing(NamedTuple):
         """Elements of this rank's shards that train."""
         return sum(segment.layout.shard_numel for segment in self.segments if segment.tag in self.trains)
 
+    def scratch_of(self, segment: PlannedSegment, plan: SlotPlan) -> tuple[int, int]:
+        """What its reductions need beside its part of the grad slot: where that begins in the scratch, and bytes."""
+        start = n_bytes = 0
+        for own in self.layouts[segment.unit].segments:
+            if own.kind.trains is segment.kind.trains:
+                start += n_bytes
+                adds = not holds_main_grads(own.kind, plan, self.world_size)
+                n_bytes = self.scratch_numel(own, adds) * own.kind.grad_dtype.itemsize
+            if own.tag == segment.tag:
+                break
+        return start, n_bytes
+
     def scratch_bytes(self, unit: int, plan: SlotPlan, *, trains: bool) -> int:
-        """What reductions of one part of a unit's grad slot need beside it."""
-        return sum(
-            self.scratch_numel(segment, not holds_main_grads(segment.kind, plan, self.world_size))
-            * segment.kind.grad_dtype.itemsize
-            for segment in self.layouts[unit].segments
-            if segment.kind.trains is trains
-        )
+        """What the reductions of one part of a unit's grad slot need together."""
+        own = (each for each in self.layouts[unit].segments if each.kind.trains is trains)
+        return max((sum(self.scratch_of(segment, plan)) for segment in own), default=0)
 
 
 def holds_main_grads(kind: SegmentKind, plan: SlotPlan, world_size: int) -> bool:

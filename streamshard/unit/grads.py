@@ -119,8 +119,8 @@ class SegmentGrads:
         slot: where gradients are collected; None with one rank, which writes to the main grads.
         ranks: between whom they are reduced.
         ledger: allocates main grads.
-        scratch_bytes: what its reductions need beside the slot.
-        scratch_start: where that begins in its part of the scratch, in bytes.
+        scratch_start: where what its reductions need beside the slot begins in its part of the scratch, in bytes.
+        scratch_bytes: how much that is.
         holds_main_grads: main grads are this rank's range of `all`.
 
     Attributes:
@@ -137,8 +137,8 @@ class SegmentGrads:
         slot: GradSlot | None,
         ranks: Ranks,
         ledger: Ledger,
-        scratch_bytes: int,
         scratch_start: int,
+        scratch_bytes: int,
         *,
         holds_main_grads: bool,
     ) -> None:

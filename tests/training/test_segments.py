@@ -391,6 +391,62 @@ def test_what_is_unfrozen_between_micro_batches_trains_as_if_it_had_been_trainab
     assert_same(*found, "weights", EXACT)
 
 
+class Impatient(nn.Module):
+    """Unfreezes its weight in its second forward with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, DIM]"""
+        self.linear.weight.requires_grad_(self.forwards > 0)
+        self.forwards += torch.is_grad_enabled()
+        return x + torch.tanh(self.linear(x))
+
+
+class ImpatientStack(Stack):
+    """Of which one layer is so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2] = Impatient()
+        for param in self.layers[2].parameters():
+            param.requires_grad_(False)
+
+
+@on_ranks(1, 2)
+def test_what_a_forward_unfreezes_trains_like_plain_pytorch(context: RankContext) -> None:
+    """It has a gradient in the backward that follows."""
+
+    def step(model: Any, call: Call) -> Tensor:
+        model.layers[2].forwards = call.step
+        return stack_step(model, call)
+
+    assert_trains_like_plain(context, ImpatientStack, step)
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_unfrozen_can_be_asked_for_its_gradient(context: RankContext) -> None:
+    """By `torch.autograd.grad`, in the first backward that trains it; and a penalty on it counts."""
+    grads = []
+    for penalty in (0, 1):
+        torch.manual_seed(3)
+        model: Any = StreamShard(adapted(), precision=BF16)
+        model.layers[1].requires_grad_(True)
+        weight = model.layers[1].linear.base.weight
+        before = weight.detach().float()
+        loss = model(vector_batch(0, context.rank)).square().mean()
+        if penalty:
+            (loss + weight.square().sum() / 2).backward()
+            grads.append(weight.grad.as_subclass(Tensor))
+        else:
+            grads.append(torch.autograd.grad(loss, [weight])[0].as_subclass(Tensor))
+        assert weight.dtype is grads[-1].dtype is torch.float32
+    assert torch.allclose(grads[1] - grads[0], before, atol=1e-6)
+
+
 @on_ranks(1, 2)
 @pytest.mark.parametrize("slots", [{}, ONE_EACH], ids=["ZeRO-3", "ZeRO-1"])
 def test_unfreezing_widens_in_place(context: RankContext, slots: dict[str, Any]) -> None:
