@@ -58,10 +58,11 @@ class StreamShard(Uncopyable):
             accelerator if there is one that the process group can serve, unless `mesh` is one of CPUs. Parameters and
             buffers on the meta device get room there, and are empty: `load_safetensors` or `init_weights` fills them.
         units: what is gathered and reduced together: module classes, modules, names, a predicate ``(module)`` or
-            ``(name, module)``, or None: ``_no_split_modules`` of a transformers model, the repeated children of every
-            ModuleList or Sequential that holds a tenth of the parameters, and beside these layers what is large, if
-            its parameters are not tied: a transformers model's input and output embeddings, and modules with half as
-            many parameters as a layer. The rest forms the edge unit.
+            ``(name, module)``, or None: the repeated children of every ModuleList, ModuleDict or Sequential that holds
+            a twentieth of the weights (embeddings not counted) or a million parameters a child, and beside these
+            layers what is large, if its parameters are not tied: a transformers model's input and output embeddings,
+            and modules with half as many parameters as a layer. The rest forms the edge unit; warns if that is more
+            than a quarter of the weights.
         mesh: a 1-D DeviceMesh or a process group to shard over, or a 2-D DeviceMesh, replicate x shard: shards within
             the second axis, averages gradients over the first (hybrid sharding). None takes the default group, made
             from the launcher's environment if there is none.
@@ -313,7 +314,7 @@ class _NotForDDP:
     def __iter__(self) -> Iterator[str]:
         raise ShardingError(
             "a StreamShard model cannot be wrapped in DistributedDataParallel: it reduces gradients itself. With "
-            "accelerate, do not pass it to prepare()"
+            "accelerate, use streamshard.integrations.accelerate.StreamShardAccelerator in the place of Accelerator"
         )
 
 

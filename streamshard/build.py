@@ -34,16 +34,7 @@ from streamshard.engine.handle import handle_of, registered_names
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, warn_user
-from streamshard.plan.discovery import (
-    FoundParam,
-    FoundUnit,
-    UnitsArgument,
-    coalesce,
-    find_large,
-    find_units,
-    group_params,
-    warn_of_edge,
-)
+from streamshard.plan.discovery import FoundParam, FoundUnit, UnitsArgument, find_groups
 from streamshard.plan.fp32 import InFp32, find_fp32
 from streamshard.plan.layout import ParamSize
 from streamshard.plan.memory import Category, Sizing, choose_slots, holds_main_grads, largest_of, read_budget
@@ -180,7 +171,9 @@ def _check(module: nn.Module, units: UnitsArgument, who: Groups | None, given: M
         budget = read_budget(settings.memory_budget, device, replaced)
     named = (*params_of(module).items(), *buffers_of(module).items())
     on_meta = [name for name, tensor in named if is_meta(tensor)]
-    found, groups = _find_groups(module, units, settings)
+    found, groups = find_groups(
+        module, units, param_bytes=settings.precision.param_dtype.itemsize, min_unit_bytes=settings.min_unit_bytes
+    )
     in_fp32 = find_fp32(module, settings.precision, huggingface.kept_in_fp32(module, settings.precision.param_dtype))
     parts = [_split(params, settings.precision, in_fp32.params) for params in groups]
     return _Checked(settings, here, device, budget, found, parts, in_fp32, on_meta)
@@ -218,26 +211,6 @@ def _check_names(module: nn.Module) -> None:
             "(_ddp_params_and_buffers_to_ignore). StreamShard shards every parameter and keeps every buffer equal: "
             "move it out of the model, or delete the attribute"
         )
-
-
-def _find_groups(
-    module: nn.Module, units: UnitsArgument, settings: Settings
-) -> tuple[list[FoundUnit], list[list[FoundParam]]]:
-    """The units, small ones put together, and the parameters of each; those of the edge unit first.
-
-    Units that are not given are the layers, and what is large beside them.
-    """
-    found = find_units(module, units)
-    groups = group_params(module, found)
-    if settings.min_unit_bytes:
-        sizes = [_param_bytes(params, settings.precision) for params in groups[1:]]
-        found = coalesce(found, sizes, settings.min_unit_bytes)
-        groups = group_params(module, found)
-    if units is None and found:
-        warn_of_edge(module, groups)
-        found = find_large(module, found, -(-settings.min_unit_bytes // settings.precision.param_dtype.itemsize))
-        groups = group_params(module, found)
-    return found, groups
 
 
 def _split(
@@ -326,10 +299,6 @@ def _share_slots(found: Sequence[FoundUnit]) -> list[bool]:
     """By unit, edge unit first, whether it takes turns in the block slots. See [Note: slots]."""
     kinds = Counter(type(layer) for unit in found for layer in unit.modules)
     return [False, *(not unit.is_lone and all(kinds[type(layer)] > 1 for layer in unit.modules) for unit in found)]
-
-
-def _param_bytes(params: Sequence[FoundParam], precision: Precision) -> int:
-    return sum(found.param.numel() for found in params) * precision.param_dtype.itemsize
 
 
 def _plan_layouts(

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from streamshard.errors import ConfigError
 
-__all__ = ["MemoryBudget", "PieceAlignment", "Precision", "ReductionMode", "Settings", "SlotCount", "parse_bytes"]
+__all__ = [
+    "MemoryBudget",
+    "PieceAlignment",
+    "Precision",
+    "ReductionMode",
+    "Settings",
+    "SlotCount",
+    "parse_bytes",
+    "read_environment",
+]
 
 SlotCount = int | Literal["all"]
 PieceAlignment = int | Literal["row"]  # elements, or one step along the first dimension
@@ -174,6 +183,55 @@ class Settings:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+_PREFIX = "STREAMSHARD_"
+_NO_SETTINGS = ("SHARED_MEMORY", "TEST_", "BENCHMARK", "COMMIT")  # what else goes by that prefix
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """What the environment says of `Settings`, of `Precision` and of units, by name.
+
+    ``STREAMSHARD_WEIGHT_SLOTS=4`` is ``weight_slots=4``, ``STREAMSHARD_GRAD_DTYPE=bfloat16`` is
+    ``grad_dtype=torch.bfloat16``, ``STREAMSHARD_UNITS=Block,Head`` is ``units=["Block", "Head"]``. `Settings` checks
+    the values.
+
+    Args:
+        environment: such as ``os.environ``.
+
+    Raises:
+        ConfigError: a variable has the prefix and is none of them, or says neither yes nor no to a switch.
+    """
+    switches = {field.name: isinstance(field.default, bool) for field in (*fields(Settings), *fields(Precision))}
+    del switches["precision"]
+    found: dict[str, Any] = {}
+    for variable, text in environment.items():
+        name = variable.removeprefix(_PREFIX).lower()
+        if not variable.startswith(_PREFIX) or variable.startswith(tuple(_PREFIX + other for other in _NO_SETTINGS)):
+            continue
+        if name == "units":
+            found[name] = [part.strip() for part in text.split(",") if part.strip()]
+        elif name not in switches:
+            known = ", ".join(sorted(_PREFIX + each.upper() for each in ("units", *switches)))
+            raise ConfigError(f"the environment has {variable}={text!r}, which is no setting: wanted one of {known}")
+        elif switches[name]:
+            if text.lower() not in (*_TRUE, *_FALSE):
+                raise ConfigError(f"{variable}={text!r}: wanted true or false")
+            found[name] = text.lower() in _TRUE
+        else:
+            found[name] = _read_value(text)
+    return found
+
+
+def _read_value(text: str) -> Any:
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            pass
+    dtype = getattr(torch, text.removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else text
 
 
 _BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

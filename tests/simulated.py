@@ -100,6 +100,7 @@ class SimulatedDevice:
     Attributes:
         synchronizations: how often the host has waited for the device.
         is_capturing: it records a graph.
+        kept: the streams that memory is kept for when it is freed, by its address.
     """
 
     Stream = SimulatedStream
@@ -108,6 +109,7 @@ class SimulatedDevice:
     def __init__(self) -> None:
         self.synchronizations = 0
         self.is_capturing = False
+        self.kept: dict[int, set[SimulatedStream]] = {}
         self._compute = SimulatedStream()
         self._local = threading.local()
 
@@ -133,6 +135,10 @@ class SimulatedDevice:
         """Of a machine."""
         return 1
 
+    def record_stream(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
+        """Memory of `tensor` is nobody's, once it is freed, until `stream` has done what is on it by then."""
+        self.kept.setdefault(tensor.untyped_storage().data_ptr(), set()).add(stream)
+
     def empty_cache(self) -> None:
         """What nobody uses is not kept here."""
 
@@ -145,7 +151,10 @@ class SimulatedDevice:
 def simulated_device() -> Iterator[SimulatedDevice]:
     """The CPU has streams inside; models that are sharded there keep them."""
     device = SimulatedDevice()
-    with mock.patch.dict(devices.stand_ins, {"cpu": device}):
+    with (
+        mock.patch.dict(devices.stand_ins, {"cpu": device}),
+        mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream)),
+    ):
         yield device
 
 

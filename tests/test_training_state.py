@@ -8,6 +8,8 @@ import itertools
 import os
 import random
 import shutil
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -189,6 +191,42 @@ def test_saving_in_the_background_saves_what_was_there(context: RankContext, tmp
     other = start(1)
     _load(tmp_path / "checkpoint-2", other)
     assert steps(other, 2, 4) == wanted
+
+
+@on_ranks(2)
+def test_a_script_that_is_terminated_ends_after_the_save(context: RankContext, tmp_path: Path) -> None:
+    """As one that is interrupted does. Once nothing is written, SIGTERM is what it was."""
+    run = start(0)
+    may_write = threading.Event()
+    patch = pytest.MonkeyPatch()
+    write = save_job.write_piece_file
+
+    def write_later(*args: Any) -> Any:
+        assert may_write.wait(60)
+        return write(*args)
+
+    patch.setattr(save_job, "write_piece_file", write_later)
+    killed: list[tuple[int, int]] = []
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        saving = _save(tmp_path, run, wait=False)
+        with pytest.raises(SystemExit) as ended:
+            signal.raise_signal(signal.SIGTERM)
+        assert ended.value.code == 128 + signal.SIGTERM
+        may_write.set()
+        saving.wait()
+        patch.setattr(os, "kill", lambda *args: killed.append(args))
+        signal.raise_signal(signal.SIGTERM)
+        assert killed == [(os.getpid(), signal.SIGTERM)]
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        mine = signal.signal(signal.SIGTERM, lambda *args: None) is signal.SIG_DFL
+        _save(tmp_path, run, wait=False).wait()
+        assert mine and signal.getsignal(signal.SIGTERM).__name__ == "<lambda>"  # type: ignore[union-attr]
+    finally:
+        may_write.set()
+        patch.undo()
+        signal.signal(signal.SIGTERM, before)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-2"}
 
 
 def _break_writing(context: RankContext, rank: int) -> Any:

@@ -5,11 +5,14 @@ Owns what outlives a call: the save that is running, of which there is one in a 
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -87,9 +90,23 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGr
 
 
 def run_in_background(saving: Saving) -> Saving:
+    """Remember `saving`, which runs, for the next call to wait for; the process ends after it, not in the midst."""
     global _running
     _running = saving
+    is_main = threading.current_thread() is threading.main_thread()  # others may not say what a signal does
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _end_after_saving)
     return saving
+
+
+def _end_after_saving(number: int, frame: FrameType | None) -> None:
+    """SIGTERM does as Ctrl-C does while a save runs, which the interpreter waits for; else what it always does."""
+    if _running is None or _running.done:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        return
+    log.warning("SIGTERM while %s is being written: ending after that", _running.path)
+    raise SystemExit(128 + number)
 
 
 def finish_running(ranks: Ranks) -> None:

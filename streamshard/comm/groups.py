@@ -6,7 +6,7 @@ import atexit
 import datetime
 import os
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from streamshard.device import has_streams, serves
 from streamshard.errors import ConfigError, ShardingError, StreamShardError
 
-__all__ = ["Groups", "groups_of", "host_group_of", "refuse_together", "resolve_group"]
+__all__ = ["Groups", "groups_of", "host_group_of", "make_default_group", "refuse_together", "resolve_group"]
 
 
 class Groups(NamedTuple):
@@ -88,12 +88,23 @@ def resolve_group(device: torch.device) -> dist.ProcessGroup:
                 "first. On CPUs `accelerate launch --num_processes N` alone starts one process that knows of no "
                 "others: it needs a config file such as docs/examples/two_processes.yaml"
             )
-        backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
-        several = ",".join(f"{kind}:{backend}" for kind, backend in backends.items())
-        dist.init_process_group(several if len(backends) > 1 else "gloo", timeout=datetime.timedelta(minutes=10))
-        if has_streams(device):
-            atexit.register(_end, weakref.ref(_default()))
+        make_default_group(device)
     return _default()
+
+
+def make_default_group(device: torch.device, **rendezvous: Any) -> None:
+    """Make the default group, which serves `device` and the CPU.
+
+    Args:
+        device: that ranks train on.
+        **rendezvous: as for ``init_process_group``; without any, what the launcher's environment says.
+    """
+    backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
+    several = ",".join(f"{kind}:{backend}" for kind, backend in backends.items())
+    timeout = datetime.timedelta(minutes=10)
+    dist.init_process_group(several if len(backends) > 1 else "gloo", timeout=timeout, **rendezvous)
+    if has_streams(device):
+        atexit.register(_end, weakref.ref(_default()))
 
 
 def _default() -> dist.ProcessGroup:

@@ -277,7 +277,7 @@ class Streams:
 
     def keep(self, buffer: torch.Tensor) -> None:
         """Own streams use `buffer`, so its memory is nobody's until they are done, whenever it is freed."""
-        if self.device.type != "cpu":
+        if self.module is not None:
             for stream in self._own.values():
                 buffer.record_stream(stream)
 

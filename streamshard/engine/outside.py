@@ -12,18 +12,21 @@ import torch
 from torch import nn
 
 from streamshard.engine.engine import Engine
+from streamshard.engine.handle import engine_of
 from streamshard.errors import ShardingError
 from streamshard.plan.structure import join_names, modules_of
-from streamshard.unit.pieces import StatePiece, piece_of
+from streamshard.unit.looked_up import look_up
+from streamshard.unit.pieces import StatePiece, piece_of, refuse_accelerate
 
-__all__ = ["BeforeSaving", "LoadWhole", "OutsideParameters", "mark_pieces"]
+__all__ = ["BeforeSaving", "LoadWhole", "OutsideParameters", "before_saving_all", "mark_pieces"]
 
 
 class OutsideParameters(dict[str, Any]):
     """A module's sharded parameters: what stands in it while it is not bound, where a plain dict of views would.
 
     Reading a piece is what optimizers, initialisations and logs do; a forward that reads one outside of a pass is about
-    to compute with it, and torch would speak of shapes that nobody has written.
+    to compute with it, and torch would speak of shapes that nobody has written. What other code does with what it has
+    read is seen when it does it (see `streamshard.unit.looked_up`).
     """
 
     __slots__ = ("_engine_of",)
@@ -37,6 +40,7 @@ class OutsideParameters(dict[str, Any]):
         engine = self._engine_of()
         if engine is not None and not (engine.is_computing or engine.is_alone or engine.is_whole):
             self._check_reader(key, sys._getframe(1))
+            return look_up(super().__getitem__(key))
         return super().__getitem__(key)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -76,6 +80,13 @@ class BeforeSaving:
                 "beside one: layers hold gathered weights, in memory that takes turns. Call it between steps"
             )
         self._engine.refuse_empty("state_dict()")
+
+
+def before_saving_all(root: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Before ``state_dict()`` of the whole model, also on one rank: there weights share memory, and safetensors that
+    accelerate writes leave out what does."""
+    if not engine_of(root).is_whole:
+        refuse_accelerate()
 
 
 def mark_pieces(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:

@@ -59,7 +59,7 @@ class Ledger:
                 buffer = self._allocate_visible(numel, dtype, is_users=is_users)
             else:
                 buffer = torch.zeros(numel, dtype=dtype, device=self._streams.device)
-                self._streams.keep(buffer)
+            self._streams.keep(buffer)
         self.buffers.append((category, buffer))
         return buffer
 

@@ -19,7 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from streamshard.errors import ShardingError
 from streamshard.unit.first_step import finish_watching, refuse_optimizer, start_watching
-from streamshard.unit.pieces import Piece, StatePiece, piece_of
+from streamshard.unit.looked_up import forget_look_up
+from streamshard.unit.pieces import Piece, StatePiece, piece_of, refuse_accelerate
 from streamshard.unit.sharded_grad import know_grads
 from streamshard.unit.step_grads import put_back, set_aside, show_in
 from streamshard.unit.unreduced_grad import UnreducedGrad
@@ -80,6 +81,7 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any, is_compiled: bool) ->
     is_new = optimizer not in _watched
     if is_new and all(piece_of(param) is None for param in params):
         return
+    forget_look_up(params)
     put_back(params)  # of a step that has failed
     _check_grads(params)
     if not is_new:
@@ -221,6 +223,7 @@ def _is_of(optimizer: Optimizer, packages: tuple[str, ...]) -> bool:
 
 
 def _mark_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    refuse_accelerate()
     return _with_state(state_dict, lambda tensor: tensor.as_subclass(StatePiece) if tensor.ndim else tensor)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import MutableMapping
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
@@ -15,7 +16,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import ShardingError
 
-__all__ = ["Piece", "StatePiece", "forget_piece", "piece_of", "refuse_saving", "remember_piece"]
+__all__ = [
+    "Piece",
+    "StatePiece",
+    "forget_piece",
+    "holds_pieces",
+    "piece_of",
+    "refuse_accelerate",
+    "refuse_saving",
+    "remember_piece",
+]
 
 
 class Piece(NamedTuple):
@@ -72,12 +82,39 @@ def _refuse_pickle(piece: Piece) -> NoReturn:
     )
 
 
+_ACCELERATE = ("accelerate.accelerator", "accelerate.checkpointing")
+
+
+def refuse_accelerate() -> None:
+    """Raise if accelerate's own ``save_state``, ``save_model`` or ``get_state_dict`` has asked for a state dict.
+
+    They do so on every rank, and one of them alone writes what it has got, where pickling pieces would raise: on that
+    rank only, with half of a file written.
+    """
+    frame = sys._getframe(1)
+    for _ in range(8):  # torch's own and hooks' are between, and overridden ``state_dict`` methods
+        if frame.f_globals.get("__name__") in _ACCELERATE:
+            raise ShardingError(
+                f"accelerate's {frame.f_code.co_name} would not take all of a model sharded by StreamShard: use "
+                "streamshard.integrations.accelerate.StreamShardAccelerator in the place of Accelerator, or "
+                "save_checkpoint, export_safetensors and full_state_dict of streamshard"
+            )
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
 _mains: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # by the address of their storage
 
 
 def refuse_saving(main: torch.Tensor) -> None:
     """Whatever looks at the memory of `main`, one rank's main weights, is not saved by torch while `main` lives."""
     _mains[main.untyped_storage().data_ptr()] = main
+
+
+def holds_pieces(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is in the memory of one rank's main weights, of which other ranks have other parts."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in _mains
 
 
 def _refuse_storage(storage: Any) -> None:

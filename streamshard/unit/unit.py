@@ -255,15 +255,17 @@ class StreamedUnit:
 
     def thawed(self) -> list[SegmentShard]:
         """Segments in which a parameter trains now, and that have no room for gradients."""
-        return [
-            segment
-            for segment in self.segments
-            if not segment.trains and any(param.param.requires_grad for param in segment.params)
-        ]
+        with DisableTorchFunctionSubclass():  # what was looked up
+            return [
+                segment
+                for segment in self.segments
+                if not segment.trains and any(param.param.requires_grad for param in segment.params)
+            ]
 
     def widen(self, segment: SegmentShard) -> None:
         """A segment that was frozen trains from now on: fp32 main weights, and room for its gradients."""
-        segment.widen()
+        with DisableTorchFunctionSubclass():
+            segment.widen()
         self._reserved[segment.tag] = self._make_grads(segment)
         self.place_grads()
 

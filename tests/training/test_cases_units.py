@@ -119,7 +119,7 @@ class ListModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.short = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+        self.short = nn.ModuleList(nn.LayerNorm(16, bias=False) for _ in range(2))
         self.long = nn.ModuleList(Layer() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:

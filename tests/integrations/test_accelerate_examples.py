@@ -1,0 +1,121 @@
+"""accelerate's examples with one line changed: with `StreamShardAccelerator` they give what they give with DDP."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from streamshard.integrations.accelerate import StreamShardAccelerator
+from tests.integrations.accelerating import launched, stock
+from tests.ranks import RankContext, on_ranks
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "accelerate"
+
+
+def _load(name: str) -> ModuleType:
+    """A new module, in which nothing of an earlier test is left."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    return module
+
+
+def _run(context: RankContext, name: str, make: Callable[..., Any], **arguments: Any) -> list[float]:
+    """What the example's ``main`` returns, with `make` in the place of the class that the changed line imports."""
+    example = _load(name)
+    assert example.Accelerator is StreamShardAccelerator
+    with launched(context), contextlib.redirect_stdout(io.StringIO()):
+        accelerators: list[Any] = []
+
+        def made(*args: Any, **kwargs: Any) -> Any:
+            accelerators.append(make(*args, **kwargs))
+            accelerators[-1].state.destroy_process_group = lambda: None  # which is the test's
+            return accelerators[-1]
+
+        example.Accelerator = made
+        return example.main(**arguments)
+
+
+def _same_as_ddp(context: RankContext, name: str, **arguments: Any) -> list[float]:
+    theirs = _run(context, name, stock, **arguments)
+    ours = _run(context, name, StreamShardAccelerator, **arguments)
+    assert ours
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    return ours
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "automatic_gradient_accumulation",
+        "cross_validation",
+        "early_stopping",
+        "gradient_accumulation",
+        "memory",
+        "multi_process_metrics",
+    ],
+)
+def test_it_gives_what_it_gives_with_ddp(context: RankContext, name: str) -> None:
+    _same_as_ddp(context, name)
+
+
+@on_ranks(1, 2)
+def test_checkpointing_and_going_on_within_an_epoch(context: RankContext, tmp_path: Path) -> None:
+    whole = _same_as_ddp(context, "checkpointing", directory=str(tmp_path / "a"))
+    where = tmp_path / "b"
+    went_through = _run(context, "checkpointing", StreamShardAccelerator, directory=str(where))
+    assert went_through == whole
+    per_epoch = len(whole) // 2
+    for done in range(2, len(whole), 2):
+        arguments = {"directory": str(tmp_path / "c"), "resume": str(where / f"step_{done}")}
+        rest = _run(context, "checkpointing", StreamShardAccelerator, **arguments)
+        assert rest == whole[done:], (done, per_epoch)
+
+
+@on_ranks(2)
+def test_profiling(context: RankContext, tmp_path: Path) -> None:
+    _same_as_ddp(context, "profiler", traces=str(tmp_path))
+    assert len(list(tmp_path.glob("*.json"))) == 2
+
+
+@on_ranks(2)
+def test_tracking(context: RankContext, tmp_path: Path) -> None:
+    directories = [tmp_path / name for name in ("theirs", "ours")]
+    for directory in directories:
+        directory.mkdir(exist_ok=True)
+    theirs = _run(context, "tracking", stock, directory=str(directories[0]))
+    ours = _run(context, "tracking", StreamShardAccelerator, directory=str(directories[1]))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    if context.rank == 0:
+        lines = [json.loads(line) for line in (directories[1] / "log.jsonl").read_text().splitlines()]
+        assert lines[0] == {"epochs": 2, "learning_rate": 5e-3, "step": None}
+        assert [line["loss"] for line in lines[1:]] == ours[::2]
+
+
+@on_ranks(2)
+def test_local_sgd(context: RankContext) -> None:
+    """Which is no numbers of DDP's: it trains, and processes have other weights between averages."""
+    example = _load("local_sgd")
+    with launched(context), contextlib.redirect_stdout(io.StringIO()):
+        example.StreamShardAccelerator.end_training = lambda self: None
+        try:
+            losses = example.main()
+        finally:
+            del example.StreamShardAccelerator.end_training
+    assert losses[-1] < losses[0]

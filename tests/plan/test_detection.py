@@ -1,0 +1,191 @@
+"""Which layers are found, in any model: every large list of them, and a word where much lies outside."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from streamshard.plan.discovery import find_groups
+from tests.models import Layer
+from tests.units_scan import look_at
+
+
+def _units(model: nn.Module) -> list[str]:
+    return [unit.name for unit in find_groups(model, None)[0]]
+
+
+class Parts(nn.Module):
+    """Of the modules given; nobody calls it."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+def _layers(count: int, width: int = 16) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+
+# ---------------------------------------------------------------------------------------------- transformers
+
+
+# Sizes that a class has by default make nothing slow: nothing has memory. Layers by class, and what may be outside.
+MODELS: dict[str, tuple[dict[str, int], float]] = {
+    "Qwen3ForCausalLM": ({"Qwen3DecoderLayer": 32}, 0.01),
+    "MarianMTModel": ({"MarianEncoderLayer": 12, "MarianDecoderLayer": 12}, 0.01),
+    "LEDForConditionalGeneration": ({"LEDEncoderLayer": 12, "LEDDecoderLayer": 12}, 0.01),
+    "MT5ForConditionalGeneration": ({"MT5Block": 16}, 0.01),
+    "BlipForConditionalGeneration": ({"BlipEncoderLayer": 12, "BlipTextLayer": 12}, 0.02),
+    "LlavaForConditionalGeneration": ({"CLIPEncoderLayer": 24, "LlamaDecoderLayer": 32}, 0.01),
+    "RobertaPreLayerNormModel": ({"RobertaPreLayerNormLayer": 12}, 0.01),
+    "LongformerModel": ({"LongformerLayer": 12}, 0.02),
+    "Blip2QFormerModel": ({"Blip2QFormerLayer": 12}, 0.01),
+    "MarkupLMModel": ({"MarkupLMLayer": 12}, 0.05),
+    "ConvNextV2Model": ({"ConvNextV2Layer": 12}, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_large_list_of_a_transformers_model_is_found(name: str) -> None:
+    """Both halves of an encoder and decoder, all towers, whole layers; and not a table of small embeddings."""
+    layers, outside = MODELS[name]
+    found = look_at(name)
+    assert found.layers == layers
+    assert found.share < outside
+    assert not found.heard
+
+
+def test_what_a_transformers_model_says_of_itself_does_not_change_the_units() -> None:
+    """It may name a part of a layer."""
+    found = look_at("Idefics3ForConditionalGeneration")  # its list has the attention of the vision tower
+    assert found.layers == {"Idefics3EncoderLayer": 12, "LlamaDecoderLayer": 32}
+
+
+# ---------------------------------------------------------------------------------------------- plain models
+
+
+def _by_key() -> nn.Module:
+    return Parts(layers=nn.ModuleDict({str(number): Layer() for number in range(3)}))
+
+
+def _two_towers() -> nn.Module:
+    return Parts(towers=nn.ModuleDict({key: nn.Sequential(*_layers(3)) for key in "ab"}))
+
+
+class Stage(nn.Module):
+    """With something beside its list."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.LayerNorm(width)
+        self.layers = _layers(3, width)
+
+    def forward(self) -> None:
+        """Not called."""
+
+
+class Experts(Stage):
+    """A layer: the list is not nearly all there is in it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.attention = nn.Linear(width, width)
+
+
+def _stages() -> nn.Module:
+    return Parts(stages=nn.ModuleList(Stage(width) for width in (16, 32)))
+
+
+def _layers_with_lists() -> nn.Module:
+    return Parts(stages=nn.ModuleList(Experts(16) for _ in range(2)))
+
+
+def _one_list_of_many() -> nn.Module:
+    return Parts(first=_layers(8), second=nn.ModuleList(nn.Linear(16, 4) for _ in range(2)), third=_layers(2, 4))
+
+
+def _a_little_large() -> nn.Module:
+    return Parts(first=_layers(32, 4096), second=_layers(2, 1024), third=_layers(2, 1023))
+
+
+def _tables() -> nn.Module:
+    tables = nn.ModuleList(nn.Embedding(200, 16) for _ in range(10))
+    return Parts(tables=tables, layers=_layers(2))
+
+
+def _mostly_embedding() -> nn.Module:
+    return Parts(embedding=nn.Embedding(9999, 16), encoder=_layers(2), decoder=_layers(3))
+
+
+def _in(prefix: str, count: int) -> list[str]:
+    return [f"{prefix}.{number}" for number in range(count)]
+
+
+FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "a dict of layers": (_by_key, _in("layers", 3)),
+    "a dict of towers": (_two_towers, _in("towers.a", 3) + _in("towers.b", 3)),
+    "stages with lists": (_stages, _in("stages.0.layers", 3) + _in("stages.1.layers", 3)),
+    "layers with lists": (_layers_with_lists, _in("stages", 2)),
+    "lists of a twentieth": (_one_list_of_many, _in("first", 8) + _in("second", 2)),
+    "layers of a million": (_a_little_large, _in("first", 32) + _in("second", 2)),
+    "a list of tables": (_tables, _in("tables", 10) + _in("layers", 2)),
+    "beside a large embedding": (_mostly_embedding, ["embedding", *_in("encoder", 2), *_in("decoder", 3)]),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_lists_that_are_worth_streaming_are_found(case: str) -> None:
+    """A twentieth of the weights, or a million parameters a layer; embeddings are not weights."""
+    build, names = FOUND[case]
+    with torch.device("meta"):
+        assert _units(build()) == names
+
+
+# ---------------------------------------------------------------------------------------------- what is outside
+
+
+def _rest(numel: int) -> nn.Module:
+    """Beside layers of 1088 parameters altogether, `numel` in layers that nothing says are some."""
+    rest = Parts(**{f"part{number}": Parts(inner=nn.Linear(numel // 4, 1, bias=False)) for number in range(4)})
+    return Parts(body=Parts(layers=_layers(4)), rest=Parts(inner=rest, norm=nn.LayerNorm(1)))
+
+
+def test_a_model_of_which_more_than_a_quarter_is_outside_warns_once() -> None:
+    """Modules are named, as deep as they hold all of it, and the classes that were found."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        find_groups(_rest(360), None)
+        assert not heard
+        find_groups(_rest(368), None)
+    (warning,) = heard
+    for part in ("25%", "'rest.inner.part0.inner', 'rest.inner.part1.inner'", "(Linear)", "units=["):
+        assert part in str(warning.message)
+
+
+def test_embeddings_outside_of_units_warn_nobody() -> None:
+    """A table that is tied cannot be a unit; nothing can be done about it."""
+    model: Any = Parts(embedding=nn.Embedding(999, 16), layers=_layers(4), head=nn.Linear(16, 999, bias=False))
+    model.head.weight = model.embedding.weight
+    assert _units(model) == _in("layers", 4)
+
+
+def test_units_that_are_given_warn_nobody() -> None:
+    """Whoever names them knows what is left."""
+    found, groups = find_groups(_rest(800), ["body.layers.0"])
+    assert len(found) == 1
+    assert len(groups) == 2
+
+
+def test_a_transformers_model_with_much_outside_warns() -> None:
+    """As Vits does, whose decoder is no list of layers."""
+    found = look_at("VitsModel")
+    (heard,) = found.heard
+    assert found.share > 0.25
+    assert "posterior_encoder" in heard or "decoder" in heard
+    assert "VitsEncoderLayer" in heard
