@@ -1834,8 +1834,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "build",
         "main grads are cut out of what parameters leave",
-        "            unit.grads.reserve()\n",
-        "            pass\n",
+        "        unit.reserve_grads()\n    for unit, parts in zip(engine.units, checked.parts, strict=True):\n",
+        "        pass\n    for unit, parts in zip(engine.units, checked.parts, strict=True):\n"
+        "        unit.reserve_grads()\n",
         "device_memory",
     ),
     Mutant(
