@@ -22,7 +22,7 @@ from streamshard.comm.streams import Rule
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
-from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM, vector_batch
+from tests.models import DIM, Adapter, Layer, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext
 from tests.reference import EXACT, Call, Step, adamw, assert_same, full_weights, lm_step, sgd, stack_step
 
@@ -30,6 +30,7 @@ __all__ = [
     "BF16",
     "PRECISIONS",
     "SCENARIOS",
+    "AdapterStack",
     "RoutedStack",
     "Scenario",
     "dropping",
@@ -191,6 +192,51 @@ def _freezing(model: nn.Module, call: Call) -> None:
     stack_step(model, call)
 
 
+class AdapterStack(Stack):
+    """Adapters that train on layers that do not; a layer that trains, and one that is frozen altogether.
+
+    What is frozen is of half precision, but for one weight.
+    """
+
+    def __init__(self) -> None:
+        super().__init__((DIM,) * 7)
+        layers: Any = self.layers
+        for index in (0, 1, 2, 4):
+            layers[index].linear = Adapter(layers[index].linear)
+        layers[3].requires_grad_(False)
+        for name, param in self.named_parameters():
+            if not param.requires_grad and name != "layers.2.linear.base.weight":
+                param.data = param.to(torch.bfloat16)
+
+
+class NormedLayer(Layer):
+    """With a norm of its outputs, whose weights and statistics are fp32 where the rest is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, DIM]"""
+        out: Tensor = self.norm(super().forward(x))
+        return out
+
+
+class NormedStack(Stack):
+    """Of such layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(NormedLayer() for _ in range(5))
+
+
+def _thawing(model: nn.Module, call: Call) -> None:
+    layers: Any = model.layers
+    layers[3].requires_grad_(call.step > 0)
+    layers[0].linear.base.weight.requires_grad_(call.step == 1)
+    stack_step(model, call)
+
+
 def _clipping(model: nn.Module, call: Call) -> None:
     assert isinstance(model, StreamShard)
     stack_step(model, call)
@@ -280,6 +326,10 @@ SCENARIOS: dict[str, Scenario] = {
     "two backwards": Scenario(RoutedStack, _two_backwards),
     "a kept graph": Scenario(RoutedStack, _kept_graph),
     "freezing": Scenario(RoutedStack, _freezing),
+    "adapters": Scenario(AdapterStack, _one_backward),
+    "adapters in micro-batches": Scenario(AdapterStack, _no_sync),
+    "thawing": Scenario(AdapterStack, _thawing),
+    "norms in fp32": Scenario(NormedStack, _one_backward),
     "clipping": Scenario(RoutedStack, _clipping),
     "summoning": Scenario(RoutedStack, _summoning),
     "weights elsewhere": Scenario(RoutedStack, _moving),

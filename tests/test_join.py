@@ -159,6 +159,25 @@ def test_every_slot_setting_works(context: RankContext, slots: dict[str, Any]) -
     _assert_equal(context, found, wanted)
 
 
+def _partly_frozen() -> nn.Module:
+    """A layer that does not train, and a bias of another."""
+    model = Stack()
+    layers: Any = model.layers
+    layers[1].requires_grad_(False)
+    layers[2].linear.bias.requires_grad_(False)
+    return model
+
+
+@on_ranks(3)
+def test_frozen_parameters_are_not_reduced_for_ranks_that_run_out_either(context: RankContext) -> None:
+    """Ranks that have no inputs issue what the others do."""
+    length = LENGTHS["all differ"][context.rank]
+    wanted, found = _ddp(_partly_frozen), _sharded(_partly_frozen)
+    _train(wanted, sgd(wanted.module), stack_step, context, length)
+    _train(found, sgd(found), stack_step, context, length)
+    _assert_equal(context, found, wanted)
+
+
 @on_ranks(4)
 def test_replicas_work(context: RankContext) -> None:
     """On a mesh of 2 x 2 ranks, one of which runs out."""

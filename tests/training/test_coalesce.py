@@ -136,7 +136,7 @@ def test_a_unit_with_a_layer_of_a_kind_of_its_own_has_its_own_slots(context: Ran
     engine = engine_inside(model)
     assert _names(model) == ["0 .. 2", "3 .. 4"]
     assert engine.plan.shared == (False, True, False)
-    assert engine.units[1].weight_slot.buffer.numel() < 4 * 272 < engine.units[2].weight_slot.buffer.numel()
+    assert engine.units[1].weight_slot.buffer.nbytes < 4 * 4 * 272 < engine.units[2].weight_slot.buffer.nbytes
     assert_trains_like_plain(context, build, stack_step, units=units, min_unit_size=3 * LAYER_BYTES)
 
 
@@ -156,7 +156,7 @@ def test_what_layers_of_one_unit_share_lies_in_it(context: RankContext) -> None:
     """What layers of several units share lies in the edge unit, as it does without coalescing."""
     two_biases = 2 * 4 * 16  # what is shared does not count
     model = assert_trains_like_plain(context, TiedPairs, stack_step, min_unit_size=two_biases)
-    where = {shard.name: unit.name for unit in engine_inside(model).units for shard in unit.shard.params}
+    where = {shard.name: unit.name for unit in engine_inside(model).units for shard in unit.params}
     assert _names(model) == ["layers.0 .. layers.1", "layers.2 .. layers.3", "layers.4 .. layers.7"]
     assert where["layers.0.linear.weight"] == "layers.0 .. layers.1"
     assert where["layers.2.linear.weight"] == "the edge unit"

@@ -416,7 +416,7 @@ def _ranges(context: RankContext, pad: int) -> dict[str, tuple[int, int]]:
         assert torch.equal(param.flatten(), whole[name].flatten()[owned.start : owned.stop])
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
     for unit in engine_inside(model).units:
-        assert unit.shard.layout.padded_numel % pad == unit.shard.layout.padded_numel % context.world_size == 0
+        assert unit.layout.padded_numel % pad == unit.layout.padded_numel % context.world_size == 0
     return {name: (owned.start, owned.stop) for name, owned in ranges.items()}
 
 

@@ -40,7 +40,14 @@ SETTINGS: dict[str, Setting] = {
     "pairs, ZeRO-1": Setting(BF16, ZERO_1, in_pairs=True),
 }
 # Where gradients are added to what is there, main grads in the slots are added to in another order.
-ADDING = ("micro-batches", "no_sync", "gradients kept when a backward fails", "two backwards", "a kept graph")
+ADDING = (
+    "micro-batches",
+    "no_sync",
+    "adapters in micro-batches",
+    "gradients kept when a backward fails",
+    "two backwards",
+    "a kept graph",
+)
 # Settings that have the weight slots of one of the others and the grad slots of another: where these have to do with
 # each other, which is while gradients wait or are added to.
 MIXED = ("ZeRO-2, fp32", "all grads")
