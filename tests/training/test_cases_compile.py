@@ -266,7 +266,7 @@ def test_compiled_code_is_reused_from_step_to_step(context: RankContext, what: s
 @pytest.mark.parametrize(
     ("world_size", "make", "settings"),
     [(1, adamw, {}), (2, adamw, {}), (2, sgd, {"weight_slots": "all", "grad_slots": "all"})],
-    ids=str,
+    ids=["1-adamw", "2-adamw", "2-sgd, ZeRO-1"],
 )
 def test_a_compiled_optimizer_step(context: RankContext, make: Any, settings: dict[str, Any]) -> None:
     """From the first step on."""
