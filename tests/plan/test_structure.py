@@ -553,10 +553,10 @@ def test_a_model_that_is_mostly_edge_says_so(context: RankContext) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.ModuleList(Layer() for _ in range(2))
-            self.first, self.second, self.third = Layer(), Layer(), Layer()
+            self.first, self.second, self.third = Layer(DIM, 7), Layer(DIM, 7), Layer(DIM, 7)
 
     with pytest.warns(
-        UserWarning, match=r"60% of the weights of Loose.*in 'first', 'second', 'third'.*units="
+        UserWarning, match=r"40% of the weights of Loose.*in 'first.linear', 'second.linear', 'third.linear'.*units="
     ) as heard:
         StreamShard(Loose(), precision=FP32)
     assert heard[0].filename == __file__
