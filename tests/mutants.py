@@ -379,6 +379,27 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "plan/detection",
+        "embeddings outside of units warn",
+        "    loose = set(outside) - embeddings\n",
+        "    loose = set(outside)\n",
+        "detection::test_embeddings_outside_of_units_warn_nobody",
+    ),
+    Mutant(
+        "plan/detection",
+        "the layers of each stage are a list of their own",
+        "        yield [layer for stage in layers for inner in _find_lists(stage, taken) for layer in inner]\n",
+        "        for stage in layers:\n            yield from _find_lists(stage, taken)\n",
+        "detection::test_every_large_list_of_a_transformers_model_is_found",
+    ),
+    Mutant(
+        "adapters",
+        "the base model is gathered to save adapters",
+        "if shard.param.requires_grad or shard.param in own or id(metas[shard.name]) in used\n",
+        "\n",
+        "peft::test_saving_gathers_adapters_only",
+    ),
+    Mutant(
+        "plan/detection",
         "a module whose weight another one keeps in a list is large",
         "                and all(users[param] <= within for param in params_of(child).values())\n",
         "",
