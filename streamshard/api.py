@@ -49,8 +49,9 @@ class StreamShard(Uncopyable):
     The returned model is the one given: same class name, attributes, ``forward`` signature and state-dict names, and
     ``isinstance(model, StreamShard)``. Where it has a method or child by the name of one below, it keeps it, and ours
     is ``StreamShard.name(model, ...)``. Outside forward and backward its parameters are this rank's pieces of the fp32
-    main weights (shape ``[1, .., 1, n]``, n may be 0), the very Parameter objects it had before, for any optimizer. All
-    ranks must call forward and backward the same number of times.
+    main weights (shape ``[1, .., 1, n]``, n may be 0), the very Parameter objects it had before, for any optimizer.
+    What is frozen when the model is sharded has no main grads, and stays in the dtype that it came in. All ranks must
+    freeze the same parameters, and call forward and backward the same number of times.
 
     Args:
         module: the model, the same on every rank, on the CPU or one accelerator. From the CPU it moves to this rank's
@@ -76,7 +77,8 @@ class StreamShard(Uncopyable):
         min_unit_size: put consecutive units together until each has at least so many bytes in `param_dtype`, e.g.
             ``"1MiB"``, so that tiny layers do not pay a collective each. 0 leaves units as they are.
         pad_units_to: make each unit's size a multiple of this many elements, and of N. ``2**16`` gives NCCL messages
-            that all its rings like, for up to that many elements more per unit.
+            that all its rings like, for up to that many elements more per unit. What is frozen, or in fp32, in a unit
+            of others counts for itself.
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
             optimizer whose state is kept in blocks (8-bit moments) sees whole ones; with ``"row"`` between rows, and
             pieces have the shape ``[rows, ..]``, for optimizers with statistics of each row. Costs padding.
@@ -214,7 +216,7 @@ class StreamShard(Uncopyable):
 
     @contextlib.contextmanager
     def summon_full_params(self, writeback: bool = False, with_grads: bool = False) -> Iterator[None]:
-        """Inside, parameters are whole on every rank: original names and shapes, fp32. Collective.
+        """Inside, parameters are whole on every rank: original names and shapes, dtypes as outside. Collective.
 
         Args:
             writeback: at the end, take over this rank's piece of whatever the full tensors hold then; if it ends by an
@@ -230,8 +232,9 @@ class StreamShard(Uncopyable):
             yield
 
     def full_state_dict(self, rank0_only: bool = True) -> dict[str, Any]:
-        """The whole model's state dict: original names and shapes, weights fp32, in CPU memory. Collective.
+        """The whole model's state dict: original names and shapes, in CPU memory. Collective.
 
+        Weights are fp32; what is frozen is of the dtype that it is kept in.
         One unit is gathered at a time. Hooks, overridden ``state_dict()`` methods and extra state of modules take part
         and see whole tensors. Tied names share one tensor, non-persistent buffers are left out.
 

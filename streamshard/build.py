@@ -7,7 +7,7 @@ import math
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +35,10 @@ from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, warn_user
 from streamshard.plan.discovery import FoundParam, FoundUnit, UnitsArgument, find_groups
-from streamshard.plan.layout import ParamSize, UnitLayout, plan_unit
-from streamshard.plan.memory import Category, Sizing, choose_slots, holds_main_grads, read_budget
+from streamshard.plan.fp32 import InFp32, find_fp32
+from streamshard.plan.layout import ParamSize
+from streamshard.plan.memory import Category, Sizing, choose_slots, holds_main_grads, largest_of, read_budget
+from streamshard.plan.segments import PlannedSegment, SegmentKind, UnitLayout, kind_of, plan_units
 from streamshard.plan.slots import SlotPlan, plan_slots
 from streamshard.plan.structure import (
     check_params,
@@ -48,9 +50,9 @@ from streamshard.plan.structure import (
     tie_on_meta,
 )
 from streamshard.unit.buffers import GradSlot, Ledger, Scratch, WeightSlot
-from streamshard.unit.grads import UnitGrads
+from streamshard.unit.grads import SegmentGrads, UnitGrads
 from streamshard.unit.optimizer_hooks import before_step
-from streamshard.unit.shard import UnitShard
+from streamshard.unit.shard import SegmentShard
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = ["shard_model"]
@@ -69,7 +71,8 @@ class _Checked(NamedTuple):
         device: where it will be trained.
         budget: bytes, None if slots are counted.
         found: the units.
-        groups: parameters by unit, those of the edge unit first.
+        parts: by unit, that of the edge unit first, its parameters: segment by segment, with what they have in common.
+        in_fp32: what computes in fp32 whatever the model does.
         on_meta: names of its parameters and buffers that have no values.
     """
 
@@ -78,7 +81,8 @@ class _Checked(NamedTuple):
     device: torch.device
     budget: int | None
     found: list[FoundUnit]
-    groups: list[list[FoundParam]]
+    parts: list[list[tuple[SegmentKind, list[FoundParam]]]]
+    in_fp32: InFp32
     on_meta: list[str]
 
 
@@ -113,7 +117,7 @@ def shard_model(
         shards = {shard.param: shard for shard in engine.param_shards}
         ordered = [shards[param] for param in params_of(module).values()]
         engine.reductions.check = GradCheck(ordered, engine.ranks).check
-    attach(base, module, checked.found, engine)
+    attach(base, module, checked.found, engine, checked.in_fp32)
     answer_for(engine)
     if empty or empty_buffers:
         without = {shard.name: shard for shard in engine.param_shards if shard.name in empty and shard.layout.numel}
@@ -124,17 +128,18 @@ def shard_model(
 def _make_engine(module: nn.Module, checked: _Checked, ranks: Ranks, replicas: Replicas | None) -> Engine:
     """Plan, and allocate what was planned."""
     settings, found = checked.settings, checked.found
-    layouts = _plan_layouts(found, checked.groups, ranks.world_size, settings)
-    share_memory(ranks, _most_bytes(layouts), len(layouts))
-    ranks.names = [layout.name or "the edge unit" for layout in layouts]
+    layouts = _plan_layouts(found, checked.parts, ranks.world_size, settings)
+    segments = [segment for layout in layouts for segment in layout.segments]
+    share_memory(ranks, _most_bytes(segments), len(segments))
+    ranks.names = [layouts[segment.unit].name or "the edge unit" for segment in segments]
     ledger = Ledger(ranks.streams, ranks.transport.allocate_visible)
-    trains = [any(found_param.param.requires_grad for found_param in params) for params in checked.groups]
+    trains = {segment.tag for segment in segments if segment.kind.trains}
     copies = ranks.total_size // ranks.world_size
-    scratch_numel = _scratch_numel(ranks, settings.precision)
     drawback = ranks.transport.find_drawback(settings.precision)
     if drawback is not None and ranks.is_first:
         warn_user(drawback)
-    sizing = Sizing(layouts, _share_slots(found), trains, settings.precision, scratch_numel, copies)
+    shared, scratch_numel = _share_slots(found), _scratch_numel(ranks)
+    sizing = Sizing(layouts, shared, trains, settings.precision, ranks.world_size, scratch_numel, copies)
     plan, reason = _choose_slots(sizing, settings, checked.budget, ranks)
     streamed = _allocate(sizing, plan, ranks, ledger)
     reductions = Reductions(streamed, ranks, ledger, replicas)
@@ -169,7 +174,9 @@ def _check(module: nn.Module, units: UnitsArgument, who: Groups | None, given: M
     found, groups = find_groups(
         module, units, param_bytes=settings.precision.param_dtype.itemsize, min_unit_bytes=settings.min_unit_bytes
     )
-    return _Checked(settings, here, device, budget, found, groups, on_meta)
+    in_fp32 = find_fp32(module, settings.precision, huggingface.kept_in_fp32(module, settings.precision.param_dtype))
+    parts = [_split(params, settings.precision, in_fp32.params) for params in groups]
+    return _Checked(settings, here, device, budget, found, parts, in_fp32, on_meta)
 
 
 def _check_module(module: nn.Module) -> None:
@@ -206,6 +213,20 @@ def _check_names(module: nn.Module) -> None:
         )
 
 
+def _split(
+    params: Sequence[FoundParam], precision: Precision, in_fp32: Collection[nn.Parameter]
+) -> list[tuple[SegmentKind, list[FoundParam]]]:
+    """The segments of a unit: those that train first. See [Note: segments]."""
+    parts: dict[SegmentKind, list[FoundParam]] = {}
+    for found in params:
+        param = found.param
+        kind = kind_of(param.dtype, precision, trains=param.requires_grad, in_fp32=param in in_fp32)
+        parts.setdefault(kind, []).append(found)
+    if not parts:
+        parts[kind_of(torch.float32, precision, trains=False, in_fp32=False)] = []
+    return sorted(parts.items(), key=lambda part: not part[0].trains)
+
+
 def _connect(who: Groups | None, here: torch.device, device: torch.device) -> tuple[Ranks, Replicas | None]:
     """Meet the other ranks, none of which refuses its model."""
     if device != here:
@@ -231,7 +252,8 @@ def _check_ranks_agree(ranks: Ranks, module: nn.Module, checked: _Checked) -> No
     rows = settings + [
         f"unit {index} {' = '.join(p.names)} {tuple(p.param.shape)} {p.param.dtype} "
         f"requires_grad={p.param.requires_grad}"
-        for index, params in enumerate(checked.groups)
+        for index, parts in enumerate(checked.parts)
+        for _, params in parts
         for p in params
     ]
     rows += describe_state(module)
@@ -281,19 +303,17 @@ def _share_slots(found: Sequence[FoundUnit]) -> list[bool]:
 
 def _plan_layouts(
     found: Sequence[FoundUnit],
-    groups: Sequence[Sequence[FoundParam]],
+    parts: Sequence[Sequence[tuple[SegmentKind, Sequence[FoundParam]]]],
     world_size: int,
     settings: Settings,
 ) -> list[UnitLayout]:
     names = ["", *(unit.name for unit in found)]
-    sizes = [[ParamSize(p.names[0], tuple(p.param.shape)) for p in params] for params in groups]
+    sizes = [
+        [(kind, [ParamSize(p.names[0], tuple(p.param.shape)) for p in params]) for kind, params in own] for own in parts
+    ]
 
     def plan(pieces: PieceAlignment) -> list[UnitLayout]:
-        itemsize, pad = settings.precision.param_dtype.itemsize, settings.pad_units_to
-        return [
-            plan_unit(name, own, world_size, element_bytes=itemsize, pad_numel=pad, align_pieces_to=pieces)
-            for name, own in zip(names, sizes, strict=True)
-        ]
+        return plan_units(names, sizes, world_size, pad_numel=settings.pad_units_to, align_pieces_to=pieces)
 
     layouts = plan(settings.align_pieces_to)
     wanted, needed = (sum(layout.padded_numel for layout in each) for each in (layouts, plan(1)))
@@ -314,62 +334,95 @@ def _choose_slots(sizing: Sizing, settings: Settings, budget: int | None, ranks:
     return plan, f"weight_slots={settings.weight_slots!r}, grad_slots={settings.grad_slots!r}"
 
 
-def _scratch_numel(ranks: Ranks, precision: Precision) -> Callable[[int, bool], int]:
-    def scratch_numel(shard_numel: int, adds: bool) -> int:
-        return ranks.transport.scratch_numel(shard_numel, precision.reduction_mode, adds=adds)
+def _scratch_numel(ranks: Ranks) -> Callable[[PlannedSegment, bool], int]:
+    def scratch_numel(segment: PlannedSegment, adds: bool) -> int:
+        return ranks.transport.scratch_numel(segment.layout.shard_numel, segment.kind.mode, adds=adds)
 
     return scratch_numel
 
 
-def _most_bytes(layouts: Sequence[UnitLayout]) -> int:
+def _most_bytes(segments: Sequence[PlannedSegment]) -> int:
     """More than other ranks can ever have to read: main weights, compute shards and both slots of all units in fp32."""
-    return sum(16 * layout.padded_numel + 4096 for layout in layouts)
+    return sum(16 * segment.layout.padded_numel + 4096 for segment in segments)
 
 
 def _allocate(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> list[StreamedUnit]:
     """Slots, each as large as its largest unit, and the units that take turns in them."""
-    layouts, precision = sizing.layouts, sizing.precision
-    streams, grad_dtype, is_alone = ranks.streams, precision.slot_grad_dtype, ranks.world_size == 1
-    in_slots = holds_main_grads(sizing, plan)
-    scratch = [sizing.scratch_numel(layout.shard_numel, not in_slots) for layout in layouts]
-    padded = [layout.padded_numel for layout in layouts]
-    weight_slots: dict[int, WeightSlot] = {}
-    grad_slots: dict[int, GradSlot] = {}
-    if not is_alone:
-        for slot, numel in _largest(plan.weights, padded).items():
-            # The compute shards of slots that hold one unit each lie in them: then other ranks read the slot.
-            dtype, is_visible = precision.param_dtype, plan.keeps_weights
-            is_users = dtype is torch.float32  # main weights and compute shards are one there
-            buffer = ledger.allocate(Category.WEIGHT_SLOTS, numel, dtype, is_visible=is_visible, is_users=is_users)
-            takes_turns = any(s and number == slot for s, number in zip(plan.shared, plan.weights, strict=True))
-            weight_slots[slot] = WeightSlot(buffer, streams, f"weight slot {slot}", is_shared=takes_turns)
-        room = {number: Scratch(numel, grad_dtype, ledger) for number, numel in _largest(plan.scratch, scratch).items()}
-        scratch_of = dict(zip(plan.grads, plan.scratch, strict=True))
-        for slot, numel in _largest(plan.grads, padded).items():
-            beside = room[scratch_of[slot]]
-            what = f"grad slot {slot}"
-            grad_slots[slot] = GradSlot(numel, grad_dtype, ledger, streams, beside, what, holds_main_grads=in_slots)
+    is_alone = ranks.world_size == 1
+    weight_slots = {} if is_alone else _allocate_weight_slots(sizing, plan, ranks, ledger)
+    grad_slots = {} if is_alone else _plan_grad_slots(sizing, plan, ranks, ledger)
     units = []
-    for index, layout in enumerate(layouts):
-        weight_slot, grad_slot, own = None, None, None
-        if not is_alone:
-            weight_slot, grad_slot = weight_slots[plan.weights[index]], grad_slots[plan.grads[index]]
-            if plan.keeps_weights:
-                own = weight_slot.buffer.narrow(0, ranks.rank * layout.shard_numel, layout.shard_numel)
-        shard = UnitShard(layout, ranks, ledger, precision.param_dtype, own)
+    for index, layout in enumerate(sizing.layouts):
+        weight_slot, grad_slot = weight_slots.get(plan.weights[index]), grad_slots.get(plan.grads[index])
+        segments = []
+        for segment in layout.segments:
+            weights = None
+            if weight_slot is not None:
+                weights = weight_slot.buffer.narrow(0, segment.weight_start, segment.weight_bytes)
+                weights = weights.view(segment.kind.compute_dtype)
+            is_in_slot = plan.keeps_weights and not is_alone
+            segments.append(SegmentShard(segment, ranks, ledger, weights, is_in_slot=is_in_slot))
         if weight_slot is None:
-            weight_slot = WeightSlot(shard.compute, streams, f"compute shard {index}", is_shared=False)
-        name = layout.name or "the edge unit"
-        grads = UnitGrads(index, shard, grad_slot, ranks, ledger, precision.reduction_mode, scratch[index])
-        units.append(StreamedUnit(index, name, shard, weight_slot, grads, ranks, takes_turns=plan.shared[index]))
+            weight_slot = WeightSlot(segments[0].compute, ranks.streams, f"compute shard {index}", is_shared=False)
+        grads = UnitGrads(index, grad_slot, ranks.world_size)
+        make_grads = _grads_of(layout, grad_slot, sizing, plan, ranks, ledger)
+        turns = plan.shared[index]
+        units.append(StreamedUnit(index, layout, segments, make_grads, weight_slot, grads, ranks, takes_turns=turns))
     return units
 
 
-def _largest(slot_of: Sequence[int], numel: Sequence[int]) -> dict[int, int]:
-    largest: dict[int, int] = {}
-    for slot, size in zip(slot_of, numel, strict=True):
-        largest[slot] = max(largest.get(slot, 0), size)
-    return largest
+def _allocate_weight_slots(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> dict[int, WeightSlot]:
+    slots = {}
+    for slot, n_bytes in largest_of(plan.weights, [layout.weight_bytes for layout in sizing.layouts]).items():
+        mine = [unit for unit, number in enumerate(plan.weights) if number == slot]
+        # The compute shards of slots that hold one unit each lie in them: then other ranks read the slot, and where
+        # main weights are one with them, the user does.
+        kinds = [segment.kind for unit in mine for segment in sizing.layouts[unit].segments]
+        is_users = any(kind.main_dtype is kind.compute_dtype for kind in kinds)
+        buffer = ledger.allocate(
+            Category.WEIGHT_SLOTS, n_bytes, torch.uint8, is_visible=plan.keeps_weights, is_users=is_users
+        )
+        takes_turns = any(plan.shared[unit] for unit in mine)
+        slots[slot] = WeightSlot(buffer, ranks.streams, f"weight slot {slot}", is_shared=takes_turns)
+    return slots
+
+
+def _plan_grad_slots(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> dict[int, GradSlot]:
+    """Grad slots, and the scratch beside them. Nothing is allocated yet."""
+    numbers = range(len(sizing.layouts))
+    slot_bytes, scratch_bytes = {}, {}  # by part, then by slot
+    for part in (True, False):
+        slot_bytes[part] = largest_of(plan.grads, [layout.grad_bytes(trains=part) for layout in sizing.layouts])
+        needed = [sizing.scratch_bytes(unit, plan, trains=part) for unit in numbers]
+        scratch_bytes[part] = largest_of(plan.scratch, needed)
+    room = {
+        number: Scratch({part: sizes[number] for part, sizes in scratch_bytes.items()}, ledger)
+        for number in set(plan.scratch)
+    }
+    slots = {}
+    for slot, scratch, layout in zip(plan.grads, plan.scratch, sizing.layouts, strict=True):
+        if slot not in slots:
+            kinds = [segment.kind for segment in layout.segments]
+            is_users = any(holds_main_grads(kind, plan, ranks.world_size) for kind in kinds)
+            n_bytes = {part: sizes[slot] for part, sizes in slot_bytes.items()}
+            what = f"grad slot {slot}"
+            slots[slot] = GradSlot(n_bytes, ledger, ranks.streams, room[scratch], what, holds_main_grads=is_users)
+    return slots
+
+
+def _grads_of(
+    layout: UnitLayout, slot: GradSlot | None, sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger
+) -> Callable[[SegmentShard], SegmentGrads]:
+    """What makes room for the gradients of a segment of the unit."""
+
+    planned = {each.tag: each for each in layout.segments}
+
+    def make_grads(segment: SegmentShard) -> SegmentGrads:
+        own = planned[segment.tag]
+        in_slot = holds_main_grads(own.kind, plan, ranks.world_size)
+        return SegmentGrads(own, slot, ranks, ledger, *sizing.scratch_of(own, plan), holds_main_grads=in_slot)
+
+    return make_grads
 
 
 def _fill(engine: Engine, module: nn.Module, checked: _Checked, empty: set[str]) -> set[str]:
@@ -383,14 +436,13 @@ def _fill(engine: Engine, module: nn.Module, checked: _Checked, empty: set[str])
         The names of this rank's buffers that have none.
     """
     broadcast = checked.settings.broadcast_weights
-    for unit, is_trained in zip(engine.units, engine.sizing.trains, strict=True):
-        if is_trained:  # before a parameter's memory is freed, of which a device's allocator would give parts
-            unit.grads.reserve()
-    for unit, params, is_trained in zip(engine.units, checked.groups, engine.sizing.trains, strict=True):
-        _take_weights(unit, params, engine.ranks, broadcast, empty)
+    for unit in engine.units:  # before a parameter's memory is freed, of which a device's allocator would give parts
+        unit.reserve_grads()
+    for unit, parts in zip(engine.units, checked.parts, strict=True):
+        for segment, (_, params) in zip(unit.segments, parts, strict=True):
+            _take_weights(segment, params, engine.ranks, broadcast, empty)
         unit.make_views(_on_grad_of(engine))
-        if is_trained:
-            unit.grads.allocate()
+        unit.place_grads()
     _place_buffers(module, engine.streams.device, engine.precision.buffer_dtype)
     sent = engine.buffers.start(send=broadcast)
     if engine.streams.module is not None:  # what the parameters took is the device's again, for whoever needs it
@@ -410,18 +462,17 @@ def _on_grad_of(engine: Engine) -> Callable[[StreamedUnit, int, torch.Tensor], N
 
 
 def _take_weights(
-    unit: StreamedUnit, params: Sequence[FoundParam], ranks: Ranks, broadcast: bool, empty: set[str]
+    segment: SegmentShard, params: Sequence[FoundParam], ranks: Ranks, broadcast: bool, empty: set[str]
 ) -> None:
     """Cut rank 0's (or this rank's own) weights into pieces, one parameter at a time."""
-    shard = unit.shard
-    for found, layout in zip(params, shard.layout.params, strict=True):
+    for found, layout in zip(params, segment.layout.params, strict=True):
         if layout.name in empty:
-            shard.add(layout, found.names[1:], found.param, None)
+            segment.add(layout, found.names[1:], found.param, None)
             continue
-        full = _room_for(_trainable(found.param.detach()), shard.main.device).contiguous()
+        full = _room_for(_trainable(found.param.detach()), segment.main.device).contiguous()
         if broadcast:
             ranks.broadcast(full)
-        shard.add(layout, found.names[1:], found.param, full.view(-1))
+        segment.add(layout, found.names[1:], found.param, full.view(-1))
 
 
 def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

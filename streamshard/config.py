@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from streamshard.errors import ConfigError
 
@@ -49,7 +50,9 @@ class ReductionMode(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Which dtype each stage of a unit's journey has. Main weights and main grads are always fp32.
+    """Which dtype each stage of a unit's journey has. Main weights and main grads are fp32.
+
+    What is frozen when the model is sharded stays in the dtype that it came in, if layers compute in half precision.
 
     How gradients are reduced follows from `grad_dtype` and `reduce_dtype`, see `ReductionMode` (shown for bf16):
 
@@ -74,9 +77,14 @@ class Precision:
         output_dtype: floating-point outputs of the model are cast to it; None leaves them.
         buffer_dtype: floating-point buffers are cast to it once, at construction; None leaves them.
         cast_inputs: cast floating-point inputs of the model and of each unit to `param_dtype`.
+        fp32_modules: what computes in fp32 all the same: module classes, and names, which are whole words of modules'
+            or parameters' (``"router"``, ``"model.norm"``). They are gathered in fp32, and their gradients reduced in
+            fp32. Such modules are given fp32; units give it on, others give what they were given. What a transformers
+            model's class keeps in fp32 (``_keep_in_fp32_modules_strict``; in fp16 ``_keep_in_fp32_modules`` too), and
+            norms with running statistics in fp32, need not be listed.
 
     Raises:
-        ConfigError: a dtype is not one of those above.
+        ConfigError: a dtype is not one of those above, or `fp32_modules` is none of what is said there.
     """
 
     param_dtype: torch.dtype = torch.bfloat16
@@ -85,6 +93,7 @@ class Precision:
     output_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
     cast_inputs: bool = True
+    fp32_modules: Sequence[str | type[nn.Module]] = ()
 
     def __post_init__(self) -> None:
         _want("param_dtype", self.param_dtype, _PARAM_DTYPES)
@@ -94,6 +103,10 @@ class Precision:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
                 raise ConfigError(f"{name}={value!r}: wanted a floating-point torch.dtype or None")
+
+        entries = self.fp32_modules
+        if not isinstance(entries, list | tuple) or not all(map(_is_name_or_class, entries)):
+            raise ConfigError(f"fp32_modules={entries!r}: wanted a list or tuple of names and of module classes")
 
     @property
     def slot_grad_dtype(self) -> torch.dtype:
@@ -106,6 +119,10 @@ class Precision:
         if self.slot_grad_dtype is torch.float32:
             return ReductionMode.FP32
         return ReductionMode.EXCHANGE_16 if self.reduce_dtype is torch.float32 else ReductionMode.SUM_16
+
+
+def _is_name_or_class(entry: object) -> bool:
+    return bool(entry) if isinstance(entry, str) else isinstance(entry, type) and issubclass(entry, nn.Module)
 
 
 def _want(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -26,12 +26,7 @@ from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_grad import ShardedGrad
 from streamshard.unit.unreduced_grad import UnreducedGrad
 
-__all__ = ["clip_grads", "gather_state_dict", "summon", "whole_of"]
-
-
-def whole_of(full: torch.Tensor, shard: ParamShard) -> torch.Tensor:
-    """The whole parameter, in its shape, from its unit's flat tensor `full` [padded_numel]."""
-    return full.narrow(0, shard.layout.offset, shard.layout.numel).view(shard.layout.shape)
+__all__ = ["clip_grads", "gather_state_dict", "summon"]
 
 
 @contextlib.contextmanager
@@ -92,12 +87,13 @@ class _Summoned:
         self._engine.is_whole = True
         self._engine.check_structure = _refuse_pass
         for unit in self._engine.units:
-            full = unit.gather_full([shard.main for shard in unit.shard.params])
-            for shard in unit.shard.params:
+            wholes = unit.gather_whole([shard.main for shard in unit.params])
+            for shard, whole in zip(unit.params, wholes, strict=True):
+                assert whole is not None
                 self._sharded.append(_Sharded(shard, shard.param.data, shard.param.grad))
                 forget_piece(shard.param)
                 shard.param.grad = None
-                shard.param.data = whole_of(full, shard)
+                shard.param.data = whole
         self._meet_next_pass()
 
     def close(self) -> None:
@@ -123,14 +119,14 @@ class _Summoned:
         grads = {shard.param: grad for shard, _, grad in self._sharded}
         for unit in self._engine.units:
             pieces = [
-                shard.piece.new_zeros(shard.local.numel) if grad is None else grad.as_subclass(torch.Tensor).view(-1)
-                for shard in unit.shard.params
+                None if grad is None else grad.as_subclass(torch.Tensor).view(-1)
+                for shard in unit.params
                 for grad in (grads[shard.param],)
             ]
-            full = unit.gather_full(pieces)
-            for shard in unit.shard.params:
-                if grads[shard.param] is not None:
-                    shard.param.grad = whole_of(full, shard)
+            wholes = unit.gather_whole(pieces, torch.float32)
+            for shard, whole in zip(unit.params, wholes, strict=True):
+                if whole is not None and grads[shard.param] is not None:
+                    shard.param.grad = whole.to(shard.param.dtype)
 
     def close_grads(self) -> None:
         """Whole parameters have no gradients again."""
@@ -208,14 +204,14 @@ def gather_state_dict(engine: Engine, model: nn.Module, *, rank0_only: bool) -> 
     wanted = not rank0_only or engine.ranks.is_first
     whole: list[tuple[ParamShard, torch.Tensor]] = []
     for unit in engine.units:
-        shards = unit.shard.params
+        shards = unit.params
         if engine.is_alone or any(piece_of(shard.param) for shard in shards):
-            full = unit.gather_full([shard.main for shard in shards])
-            wholes = [whole_of(full, shard) for shard in shards]
+            wholes = unit.gather_whole([shard.main for shard in shards])
         else:  # inside summon_full_params
             wholes = [shard.param.detach() for shard in shards]
         if wanted:
-            whole.extend((s, tensor.to("cpu", copy=True)) for s, tensor in zip(shards, wholes, strict=True))
+            found = zip(shards, wholes, strict=True)
+            whole.extend((shard, tensor.to("cpu", copy=True)) for shard, tensor in found if tensor is not None)
     state: dict[str, Any] = {}
     error: Exception | None = None
     try:

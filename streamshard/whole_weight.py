@@ -20,7 +20,6 @@ from torch import nn
 from streamshard.engine.containers import map_tensors, tensors_in
 from streamshard.engine.engine import Engine
 from streamshard.errors import RankMismatchError, ShardingError
-from streamshard.full import whole_of
 from streamshard.plan.structure import join_names, modules_inside, modules_of
 from streamshard.unit.shard import ParamShard
 
@@ -40,11 +39,11 @@ class Room:
     def __init__(self, engine: Engine, names: set[str]) -> None:
         self._engine = engine
         self._names = names
-        self._unit_of = {shard.name: unit for unit in engine.units for shard in unit.shard.params}
+        self._unit_of = {shard.name: unit for unit in engine.units for shard in unit.params}
         self._shards = {shard.name: shard for shard in engine.param_shards}
         self._versions = {name: shard.param._version for name, shard in self._shards.items()}
         self._empty = set(engine.empty.params()) if engine.empty is not None else set()
-        self._limit = max(sum(map(_nbytes, unit.shard.params)) for unit in engine.units)
+        self._limit = max(sum(map(_nbytes, unit.params)) for unit in engine.units)
         self._weights: dict[nn.Parameter, WholeWeight] = {}
         self._open: dict[str, torch.Tensor] = {}  # in the order in which they were opened
         self._spare: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}  # of closed ones
@@ -139,8 +138,12 @@ class Room:
         unit = self._unit_of[shard.name]
         self._close_for(self._limit, kept)
         self._drop_spare(self._limit)
-        full = unit.gather_full([each.main for each in unit.shard.params])
-        return whole_of(full, shard).to(shard.dtype, copy=True)
+        (segment,) = (each for each in unit.segments if any(own.param is shard.param for own in each.params))
+        wanted = {id(each.param) for each in segment.params}
+        wholes = unit.gather_whole([each.main if id(each.param) in wanted else None for each in unit.params])
+        (whole,) = (whole for each, whole in zip(unit.params, wholes, strict=True) if each.param is shard.param)
+        assert whole is not None
+        return whole.to(shard.dtype, copy=True)
 
     def _close_for(self, nbytes: int, kept: set[str]) -> None:
         """Close as much as it takes to open `nbytes`, as far as nobody holds it."""

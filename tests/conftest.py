@@ -10,6 +10,8 @@ from hypothesis import settings
 from tests.gpu import skip_without_gpu
 from tests.ranks import RankPool, open_pool
 
+pytest_plugins = ["tests.lanes"]
+
 # Examples are the same on every run, and none fails because a machine was slow.
 settings.register_profile("streamshard", derandomize=True, deadline=None, database=None, max_examples=20)
 settings.load_profile("streamshard")

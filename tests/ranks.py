@@ -60,7 +60,8 @@ __all__ = [
 ]
 
 MAX_RANKS = 4
-PRELOADED = ["torch", "torch.distributed", "pytest", "streamshard", "tests.reference"]  # by what ranks are forked from
+# By what ranks are forked from. Dynamo is imported by the first step of any optimizer.
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "streamshard", "tests.reference"]
 GROUP_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_GROUP_TIMEOUT_S", "60"))
 RUN_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_RUN_TIMEOUT_S", "90"))
 # "default": shown. For a first run with other versions, or on another machine: what they warn of is not what is tested.

@@ -22,14 +22,15 @@ from streamshard.comm.streams import Rule
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
-from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM, vector_batch
+from tests.models import DIM, Adapter, Layer, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext
-from tests.reference import EXACT, Call, Step, adamw, assert_same, full_weights, lm_step, sgd, stack_step
+from tests.reference import EXACT, Call, Step, adamw, assert_same, full_weights, lm_step, seed, sgd, stack_step
 
 __all__ = [
     "BF16",
     "PRECISIONS",
     "SCENARIOS",
+    "AdapterStack",
     "RoutedStack",
     "Scenario",
     "dropping",
@@ -191,6 +192,51 @@ def _freezing(model: nn.Module, call: Call) -> None:
     stack_step(model, call)
 
 
+class AdapterStack(Stack):
+    """Adapters that train on layers that do not; a layer that trains, and one that is frozen altogether.
+
+    What is frozen is of half precision, but for one weight.
+    """
+
+    def __init__(self) -> None:
+        super().__init__((DIM,) * 7)
+        layers: Any = self.layers
+        for index in (0, 1, 2, 4):
+            layers[index].linear = Adapter(layers[index].linear)
+        layers[3].requires_grad_(False)
+        for name, param in self.named_parameters():
+            if not param.requires_grad and name != "layers.2.linear.base.weight":
+                param.data = param.to(torch.bfloat16)
+
+
+class NormedLayer(Layer):
+    """With a norm of its outputs, whose weights and statistics are fp32 where the rest is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, DIM]"""
+        out: Tensor = self.norm(super().forward(x))
+        return out
+
+
+class NormedStack(Stack):
+    """Of such layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(NormedLayer() for _ in range(5))
+
+
+def _thawing(model: nn.Module, call: Call) -> None:
+    layers: Any = model.layers
+    layers[3].requires_grad_(call.step > 0)
+    layers[0].linear.base.weight.requires_grad_(call.step == 1)
+    stack_step(model, call)
+
+
 def _clipping(model: nn.Module, call: Call) -> None:
     assert isinstance(model, StreamShard)
     stack_step(model, call)
@@ -280,6 +326,10 @@ SCENARIOS: dict[str, Scenario] = {
     "two backwards": Scenario(RoutedStack, _two_backwards),
     "a kept graph": Scenario(RoutedStack, _kept_graph),
     "freezing": Scenario(RoutedStack, _freezing),
+    "adapters": Scenario(AdapterStack, _one_backward),
+    "adapters in micro-batches": Scenario(AdapterStack, _no_sync),
+    "thawing": Scenario(AdapterStack, _thawing),
+    "norms in fp32": Scenario(NormedStack, _one_backward),
     "clipping": Scenario(RoutedStack, _clipping),
     "summoning": Scenario(RoutedStack, _summoning),
     "weights elsewhere": Scenario(RoutedStack, _moving),
@@ -293,7 +343,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 def sharded(scenario: str, precision: Precision, **settings: Any) -> nn.Module:
     """The scenario's model, sharded, the same at each call."""
-    torch.manual_seed(23)
+    seed(23)
     model: nn.Module = StreamShard(SCENARIOS[scenario].build(), precision=precision, **settings)
     return model
 
@@ -322,7 +372,7 @@ def _doubled(scenario: str) -> nn.Module:
 
 def sharded_in_pairs(scenario: str, precision: Precision, **settings: Any) -> nn.Module:
     """The scenario's model with twice as many layers, two of them a unit unless `settings` have another size."""
-    torch.manual_seed(23)
+    seed(23)
     model = _doubled(scenario)
     layers: Any = model.blocks if isinstance(model, TinyLM) else model.layers if isinstance(model, Stack) else model
     size = 1 + sum(param.numel() for param in layers[1].parameters()) * precision.param_dtype.itemsize
@@ -387,19 +437,25 @@ def reference(
 
 def assert_does_not_depend_on_time(context: RankContext, build: Callable[[], nn.Module], step: Step) -> None:
     """Three steps in half precision are free of races, and give the same weights on ranks that are late at random."""
-    found = []
-    for disturbed in (contextlib.nullcontext, make_adversarial):
-        torch.manual_seed(5)
-        model = StreamShard(build(), precision=Precision())
+
+    def weights_after_training(model: StreamShard) -> dict[str, Tensor]:
         optimizer = sgd(model)
-        with disturbed(model), detect_races(model) as races:
-            for number in range(3):
-                step(model, Call(number, context.rank, context.world_size, 1.0))
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append(full_weights(model))
-        assert races.accesses > 100
-    assert_same(found[1], found[0], "weights", EXACT)
+        for number in range(3):
+            step(model, Call(number, context.rank, context.world_size, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_weights(model)
+
+    def sharded_anew() -> StreamShard:
+        seed(5)
+        return StreamShard(build(), precision=Precision())
+
+    wanted = weights_after_training(sharded_anew())
+    model = sharded_anew()
+    with make_adversarial(model), detect_races(model) as races:
+        found = weights_after_training(model)
+    assert races.accesses > 100
+    assert_same(found, wanted, "weights", EXACT)
 
 
 @contextlib.contextmanager

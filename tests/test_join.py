@@ -118,9 +118,14 @@ def _assert_even(model: nn.Module) -> None:
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("after", [_step_only, _clip_and_step, _skip_large])
-@pytest.mark.parametrize("kind", [sgd, adamw])
-@pytest.mark.parametrize("lengths", list(LENGTHS))
+@pytest.mark.parametrize(
+    ("lengths", "kind", "after"),
+    [
+        (lengths, (sgd, adamw)[(row + column) % 2], after)
+        for row, lengths in enumerate(LENGTHS)
+        for column, after in enumerate((_step_only, _clip_and_step, _skip_large))
+    ],
+)
 def test_training_equals_ddp_join(context: RankContext, lengths: str, kind: Any, after: After) -> None:
     """Momentum and decay go on where inputs have run out, as DDP's last joiner has it."""
     length = LENGTHS[lengths][context.rank]
@@ -156,6 +161,25 @@ def test_every_slot_setting_works(context: RankContext, slots: dict[str, Any]) -
     wanted, found = _ddp(Stack), _sharded(Stack, **slots)
     _train(wanted, sgd(wanted.module), step, context, length)
     _train(found, sgd(found), step, context, length)
+    _assert_equal(context, found, wanted)
+
+
+def _partly_frozen() -> nn.Module:
+    """A layer that does not train, and a bias of another."""
+    model = Stack()
+    layers: Any = model.layers
+    layers[1].requires_grad_(False)
+    layers[2].linear.bias.requires_grad_(False)
+    return model
+
+
+@on_ranks(3)
+def test_frozen_parameters_are_not_reduced_for_ranks_that_run_out_either(context: RankContext) -> None:
+    """Ranks that have no inputs issue what the others do."""
+    length = LENGTHS["all differ"][context.rank]
+    wanted, found = _ddp(_partly_frozen), _sharded(_partly_frozen)
+    _train(wanted, sgd(wanted.module), stack_step, context, length)
+    _train(found, sgd(found), stack_step, context, length)
     _assert_equal(context, found, wanted)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from streamshard.errors import CheckpointError
+from streamshard.plan.structure import join_names, modules_of, params_of
 
 __all__ = [
     "INITIALISED",
@@ -32,6 +33,7 @@ __all__ = [
     "ignored_on_load",
     "ignored_on_save",
     "is_transformers_model",
+    "kept_in_fp32",
     "rearrange_for_loading",
     "rearrange_for_saving",
     "tie_weights",
@@ -73,6 +75,19 @@ def check_exportable(model: nn.Module) -> None:
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise CheckpointError(f"{type(model).__name__} is quantized; only unquantized weights can be exported")
+
+
+def kept_in_fp32(root: nn.Module, dtype: torch.dtype) -> set[str]:
+    """Names of parameters of `root` that models of transformers in it keep in fp32 when they are loaded as `dtype`."""
+    names: set[str] = set()
+    for prefix, module in modules_of(root):
+        if not is_transformers_model(module):
+            continue
+        globs = cast(Any, module)._get_dtype_plan(dtype)
+        if globs:
+            pattern = re.compile("|".join(glob.replace("*", ".*") for glob in globs))  # searched for, as there
+            names.update(join_names(prefix, name) for name in params_of(module) if pattern.search(name))
+    return names
 
 
 def tie_weights(module: nn.Module) -> None:

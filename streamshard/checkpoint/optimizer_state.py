@@ -45,16 +45,20 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
         if number not in sharded:  # a parameter of something else
             state[number] = {name: _copied(value) for name, value in values.items()}
     for unit in engine.units:
-        shards = unit.shard.params
+        shards = unit.params
         known = [outlines.get(numbers.get(shard.param, -1), {}) for shard in shards]
         moments = (name for values in known for name, value in values.items() if isinstance(value, _Tensor))
         for name in dict.fromkeys(moments):
-            # Parameters without such state take part with whatever else is of their size.
-            pieces = [s.main if (m := moment_of(s, optimizer, name)) is None else m.reshape(-1) for s in shards]
-            full = unit.gather_full(pieces)
-            for shard, values in zip(shards, known, strict=True):
-                if wanted and isinstance(values.get(name), _Tensor):
-                    whole = full.narrow(0, shard.layout.offset, shard.layout.numel).view(shard.layout.shape)
+            has = [isinstance(values.get(name), _Tensor) for values in known]
+            own = (moment_of(shard, optimizer, name) for shard in shards)
+            # A rank without elements may have nothing, and takes part.
+            pieces = [
+                None if not is_kept else shard.main if moment is None else moment.reshape(-1)
+                for shard, moment, is_kept in zip(shards, own, has, strict=True)
+            ]
+            wholes = unit.gather_whole(pieces, torch.float32)
+            for shard, whole, is_kept, values in zip(shards, wholes, has, known, strict=True):
+                if wanted and is_kept and whole is not None:
                     state[numbers[shard.param]][name] = whole.to("cpu", values[name].dtype, copy=True)
     return {**packed, "state": dict(sorted(state.items()))} if wanted else {}
 

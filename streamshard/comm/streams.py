@@ -35,7 +35,7 @@ import torch
 from streamshard.device import has_streams, module_of
 from streamshard.errors import ShardingError, StateError
 
-__all__ = ["AllWork", "Collective", "Fence", "Moment", "Observer", "Rule", "StreamName", "Streams", "Work"]
+__all__ = ["AllWork", "Collective", "Fence", "Moment", "Observer", "Rule", "StreamName", "Streams", "Work", "as_one"]
 
 
 class StreamName(enum.Enum):
@@ -77,6 +77,12 @@ class AllWork:
         """See `Work`."""
         for work in self.works:
             work.wait()
+
+
+def as_one(works: Sequence[Work | None]) -> Work | None:
+    """What a fence records for several collectives that it stands behind; None on devices, whose streams wait."""
+    pending = [work for work in works if work is not None]
+    return AllWork(pending) if len(pending) > 1 else pending[0] if pending else None
 
 
 class Collective(enum.Enum):

@@ -10,20 +10,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamshard.config import Precision
 from streamshard.engine.away import Home, ShardedParameters, UnitParam, let_keep
 from streamshard.engine.engine import EDGE, Engine
 from streamshard.engine.handle import Handle
-from streamshard.engine.hooks import watch
+from streamshard.engine.hooks import compute_in_fp32, watch
 from streamshard.engine.outside import BeforeSaving, LoadWhole, before_saving_all, mark_pieces
 from streamshard.errors import StateError
 from streamshard.plan.discovery import FoundUnit, owners_of
-from streamshard.plan.structure import Structure, modules_inside
+from streamshard.plan.fp32 import InFp32
+from streamshard.plan.structure import Structure, modules_inside, params_of
 from streamshard.unit.unit import Member
 
 __all__ = ["attach"]
 
 
-def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engine) -> None:
+def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engine, in_fp32: InFp32) -> None:
     """Register compute views beside the sharded parameters, and watch units and the modules around them.
 
     Args:
@@ -31,10 +33,9 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         root: the user's model.
         found: its units, in the order of the engine's, which begin with the edge unit.
         engine: complete, with weights.
+        in_fp32: what computes in fp32 whatever the model does.
     """
-    views = {
-        shard.param: view for unit in engine.units for shard, view in zip(unit.shard.params, unit.views, strict=True)
-    }
+    views = {shard.param: view for unit in engine.units for shard, view in zip(unit.params, unit.views, strict=True)}
     for param, view in views.items():
         view.__dict__ = param.__dict__  # what people set on a parameter (a multiplier, a tag) is on either
     owner = owners_of(found)
@@ -43,7 +44,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     unit_params = {
         shard.param: UnitParam(homes[unit], param_index)
         for unit in engine.units
-        for param_index, shard in enumerate(unit.shard.params)
+        for param_index, shard in enumerate(unit.params)
     }
     for streamed, home in homes.items():
         streamed.away = _away_of(home)
@@ -73,9 +74,12 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     root.register_state_dict_pre_hook(before_saving_all)
     structure = Structure(root)
     engine.check_structure = _weakly(structure)
-    cast_dtype = engine.precision.param_dtype if engine.precision.cast_inputs else None
+    takes = _input_dtypes(root, engine.precision, in_fp32)
+    for module in in_fp32.listed:
+        if module not in members and engine.precision.cast_inputs:
+            compute_in_fp32(module)
     for module in list(modules_inside(root)):
-        member = members.get(module)
+        member, cast_dtype = members.get(module), takes(module)
         if module is root:
             units = frozenset(range(len(engine.units)))
             handle = Handle(
@@ -87,6 +91,22 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         elif module not in owner and (module._parameters or any(child in owner for child in modules_inside(module))):
             inside = frozenset(members[child].unit.index for child in modules_inside(module) if child in members)
             watch(module, Handle(engine, None, inside | {EDGE}, cast_dtype, None))
+
+
+def _input_dtypes(root: nn.Module, precision: Precision, in_fp32: InFp32) -> Callable[[nn.Module], torch.dtype | None]:
+    """What floating-point inputs of a watched module are cast to; None leaves them."""
+    listed, alone = in_fp32.modules, in_fp32.params
+
+    def dtype(module: nn.Module) -> torch.dtype | None:
+        if not precision.cast_inputs:
+            return None
+        if module in listed:
+            return torch.float32
+        # What a class keeps in fp32 takes what it is given: its own code casts, and so does torch's batch norm.
+        own = params_of(module).values()
+        return None if alone and own and alone.issuperset(own) else precision.param_dtype
+
+    return dtype
 
 
 def _away_of(home: Home) -> Callable[[int], torch.Tensor]:
@@ -124,7 +144,7 @@ def _bind_views(member: Member, module: nn.Module, views: Mapping[nn.Parameter, 
     if any(param is not None for param in sharded.values()):
         computing = {name: None if param is None else views[param] for name, param in sharded.items()}
         member.add_binding(module, "_parameters", sharded, computing)
-    in_place = {shard.param: views[shard.param] for unit in (member.unit, engine.edge) for shard in unit.shard.params}
+    in_place = {shard.param: views[shard.param] for unit in (member.unit, engine.edge) for shard in unit.params}
     for key, value in module.__dict__.items():
         if key not in ("_parameters", "_buffers", "_modules") and (bound := _with_views(value, in_place)) is not value:
             member.add_binding(module, key, value, bound)

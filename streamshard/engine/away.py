@@ -95,7 +95,7 @@ class AwayWeight(torch.Tensor):
     @property
     def param_name(self) -> str:
         """Fully qualified, for messages."""
-        return self.home.unit.shard.params[self.param_index].name
+        return self.home.unit.params[self.param_index].name
 
     @classmethod
     def __torch_function__(
@@ -109,9 +109,9 @@ class AwayWeight(torch.Tensor):
             weight = args[0]
             if attribute in _OF_THE_PARAMETER:
                 return (
-                    getattr(weight.home.unit.shard.params[weight.param_index].param, attribute)
+                    getattr(weight.home.unit.params[weight.param_index].param, attribute)
                     if name == "__get__"
-                    else (setattr(weight.home.unit.shard.params[weight.param_index].param, attribute, args[1]))
+                    else (setattr(weight.home.unit.params[weight.param_index].param, attribute, args[1]))
                 )
             if name == "__set__":
                 _refuse_change(weight, f".{attribute} = ...")
@@ -126,7 +126,7 @@ class AwayWeight(torch.Tensor):
         elif name == "detach":
             return AwayWeight.make(args[0].home, args[0].param_index, is_detached=True)
         elif name == "requires_grad_":
-            args[0].home.unit.shard.params[args[0].param_index].param.requires_grad_(*args[1:], **kwargs)
+            args[0].home.unit.params[args[0].param_index].param.requires_grad_(*args[1:], **kwargs)
             return args[0]
         elif name == "__repr__":
             return f"AwayWeight({args[0].param_name!r}, {tuple(args[0].shape)}, {args[0].dtype})"

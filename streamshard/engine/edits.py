@@ -18,6 +18,7 @@ import torch
 
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import ShardingError
+from streamshard.unit.shard import SegmentShard
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = ["Edits"]
@@ -40,7 +41,7 @@ class Edits:
         self._ranks = ranks
         self._known: set[int] = set()  # units that forwards change
         self._learnt: set[bool] = set()  # from passes with gradients, without
-        self._changed: dict[int, torch.Tensor] = {}  # by unit, [padded_numel] param_dtype: this rank's weights
+        self._changed: dict[int, list[torch.Tensor]] = {}  # by unit, of its segments: this rank's weights
 
     def begin_pass(self) -> None:
         """A pass begins. Nothing of an earlier one that was given up is left."""
@@ -54,7 +55,8 @@ class Edits:
     def restore(self, unit: StreamedUnit) -> None:
         """The unit's weights have arrived anew: what this pass has changed in them before is there again."""
         if (mine := self._changed.get(unit.index)) is not None:
-            unit.weights.copy_(mine)
+            for segment, weights in zip(unit.segments, mine, strict=True):
+                segment.weights.copy_(weights)
 
     def keep(self, unit: StreamedUnit) -> None:
         """The unit is about to be released, and was changed, or may have been.
@@ -75,7 +77,7 @@ class Edits:
                     "model's first forward: ranks have to agree on such changes, and ask for them only where the first "
                     "forward has made some. Change them outside of forward, or in the first forward too"
                 )
-            self._changed[unit.index] = unit.weights.clone()
+            self._changed[unit.index] = [segment.weights.clone() for segment in unit.segments]
             unit.forget_edits()
 
     def end_pass(self, *, has_failed: bool) -> bool:
@@ -97,17 +99,18 @@ class Edits:
             if not has_failed:
                 self._learnt.add(torch.is_grad_enabled())
         for index in sorted(self._known):
-            if self._units[index].shard.is_in_slot and self._ranks.world_size > 1:
+            if any(segment.is_in_slot for segment in self._units[index].segments):
                 raise ShardingError(
                     f"weights of {self._units[index].name!r} are changed in place inside a forward. With "
                     "weight_slots='all' what a rank owns is a part of what it computes with, and others read it before "
                     "or after the change: choose a number of slots"
                 )
-            self._merge(self._units[index], self._changed.pop(index, None))
+            unit, mine = self._units[index], self._changed.pop(index, None)
+            for position, segment in enumerate(unit.segments):
+                self._merge(segment, unit.gather_compute(segment), None if mine is None else mine[position])
         return bool(self._known)
 
-    def _merge(self, unit: StreamedUnit, mine: torch.Tensor | None) -> None:
-        before = unit.gather_compute()
+    def _merge(self, segment: SegmentShard, before: torch.Tensor, mine: torch.Tensor | None) -> None:
         # Of each changed element the largest value that a rank has given it, and minus the smallest.
         values = torch.full((2, before.numel()), -math.inf, device=before.device)
         if mine is not None:
@@ -120,8 +123,8 @@ class Edits:
         conflict = is_changed & (largest != smallest)
         if bool(conflict.any()):
             raise ShardingError(
-                f"ranks have changed {unit.name_at(int(conflict.nonzero()[0]))!r} in place, inside a forward, to "
+                f"ranks have changed {segment.name_at(int(conflict.nonzero()[0]))!r} in place, inside a forward, to "
                 "different values, of which each rank of DistributedDataParallel would keep its own: make what the "
                 "change depends on the same on all ranks (all-reduce it), or make it a buffer, of which rank 0's counts"
             )
-        unit.shard.write_main(largest, is_changed)
+        segment.write_main(largest, is_changed)

@@ -35,13 +35,13 @@ from streamshard.engine.empty import Empty
 from streamshard.engine.inputs import Inputs
 from streamshard.engine.passes import Backward, Forward, Pass, Use
 from streamshard.engine.reductions import Reductions
-from streamshard.errors import ShardingError, warn_user
+from streamshard.errors import RankMismatchError, ShardingError, warn_user
 from streamshard.plan.memory import Sizing
 from streamshard.plan.program import Op, OpKind, Schedule, first_order, merge_order
 from streamshard.plan.slots import SlotPlan
 from streamshard.plan.structure import refuse_transforms
 from streamshard.unit.buffers import Ledger, TurnSlots
-from streamshard.unit.shard import ParamShard
+from streamshard.unit.shard import ParamShard, SegmentShard
 from streamshard.unit.unit import Member, StreamedUnit
 
 __all__ = ["Engine", "in_backward"]
@@ -116,6 +116,7 @@ class Engine:
         self._backward: Backward | None = None
         self._failed: Backward | None = None  # a backward that an exception has ended, until it is settled
         self._looks_for_autocast = self.precision.param_dtype is torch.float32 and not self.is_alone
+        self._gathers_mains = any(segment.gathers_main for segment in self.segments)
         self._entering: frozenset[int] | None = None  # the units of a pass that begins when weights are first read
         self._is_delivering = False  # gradients are final: hooks of the sharded parameters run
         self._cast_versions: list[list[int]] = []  # of the weights that were cast last, inside no_sync()
@@ -131,7 +132,12 @@ class Engine:
     @property
     def param_shards(self) -> list[ParamShard]:
         """This rank's part of every parameter, edge unit first."""
-        return [shard for unit in self.units for shard in unit.shard.params]
+        return [shard for unit in self.units for shard in unit.params]
+
+    @property
+    def segments(self) -> list[SegmentShard]:
+        """Of all units: their places are the tags of their messages."""
+        return [segment for unit in self.units for segment in unit.segments]
 
     @property
     def is_alone(self) -> bool:
@@ -264,7 +270,7 @@ class Engine:
         self._cast_done.record()
         self._cast_done.wait()  # rule 5: no gather reads what is still being cast
         with self.ranks.guard("the start of a forward"):
-            self.ranks.transport.publish_shards([unit.shard.compute for unit in self.units])
+            self.ranks.transport.publish_shards([segment.compute for segment in self.segments])
         for observer in self.streams.observers:
             observer.on_moment(Moment.CAST_ENDS, None)
 
@@ -430,7 +436,7 @@ class Engine:
         if error is not None and (self.ranks.has_failed or not isinstance(error, Exception)):
             return None
         self._issue(forward.schedule.finish())
-        if self.precision.param_dtype is torch.float32:  # gathers read the main weights, which the user may edit now
+        if self._gathers_mains:  # which the user may edit now
             self._drain_gathers()
             self._await_readers()
         self._weights_are_current = not self.is_synced
@@ -521,6 +527,7 @@ class Engine:
 
     def _open_backward(self) -> Backward:
         self.settle()
+        self._widen()
         for unit in self.units:
             unit.take_trainability()
             if self.plan.keeps_grads:
@@ -534,6 +541,26 @@ class Engine:
         self.acquire(self.edge)
         self.edge.bind()
         return backward
+
+    def _widen(self) -> None:
+        """Parameters that were frozen when the model was sharded train now: they get what trained ones have.
+
+        Raises:
+            RankMismatchError: on all ranks: other parameters do so on another one.
+        """
+        thawed = [(unit, segment) for unit in self.units for segment in unit.thawed()]
+        if not thawed:
+            return
+        names = [shard.name for _, segment in thawed for shard in segment.params if shard.param.requires_grad]
+        if not self.ranks.are_equal("\n".join(names)):
+            raise RankMismatchError(
+                f"{names[0]!r} and {len(names) - 1} other parameters were frozen when the model was sharded and train "
+                "here now, and others do on another rank: set requires_grad of the same parameters on all ranks"
+            )
+        with torch.no_grad():
+            for unit, segment in thawed:
+                unit.widen(segment)
+        self._gathers_mains = any(segment.gathers_main for segment in self.segments)
 
     def need(self, use: Use) -> None:
         """Backward is about to read the weights of `use`'s unit (rule 1). Called any number of times."""
@@ -567,7 +594,7 @@ class Engine:
     def _check_versions(self, unit: StreamedUnit, versions: list[int]) -> None:
         """Raise, as autograd does, if weights were changed in place since the forward whose backward this is."""
         if versions != (now := unit.versions()):
-            changed = [s.name for s, was, now_ in zip(unit.shard.params, versions, now, strict=True) if was != now_]
+            changed = [s.name for s, was, now_ in zip(unit.params, versions, now, strict=True) if was != now_]
             raise ShardingError(
                 f"parameter {changed[0]!r} was modified by an inplace operation (optimizer.step(), load_state_dict, "
                 ".copy_()) between a forward and its backward, whose gradients would mix old activations with new "
@@ -606,7 +633,7 @@ class Engine:
         backward = self._backward
         if backward is None or backward.computing is not unit:
             if self._forward is not None:
-                name = unit.shard.params[param_index].name
+                name = unit.params[param_index].name
                 raise ShardingError(
                     f"backward() inside the model's forward has made a gradient of {name!r}, "
                     "which is reduced over ranks only in a backward after it: use torch.autograd.grad(..., inputs) for "

@@ -51,7 +51,7 @@ class _Asked(NamedTuple):
     @property
     def name(self) -> str:
         """Fully qualified, for messages."""
-        return self.unit.shard.params[self.param_index].name
+        return self.unit.params[self.param_index].name
 
 
 _engines: MutableMapping[int, Engine] = weakref.WeakValueDictionary()  # in the order in which they were made
@@ -64,7 +64,7 @@ def answer_for(engine: Engine) -> None:
     engine_of = weakref.ref(engine)
     _engines[next(_numbers)] = engine
     for index, unit in enumerate(engine.units):
-        for param_index, shard in enumerate(unit.shard.params):
+        for param_index, shard in enumerate(unit.params):
             _known[shard.param] = functools.partial(_find, weakref.ref(shard.param), engine_of, index, param_index)
     start = getattr(torch.autograd, _STARTS_BACKWARD)
     if not isinstance(start, _RunBackward):

@@ -27,7 +27,15 @@ from streamshard.engine.passes import Pass, Use
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.unit.unit import StreamedUnit
 
-__all__ = ["backward_of", "call_shell", "call_unit", "holding_back_weights", "register_forward_method", "watch"]
+__all__ = [
+    "backward_of",
+    "call_shell",
+    "call_unit",
+    "compute_in_fp32",
+    "holding_back_weights",
+    "register_forward_method",
+    "watch",
+]
 
 _T = TypeVar("_T")
 
@@ -129,6 +137,26 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     return output
 
 
+def compute_in_fp32(module: nn.Module) -> None:
+    """Let `module`, a part of a layer or of what is outside of layers, be given fp32, and give on what it was given.
+
+    Nothing around it notices. Around units it is not needed: whoever takes what they give casts it.
+    """
+    method = module.forward
+    # Not the bound method, which would keep the module that keeps it.
+    bind = (lambda: method) if not inspect.ismethod(method) else weakref.WeakMethod(method)
+
+    @functools.wraps(getattr(method, "__func__", method))
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        call: Any = bind()
+        given = next((t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
+        args, kwargs = _cast((args, kwargs), torch.float32)
+        output = call(*args, **kwargs)
+        return output if given is None else _cast(output, given)
+
+    module.__dict__["forward"] = forward
+
+
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Let calls of ``module.name(...)`` be passes, as calls of the module are: with whole weights, and gradients.
 
@@ -211,7 +239,7 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
     """
     lowest, highest = engine.turn_slots.span
     slot = use.unit.weight_slot
-    first_byte, last_byte = slot.first_byte, slot.last_byte
+    first_byte, last_byte, more = slot.first_byte, slot.last_byte, slot.more
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     need, own = engine.need, use.unit.view_ids
 
@@ -223,7 +251,7 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
             address = 0
             if (owner := owner_of(engine, tensor)) is not None:  # a Function keeps a weight that is away
                 return tensor, use_of(engine, owner[0])
-        if first_byte <= address < last_byte:
+        if first_byte <= address < last_byte or more and slot.holds(tensor):
             if (base := tensor._base) is not None and id(base) not in own:
                 _refuse_stale(engine, use.unit, base)
             return tensor if tensor.is_leaf else tensor.detach(), use
@@ -261,7 +289,7 @@ def _refuse_stale(engine: Engine, content: StreamedUnit, base: torch.Tensor | No
     if owner is not None and owner[0] is not content:
         unit, param_index = owner
         raise ShardingError(
-            f"a view of parameter {unit.shard.params[param_index].name!r} was kept while its layer ran and is used "
+            f"a view of parameter {unit.params[param_index].name!r} was kept while its layer ran and is used "
             f"after it, when {content.name!r} is in the buffer that it lies in: keep the parameter itself and take the "
             "view where it is used, or keep a clone()"
         )

@@ -101,7 +101,7 @@ class LoadWhole:
     """Before ``load_state_dict`` copies: cut whole tensors into this rank's pieces."""
 
     def __init__(self, engine: Engine) -> None:
-        self._shards = {shard.param: shard for unit in engine.units for shard in unit.shard.params}
+        self._shards = {shard.param: shard for unit in engine.units for shard in unit.params}
         self._engine = engine
 
     def __call__(

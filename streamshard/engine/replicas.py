@@ -14,12 +14,12 @@ the next unit's reduction starts: by then its own is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from streamshard.comm.ranks import Ranks
-from streamshard.comm.streams import Fence, Rule, StreamName, Work
+from streamshard.comm.streams import Fence, Rule, StreamName, Work, as_one
 from streamshard.errors import ConfigError
 from streamshard.unit.unit import StreamedUnit
 
@@ -68,13 +68,12 @@ class Replicas:
                 self._written.wait()  # rule 4
             else:
                 self._reduced.wait()  # rule 7
-            assert unit.grads.main is not None
-            self._under_way[unit.index] = self._start(unit.grads.main, unit.index)
+            self._under_way[unit.index] = self._start([(grads.main, grads.tag) for grads in unit.grads.segments])
 
-    def _start(self, tensor: torch.Tensor, tag: int | None) -> Fence:
-        """Start an average; the fence behind it."""
+    def _start(self, tensors: Sequence[tuple[torch.Tensor, int | None]]) -> Fence:
+        """Start averages; the fence behind them."""
         averaged = Fence(self.ranks.streams, Rule.RESULTS_ARRIVED, StreamName.REPLICA, "averaged main grads")
-        averaged.record(self.ranks.transport.start_average(tensor, tag))
+        averaged.record(as_one([self.ranks.transport.start_average(tensor, tag) for tensor, tag in tensors]))
         return averaged
 
     def finish_average(self, unit: StreamedUnit) -> None:
@@ -98,7 +97,7 @@ class Replicas:
                 self._written.record()
                 self._written.wait()  # rule 4
                 with self.ranks.guard("an average over replicas"):
-                    under_way.append((tensors, flat, self._start(flat, None)))
+                    under_way.append((tensors, flat, self._start([(flat, None)])))
         with torch.no_grad(), self.ranks.guard("an average over replicas"):
             for tensors, flat, averaged in under_way:
                 averaged.wait()  # rule 7

@@ -34,12 +34,13 @@ class UsedParams:
         self._units = units
         self._ranks = ranks
         self._replicas = replicas
-        count = sum(len(unit.shard.layout.params) for unit in units) if self._stages else 0
+        count = sum(len(unit.layout.params) for unit in units) if self._stages else 0
         self._flags = [ledger.allocate(Category.FLAGS, count, torch.uint8)]
         for stage in self._stages:
             count *= stage.world_size
             self._flags.append(ledger.allocate(Category.FLAGS, count, torch.uint8))
         self._sent: list[bool] = []
+        self._tag = sum(len(unit.segments) for unit in units)  # behind those of the segments
         self._written = [
             Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "flags", stage.stream)
             for stage in self._stages
@@ -70,7 +71,7 @@ class UsedParams:
         here, everywhere = self._flags[stage : stage + 2]
         self._written[stage].record()
         self._written[stage].wait()  # rule 5: the exchange does not read what is being written
-        self._arrived[stage].record(self._stages[stage].transport.start_gather(here, everywhere, len(self._units)))
+        self._arrived[stage].record(self._stages[stage].transport.start_gather(here, everywhere, self._tag))
 
     def finish(self) -> list[list[bool]]:
         """For each unit, which parameters some rank used. On CUDA the host waits only if this rank left one out."""

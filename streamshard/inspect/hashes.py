@@ -34,8 +34,9 @@ def compare_weights(engine: Engine) -> None:
 
 def _hashes(engine: Engine) -> Iterator[tuple[str, str]]:
     for unit in engine.units:
-        full = unit.gather_full([shard.main for shard in unit.shard.params])
-        for shard in unit.shard.params:
-            yield shard.name, digest(full.narrow(0, shard.layout.offset, shard.layout.numel))
+        wholes = unit.gather_whole([shard.main for shard in unit.params])
+        for shard, whole in zip(unit.params, wholes, strict=True):
+            if whole is not None:
+                yield shard.name, digest(whole)
     for name, buffer in engine.buffers.equal_ones():
         yield name, digest(buffer)

@@ -19,7 +19,7 @@ class MemoryReport:
         held_bytes: counted on the live tensors.
         formula_bytes: computed from the layout.
         numel: parameters of the whole model.
-        padded_numel: elements of all units, with what lies between parameters and behind them.
+        padded_numel: elements of all segments, with what lies between parameters and behind them.
         world_size: N.
         adam_bytes: what the two moments of Adam take on this rank once it has stepped; not held by the engine.
         slots: how many there are, and why.
@@ -56,15 +56,15 @@ class MemoryReport:
 
 def report_memory(engine: Engine) -> MemoryReport:
     """What `engine` holds beside what `expected_bytes` says."""
-    trains = [unit.grads.main is not None for unit in engine.units]
-    layouts = engine.sizing.layouts
-    expected = expected_bytes(engine.sizing._replace(trains=trains), engine.plan)
+    trains = {segment.tag for unit in engine.units for segment in unit.segments if segment.trains}
+    sizing = engine.sizing._replace(trains=trains)
+    expected = expected_bytes(sizing, engine.plan)
     return MemoryReport(
         held_bytes={category.value: engine.ledger.held_bytes(category) for category in Category},
         formula_bytes={category.value: expected[category] for category in Category},
-        numel=sum(layout.numel for layout in layouts),
-        padded_numel=sum(layout.padded_numel for layout in layouts),
-        world_size=layouts[0].world_size,
-        adam_bytes=8 * sum(layout.shard_numel for layout, train in zip(layouts, trains, strict=True) if train),
+        numel=sum(layout.numel for layout in sizing.layouts),
+        padded_numel=sum(layout.padded_numel for layout in sizing.layouts),
+        world_size=sizing.world_size,
+        adam_bytes=8 * sizing.trained_numel,
         slots=engine.why_slots,
     )

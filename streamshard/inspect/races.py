@@ -185,8 +185,8 @@ class RaceDetector(Observer):
         writes: Sequence[torch.Tensor],
     ) -> None:
         """See `Observer`."""
-        units = self.engine.units
-        unit = units[tag].name if tag is not None and tag < len(units) else None
+        names = self.engine.ranks.names
+        unit = names[tag] if tag is not None and tag < len(names) else None
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 index = self._find(tensor)
@@ -305,19 +305,18 @@ def _describe(engine: Engine) -> dict[int, tuple[str, str | None, Any]]:
     """By address: a buffer's name, the unit it belongs to, and the slot object that knows whose data it holds."""
     owners: dict[int, tuple[str, str | None, Any]] = {}
     for unit in engine.units:
-        shard, weights, grads = unit.shard, unit.weight_slot, unit.grads.slot
+        weights, slot = unit.weight_slot, unit.grads.slot
         owners.setdefault(weights.buffer.data_ptr(), (weights.arrived.what, None, weights))
-        if grads is not None:
-            for buffer, what in ((grads.buffer, ""), (grads.scratch.buffer, "scratch of ")):
-                if buffer is not None:
-                    owners.setdefault(buffer.data_ptr(), (what + grads.drained.what, None, grads))
-        for category, tensor in (
-            (Category.MAIN_WEIGHTS, shard.main),
-            (Category.MAIN_GRADS, unit.grads.main),
-            (Category.COMPUTE_SHARDS, shard.compute),
-        ):
-            if tensor is not None:
-                owners.setdefault(tensor.data_ptr(), (f"{category.value} of {_quoted(unit.name)}", unit.name, None))
+        if slot is not None:
+            for parts, what in ((slot.parts, ""), (slot.scratch.parts, "scratch of ")):
+                for buffer in parts.values():
+                    owners.setdefault(buffer.data_ptr(), (what + slot.drained.what, None, slot))
+        own = [(Category.MAIN_GRADS, grads.main) for grads in unit.grads.segments]
+        for segment in unit.segments:
+            kept_as = Category.MAIN_WEIGHTS if segment.trains else Category.FROZEN_WEIGHTS
+            own += [(kept_as, segment.main), (Category.COMPUTE_SHARDS, segment.compute)]
+        for category, tensor in own:
+            owners.setdefault(tensor.data_ptr(), (f"{category.value} of {_quoted(unit.name)}", unit.name, None))
     return owners
 
 

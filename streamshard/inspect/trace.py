@@ -112,6 +112,7 @@ class _Recorder(Observer):
     def __init__(self, engine: Engine) -> None:
         self._streams = engine.streams
         self._units = [unit.name for unit in engine.units]
+        self._unit_of = [unit.index for unit in engine.units for _ in unit.segments]  # by tag
         self._clock = _Clock(engine.streams)
         self._spans: list[tuple[_Open, _Stamp]] = []
         self._marks: list[tuple[Fence, _Stamp, _Stamp]] = []
@@ -138,11 +139,15 @@ class _Recorder(Observer):
         writes: Sequence[torch.Tensor],
     ) -> None:
         """See `Observer`."""
-        kind, unit = _KINDS[collective], tag
-        if tag is not None and tag >= len(self._units):
-            kind, unit = Kind.FLAGS, None
+        kind, unit = _KINDS[collective], None
+        if tag is not None and tag < len(self._unit_of):
+            unit = self._unit_of[tag]
+        elif tag is not None:
+            kind = Kind.FLAGS
         name = kind.value if unit is None else f"{kind.value} {self._units[unit]}"
-        self._issuing = _Open(stream, kind, unit, name, self._clock.now(stream))
+        issuing = self._issuing
+        if issuing is None or (issuing.stream, issuing.name) != (stream, name):  # one span for a unit's segments
+            self._issuing = _Open(stream, kind, unit, name, self._clock.now(stream))
 
     def on_record(self, fence: Fence) -> None:
         """See `Observer`."""
@@ -174,7 +179,9 @@ class _Recorder(Observer):
         """See `Observer`."""
         now = self._clock.now(StreamName.COMPUTE)
         unit, name = None, fence.what
-        for part in work.works if isinstance(work, AllWork) else (work,):
+        # Of the segments of one unit, or of several units.
+        parts = work.works if isinstance(work, AllWork) and work not in self._under_way else (work,)
+        for part in parts:
             issued = self._under_way.pop(part, None)
             if issued is not None:
                 self._spans.append((issued, now))

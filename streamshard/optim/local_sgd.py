@@ -118,7 +118,7 @@ class LocalSGD(WrappedOptimizer):
         """What is averaged, a unit's at a time: parameters that have a gradient, as PeriodicModelAverager has it."""
         ours = {param for group in self.param_groups for param in group["params"] if param.grad is not None}
         for unit in self.engine.units:
-            shards = [shard for shard in unit.shard.params if shard.param in ours]
+            shards = [shard for shard in unit.params if shard.param in ours]
             yield [shard.main for shard in shards]
             if self.average_moments:
                 for name in names_of_moments(shards, self.optimizer):

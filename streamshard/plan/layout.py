@@ -1,10 +1,10 @@
 """Where every parameter lies: a pure function from parameter sizes to offsets and per-rank ranges.
 
 No torch here. The engine, the memory report, checkpoints and the exporter all read the same layout object,
-so they cannot disagree about which bytes a rank owns. See [Note: flat units].
+so they cannot disagree about which bytes a rank owns. See [Note: flat segments].
 
-[Note: flat units]
-A unit's parameters are laid out one after another in one flat buffer, each start aligned, the whole padded to a
+[Note: flat segments]
+A segment's parameters are laid out one after another in one flat buffer, each start aligned, the whole padded to a
 multiple of the world size N. Rank r owns elements [r * shard_numel, (r + 1) * shard_numel). The partition does
 not respect parameter boundaries: a rank owns at most one contiguous range of each parameter, possibly empty
 (the range map of Megatron-LM's distributed optimizer, megatron/core/optimizer/distrib_optimizer.py).
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from streamshard.config import PieceAlignment
 
-__all__ = ["LocalRange", "ParamLayout", "ParamSize", "UnitLayout", "plan_unit"]
+__all__ = ["LocalRange", "ParamLayout", "ParamSize", "SegmentLayout", "plan_segment"]
 
 ALIGNMENT_BYTES = 16  # vectorised loads of GPU kernels want 16-byte aligned starts
 
@@ -42,12 +42,12 @@ class ParamSize(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """One parameter inside its unit's flat buffer.
+    """One parameter inside its segment's flat buffer.
 
     Attributes:
         name: fully qualified name in the root model; for tied parameters the first registered one.
         shape: the unsharded shape.
-        offset: first element in the unit's flat buffer.
+        offset: first element in the segment's flat buffer.
         numel: number of elements.
     """
 
@@ -73,18 +73,16 @@ class LocalRange(NamedTuple):
 
 
 @dataclass(frozen=True)
-class UnitLayout:
-    """The flat layout of one unit over ``world_size`` ranks. Build it with `plan_unit`.
+class SegmentLayout:
+    """The flat layout of one segment over ``world_size`` ranks. Build it with `plan_segment`.
 
     Attributes:
-        name: fully qualified name of the unit's module; "" is the root's edge unit.
         params: parameters in registration order.
         world_size: number of ranks N of the shard group.
         padded_numel: elements of the flat buffer, a multiple of N.
         has_rows: pieces are whole rows, and have their shape.
     """
 
-    name: str
     params: tuple[ParamLayout, ...]
     world_size: int
     padded_numel: int
@@ -126,19 +124,17 @@ class UnitLayout:
         return (*[1] * (len(param.shape) - 1), numel)
 
 
-def plan_unit(
-    name: str,
+def plan_segment(
     sizes: Sequence[ParamSize],
     world_size: int,
     *,
     element_bytes: int = 2,
     pad_numel: int = 1,
     align_pieces_to: PieceAlignment = 1,
-) -> UnitLayout:
-    """Lay out one unit. See [Note: flat units].
+) -> SegmentLayout:
+    """Lay out one segment. See [Note: flat segments].
 
     Args:
-        name: fully qualified name of the unit's module.
         sizes: its parameters in registration order, tied ones once.
         world_size: number of ranks N.
         element_bytes: bytes of the narrowest element that will use the layout; it sets the alignment of starts.
@@ -162,7 +158,7 @@ def plan_unit(
             break
         least = shard_numel + -(-missing // world_size)
     params = tuple(ParamLayout(s.name, s.shape, offset, s.numel) for s, offset in zip(sizes, offsets, strict=True))
-    return UnitLayout(name, params, world_size, world_size * shard_numel, align_pieces_to == "row")
+    return SegmentLayout(params, world_size, world_size * shard_numel, align_pieces_to == "row")
 
 
 def _row_numel(shape: tuple[int, ...]) -> int:

@@ -1,16 +1,18 @@
 """How much memory a choice of slots takes, and the most slots that fit into a budget. Before anything is allocated.
 
-Formula, for N ranks, S the sum over units of the padded shard, all in bytes: main weights 4 S, main grads 4 S of the
-units that train, compute shards p S (none in fp32: they are the main weights), weight slots the largest unit of each
-times p, grad slots likewise times g if one of its units trains, scratch as the transport asks, and (N + 1) bytes of
-flags a parameter, with R replicas (R N + N + 1). One rank has no slots. With "all" weight slots compute shards lie in
-them (in fp32 the main weights do), with "all" grad slots in fp32 the main grads do.
+Formula, for N ranks, S the sum over segments of the padded shard, all in bytes: main weights and main grads 4 S of what
+trains, frozen weights m S of what does not (m of the dtype that it is kept in), compute shards p S of what is kept in
+another dtype than it is computed with, weight slots the largest unit of each times p, grad slots the largest unit's
+trained segments times g, scratch as the transport asks, and (N + 1) bytes of flags a parameter, with R replicas
+(R N + N + 1). What was frozen and is widened trains from then on; where it lies in grad slots is a part of its own,
+sized by all that was frozen. One rank has no slots. With "all" weight slots compute shards lie in them (and main or
+frozen weights, where they are the same), with "all" grad slots in fp32 the main grads do.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,10 +20,10 @@ import torch
 from streamshard.config import MemoryBudget, Precision, SlotCount, parse_bytes
 from streamshard.device import free_bytes
 from streamshard.errors import ConfigError
-from streamshard.plan.layout import UnitLayout
+from streamshard.plan.segments import PlannedSegment, SegmentKind, UnitLayout
 from streamshard.plan.slots import SlotPlan, plan_slots
 
-__all__ = ["Category", "Sizing", "choose_slots", "expected_bytes", "holds_main_grads", "read_budget"]
+__all__ = ["Category", "Sizing", "choose_slots", "expected_bytes", "holds_main_grads", "largest_of", "read_budget"]
 
 _MOMENTS_BYTES = 8  # a parameter: Adam's two moments in fp32
 
@@ -31,6 +33,7 @@ class Category(enum.Enum):
 
     MAIN_WEIGHTS = "main weights"
     MAIN_GRADS = "main grads"
+    FROZEN_WEIGHTS = "frozen weights"
     COMPUTE_SHARDS = "compute shards"
     WEIGHT_SLOTS = "weight slots"
     GRAD_SLOTS = "grad slots"
@@ -44,56 +47,90 @@ class Sizing(NamedTuple):
     Attributes:
         layouts: of all units, edge unit first.
         shared: by unit, whether it takes turns in the block slots.
-        trains: by unit, whether it has main grads.
+        trains: tags of the segments that train: from the start, or since they were widened.
         precision: the dtypes.
-        scratch_numel: ``(shard_numel, adds)`` -> elements of scratch, see `Transport.scratch_numel`.
+        world_size: N.
+        scratch_numel: ``(segment, adds)`` -> elements of scratch, see `Transport.scratch_numel`.
         replicas: R, size of the replicate axis.
     """
 
     layouts: Sequence[UnitLayout]
     shared: Sequence[bool]
-    trains: Sequence[bool]
+    trains: Collection[int]
     precision: Precision
-    scratch_numel: Callable[[int, bool], int]
+    world_size: int
+    scratch_numel: Callable[[PlannedSegment, bool], int]
     replicas: int = 1
 
+    @property
+    def segments(self) -> list[PlannedSegment]:
+        """Of all units."""
+        return [segment for layout in self.layouts for segment in layout.segments]
 
-def holds_main_grads(sizing: Sizing, plan: SlotPlan) -> bool:
+    @property
+    def trained_numel(self) -> int:
+        """Elements of this rank's shards that train."""
+        return sum(segment.layout.shard_numel for segment in self.segments if segment.tag in self.trains)
+
+    def scratch_of(self, segment: PlannedSegment, plan: SlotPlan) -> tuple[int, int]:
+        """What its reductions need beside its part of the grad slot: where that begins in the scratch, and bytes."""
+        start = n_bytes = 0
+        for own in self.layouts[segment.unit].segments:
+            if own.kind.trains is segment.kind.trains:
+                start += n_bytes
+                adds = not holds_main_grads(own.kind, plan, self.world_size)
+                n_bytes = self.scratch_numel(own, adds) * own.kind.grad_dtype.itemsize
+            if own.tag == segment.tag:
+                break
+        return start, n_bytes
+
+    def scratch_bytes(self, unit: int, plan: SlotPlan, *, trains: bool) -> int:
+        """What the reductions of one part of a unit's grad slot need together."""
+        own = (each for each in self.layouts[unit].segments if each.kind.trains is trains)
+        return max((sum(self.scratch_of(segment, plan)) for segment in own), default=0)
+
+
+def holds_main_grads(kind: SegmentKind, plan: SlotPlan, world_size: int) -> bool:
     """Whether main grads are ranges of the grad slots: every unit has one of its own, and both are fp32."""
-    is_alone = sizing.layouts[0].world_size == 1
-    return plan.keeps_grads and not is_alone and sizing.precision.slot_grad_dtype is torch.float32
+    return plan.keeps_grads and world_size > 1 and kind.grad_dtype is torch.float32
+
+
+def largest_of(slot_of: Sequence[int], sizes: Sequence[int]) -> dict[int, int]:
+    """By slot, the largest of its units' `sizes`."""
+    largest: dict[int, int] = {}
+    for slot, size in zip(slot_of, sizes, strict=True):
+        largest[slot] = max(largest.get(slot, 0), size)
+    return largest
 
 
 def expected_bytes(sizing: Sizing, plan: SlotPlan) -> dict[Category, int]:
     """The formula above."""
-    layouts, trains, precision = sizing.layouts, sizing.trains, sizing.precision
-    is_alone = layouts[0].world_size == 1
-    param_bytes, grad_bytes = precision.param_dtype.itemsize, precision.slot_grad_dtype.itemsize
-    padded = [layout.padded_numel for layout in layouts]
-    shards = sum(layout.shard_numel for layout in layouts)
-    trained = sum(layout.shard_numel for layout, train in zip(layouts, trains, strict=True) if train)
-    holds_compute = plan.keeps_weights and not is_alone  # what a rank owns is a range of the slots
-    holds_grads = holds_main_grads(sizing, plan)
-    scratch = [sizing.scratch_numel(layout.shard_numel, not holds_grads) for layout in layouts]
-
-    def slots(slot_of: Sequence[int], numel: Sequence[int], in_use: Container[int]) -> int:
-        largest: dict[int, int] = {}
-        for slot, size in zip(slot_of, numel, strict=True):
-            largest[slot] = max(largest.get(slot, 0), size if slot in in_use else 0)
-        return 0 if is_alone else sum(largest.values())
-
-    def in_use(slot_of: Sequence[int]) -> set[int]:
-        return {slot for slot, train in zip(slot_of, trains, strict=True) if train}
-
-    return {
-        Category.MAIN_WEIGHTS: 0 if param_bytes == 4 and holds_compute else 4 * shards,
-        Category.MAIN_GRADS: 0 if holds_grads else 4 * trained,
-        Category.COMPUTE_SHARDS: 0 if param_bytes == 4 or holds_compute else param_bytes * shards,
-        Category.WEIGHT_SLOTS: param_bytes * slots(plan.weights, padded, set(plan.weights)),
-        Category.GRAD_SLOTS: grad_bytes * slots(plan.grads, padded, in_use(plan.grads)),
-        Category.SCRATCH: grad_bytes * slots(plan.scratch, scratch, in_use(plan.scratch)),
-        Category.FLAGS: _flags(layouts[0].world_size, sizing.replicas) * sum(len(layout.params) for layout in layouts),
-    }
+    layouts, is_alone = sizing.layouts, sizing.world_size == 1
+    found = dict.fromkeys(Category, 0)
+    for segment in sizing.segments:
+        kind, numel, trains = segment.kind, segment.layout.shard_numel, segment.tag in sizing.trains
+        main_dtype = torch.float32 if trains else kind.main_dtype
+        lies_in_slot = plan.keeps_weights and not is_alone  # what a rank owns is a range of the slots
+        if not (lies_in_slot and main_dtype is kind.compute_dtype):
+            found[Category.MAIN_WEIGHTS if trains else Category.FROZEN_WEIGHTS] += main_dtype.itemsize * numel
+        if not lies_in_slot and main_dtype is not kind.compute_dtype:
+            found[Category.COMPUTE_SHARDS] += kind.compute_dtype.itemsize * numel
+        if trains and not holds_main_grads(kind, plan, sizing.world_size):
+            found[Category.MAIN_GRADS] += 4 * numel
+    found[Category.FLAGS] = _flags(sizing.world_size, sizing.replicas) * sum(len(layout.params) for layout in layouts)
+    if is_alone:
+        return found
+    found[Category.WEIGHT_SLOTS] = sum(largest_of(plan.weights, [layout.weight_bytes for layout in layouts]).values())
+    for part in (True, False):
+        in_use = {s.unit for s in sizing.segments if s.kind.trains is part and s.tag in sizing.trains}
+        units = range(len(layouts))
+        for category, slot_of, sizes in (
+            (Category.GRAD_SLOTS, plan.grads, [layout.grad_bytes(trains=part) for layout in layouts]),
+            (Category.SCRATCH, plan.scratch, [sizing.scratch_bytes(unit, plan, trains=part) for unit in units]),
+        ):
+            used = {slot_of[unit] for unit in in_use}
+            found[category] += sum(size for slot, size in largest_of(slot_of, sizes).items() if slot in used)
+    return found
 
 
 def _flags(world_size: int, replicas: int) -> int:
@@ -133,9 +170,7 @@ def choose_slots(sizing: Sizing, budget: int) -> tuple[SlotPlan, str]:
         ConfigError: not even two slots of each kind fit; says what they take and what is missing.
     """
     rejected = None
-    moments = _MOMENTS_BYTES * sum(
-        layout.shard_numel for layout, train in zip(sizing.layouts, sizing.trains, strict=True) if train
-    )
+    moments = _MOMENTS_BYTES * sizing.trained_numel
     for weight_slots, grad_slots in _candidates(sum(sizing.shared)):
         plan = plan_slots(sizing.shared, weight_slots, grad_slots)
         total = moments + sum(expected_bytes(sizing, plan).values())
@@ -144,7 +179,7 @@ def choose_slots(sizing: Sizing, budget: int) -> tuple[SlotPlan, str]:
             reason = f"{name}: {_gib(total)} of {_gib(budget)}"
             return plan, reason + (f"; {rejected} would not fit" if rejected else "; the model has no use for more")
         rejected = f"{name} ({_gib(total)})"
-    ranks = sizing.layouts[0].world_size
+    ranks = sizing.world_size
     raise ConfigError(
         f"memory_budget is {_gib(budget)}, but {name} with Adam's moments take {_gib(total)} on each of {ranks} "
         f"rank(s): {_gib(total - budget)} are missing. Use more ranks, a 16-bit param_dtype or grad_dtype, or smaller "

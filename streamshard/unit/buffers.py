@@ -1,13 +1,13 @@
 """The preallocated buffers: every byte the engine holds is allocated here, once, under a category.
 
 `Ledger` allocates; `WeightSlot` and `GradSlot` are the full-unit buffers. See [Note: slots] in
-`streamshard.plan.slots`.
+`streamshard.plan.slots`, [Note: segments] in `streamshard.plan.segments`.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from streamshard.comm.streams import Fence, Rule, StreamName, Streams
 from streamshard.plan.memory import Category
 from streamshard.plan.structure import leave_inference_mode
 
-__all__ = ["GradSlot", "Ledger", "Scratch", "TurnSlots", "WeightSlot"]
+__all__ = ["GradSlot", "Ledger", "Scratch", "TurnSlots", "WeightSlot", "lies_in"]
 
 
 class Visible(Protocol):
@@ -63,16 +63,25 @@ class Ledger:
         self.buffers.append((category, buffer))
         return buffer
 
+    def file_under(self, category: Category, buffer: torch.Tensor) -> None:
+        """`buffer`, which was allocated here, is something else from now on."""
+        self.buffers = [(category if held is buffer else kind, held) for kind, held in self.buffers]
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Forget `buffer`, which nobody needs any more."""
+        self.buffers = [(kind, held) for kind, held in self.buffers if held is not buffer]
+
     def held_bytes(self, category: Category) -> int:
         """Bytes held under `category`, counted on the live tensors."""
         return sum(buffer.untyped_storage().nbytes() for kind, buffer in self.buffers if kind is category)
 
 
 class WeightSlot:
-    """A full-unit buffer in param_dtype. Owns its two fences.
+    """A buffer for the weights of a whole unit. Owns its two fences.
 
     Attributes:
-        buffer: [numel of its largest unit] param_dtype.
+        buffer: [bytes of its largest unit] uint8; with one rank, the compute shard of its unit's first segment.
+        more: with one rank, the compute shards of the other segments.
         content: index of the unit whose weights it holds or is receiving; None if nobody's.
         arrived: rule 1, set after the gather.
         released: rule 2, set after a unit's last use.
@@ -81,6 +90,7 @@ class WeightSlot:
 
     def __init__(self, buffer: torch.Tensor, streams: Streams, what: str, *, is_shared: bool) -> None:
         self.buffer = buffer
+        self.more: Sequence[torch.Tensor] = ()
         self.is_shared = is_shared
         self.content: int | None = None
         self.arrived = Fence(streams, Rule.WEIGHTS_ARRIVED, StreamName.COMM, what)
@@ -99,9 +109,15 @@ class WeightSlot:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in it."""
         try:
-            return self.first_byte <= tensor.data_ptr() < self.last_byte
+            return any(lies_in(tensor, buffer) for buffer in (self.buffer, *self.more))
         except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
             return False
+
+
+def lies_in(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
+    """Whether the memory of `tensor` begins in that of `buffer`."""
+    start = buffer.data_ptr()
+    return start <= tensor.data_ptr() < start + buffer.nbytes
 
 
 class TurnSlots:
@@ -129,58 +145,56 @@ class TurnSlots:
 
 
 class Scratch:
-    """What reductions need beside a grad slot. Allocated when the first of its units trains.
+    """What reductions need beside a grad slot. A part of it is allocated when the first of its units needs it.
 
     Args:
-        numel: elements that the most demanding of its units needs.
-        dtype: slot_grad_dtype.
+        n_bytes: by part of the grad slot, what the most demanding of its units needs.
         ledger: allocates.
 
     Attributes:
-        buffer: [numel] dtype.
-        drained: the fence behind the last reduction that uses it, a grad slot's.
+        parts: [n_bytes] uint8, those that are allocated.
+        drained: the fence behind the last reductions that use it, a grad slot's.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, ledger: Ledger) -> None:
+    def __init__(self, n_bytes: Mapping[bool, int], ledger: Ledger) -> None:
         self.drained: Fence | None = None
-        self.buffer: torch.Tensor | None = None
-        self._numel = numel
-        self._dtype = dtype
+        self.parts: dict[bool, torch.Tensor] = {}
+        self._n_bytes = n_bytes
         self._ledger = ledger
 
-    def allocate(self) -> None:
-        """Nothing if it is allocated already."""
-        if self.buffer is None:
-            self.buffer = self._ledger.allocate(Category.SCRATCH, self._numel, self._dtype)
+    def allocate(self, part: bool) -> torch.Tensor:
+        """One part, which is allocated at the first call."""
+        if part not in self.parts:
+            self.parts[part] = self._ledger.allocate(Category.SCRATCH, self._n_bytes[part], torch.uint8)
+        return self.parts[part]
 
-    def take(self, numel: int) -> torch.Tensor:
-        """[numel] of it, once nobody uses it any more. On CUDA reductions come one after the other anyway."""
+    def take(self) -> None:
+        """Return once nobody uses it any more. On CUDA reductions come one after the other anyway."""
         drained, self.drained = self.drained, None
         if drained is not None:
             drained.complete()
-        assert self.buffer is not None
-        return self.buffer.narrow(0, 0, numel)
 
 
 _COLLECTED_BYTES = 1 << 20
 
 
 class GradSlot:
-    """A full-unit buffer in the gradient dtype. Owns its two fences; allocated when the first of its units trains.
+    """Room for the gradients of a whole unit. Owns its two fences.
+
+    It has two parts, see [Note: segments]; each is allocated when the first of its units writes there.
 
     On a device with streams, where each copy is a launch, small gradients are copied together: collected until there is
     a mebibyte of them, or somebody is about to read or add to what the slot holds (`flush`).
 
     Args:
-        numel: elements of its largest unit.
-        dtype: slot_grad_dtype.
+        n_bytes: by part, the bytes of its largest unit.
         ledger, streams: see there.
         scratch: what reductions from this slot need beside it.
         what: names it in messages.
-        holds_main_grads: this rank's range of it is the main grads of the one unit that it serves.
+        holds_main_grads: the user sees this rank's ranges of it: they are main grads of the one unit that it serves.
 
     Attributes:
-        buffer: [numel] dtype.
+        parts: [n_bytes] uint8, those that are allocated: True is for what trains from the start.
         content: index of the unit whose unreduced gradients it holds; None if nobody's.
         has_streams: gradients may come on several streams of a device, which `join`; elsewhere nobody has to.
         written: rule 4, set after a unit's last gradient.
@@ -189,8 +203,7 @@ class GradSlot:
 
     def __init__(
         self,
-        numel: int,
-        dtype: torch.dtype,
+        n_bytes: Mapping[bool, int],
         ledger: Ledger,
         streams: Streams,
         scratch: Scratch,
@@ -203,7 +216,7 @@ class GradSlot:
         self.written = Fence(streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what)
         self.drained = Fence(streams, Rule.GRADS_DRAINED, StreamName.COMM, what)
         self.scratch = scratch
-        self.buffer: torch.Tensor | None = None
+        self.parts: dict[bool, torch.Tensor] = {}
         self.has_streams = streams.has_streams
         self._streams = streams
         self._writers: list[Any] = []  # streams of the device on which gradients have been written
@@ -211,18 +224,16 @@ class GradSlot:
         self._collected: list[torch.Tensor] = []
         self._collected_bytes = 0
         self._collected_on: Any = None  # the stream of the device on which all of them have been made
-        self._numel = numel
-        self._dtype = dtype
+        self._n_bytes = n_bytes
         self._ledger = ledger
 
-    def allocate(self) -> torch.Tensor:
-        """The buffer, allocated at the first call."""
-        if self.buffer is None:
-            self.buffer = self._ledger.allocate(
-                Category.GRAD_SLOTS, self._numel, self._dtype, is_visible=True, is_users=self.holds_main_grads
+    def allocate(self, part: bool) -> torch.Tensor:
+        """One part, which is allocated at the first call, with what reductions need beside it."""
+        if part not in self.parts:
+            self.parts[part] = self._ledger.allocate(
+                Category.GRAD_SLOTS, self._n_bytes[part], torch.uint8, is_visible=True, is_users=self.holds_main_grads
             )
-            self.scratch.allocate()
-        return self.buffer
+        return self.parts[part]
 
     def open(self, unit: int) -> None:
         """It is `unit`'s from here on (rule 3)."""
@@ -248,7 +259,7 @@ class GradSlot:
         """Copy a gradient to its place, at once or with others, or add it to what is there. The current stream.
 
         Args:
-            place: the part of `buffer` that is the parameter's, of its shape.
+            place: what of it is the parameter's, of its shape.
             grad: of that shape, any dtype; nobody else's.
             adds: to a gradient that is there.
         """

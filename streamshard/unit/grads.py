@@ -17,17 +17,18 @@ import torch
 from torch import nn
 
 from streamshard.comm.ranks import Ranks
-from streamshard.comm.streams import Work
+from streamshard.comm.streams import Work, as_one
 from streamshard.comm.transport import Reduction
-from streamshard.config import ReductionMode
+from streamshard.errors import ShardingError
 from streamshard.plan.memory import Category
+from streamshard.plan.segments import PlannedSegment
 from streamshard.unit.buffers import GradSlot, Ledger
-from streamshard.unit.shard import ParamShard, UnitShard
+from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_grad import ShardedGrad
 from streamshard.unit.step_grads import put_back
 from streamshard.unit.unreduced_grad import UnreducedGrad
 
-__all__ = ["ParamGrad", "UnitGrads"]
+__all__ = ["ParamGrad", "SegmentGrads", "UnitGrads"]
 
 
 class ParamGrad:
@@ -36,7 +37,8 @@ class ParamGrad:
     Attributes:
         shard: this rank's part of the parameter.
         view: the parameter's compute view; gradients are of its shape.
-        in_slot: [shape of the view] slot_grad_dtype, its place in the grad slot; with one rank, in the main grads.
+        has_room: there is room for it; not for what is frozen from the start.
+        in_slot: [shape of the view] grad_dtype, its place in the grad slot; with one rank, in the main grads.
         in_main: fp32, its piece of the main grads.
         is_written: this backward has something in `in_slot`.
         is_used: this rank's graphs have made a gradient, to be told to the other ranks.
@@ -48,6 +50,7 @@ class ParamGrad:
 
     __slots__ = (
         "__weakref__",
+        "has_room",
         "in_main",
         "in_slot",
         "is_kept",
@@ -65,6 +68,7 @@ class ParamGrad:
     def __init__(self, shard: ParamShard, view: nn.Parameter) -> None:
         self.shard = shard
         self.view = view
+        self.has_room = False
         self.is_written = False
         self.is_used = False
         self.is_kept = False
@@ -107,83 +111,155 @@ class ParamGrad:
         self.in_main.zero_()
 
 
-class UnitGrads:
-    """The gradients of one unit. Owns nothing: buffers are the ledger's.
+class SegmentGrads:
+    """Room for the gradients of one segment that trains. Owns nothing: buffers are the ledger's.
 
     Args:
-        index: of the unit, the tag of its reductions.
-        shard: this rank's state.
+        plan: of the segment.
         slot: where gradients are collected; None with one rank, which writes to the main grads.
-        ranks: between whom it is reduced.
+        ranks: between whom they are reduced.
         ledger: allocates main grads.
-        mode: how it is reduced.
-        scratch_numel: elements of scratch that its reductions need.
+        scratch_start: where what its reductions need beside the slot begins in its part of the scratch, in bytes.
+        scratch_bytes: how much that is.
+        holds_main_grads: main grads are this rank's range of `all`.
 
     Attributes:
-        params: in the order of the unit's parameters; filled by `add`.
-        main: [shard_numel] fp32; None until `allocate`: a unit that is frozen altogether needs none.
-        all: [padded_numel] slot_grad_dtype, the unit's part of the slot; None without slot, and until `allocate`.
-        reductions: how many of its reductions this backward has started.
-        has_unreduced: whether gradients were written since the last of them.
-        waits: an earlier backward, in which the unit trained, may have left gradients in a slot, here or on other
-            ranks: they are reduced although the unit may be frozen by then.
+        params: see `place`.
+        main: [shard_numel] fp32.
+        all: [padded_numel] grad_dtype, the segment's part of the slot; None without slot.
+        is_main_in_slot: see `holds_main_grads`.
+        adds: main grads hold something that the next reduction adds to.
     """
 
     def __init__(
         self,
-        index: int,
-        shard: UnitShard,
+        plan: PlannedSegment,
         slot: GradSlot | None,
         ranks: Ranks,
         ledger: Ledger,
-        mode: ReductionMode,
-        scratch_numel: int,
+        scratch_start: int,
+        scratch_bytes: int,
+        *,
+        holds_main_grads: bool,
     ) -> None:
-        self.slot = slot
+        layout, kind = plan.layout, plan.kind
         self.params: list[ParamGrad] = []
-        self.main: torch.Tensor | None = None
-        self.reductions = 0
-        self.has_unreduced = False
-        self.waits = False
-        self._index = index
-        self._shard = shard
-        self._ranks = ranks
-        self._ledger = ledger
-        self._mode = mode
-        self._scratch_numel = scratch_numel
         self.all: torch.Tensor | None = None
-        self._is_main_in_slot = False
-        self._has_taken = False  # whether this backward has taken over what parameters held
-        self._adds = False  # whether main grads hold something that the next reduction adds to
-
-    def add(self, shard: ParamShard, view: nn.Parameter) -> None:
-        """Another parameter of the unit, and its compute view."""
-        self.params.append(ParamGrad(shard, view))
-
-    def reserve(self) -> None:
-        """Take the memory for main grads, and for what gradients are written to. A second call does nothing."""
-        if self.main is not None:
-            return
-        layout, slot = self._shard.layout, self.slot
-        own = None
+        self.is_main_in_slot = holds_main_grads
+        self.adds = False
+        self._plan = plan
+        self._ranks = ranks
+        self._scratch = torch.empty(0)
         if slot is not None:
-            self.all = slot.allocate().narrow(0, 0, layout.padded_numel)
-            self._is_main_in_slot = slot.holds_main_grads
-            if self._is_main_in_slot:
-                own = self.all.narrow(0, self._ranks.rank * layout.shard_numel, layout.shard_numel)
-        self.main = own
-        if own is None:
-            self.main = self._ledger.allocate(Category.MAIN_GRADS, layout.shard_numel, torch.float32)
+            part = slot.allocate(kind.trains)
+            self.all = part.narrow(0, plan.grad_start, plan.grad_bytes).view(kind.grad_dtype)
+            scratch = slot.scratch.allocate(kind.trains)
+            self._scratch = scratch.narrow(0, scratch_start, scratch_bytes).view(kind.grad_dtype)
+        if self.all is not None and holds_main_grads:
+            self.main = self.all.narrow(0, ranks.rank * layout.shard_numel, layout.shard_numel)
+        else:
+            self.main = ledger.allocate(Category.MAIN_GRADS, layout.shard_numel, torch.float32)
 
-    def allocate(self) -> None:
-        """Main grads, and what gradients are written to. When the unit first trains."""
-        self.reserve()
-        assert self.main is not None
+    @property
+    def tag(self) -> int:
+        """Of its reductions and averages."""
+        return self._plan.tag
+
+    def place(self, params: Sequence[ParamGrad]) -> None:
+        """These are the segment's parameters, in order: here their gradients are written."""
+        self.params = list(params)
         flat = self.main if self.all is None else self.all
         for grad in self.params:
             layout = grad.shard.layout
             grad.in_slot = flat.narrow(0, layout.offset, layout.numel).view(layout.shape)
             grad.in_main = ShardedGrad.wrap(grad.shard.shaped(self.main), self._ranks, grad.shard.has_rows)
+            grad.has_room = True
+
+    def take(self) -> None:
+        """Until `UnitGrads.finish` parameters hold no gradient: what autograd puts there is told apart from ours."""
+        for grad in self.params:
+            grad.take()
+        self.adds = any(grad.is_kept for grad in self.params)
+        if self.adds:
+            for grad in self.params:
+                if not grad.is_kept:
+                    grad.in_main.zero_()
+
+    def open(self) -> None:
+        """The slot is the unit's: what main grads in it hold is to be added to."""
+        is_added_to = self.adds and self.is_main_in_slot
+        self.set_written(is_added_to)
+        if is_added_to:
+            self._spread_main()
+
+    def set_written(self, is_written: bool) -> None:
+        """All of its places hold something that counts, or none does."""
+        for grad in self.params:
+            grad.is_written = is_written
+
+    def _spread_main(self) -> None:
+        """Main grads in the slot are to be added to: N times them here and zeros elsewhere have them as their mean."""
+        world_size = self._plan.layout.world_size
+        assert self.all is not None
+        for rank, chunk in enumerate(self.all.view(world_size, -1)):
+            chunk.mul_(world_size) if rank == self._ranks.rank else chunk.zero_()
+
+    def start_reduce(self) -> Work | None:
+        """Its part of the slot to main grads. Comm stream."""
+        assert self.all is not None
+        accumulate, self.adds = self.adds and not self.is_main_in_slot, True
+        reduction = Reduction(self.all, self.main, self._scratch, self._plan.kind.mode, accumulate, self.tag)
+        return self._ranks.transport.start_reduce(reduction)
+
+    def add_own(self, grad: ParamGrad, own: torch.Tensor) -> None:
+        """Add what autograd, or the user, has given to the sharded parameter itself: no other rank has a part in it."""
+        if self.is_main_in_slot:
+            if not grad.is_written:
+                grad.in_slot.zero_()
+                grad.is_written = True
+            grad.in_main.add_(own, alpha=self._plan.layout.world_size)  # of which the mean is taken
+        else:
+            grad.in_main.add_(own)
+        grad.is_kept = True
+
+
+class UnitGrads:
+    """The gradients of one unit. Owns nothing: buffers are the ledger's.
+
+    Args:
+        index: of the unit.
+        slot: where gradients are collected; None with one rank, which writes to the main grads.
+        world_size: of the shard group.
+
+    Attributes:
+        params: in the order of the unit's parameters; filled by `add`.
+        segments: those that train, in order; see `give_room`.
+        reductions: how many times this backward has started its reductions.
+        has_unreduced: whether gradients were written since the last of them.
+        waits: an earlier backward, in which the unit trained, may have left gradients in a slot, here or on other
+            ranks: they are reduced although the unit may be frozen by then.
+    """
+
+    def __init__(self, index: int, slot: GradSlot | None, world_size: int) -> None:
+        self.slot = slot
+        self.params: list[ParamGrad] = []
+        self.segments: list[SegmentGrads] = []
+        self.reductions = 0
+        self.has_unreduced = False
+        self.waits = False
+        self._index = index
+        self._world_size = world_size
+        self._has_taken = False  # whether this backward has taken over what parameters held
+
+    def add(self, shard: ParamShard, view: nn.Parameter) -> None:
+        """Another parameter of the unit, and its compute view."""
+        self.params.append(ParamGrad(shard, view))
+
+    def give_room(self, segment: SegmentGrads, first: int, count: int) -> None:
+        """Parameters `first` to `first` + `count` (exclusive) have room for gradients from now on: a segment's."""
+        segment.place(self.params[first : first + count])
+        self.segments.append(segment)
+        self.segments.sort(key=lambda each: each.tag)  # the same on all ranks, whenever which was widened
 
     @property
     def is_open(self) -> bool:
@@ -199,46 +275,35 @@ class UnitGrads:
         """
         is_first, self._has_taken = not self._has_taken, True
         if is_first:
-            self._take()
+            put_back(grad.shard.param for grad in self.params)
+            for segment in self.segments:
+                segment.take()
         slot = self.slot
         if slot is None:
             if is_first:
-                self._set_written(self._adds)
+                for segment in self.segments:
+                    segment.set_written(segment.adds)
             return
         slot.open(self._index)
-        self._set_written(self._adds and self._is_main_in_slot)
-        if self._adds and self._is_main_in_slot:
-            self._spread_main()
+        for segment in self.segments:
+            segment.open()
         for param_index, grad in enumerate(self.params):
             if grad.parked is not None:
                 parked, grad.parked = grad.parked, None
                 self.write(param_index, parked)
 
-    def _take(self) -> None:
-        """Until `finish` parameters hold no gradient: what autograd puts there meanwhile is told apart from ours."""
-        put_back(grad.shard.param for grad in self.params)
-        for grad in self.params:
-            grad.take()
-        self._adds = any(grad.is_kept for grad in self.params)
-        if self._adds:
-            for grad in self.params:
-                if not grad.is_kept:
-                    grad.in_main.zero_()
-
-    def _set_written(self, is_written: bool) -> None:
-        for grad in self.params:
-            grad.is_written = is_written
-
-    def _spread_main(self) -> None:
-        """Main grads in the slot are to be added to: N times them here and zeros elsewhere have them as their mean."""
-        layout = self._shard.layout
-        assert self.all is not None
-        for rank, chunk in enumerate(self.all.view(layout.world_size, -1)):
-            chunk.mul_(layout.world_size) if rank == self._ranks.rank else chunk.zero_()
-
     def write(self, param_index: int, value: torch.Tensor) -> None:
-        """Gradient `param_index` [shape of the view] into the slot: the one copy that gradients see. Compute stream."""
+        """Gradient `param_index` [shape of the view] into the slot: the one copy that gradients see. Compute stream.
+
+        Raises:
+            ShardingError: there is no room for it.
+        """
         grad = self.params[param_index]
+        if not grad.has_room:
+            raise ShardingError(
+                f"parameter {grad.shard.name!r} was frozen when a backward began that makes a gradient of it: set its "
+                "requires_grad outside of backward, on all ranks"
+            )
         grad.is_used = self.has_unreduced = True
         if value.is_sparse:
             value = value.to_dense()
@@ -268,18 +333,18 @@ class UnitGrads:
         self.has_unreduced = False
         if self.slot is not None and self.slot.has_streams:
             self.slot.join()
-        for grad in self.params:
-            if (self.counts(grad) or grad.is_kept) and not grad.is_written:  # a frozen one may have kept one
-                grad.in_slot.zero_()
         slot = self.slot
-        if slot is None or self.all is None or self.main is None:
-            self._set_written(True)
+        for segment in self.segments:
+            for grad in segment.params:
+                if (self.counts(grad) or grad.is_kept) and not grad.is_written:  # a frozen one may have kept one
+                    grad.in_slot.zero_()
+            if slot is None:
+                segment.set_written(True)
+        if slot is None or not self.segments:
             return None
         slot.finish_writing()
-        accumulate, self._adds = self._adds and not self._is_main_in_slot, True
-        scratch = slot.scratch.take(self._scratch_numel)
-        reduction = Reduction(self.all, self.main, scratch, self._mode, accumulate, self._index)
-        work = self._ranks.transport.start_reduce(reduction)
+        slot.scratch.take()
+        work = as_one([segment.start_reduce() for segment in self.segments])
         slot.content = None
         slot.drained.record(work)
         slot.scratch.drained = slot.drained
@@ -302,6 +367,8 @@ class UnitGrads:
 
     def counts(self, grad: ParamGrad) -> bool:
         """Whether some rank may have a gradient of the parameter: it trains now, or did when gradients were left."""
+        if not grad.has_room:
+            return False
         with torch._C.DisableTorchFunctionSubclass():  # it may be away
             return grad.view.requires_grad or self.waits
 
@@ -324,60 +391,50 @@ class UnitGrads:
             return
         if self.slot is not None:
             self.slot.flush()
-        if not self._is_main_in_slot and not self._adds and self.main is not None:
-            self.main.zero_()
-            self._adds = True
-        for grad in self.params:
-            param = grad.shard.param
-            if param.grad is not None:
-                self._add_own(grad, param.grad)
-            if grad.is_used or grad.is_kept:
-                if grad.node is None:
-                    self._watch_own(grad)
-                stand_in = UnreducedGrad.wrap(grad.in_main, grad.shard.name)
-                stand_in.on_zero = _forgetting(grad)
-                grad.stand_in = param.grad = stand_in
+        for segment in self.segments:
+            if not segment.is_main_in_slot and not segment.adds:
+                segment.main.zero_()
+                segment.adds = True
+            for grad in segment.params:
+                param = grad.shard.param
+                if param.grad is not None:
+                    segment.add_own(grad, param.grad)
+                if grad.is_used or grad.is_kept:
+                    if grad.node is None:
+                        self._watch_own(grad, segment)
+                    stand_in = UnreducedGrad.wrap(grad.in_main, grad.shard.name)
+                    stand_in.on_zero = _forgetting(grad)
+                    grad.stand_in = param.grad = stand_in
 
     def resume(self) -> None:
         """Take the stand-ins back. Gradients whose stand-in was cleared meanwhile are forgotten."""
         put_back(grad.shard.param for grad in self.params)
-        for grad in self.params:
-            stand_in = grad.stand_in
-            if stand_in is None:
-                continue
-            grad.stand_in = None
-            own, grad.shard.param.grad = grad.shard.param.grad, None
-            if own is not stand_in:
-                grad.forget()
-                grad.is_used = grad.is_kept = False
-                if own is not None:
-                    self._add_own(grad, own)
+        for segment in self.segments:
+            for grad in segment.params:
+                stand_in = grad.stand_in
+                if stand_in is None:
+                    continue
+                grad.stand_in = None
+                own, grad.shard.param.grad = grad.shard.param.grad, None
+                if own is not stand_in:
+                    grad.forget()
+                    grad.is_used = grad.is_kept = False
+                    if own is not None:
+                        segment.add_own(grad, own)
 
-    def _add_own(self, grad: ParamGrad, own: torch.Tensor) -> None:
-        """Add what autograd, or the user, has given to the sharded parameter itself: no other rank has a part in it."""
-        if self._is_main_in_slot:
-            if not grad.is_written:
-                grad.in_slot.zero_()
-                grad.is_written = True
-            grad.in_main.add_(own, alpha=self._shard.layout.world_size)  # of which the mean is taken
-        else:
-            grad.in_main.add_(own)
-        grad.is_kept = True
-
-    def _watch_own(self, grad: ParamGrad) -> None:
+    def _watch_own(self, grad: ParamGrad, segment: SegmentGrads) -> None:
         """While a stand-in is held, autograd adds to it in place: to what it stands for, of which the mean is taken."""
         param = grad.shard.param
         trains = param.requires_grad
         param.requires_grad_(True)  # a frozen one has a node too, for when it trains again
         node = torch.autograd.graph.get_gradient_edge(param).node
         param.requires_grad_(trains)
-        grads_of, factor, param_index = weakref.ref(self), self._shard.layout.world_size, self.params.index(grad)
+        grad_of, is_main_in_slot, factor = weakref.ref(grad), segment.is_main_in_slot, self._world_size
 
         def scale(values: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
-            grads = grads_of()
-            if grads is None or values[0] is None or not grads._is_main_in_slot:
+            grad = grad_of()
+            if grad is None or values[0] is None or not is_main_in_slot:
                 return None
-            grad = grads.params[param_index]
             if grad.stand_in is None or grad.shard.param.grad is not grad.stand_in:
                 return None
             return (values[0] * factor,)

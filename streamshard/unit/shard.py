@@ -1,7 +1,7 @@
-"""What one rank owns of one unit's weights: the main weights, and the compute shard that its gathers send.
+"""What one rank owns of one segment's weights: the main weights, and the compute shard that its gathers send.
 
 The user's Parameter objects stay what they were, so an optimizer built before sharding keeps working; their data become
-pieces of the main weights.
+pieces of the main weights. See [Note: segments] in `streamshard.plan.segments`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from torch import nn
 
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import ShardingError
-from streamshard.plan.layout import LocalRange, ParamLayout, UnitLayout
+from streamshard.plan.layout import LocalRange, ParamLayout
 from streamshard.plan.memory import Category
+from streamshard.plan.segments import PlannedSegment
 from streamshard.plan.structure import is_meta
 from streamshard.unit.buffers import Ledger
 from streamshard.unit.pieces import Piece, refuse_saving, remember_piece
 
-__all__ = ["ParamShard", "UnitShard"]
+__all__ = ["ParamShard", "SegmentShard"]
 
 
 class ParamShard(NamedTuple):
@@ -29,11 +30,11 @@ class ParamShard(NamedTuple):
     Attributes:
         name: fully qualified name in the root model.
         aliases: further names of the same (tied) parameter.
-        param: the user's Parameter; its data is the piece, fp32, of shape `UnitLayout.local_shape`.
-        layout: where the whole parameter lies in its unit.
+        param: the user's Parameter; its data is the piece, of shape `SegmentLayout.local_shape`.
+        layout: where the whole parameter lies in its segment.
         local: which elements of the flattened parameter this rank owns.
         dtype: the parameter's dtype before sharding.
-        piece: the memory of the piece in the main weights, as `param` first had it.
+        piece: the memory of the piece in the main weights, as StreamShard has put it under `param`.
         has_rows: pieces are whole rows, on all ranks.
     """
 
@@ -48,7 +49,7 @@ class ParamShard(NamedTuple):
 
     @property
     def main(self) -> torch.Tensor:
-        """[local.numel] fp32: this rank's main weights, wherever the user has put them since."""
+        """[local.numel]: this rank's main weights, wherever the user has put them since."""
         return self.param.detach().view(-1)
 
     def what(self, ranks: Ranks) -> Piece:
@@ -61,44 +62,57 @@ class ParamShard(NamedTuple):
         return flat.narrow(0, self.local.shard_offset, self.local.numel).view(self.piece.shape)
 
 
-class UnitShard:
-    """One unit's state on this rank. Owns nothing: buffers are the ledger's.
+class SegmentShard:
+    """One segment's state on this rank. Owns nothing: buffers are the ledger's.
 
     Args:
-        layout: the unit's layout.
+        plan: what it is, and where it lies.
         ranks: names this rank and the shard group.
         ledger: allocates.
-        param_dtype: dtype of the compute shard; with fp32 it is the main weights themselves.
-        weights: [shard_numel] param_dtype, this rank's range of a weight slot that is the unit's alone: the compute
-            shard is that range. None: it has memory of its own.
+        weights: [padded_numel] compute_dtype, the segment's part of a weight slot; None: with one rank, that computes
+            with the compute shard.
+        is_in_slot: no other unit uses the slot: the compute shard is this rank's range of it.
 
     Attributes:
-        main: [shard_numel] fp32.
-        compute: [shard_numel] param_dtype.
+        tag: of its messages.
+        kind: its dtypes, and whether it trained from the start.
+        layout: of its parameters.
+        main: [shard_numel] main_dtype; fp32 once it trains. What the user's Parameters are views of.
+        compute: [shard_numel] compute_dtype; `main` itself, if that is of the same dtype.
+        weights: [padded_numel] compute_dtype, what layers compute with.
         params: filled by `add`.
+        trains: its main weights are fp32, and there is room for its gradients: from the start, or since `widen`.
         is_in_slot: the compute shard is a range of a weight slot.
     """
 
     def __init__(
-        self,
-        layout: UnitLayout,
-        ranks: Ranks,
-        ledger: Ledger,
-        param_dtype: torch.dtype,
-        weights: torch.Tensor | None = None,
+        self, plan: PlannedSegment, ranks: Ranks, ledger: Ledger, weights: torch.Tensor | None, *, is_in_slot: bool
     ) -> None:
-        self.layout = layout
+        self.tag, self.kind, self.layout = plan.tag, plan.kind, plan.layout
         self.params: list[ParamShard] = []
-        self.is_in_slot = weights is not None
-        numel, is_cast = layout.shard_numel, param_dtype is not torch.float32
-        if weights is None:
-            category = Category.COMPUTE_SHARDS if is_cast else Category.MAIN_WEIGHTS
-            weights = ledger.allocate(category, numel, param_dtype, is_visible=True, is_users=not is_cast)
-        self.compute = weights
-        self.main = ledger.allocate(Category.MAIN_WEIGHTS, numel, torch.float32) if is_cast else weights
+        self.trains = plan.kind.trains
+        self.is_in_slot = is_in_slot
         self._ranks = ranks
         self._ledger = ledger
-        if ranks.world_size > 1 and numel:
+        numel, dtype, main_dtype = plan.layout.shard_numel, plan.kind.compute_dtype, plan.kind.main_dtype
+        is_cast = main_dtype is not dtype
+        kept_as = Category.MAIN_WEIGHTS if plan.kind.trains else Category.FROZEN_WEIGHTS
+        if is_in_slot and weights is not None:
+            self.compute = weights.narrow(0, ranks.rank * numel, numel)
+        else:
+            category = Category.COMPUTE_SHARDS if is_cast else kept_as
+            self.compute = ledger.allocate(category, numel, dtype, is_visible=True, is_users=not is_cast)
+        self.weights = self.compute if weights is None else weights
+        self.main = ledger.allocate(kept_as, numel, main_dtype) if is_cast else self.compute
+        self._refuse_saving()
+
+    @property
+    def gathers_main(self) -> bool:
+        """Whether gathers read the main weights, unless the user has put other memory under a parameter."""
+        return self.main.dtype is self.kind.compute_dtype
+
+    def _refuse_saving(self) -> None:
+        if self._ranks.world_size > 1 and self.layout.shard_numel:
             refuse_saving(self.main)
 
     def add(
@@ -107,7 +121,7 @@ class UnitShard:
         """Take over one parameter: `param` becomes this rank's piece of `full`.
 
         Args:
-            layout: the parameter's place in the unit.
+            layout: the parameter's place in the segment.
             aliases: its further names.
             param: the user's Parameter; its data are replaced.
             full: [numel], the weights to shard, any dtype and device; None: it is empty, of NaN.
@@ -127,6 +141,33 @@ class UnitShard:
         remember_piece(param, shard.what(self._ranks))
         return shard
 
+    def widen(self) -> None:
+        """It is to be trained, and was frozen when the model was sharded: main weights become fp32.
+
+        Of the same values, under the same Parameter objects. What was computed with, and is gathered, stays where it
+        is.
+        """
+        self.trains = True
+        before = self.main
+        if before.dtype is torch.float32:
+            self._ledger.file_under(Category.MAIN_WEIGHTS, before)
+            return
+        self.main = self._ledger.allocate(Category.MAIN_WEIGHTS, self.layout.shard_numel, torch.float32)
+        self._refuse_saving()
+        if self.compute is before:
+            self._ledger.file_under(Category.COMPUTE_SHARDS, before)
+        else:
+            self._ledger.free(before)
+        for shard in self.params:
+            param, grad = shard.param, shard.param.grad
+            piece = shard.shaped(self.main)
+            piece.copy_(param.detach())
+            param.grad = None
+            param.data = piece
+            shard.piece.data = piece  # whoever has the shard
+            if grad is not None:
+                param.grad = grad.to(torch.float32)
+
     def cast(self) -> None:
         """Main weights to compute shard, for all gathers of the pass that begins. Runs on the compute stream.
 
@@ -144,11 +185,11 @@ class UnitShard:
             if self.is_in_slot:
                 raise ShardingError(
                     f"parameter {moved[0].name!r} was given other memory (param.data = ...). With weight_slots='all' "
-                    "in fp32 its own is part of the slot that layers compute with and would be overwritten: copy into "
-                    "it (param.data.copy_), or choose fewer slots"
+                    "its own, in the dtype that layers compute in, is part of the slot that they compute with and "
+                    "would be overwritten: copy into it (param.data.copy_), or choose fewer slots"
                 )
-            numel = self.layout.shard_numel
-            self.compute = self._ledger.allocate(Category.COMPUTE_SHARDS, numel, torch.float32, is_visible=True)
+            numel, dtype = self.layout.shard_numel, self.kind.compute_dtype
+            self.compute = self._ledger.allocate(Category.COMPUTE_SHARDS, numel, dtype, is_visible=True)
         for shard in self.params:
             shard.shaped(self.compute).copy_(shard.param.detach())
 
@@ -156,7 +197,7 @@ class UnitShard:
         """Overwrite main weights of this rank where `mask` is set. The user has not changed them: versions stay.
 
         Args:
-            values: [padded_numel] fp32, the whole unit.
+            values: [padded_numel] fp32, the whole segment.
             mask: [padded_numel] bool.
         """
         for shard in self.params:
@@ -164,6 +205,11 @@ class UnitShard:
             main = shard.param.data.view(-1)
             kept = main.to(self.compute.dtype).float() == values[own]  # finer than what was computed with
             main.copy_(torch.where(mask[own] & ~kept, values[own], main))
+
+    def name_at(self, offset: int) -> str:
+        """The parameter that has element `offset` of the segment."""
+        inside = (p for p in self.params if p.layout.offset <= offset < p.layout.offset + p.layout.numel)
+        return next(inside).name
 
 
 def _put_under(param: nn.Parameter, piece: torch.Tensor) -> None:

@@ -9,19 +9,20 @@ The unit knows how each step is done, the engine knows when. See [Note: slots] a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from streamshard.comm.ranks import Ranks
-from streamshard.comm.streams import Work
+from streamshard.comm.streams import as_one
 from streamshard.errors import ShardingError, StateError
+from streamshard.plan.segments import UnitLayout
 from streamshard.plan.structure import refuse_step_in_backward
-from streamshard.unit.buffers import WeightSlot
-from streamshard.unit.grads import UnitGrads
-from streamshard.unit.shard import UnitShard
+from streamshard.unit.buffers import WeightSlot, lies_in
+from streamshard.unit.grads import SegmentGrads, UnitGrads
+from streamshard.unit.shard import ParamShard, SegmentShard
 
 __all__ = ["Member", "StreamedUnit", "take_grad"]
 
@@ -111,15 +112,17 @@ class StreamedUnit:
 
     Args:
         index: position in the engine's list of units; index 0 is the edge unit.
-        name: fully qualified name of its module, for messages.
-        shard: this rank's state.
+        layout: its segments, and where they lie.
+        segments: this rank's state of each, before `add` has filled them.
+        make_grads: makes room for the gradients of one of them.
         weight_slot: where its weights are gathered to.
         grads: its gradients.
         ranks: moves its bytes.
         takes_turns: in the block slots; else it stays in slots of its own, in place once gathered.
 
     Attributes:
-        weights: [padded_numel] param_dtype, its part of the weight slot.
+        name: fully qualified name of its module, for messages.
+        params: this rank's part of its parameters, segment by segment; complete when `make_views` is called.
         views: its compute views, one nn.Parameter per parameter, made once; of another class while their member is not
             bound, see `Member.add_view`.
         view_ids: their ids.
@@ -133,8 +136,9 @@ class StreamedUnit:
     def __init__(
         self,
         index: int,
-        name: str,
-        shard: UnitShard,
+        layout: UnitLayout,
+        segments: Sequence[SegmentShard],
+        make_grads: Callable[[SegmentShard], SegmentGrads],
         weight_slot: WeightSlot,
         grads: UnitGrads,
         ranks: Ranks,
@@ -143,23 +147,28 @@ class StreamedUnit:
     ) -> None:
         self.takes_turns = takes_turns
         self.index = index
-        self.name = name
-        self.shard = shard
+        self.name = layout.name or "the edge unit"
+        self.layout = layout
+        self.segments = tuple(segments)
+        self.params: list[ParamShard] = []
         self.weight_slot = weight_slot
         self.grads = grads
         self.away: Callable[[int], torch.Tensor]
         self.on_grad: Callable[[StreamedUnit, int, torch.Tensor], None]
         self.views: list[nn.Parameter] = []
         self.view_ids: frozenset[int] = frozenset()
-        self._counter: torch.Tensor  # has the version counter of the views
-        self._params: list[nn.Parameter] = []  # the sharded ones, in the same order
+        self._aliases: list[torch.Tensor] = []  # have the version counters of the views
+        self._sharded: list[nn.Parameter] = []  # parameters, in the same order
         self.members: list[Member] = []
         self.bound_members = 0
         self.is_bound = False
         self.is_trainable = False
+        self._make_grads = make_grads
+        self._reserved: dict[int, SegmentGrads] = {}
         self._ranks = ranks
-        self.weights = weight_slot.buffer.narrow(0, 0, shard.layout.padded_numel)
-        self._seen_version = 0  # of the compute views, which share one counter
+        self._seen_version = 0  # of the compute views
+        if grads.slot is None:
+            self._lie_in_shards()
 
     # -- construction ---------------------------------------------------------------------------------------------
 
@@ -170,16 +179,38 @@ class StreamedUnit:
         autograd's back, on purpose, and must not look like in-place edits of saved tensors.
         """
         self.on_grad = on_grad
-        alias = self.weights.data
-        for param_index, param in enumerate(self.shard.params):
-            flat = alias.narrow(0, param.layout.offset, param.layout.numel)
-            view = nn.Parameter(flat.view(param.layout.shape), requires_grad=True)
-            view.register_post_accumulate_grad_hook(_grad_taker(self, param_index))
-            self.views.append(view)
-            self.grads.add(param, view)
-        self._params = [param.param for param in self.shard.params]
+        for segment in self.segments:
+            alias = segment.weights.data
+            for param in segment.params:
+                view = nn.Parameter(_whole(alias, param), requires_grad=True)
+                view.register_post_accumulate_grad_hook(_grad_taker(self, len(self.views)))
+                self.params.append(param)
+                self.views.append(view)
+                self.grads.add(param, view)
+            if segment.params:
+                self._aliases.append(alias)
+        self._sharded = [param.param for param in self.params]
         self.view_ids = frozenset(map(id, self.views))
-        self._counter = alias
+
+    def reserve_grads(self) -> None:
+        """Take the memory for the gradients of what trains. Before `make_views`; `place_grads` follows."""
+        self._reserved = {segment.tag: self._make_grads(segment) for segment in self.segments if segment.trains}
+
+    def place_grads(self) -> None:
+        """Gradients are written to the memory that was reserved for them from now on."""
+        for segment in self.segments:
+            if (room := self._reserved.pop(segment.tag, None)) is not None:
+                self.grads.give_room(room, self._first_of(segment), len(segment.params))
+
+    def _first_of(self, segment: SegmentShard) -> int:
+        """Which of the unit's parameters is the segment's first."""
+        before = self.segments[: self.segments.index(segment)]
+        return sum(len(other.params) for other in before)
+
+    def _with_views(self) -> Iterator[tuple[SegmentShard, ParamShard, nn.Parameter]]:
+        """Each parameter with its segment and its compute view."""
+        views = iter(self.views)
+        return ((segment, param, next(views)) for segment in self.segments for param in segment.params)
 
     def add_member(self) -> Member:
         """Another layer of it, to which bindings are still to be added."""
@@ -194,7 +225,7 @@ class StreamedUnit:
         Raises:
             ShardingError: a parameter has a hook that would never run, or was given memory that cannot be used.
         """
-        for param in self.shard.params:
+        for param in self.params:
             if param.param._backward_hooks:
                 raise ShardingError(
                     f"a hook on parameter {param.name!r} would never run, its gradient is made by a reduction: use "
@@ -202,8 +233,9 @@ class StreamedUnit:
                 )
             if "_in_backward_optimizers" in param.param.__dict__:
                 refuse_step_in_backward(param.name)
-        self.shard.cast()
-        if self.grads.slot is None and self.shard.compute is not self.weights:
+        for segment in self.segments:
+            segment.cast()
+        if self.grads.slot is None and any(segment.compute is not segment.weights for segment in self.segments):
             self._follow_moved_weights()
 
     def take_trainability(self) -> None:
@@ -214,75 +246,93 @@ class StreamedUnit:
         """
         trainable = False
         with DisableTorchFunctionSubclass():  # the views themselves, whatever their class
-            for param, view in zip(self._params, self.views, strict=True):
+            for param, view in zip(self._sharded, self.views, strict=True):
                 wanted = param.requires_grad
                 trainable = trainable or wanted
                 if view.requires_grad is not wanted:
                     view.requires_grad_(wanted)
         self.is_trainable = trainable
-        if (
-            trainable
-            and self.grads.main is None
-            and (torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1)
-        ):
-            self.grads.allocate()  # not for a model that is only evaluated, whatever its parameters say
+
+    def thawed(self) -> list[SegmentShard]:
+        """Segments in which a parameter trains now, and that have no room for gradients."""
+        with DisableTorchFunctionSubclass():  # what was looked up
+            return [
+                segment
+                for segment in self.segments
+                if not segment.trains and any(param.param.requires_grad for param in segment.params)
+            ]
+
+    def widen(self, segment: SegmentShard) -> None:
+        """A segment that was frozen trains from now on: fp32 main weights, and room for its gradients."""
+        with DisableTorchFunctionSubclass():
+            segment.widen()
+        self._reserved[segment.tag] = self._make_grads(segment)
+        self.place_grads()
 
     def give_trainability(self) -> None:
         """The unit is about to be released: what was frozen or thawed in a forward stays so."""
         with DisableTorchFunctionSubclass():
-            for param, view in zip(self._params, self.views, strict=True):
+            for param, view in zip(self._sharded, self.views, strict=True):
                 if param.requires_grad is not view.requires_grad:
                     param.requires_grad_(view.requires_grad)
 
     def versions(self) -> list[int]:
         """A number per sharded parameter that grows with each in-place change of it, such as an optimizer's step."""
-        return [param._version for param in self._params]
+        return [param._version for param in self._sharded]
 
     @property
     def has_edits(self) -> bool:
         """Whether somebody has written to the compute views since `forget_edits`: gathers do not count."""
-        return bool(self.views) and self._counter._version != self._seen_version
+        return self._version != self._seen_version
 
     def forget_edits(self) -> None:
         """What was written to the compute views so far is known, or not of interest."""
-        if self.views:
-            self._seen_version = self._counter._version
+        self._seen_version = self._version
+
+    @property
+    def _version(self) -> int:
+        """Grows with each in-place change of a compute view."""
+        return sum([alias._version for alias in self._aliases])
 
     def differs_from_shard(self) -> bool:
         """Whether this rank's range of the slot is something else than its compute shard. The host waits."""
-        own = self.weights.narrow(0, self._ranks.rank * self.shard.layout.shard_numel, self.shard.layout.shard_numel)
-        return not torch.equal(own, self.shard.compute)
+        for segment in self.segments:
+            numel = segment.layout.shard_numel
+            if not torch.equal(segment.weights.narrow(0, self._ranks.rank * numel, numel), segment.compute):
+                return True
+        return False
 
     def put_back_views(self) -> str | None:
         """Let all compute views be parts of the slot again; the name of the first that was not, None if all were."""
         moved = None
         with DisableTorchFunctionSubclass():
-            for param, view in zip(self.shard.params, self.views, strict=True):
-                if param.layout.numel and not self.weight_slot.holds(view):
+            for segment, param, view in self._with_views():
+                if param.layout.numel and not lies_in(view, segment.weights):
                     moved = moved or param.name
-                    flat = self.weights.data.narrow(0, param.layout.offset, param.layout.numel)
-                    view.data = flat.view(param.layout.shape)
+                    view.data = _whole(segment.weights.data, param)
         return moved
 
-    def name_at(self, offset: int) -> str:
-        """The parameter that has element `offset` of the unit."""
-        inside = (p for p in self.shard.params if p.layout.offset <= offset < p.layout.offset + p.layout.numel)
-        return next(inside).name
-
     def _follow_moved_weights(self) -> None:
-        """One rank, fp32, and the user put other memory under a parameter: bind to what is there now."""
-        self.weights = self.weight_slot.buffer = self.shard.compute
-        for param, view in zip(self.shard.params, self.views, strict=True):
-            flat = self.weights.data.narrow(0, param.layout.offset, param.layout.numel)
-            view.data = flat.view(param.layout.shape)
+        """One rank, and the user put other memory under a parameter: bind to what is there now."""
+        for segment, param, view in self._with_views():
+            if segment.compute is not segment.weights:
+                view.data = _whole(segment.compute.data, param)
+        for segment in self.segments:
+            segment.weights = segment.compute
+        self._lie_in_shards()
         self.forget_edits()
 
+    def _lie_in_shards(self) -> None:
+        """One rank: what is computed with are the compute shards."""
+        self.weight_slot.buffer, *self.weight_slot.more = (segment.compute for segment in self.segments)
+
     def start_gather(self) -> None:
-        """Compute shard to weight slot. Comm stream; the slot is this unit's from here on."""
+        """Compute shards to weight slot. Comm stream; the slot is this unit's from here on."""
         slot = self.weight_slot
         slot.released.wait()  # rule 2
         slot.arrived.complete()  # a unit that was gathered and then skipped: its messages are still under way
-        work: Work | None = self._ranks.transport.start_gather(self.shard.compute, self.weights, self.index)
+        start = self._ranks.transport.start_gather
+        work = as_one([start(segment.compute, segment.weights, segment.tag) for segment in self.segments])
         slot.content = self.index
         slot.arrived.record(work)
 
@@ -310,31 +360,50 @@ class StreamedUnit:
 
     # -- outside of steps -----------------------------------------------------------------------------------------
 
-    def gather_compute(self) -> torch.Tensor:
-        """The weights as they were cast last: [padded_numel] param_dtype, new memory. Collective, blocks."""
-        full = torch.empty_like(self.weights)
-        if self.shard.layout.world_size == 1:  # the compute shard itself is computed with, and may be changed
-            for shard in self.shard.params:
+    def gather_compute(self, segment: SegmentShard) -> torch.Tensor:
+        """The weights as they were cast last: [padded_numel] compute_dtype, new memory. Collective, blocks."""
+        full = torch.empty_like(segment.weights)
+        if segment.layout.world_size == 1:  # the compute shard itself is computed with, and may be changed
+            for shard in segment.params:
                 shard.shaped(full).copy_(shard.param.detach())
             return full
-        self._ranks.transport.gather_now(self.shard.compute, full, self.index)
+        self._ranks.transport.gather_now(segment.compute, full, segment.tag)
         return full
 
-    def gather_full(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Every rank's `pieces` put together: [padded_numel] fp32, new memory on this device. Collective, blocks.
+    def gather_whole(
+        self, pieces: Sequence[torch.Tensor | None], dtype: torch.dtype | None = None
+    ) -> list[torch.Tensor | None]:
+        """Every rank's `pieces` put together: whole parameters, new memory on this device. Collective, blocks.
 
         Args:
-            pieces: one per parameter, [local.numel] fp32, this rank's.
+            pieces: one per parameter, [local.numel], this rank's. None: of no rank; a segment without any is left out.
+            dtype: of what is put together; None: that of the main weights.
+
+        Returns:
+            One per parameter, in its shape; None where a segment was left out.
         """
-        layout = self.shard.layout
-        flat = torch.zeros_like(self.shard.main)
-        for param, piece in zip(self.shard.params, pieces, strict=True):
-            flat.narrow(0, param.local.shard_offset, param.local.numel).copy_(piece)
-        if layout.world_size == 1:
-            return flat
-        full = torch.empty(layout.padded_numel, dtype=flat.dtype, device=flat.device)
-        self._ranks.transport.gather_now(flat, full, self.index)
-        return full
+        wholes: list[torch.Tensor | None] = []
+        for segment in self.segments:
+            own = pieces[len(wholes) : len(wholes) + len(segment.params)]
+            if all(piece is None for piece in own):
+                wholes += own
+                continue
+            layout = segment.layout
+            flat = torch.zeros_like(segment.main, dtype=dtype)
+            for param, piece in zip(segment.params, own, strict=True):
+                if piece is not None:
+                    flat.narrow(0, param.local.shard_offset, param.local.numel).copy_(piece)
+            full = flat
+            if layout.world_size > 1:
+                full = torch.empty(layout.padded_numel, dtype=flat.dtype, device=flat.device)
+                self._ranks.transport.gather_now(flat, full, segment.tag)
+            wholes += [_whole(full, param) for param in segment.params]
+        return wholes
+
+
+def _whole(full: torch.Tensor, param: ParamShard) -> torch.Tensor:
+    """The part of `full` [padded_numel] that is the parameter's, in its shape."""
+    return full.narrow(0, param.layout.offset, param.layout.numel).view(param.layout.shape)
 
 
 def _grad_taker(unit: StreamedUnit, param_index: int) -> Callable[[torch.Tensor], None]:
@@ -358,6 +427,6 @@ def take_grad(unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
         ShardingError: it is part of a graph itself.
     """
     if grad.requires_grad:
-        name = unit.shard.params[param_index].name
+        name = unit.params[param_index].name
         raise ShardingError(f"backward(create_graph=True): gradients of {name!r} cannot be differentiated again")
     unit.on_grad(unit, param_index, grad)

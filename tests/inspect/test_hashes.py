@@ -54,13 +54,13 @@ def test_what_one_rank_receives_wrongly_is_found(context: RankContext) -> None:
     """Shards are right on their owners, but rank 1 does not get to see them as they are."""
     model: Any = StreamShard(Stack())
     unit = engine_inside(model).units[2]
-    gather = unit.gather_full
+    gather = unit.gather_whole
 
     def gather_wrongly(pieces: Any) -> Any:
-        full = gather(pieces)
-        full[3] += context.rank
-        return full
+        wholes: Any = gather(pieces)
+        wholes[0].view(-1)[3] += context.rank
+        return wholes
 
-    unit.gather_full = gather_wrongly  # type: ignore[method-assign]
+    unit.gather_whole = gather_wrongly  # type: ignore[method-assign]
     with pytest.raises(RankMismatchError, match="'layers.1.linear.weight'"):
         model.check_weights()

@@ -187,7 +187,7 @@ def _bench(context: RankContext) -> tuple[RaceDetector, torch.Tensor]:
         model(vector_batch(0, context.rank))
     engine = engine_inside(model)
     detector = RaceDetector(engine)
-    return detector, engine.units[1].weight_slot.buffer
+    return detector, engine.segments[1].weights
 
 
 def _gathers_into(detector: RaceDetector, tensor: torch.Tensor) -> None:
@@ -271,8 +271,7 @@ def test_what_one_stream_knows_another_need_not(context: RankContext, passes_on:
     model = StreamShard(Stack(), precision=FP32, mesh=mesh)
     model(vector_batch(0, context.rank)).sum().backward()
     detector = RaceDetector(engine_inside(model))
-    streams, main = detector.engine.streams, detector.engine.units[1].grads.main
-    assert main is not None
+    streams, main = detector.engine.streams, detector.engine.units[1].grads.segments[0].main
     arrived = Fence(streams, Rule.RESULTS_ARRIVED, COMM, "bench")
     read = Fence(streams, Rule.SHARDS_WRITTEN, COMPUTE, "bench", StreamName.REPLICA)
     detector.on_collective(COMM, Collective.REDUCE_SCATTER, 1, (), (main,))

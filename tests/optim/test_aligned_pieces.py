@@ -287,7 +287,7 @@ def test_a_transformer_trains_as_ever(context: RankContext, pieces: PieceAlignme
     )
     report = model.memory_report()
     assert dict(report.held_bytes) == dict(report.formula_bytes)
-    layouts = [unit.shard.layout for unit in engine_inside(model).units]
+    layouts = [segment.layout for segment in engine_inside(model).segments]
     assert report.padded_numel == sum(layout.padded_numel for layout in layouts) >= report.numel
 
 

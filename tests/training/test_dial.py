@@ -269,7 +269,7 @@ def test_gradients_of_layers_that_are_frozen_while_they_wait_stay(
     context: RankContext, settings: dict[str, Any]
 ) -> None:
     """torch leaves what a parameter holds when it is frozen, and so do we, on ranks that had no part in it too."""
-    assert_trains_like_plain(context, _Alternating, _frozen_while_waiting, checked=(0, 1, 3), **settings)
+    assert_trains_like_plain(context, _Alternating, _frozen_while_waiting, checked=(0, 2), **settings)
 
 
 @on_ranks(2)
@@ -416,7 +416,7 @@ def _ranges(context: RankContext, pad: int) -> dict[str, tuple[int, int]]:
         assert torch.equal(param.flatten(), whole[name].flatten()[owned.start : owned.stop])
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
     for unit in engine_inside(model).units:
-        assert unit.shard.layout.padded_numel % pad == unit.shard.layout.padded_numel % context.world_size == 0
+        assert unit.layout.padded_numel % pad == unit.layout.padded_numel % context.world_size == 0
     return {name: (owned.start, owned.stop) for name, owned in ranges.items()}
 
 
