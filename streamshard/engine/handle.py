@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._guards import TracingContext
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, _get_registry
 
 from streamshard.engine.engine import Engine
@@ -205,8 +207,15 @@ class Uncopyable(nn.Module):
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
-        """FullyShardedDataParallel sets this on all modules before it changes any."""
-        return False
+        """Whether ``generate`` has to go on until all ranks have finished: what transformers asks of who has it.
+
+        It counts those of the default group. torch.compile asks as well, and would look for what FSDP has in a module.
+        FullyShardedDataParallel sets this on all modules before it changes any.
+        """
+        handle = handle_of(self)
+        if handle is None or not hasattr(self, "generate") or TracingContext.try_get() is not None:
+            return False
+        return dist.is_initialized() and handle.engine.ranks.total_size == dist.get_world_size() > 1
 
     @_is_fsdp_managed_module.setter
     def _is_fsdp_managed_module(self, value: bool) -> None:

@@ -1,0 +1,440 @@
+"""`StreamShardTrainer`: transformers' Trainer whose model is sharded where Trainer prepares it.
+
+`StreamShardTrainerMixin` is what it is made of, for `Seq2SeqTrainer`, the trainers of TRL, and others that derive from
+Trainer. Sharding itself, clipping and precision are `StreamShardAccelerator`'s. What is here is what Trainer does with
+models and optimizers beside its accelerator: files, and counts of parameters.
+
+A checkpoint has the files that Trainer writes under DistributedDataParallel, so that each goes on from the other's. It
+is written into a directory of another name, which gets its own when everything is in it: see `_Checkpoint`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.optim import Optimizer
+from transformers import Trainer, trainer_utils
+
+from streamshard.api import (
+    export_safetensors,
+    full_optimizer_state_dict,
+    load_optimizer_state_dict,
+    load_safetensors,
+)
+from streamshard.checkpoint.writer import RankGroup, gather_from_all_ranks, run_on_all_ranks
+from streamshard.engine.engine import Engine
+from streamshard.engine.handle import engine_of, handle_of
+from streamshard.errors import ConfigError
+from streamshard.integrations.accelerate import StreamShardAccelerator
+from streamshard.unit.pieces import piece_of
+
+__all__ = ["StreamShardTrainer", "StreamShardTrainerMixin"]
+
+# Names that Trainer gives to files.
+_OPTIMIZER = "optimizer.pt"
+_SCHEDULER = "scheduler.pt"
+_STATE = "trainer_state.json"
+_ARGUMENTS = "training_args.bin"
+_MAX_SHARD_SIZE = "50GB"  # what save_pretrained splits at when it is not told
+_COUNT = "  Number of trainable parameters = "  # what Trainer's line in the log begins with
+_PARTIAL = "partial-"  # Trainer takes whatever begins with "checkpoint-" for one
+_REPLACED = "replaced"
+
+_Trainer: Any = object  # what the mixin stands in front of
+
+
+class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
+    """In front of a Trainer it trains with StreamShard: ``class SFT(StreamShardTrainerMixin, SFTTrainer): pass``.
+
+    The model is sharded when training or evaluation begins, so whatever a trainer's constructor does to it (adapters,
+    a copy as reference) comes before. It may be sharded already.
+
+    Args:
+        *args: Trainer's.
+        streamshard: what `StreamShardAccelerator` can be told beside Accelerator's own arguments, such as
+            ``{"weight_slots": 4}``. Comes before ``STREAMSHARD_*`` variables.
+        **kwargs: Trainer's.
+
+    Raises:
+        ConfigError: a training argument asks for another way of sharding, or for what sharded models cannot do.
+    """
+
+    def __init__(self, *args: Any, streamshard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._sharding_options = dict(streamshard or {})
+        self._checkpoint: _Checkpoint | None = None
+        self._resumed_from: str | None = None
+        super().__init__(*args, **kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(StreamShardTrainerMixin):
+            raise ConfigError(
+                f"{cls.__name__}: StreamShardTrainerMixin has to come before the trainer: "
+                f"class {cls.__name__}(StreamShardTrainerMixin, {cls.__bases__[0].__name__})"
+            )
+
+    # -- preparing ----------------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As Trainer does, which names the class of its accelerator in the middle of this; then that shards."""
+        _refuse(self.args)
+        super().create_accelerator_and_postprocess()
+        StreamShardAccelerator.take_over(self.accelerator, **self._sharding_options)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Not before it is sharded: a model that fits no device moves there piece by piece."""
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        _count_whole(self.model)
+        self._load_weights()
+        return prepared
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with _counting(lambda: self.get_num_trainable_parameters()):
+            return super()._inner_training_loop(*args, **kwargs)
+
+    # -- counting -----------------------------------------------------------------------------------------------------
+
+    def get_num_trainable_parameters(self) -> int:
+        """Of the whole model, not of this rank's pieces."""
+        return _num_parameters(self.model, only_trainable=True)
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        directory: str = super()._get_output_dir(trial)
+        return directory if self._checkpoint is None else str(self._checkpoint.staging)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        engine = _engine(self.model)
+        if engine is None:
+            super()._save_checkpoint(model, trial)
+            return
+        name = f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        checkpoint = _Checkpoint(Path(self._get_output_dir(trial)), name, engine.ranks)
+        best = self.state.best_model_checkpoint
+        with checkpoint.open():
+            self._checkpoint = checkpoint
+            try:
+                error: Exception | None = None
+                try:
+                    super()._save_checkpoint(model, trial)
+                except Exception as raised:
+                    if not checkpoint.is_collected:
+                        raise
+                    error = raised
+                checkpoint.run(lambda: self._write_state(checkpoint, error))
+            except BaseException:
+                self.state.best_model_checkpoint = best
+                raise
+            finally:
+                self._checkpoint = None
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(checkpoint.path))
+        run_on_all_ranks(engine.ranks, f"delete checkpoints beside {checkpoint.path}", lambda: self._rotate(checkpoint))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """As Trainer does. Those of TRL write one with each checkpoint."""
+        write = super().create_model_card
+        if self._checkpoint is None:
+            write(*args, **kwargs)  # on the first rank alone, by push_to_hub
+        else:
+            self._checkpoint.run(lambda: write(*args, **kwargs))
+
+    def _write_state(self, checkpoint: _Checkpoint, error: Exception | None) -> None:
+        """Again: Trainer's knows the best checkpoint by the name under which it was written.
+
+        Raises:
+            Exception: `error`, which Trainer has met where no rank waits for the others any more.
+        """
+        _raise(error)
+        if self.state.best_model_checkpoint == str(checkpoint.partial):
+            self.state.best_model_checkpoint = str(checkpoint.path)
+        if self.args.should_save:
+            self.state.save_to_json(str(checkpoint.partial / _STATE))
+
+    def _rotate(self, checkpoint: _Checkpoint) -> None:
+        if self.args.should_save:
+            trainer_utils.rotate_checkpoints(
+                output_dir=str(checkpoint.path.parent),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._checkpoint is None:  # else once it has its name: uploads go on in the background
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        engine = _engine(self.model)
+        if engine is None:
+            super()._save(output_dir, state_dict)
+            return
+        directory = Path(self.args.output_dir if output_dir is None else output_dir)
+        ranks, doing = engine.ranks, f"save to {directory}"
+        was_there = gather_from_all_ranks(ranks, doing, directory.exists)[0]
+        save = super()._save
+        try:
+            if state_dict is not None:  # whole, somebody has seen to that
+                run_on_all_ranks(ranks, doing, lambda: save(str(directory), state_dict=state_dict))
+            else:
+                export_safetensors(self.model, directory, max_shard_size=_MAX_SHARD_SIZE)
+                run_on_all_ranks(ranks, doing, lambda: self._save_beside(directory))
+        except BaseException:
+            if ranks.is_first and not was_there:
+                shutil.rmtree(directory, ignore_errors=True)
+            raise
+        if self._checkpoint is not None:
+            self._checkpoint.is_collected = self.args.save_only_model
+
+    def _save_beside(self, directory: Path) -> None:
+        """What Trainer saves with the weights."""
+        if not self.args.should_save:
+            return
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(str(directory))
+        torch.save(self.args, directory / _ARGUMENTS)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        engine = _engine(self.model)
+        if engine is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state = full_optimizer_state_dict(self.model, _inner(self.optimizer))
+
+        def write() -> None:
+            if not self.args.should_save:
+                return
+            torch.save(state, os.path.join(output_dir, _OPTIMIZER))
+            with warnings.catch_warnings():  # a scheduler's "save the optimizer as well"
+                warnings.simplefilter("ignore", UserWarning)
+                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+
+        run_on_all_ranks(engine.ranks, f"save the optimizer to {output_dir}", write)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        save = super()._save_scaler
+        self._on_all_ranks(f"save the scaler to {output_dir}", lambda: save(output_dir))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        save = super()._save_rng_state
+        self._on_all_ranks(f"save random states to {output_dir}", lambda: save(output_dir))
+        if self._checkpoint is not None:
+            self._checkpoint.is_collected = True
+
+    def _on_all_ranks(self, doing: str, action: Callable[[], None]) -> None:
+        engine = _engine(self.model)
+        if engine is None:
+            action()
+        else:
+            run_on_all_ranks(engine.ranks, doing, action)
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self._can_read(resume_from_checkpoint):
+            self._resumed_from = resume_from_checkpoint  # once it is sharded, each rank what it owns
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_weights(self) -> None:
+        if self._resumed_from is not None:
+            load_safetensors(self.model, self._resumed_from)
+            self._resumed_from = None
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if _engine(self.model) is not None and self._can_read(best):
+            load_safetensors(self.model, best)
+        else:
+            super()._load_best_model()
+
+    def _can_read(self, directory: str) -> bool:
+        """Whether it holds the whole model in a format that ranks read slices of."""
+        names = ("model.safetensors", "model.safetensors.index.json")
+        return not _has_adapters(self.model) and any((Path(directory) / name).is_file() for name in names)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        engine = _engine(self.model)
+        if engine is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        files = [Path(checkpoint) / name for name in (_OPTIMIZER, _SCHEDULER)]
+        if not engine.ranks.of_first(all(file.is_file() for file in files)):
+            return  # as Trainer does, for checkpoints of save_only_model
+
+        def read(file: Path) -> Any:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=file == files[0])
+
+        doing = f"load {checkpoint}"
+        state = run_on_all_ranks(engine.ranks, doing, lambda: read(files[0]) if engine.ranks.is_first else None)
+        load_optimizer_state_dict(self.model, _inner(self.optimizer), state)
+        run_on_all_ranks(engine.ranks, doing, lambda: self.lr_scheduler.load_state_dict(read(files[1])))
+
+
+class StreamShardTrainer(StreamShardTrainerMixin, Trainer):
+    """transformers' Trainer, training with StreamShard. See `StreamShardTrainerMixin` for what it can be told."""
+
+
+@dataclass
+class _Checkpoint:
+    """A directory that Trainer fills: ``partial-checkpoint-8/checkpoint-8``, and ``checkpoint-8`` once it is whole.
+
+    Attributes:
+        root: where the run's checkpoints are.
+        name: its own.
+        ranks: that save it.
+        is_collected: what is left to do for it needs no other rank.
+    """
+
+    root: Path
+    name: str
+    ranks: RankGroup
+    is_collected: bool = False
+
+    @property
+    def path(self) -> Path:
+        """When it is whole."""
+        return self.root / self.name
+
+    @property
+    def staging(self) -> Path:
+        """What Trainer takes for the run's directory."""
+        return self.root / f"{_PARTIAL}{self.name}"
+
+    @property
+    def partial(self) -> Path:
+        """Until then."""
+        return self.staging / self.name
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside it is written; at the end it gets its name or, after an exception, is gone."""
+        self.run(self._begin)
+        try:
+            yield
+            self.run(self._publish)
+        except BaseException:
+            if self.ranks.is_first:
+                shutil.rmtree(self.staging, ignore_errors=True)
+            raise
+
+    def run(self, action: Callable[[], None]) -> None:
+        """On all ranks, or failing on all."""
+        run_on_all_ranks(self.ranks, f"save {self.path}", action)
+
+    def _begin(self) -> None:
+        """Clear what killed runs have left."""
+        if not self.ranks.is_first:
+            return
+        for left in self.root.glob(f"{_PARTIAL}{trainer_utils.PREFIX_CHECKPOINT_DIR}-*"):
+            path = self.root / left.name.removeprefix(_PARTIAL)
+            if (left / _REPLACED).exists() and not path.exists():
+                os.replace(left / _REPLACED, path)
+            shutil.rmtree(left)
+        self.partial.mkdir(parents=True)
+
+    def _publish(self) -> None:
+        if not self.ranks.is_first:
+            return
+        replaced = self.staging / _REPLACED
+        if self.path.exists():
+            os.replace(self.path, replaced)
+        try:
+            os.replace(self.partial, self.path)
+        except OSError:
+            if replaced.exists():
+                os.replace(replaced, self.path)
+            raise
+        shutil.rmtree(self.staging, ignore_errors=True)
+
+
+def _count_whole(model: nn.Module) -> None:
+    """Let ``num_parameters`` of transformers' models count whole parameters: for flops, and for what callbacks log."""
+    for module in model.modules():
+        kind: Any = type(module)
+        if handle_of(module) is not None and hasattr(kind, "num_parameters"):
+            kind.num_parameters = _num_parameters  # of the class that sharding has made
+
+
+def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """As transformers counts them."""
+    embeddings: set[str] = set()
+    if exclude_embeddings:
+        embeddings = {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, nn.Embedding)}
+    return sum(
+        param.numel() if (piece := piece_of(param)) is None else math.prod(piece.shape)
+        for name, param in model.named_parameters()
+        if name not in embeddings and (param.requires_grad or not only_trainable)
+    )
+
+
+@contextlib.contextmanager
+def _counting(count: Callable[[], int]) -> Iterator[None]:
+    """Inside, the line in Trainer's log that counts parameters says `count()`: Trainer asks each for its size."""
+
+    def correct(record: logging.LogRecord) -> bool:
+        if isinstance(record.msg, str) and record.msg.startswith(_COUNT):
+            record.msg = f"{_COUNT}{count():,}"
+        return True
+
+    log = logging.getLogger(Trainer.__module__)
+    log.addFilter(correct)
+    try:
+        yield
+    finally:
+        log.removeFilter(correct)
+
+
+def _refuse(args: Any) -> None:
+    """Training arguments that contradict sharding, before anything is made."""
+    reasons = {
+        "fsdp": "leave it out: the model is sharded by StreamShard",
+        "deepspeed": "leave it out: the model is sharded by StreamShard",
+        "save_on_each_node": "all ranks write into one directory, which has to be on storage that they share",
+        "fp16_full_eval": "weights cannot be cast as a whole; with fp16=True evaluation computes in fp16 as well",
+        "bf16_full_eval": "weights cannot be cast as a whole; with bf16=True evaluation computes in bf16 as well",
+        "use_vllm": "vLLM would be sent this rank's pieces of the weights; generate with transformers (use_vllm=False)",
+    }
+    for name, reason in reasons.items():
+        if value := getattr(args, name, None):
+            raise ConfigError(f"{name}={value!r} does not go with StreamShard: {reason}")
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"one process sees {args.n_gpu} GPUs: wanted one process for each, as `accelerate launch` or `torchrun "
+            f"--nproc-per-node {args.n_gpu}` start them"
+        )
+
+
+def _engine(model: nn.Module) -> Engine | None:
+    return None if handle_of(model) is None else engine_of(model)
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    """Whether ``save_pretrained`` saves adapters, and not the model."""
+    return hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False)
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer

@@ -1,0 +1,131 @@
+"""Tiny models of transformers with examples to train them on, by family. Nothing is downloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests import families
+
+__all__ = ["FAMILIES", "make_model", "make_rows", "make_tokenizer"]
+
+_DECODER = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GPT2 = {"bos_token_id": 1, "eos_token_id": 2}
+_IMAGE_TOKEN = 60
+
+
+def _make(name: str, **sizes: Any) -> Any:
+    import transformers
+
+    kind: Any = getattr(transformers, name)
+    return kind(kind.config_class(**sizes))
+
+
+def _deepseek() -> Any:
+    return _make(
+        "DeepseekV3ForCausalLM",
+        **{**_DECODER, "num_key_value_heads": 4},
+        **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4},
+        **{"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+        **{"moe_intermediate_size": 8, "first_k_dense_replace": 1},
+    )
+
+
+def _whisper() -> Any:
+    return _make(
+        "WhisperForConditionalGeneration",
+        **{"vocab_size": 61, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 4},
+        **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
+        **{"max_source_positions": 8, "max_target_positions": 16, "pad_token_id": 0, "bos_token_id": 1},
+        **{"eos_token_id": 2, "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None},
+    )
+
+
+def _llava() -> Any:
+    import transformers
+
+    vision = transformers.CLIPVisionConfig(
+        **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"image_size": 8, "patch_size": 4},
+    )
+    text = transformers.LlamaConfig(**_DECODER)
+    return _make(
+        "LlavaForConditionalGeneration",
+        **{"vision_config": vision, "text_config": text, "image_token_id": _IMAGE_TOKEN},
+        **{"vision_feature_layer": -1, "image_seq_length": 4},
+    )
+
+
+FAMILIES: dict[str, Any] = {
+    "llama": lambda **sizes: families.llama(**{"bos_token_id": 1, "eos_token_id": 2, **sizes}),
+    "llama-tied": lambda: families.llama(tie_word_embeddings=True),
+    "qwen3": lambda: _make("Qwen3ForCausalLM", **_DECODER, head_dim=4),
+    "gemma3": lambda: _make("Gemma3ForCausalLM", **_DECODER, head_dim=4, sliding_window=8),
+    "gpt2": lambda: families.gpt2(**_GPT2),
+    "bert": lambda: _make(
+        "BertForSequenceClassification",
+        **{"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"intermediate_size": 24, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3},
+    ),
+    "t5": families.t5,
+    "whisper": _whisper,
+    "mixtral": lambda: families.mixtral(pad_token_id=0),
+    "deepseek": _deepseek,
+    "mamba": lambda: _make(
+        "MambaForCausalLM",
+        **{"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4},
+    ),
+    "llava": _llava,
+}
+
+
+def make_model(family: str, **sizes: Any) -> Any:
+    """The same on every rank and each time."""
+    torch.manual_seed(0)
+    return FAMILIES[family](**sizes)
+
+
+def make_rows(family: str, count: int = 16, length: int = 12) -> list[dict[str, Any]]:
+    """Examples for it, of one length, each a dict of what its forward takes."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for tokens in torch.randint(3, 59, (count, length), generator=generator):
+        row = {"input_ids": tokens, "labels": tokens}
+        if family == "bert":
+            row["labels"] = tokens[0] % 3
+        elif family == "t5":
+            row["labels"] = tokens[:6]
+        elif family == "whisper":
+            row = {"input_features": torch.randn(4, 16, generator=generator), "labels": tokens[:6]}
+        elif family == "llava":
+            row["input_ids"] = torch.cat([torch.full((4,), _IMAGE_TOKEN), tokens[4:]])
+            row["labels"] = torch.cat([torch.full((4,), -100), tokens[4:]])
+            row["pixel_values"] = torch.randn(3, 8, 8, generator=generator)
+        made.append(row)
+    return made
+
+
+def make_tokenizer() -> Any:
+    """Of 61 words, with a chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    words = {word: number for number, word in enumerate([*special, *(f"w{number}" for number in range(57))])}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), special, strict=True))
+    template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} </s> {% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template, **names)

@@ -1,0 +1,484 @@
+"""Trainer with StreamShard on two ranks: the numbers of DistributedDataParallel, and its files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from streamshard import StreamShard
+from streamshard.errors import CheckpointError, ConfigError
+from tests.integrations.models import FAMILIES, make_model, make_rows, make_tokenizer
+from tests.integrations.trainers import assert_equal, checkpointing, launched, run_example, train, whole_weights
+from tests.ranks import RankContext, RankPool, on_ranks
+
+
+def _trainers() -> tuple[Any, Any]:
+    """Trainer, and ours."""
+    from transformers import Trainer
+
+    from streamshard.integrations.transformers import StreamShardTrainer
+
+    return Trainer, StreamShardTrainer
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_training_equals_ddp(context: RankContext, family: str, tmp_path: Path) -> None:
+    """Losses, norms, flops and weights."""
+    theirs_class, ours_class = _trainers()
+    data = make_rows(family)
+    with launched(context):
+        theirs = train(theirs_class, make_model(family), tmp_path / "theirs", data)
+        ours = train(ours_class, make_model(family), tmp_path / "ours", data)
+    assert_equal(ours, theirs)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "label_smoothing_factor": 0.1},
+        {"gradient_accumulation_steps": 3, "max_grad_norm": 0.0, "neftune_noise_alpha": 5.0},
+        {"bf16": True},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_arguments_mean_what_they_mean_with_ddp(
+    context: RankContext, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs_class, ours_class = _trainers()
+    data = make_rows("llama")
+    with launched(context):
+        theirs = train(theirs_class, make_model("llama"), tmp_path / "theirs", data, **arguments)
+        ours = train(ours_class, make_model("llama"), tmp_path / "ours", data, **arguments)
+    if "bf16" in arguments:  # DistributedDataParallel keeps weights in fp32 beside those of autocast
+        assert_equal(ours, theirs, digits=2, weights=False)
+    else:
+        assert_equal(ours, theirs)
+
+
+@on_ranks(2)
+def test_memory_options_change_no_number(context: RankContext, tmp_path: Path) -> None:
+    """Both kinds of checkpointing, slots."""
+    theirs_class, ours_class = _trainers()
+    data = make_rows("llama")
+    variants: dict[str, dict[str, Any]] = {
+        "reentrant": checkpointing(use_reentrant=True),
+        "not reentrant": checkpointing(use_reentrant=False),
+        "slots": {"given": {"streamshard": {"weight_slots": "all", "grad_slots": 3}}},
+    }
+    with launched(context):
+        theirs = train(theirs_class, make_model("llama"), tmp_path / "theirs", data)
+        for name, options in variants.items():
+            ours = train(ours_class, make_model("llama"), tmp_path / name, data, **options)
+            assert_equal(ours, theirs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"The \.grad attribute")  # of what the compiler looks at
+            ours = train(
+                ours_class, make_model("llama"), tmp_path, data, torch_compile=True, torch_compile_backend="eager"
+            )
+        assert_equal(ours, theirs)
+
+
+@on_ranks(2)
+def test_a_batch_that_does_not_fit_is_made_smaller(context: RankContext, tmp_path: Path) -> None:
+    """Out of memory in the middle of a forward, on all ranks."""
+    data = make_rows("llama")
+
+    def run_out(layer: Any, args: Any) -> None:
+        if args[0].shape[0] == 2:
+            raise RuntimeError("CUDA out of memory.")
+
+    with launched(context):
+        runs = []
+        for trainer_class in _trainers():
+            model = make_model("llama")
+            model.model.layers[1].register_forward_pre_hook(run_out)
+            runs.append(train(trainer_class, model, tmp_path, data, auto_find_batch_size=True))
+    theirs, ours = runs
+    assert_equal(ours, theirs)
+    assert ours.trainer.state.train_batch_size == 1
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+_SAVING: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+
+
+def _files(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()} - {"model.safetensors.sha256"}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("family", ["llama-tied", "mixtral"])
+def test_ddp_goes_on_from_our_checkpoints_and_we_from_theirs(context: RankContext, family: str, tmp_path: Path) -> None:
+    data = make_rows(family)
+    classes = _trainers()
+    with launched(context):
+        whole = [train(each, make_model(family), tmp_path / each.__name__, data, **_SAVING) for each in classes]
+        directories = [tmp_path / each.__name__ / "checkpoint-2" for each in classes]
+        assert _files(directories[1]) == _files(directories[0])
+        for trainer_class, directory in zip(classes, reversed(directories), strict=True):
+            if family == "mixtral" and trainer_class is classes[0]:
+                continue  # Trainer itself does not read the names under which experts are saved
+            resumed = train(
+                trainer_class, make_model(family), tmp_path / "resumed", data, resume=directory, max_steps=4
+            )
+            assert_equal(resumed, whole[0], resumed=True)
+
+
+def _at_other_size(context: RankContext, out: str, stored: str | None, family: str) -> dict[str, Any]:
+    """Train with both trainers, each going on from the other's checkpoint if there is one; the same global batch."""
+    data = make_rows(family)
+    weights = {}
+    with launched(context):
+        for number, trainer_class in enumerate(_trainers()):
+            other = _trainers()[1 - number].__name__
+            run = train(
+                trainer_class,
+                make_model(family),
+                Path(out) / trainer_class.__name__,
+                data,
+                resume=None if stored is None else Path(stored) / other / "checkpoint-2",
+                per_device_train_batch_size=4 // context.world_size,
+                **_SAVING,
+            )
+            weights[trainer_class.__name__] = run.weights
+    return weights
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_runs_go_on_at_another_number_of_processes(ranks: RankPool, before: int, after: int, tmp_path: Path) -> None:
+    stored, resumed = str(tmp_path / "stored"), str(tmp_path / "resumed")
+    whole = ranks(before).run(_at_other_size, stored, None, "llama")[0]["Trainer"]
+    for weights in ranks(after).run(_at_other_size, resumed, stored, "llama")[0].values():
+        for name, weight in whole.items():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=2e-6)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("greater_is_better", [False, True])
+def test_the_best_model_is_loaded_at_the_end(context: RankContext, greater_is_better: bool, tmp_path: Path) -> None:
+    data = make_rows("llama-tied")
+    options = {"load_best_model_at_end": True, "greater_is_better": greater_is_better, "save_total_limit": 1}
+    runs = []
+    with launched(context):
+        for each in _trainers():
+            runs.append(
+                train(
+                    each,
+                    make_model("llama-tied"),
+                    tmp_path / each.__name__,
+                    data,
+                    given={"eval_dataset": data[:6]},
+                    eval_strategy="steps",
+                    eval_steps=2,
+                    save_only_model=True,
+                    **_SAVING,
+                    **options,
+                )
+            )
+    theirs, ours = runs
+    assert_equal(ours, theirs)
+    kept = {each.name: sorted(path.name for path in (tmp_path / each.name).iterdir()) for each in tmp_path.iterdir()}
+    assert kept["StreamShardTrainer"] == kept["Trainer"]
+    best = Path(ours.trainer.state.best_model_checkpoint)
+    assert best.is_dir() and best.parent.name == "StreamShardTrainer"
+    assert json.loads((best / "trainer_state.json").read_text())["best_model_checkpoint"] == str(best)
+
+
+@on_ranks(2)
+def test_a_model_that_was_evaluated_first_trains_as_ever(context: RankContext, tmp_path: Path) -> None:
+    """And evaluates as one process alone does."""
+    data = make_rows("llama")
+    theirs_class, ours_class = _trainers()
+    seen: dict[str, float] = {}
+    with launched(context):
+        theirs = train(theirs_class, make_model("llama"), tmp_path, data)
+        ours = train(
+            *(ours_class, make_model("llama"), tmp_path, data),
+            given={"eval_dataset": data},
+            before=lambda trainer: seen.update(trainer.evaluate()),
+        )
+        alone = torch.stack([make_model("llama")(**{k: v[None] for k, v in row.items()}).loss for row in data]).mean()
+    assert_equal(ours, theirs)
+    assert abs(seen["eval_loss"] - alone.item()) < 1e-5, (seen, alone)
+
+
+# -- what is written --------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_an_output_directory_is_ready_to_be_pushed(context: RankContext, tmp_path: Path) -> None:
+    """The files that Trainer writes, which `from_pretrained` loads; DDP's weights to the digit."""
+    import transformers
+
+    data = make_rows("gpt2")
+    with launched(context):
+        loaded = []
+        for each in _trainers():
+            run = train(
+                each, make_model("gpt2"), tmp_path / each.__name__, data, given={"processing_class": make_tokenizer()}
+            )
+            run.trainer.save_model()
+            dist.barrier()
+            found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / each.__name__)
+            loaded.append(found.state_dict())
+            for name, weight in found.state_dict().items():
+                assert torch.equal(weight, run.weights[name]), name
+    theirs, ours = (_files(tmp_path / each.__name__) for each in _trainers())
+    assert ours == theirs and {"config.json", "model.safetensors", "tokenizer.json", "training_args.bin"} <= ours
+    for name, weight in loaded[0].items():
+        torch.testing.assert_close(loaded[1][name], weight, rtol=1e-4, atol=2e-6)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "failing", ["training_args.bin", "optimizer.pt", "rng_state_1.pth", "trainer_state.json", "README.md"]
+)
+def test_an_error_of_a_save_is_raised_on_all_ranks_and_leaves_nothing(
+    context: RankContext, failing: str, tmp_path: Path
+) -> None:
+    """Whichever file cannot be written, on whichever rank."""
+    from transformers import Trainer, TrainerState
+
+    from streamshard.integrations.transformers import StreamShardTrainerMixin
+
+    saved: list[int] = []
+
+    class WithCard(Trainer):
+        """As those of TRL."""
+
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            saved.append(self.state.global_step)
+            self.create_model_card()
+            super()._save_checkpoint(model, trial)
+
+        def create_model_card(self, **_: Any) -> None:
+            if failing == "README.md" and context.rank == 0 and len(saved) == 2:
+                raise OSError("the disk is full")
+
+    class Ours(StreamShardTrainerMixin, WithCard):
+        pass
+
+    def fail_at_second(original: Any, name_of: Any) -> Any:
+        def save(*args: Any, **kwargs: Any) -> Any:
+            if str(name_of(args)).endswith(failing) and len(saved) == 2:
+                raise OSError("the disk is full")
+            return original(*args, **kwargs)
+
+        return save
+
+    out = tmp_path / "out"
+    with (
+        launched(context),
+        mock.patch("torch.save", fail_at_second(torch.save, lambda args: args[1])),
+        mock.patch.object(
+            TrainerState, "save_to_json", fail_at_second(TrainerState.save_to_json, lambda args: args[1])
+        ),
+        pytest.raises(CheckpointError, match="rank [01]: OSError: the disk is full"),
+    ):
+        train(Ours, make_model("gpt2"), out, make_rows("gpt2"), save_strategy="steps", save_steps=1)
+    dist.barrier()
+    assert saved == [1, 2]
+    assert {path.name for path in out.iterdir()} == {"checkpoint-1"}
+
+
+@on_ranks(2)
+def test_what_is_left_of_killed_saves_goes_and_checkpoints_are_replaced(context: RankContext, tmp_path: Path) -> None:
+    _, ours_class = _trainers()
+    data = make_rows("gpt2")
+    left = tmp_path / "partial-checkpoint-7"
+    if context.rank == 0:
+        (left / "checkpoint-7").mkdir(parents=True)
+        (left / "replaced").mkdir()
+        (tmp_path / "checkpoint-2").mkdir()
+        (tmp_path / "checkpoint-2" / "of an earlier run").touch()
+    dist.barrier()
+    with launched(context):
+        train(ours_class, make_model("gpt2"), tmp_path, data, **{**_SAVING, "max_steps": 2})
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-7"}
+    assert "model.safetensors" in _files(tmp_path / "checkpoint-2")
+    assert "of an earlier run" not in _files(tmp_path / "checkpoint-2")
+
+
+@on_ranks(2)
+def test_whole_checkpoints_are_pushed(context: RankContext, tmp_path: Path) -> None:
+    """Uploads read a directory in the background."""
+    from transformers import Trainer
+
+    from streamshard.integrations.transformers import StreamShardTrainerMixin
+
+    pushed: list[tuple[str, bool]] = []
+
+    class Pushing(Trainer):
+        def init_hf_repo(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+            pushed.append((Path(checkpoint_folder).name, (Path(checkpoint_folder) / "trainer_state.json").exists()))
+
+    class Ours(StreamShardTrainerMixin, Pushing):
+        pass
+
+    with launched(context):
+        train(Ours, make_model("gpt2"), tmp_path, make_rows("gpt2"), push_to_hub=True, **_SAVING)
+    assert pushed == [("checkpoint-2", True), ("checkpoint-4", True)]
+
+
+# -- the rest ---------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_generating_evaluation_of_unequal_lengths(context: RankContext, tmp_path: Path) -> None:
+    """`predict_with_generate`: ranks finish their sequences at different times, and go on until all have."""
+    from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments, StoppingCriteriaList
+
+    from streamshard.integrations.transformers import StreamShardTrainerMixin
+
+    class Ours(StreamShardTrainerMixin, Seq2SeqTrainer):
+        pass
+
+    data = make_rows("t5")
+    lengths: list[int] = []
+
+    def stop(ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        return torch.full((ids.shape[0],), ids.shape[1] >= 3 + 4 * context.rank)
+
+    def model() -> Any:
+        made = make_model("t5")
+        generate = made.generate
+
+        def generate_until(*args: Any, **kwargs: Any) -> Any:
+            found = generate(*args, stopping_criteria=StoppingCriteriaList([stop]), **kwargs)
+            lengths.append(found.shape[1])
+            return found
+
+        made.generate = generate_until
+        return made
+
+    with launched(context):
+        runs = []
+        predictions = []
+        for each in (Seq2SeqTrainer, Ours):
+            run = train(
+                *(each, model(), tmp_path, data),
+                given={"eval_dataset": data[:6]},
+                arguments_class=Seq2SeqTrainingArguments,
+                predict_with_generate=True,
+                generation_config=GenerationConfig(max_new_tokens=9, decoder_start_token_id=0, pad_token_id=0),
+            )
+            predictions.append(run.trainer.predict(data[:6]).predictions)
+            runs.append(run)
+    assert_equal(runs[1], runs[0])
+    assert (predictions[1] == predictions[0]).all()
+    assert set(lengths) == {3 + 4 * context.rank}
+
+
+@on_ranks(2)
+def test_parameters_are_counted_whole(context: RankContext, tmp_path: Path) -> None:
+    """In the log, by Trainer's method and the model's; flops are in every test's history."""
+    _, ours_class = _trainers()
+    model = make_model("llama-tied")
+    model.model.layers[0].requires_grad_(False)
+    wanted = model.num_parameters(only_trainable=True)
+    without = model.num_parameters(exclude_embeddings=True)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("transformers.trainer")
+    log.addHandler(handler)
+    try:
+        with launched(context), mock.patch.object(log, "level", logging.INFO):
+            run = train(ours_class, model, tmp_path, make_rows("llama-tied"), log_level="info")
+    finally:
+        log.removeHandler(handler)
+    assert f"  Number of trainable parameters = {wanted:,}" in records
+    assert run.trainer.get_num_trainable_parameters() == wanted
+    assert run.trainer.model.num_parameters(only_trainable=True) == wanted
+    assert run.history[-1]["total_flos"] == 6 * 3 * 4 * 12 * without
+
+
+@on_ranks(2)
+def test_callbacks_work_with_the_sharded_model(context: RankContext, tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    _, ours_class = _trainers()
+    heard: list[str] = []
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            assert isinstance(kwargs["model"], StreamShard)
+            heard.append("begin")
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            with kwargs["model"].summon_full_params():
+                heard.append(str(tuple(kwargs["model"].lm_head.weight.shape)))
+            control.should_training_stop = state.global_step == 2
+
+    with launched(context):
+        run = train(ours_class, make_model("llama"), tmp_path, make_rows("llama"), given={"callbacks": [Watch()]})
+    assert heard == ["begin", "(61, 16)", "(61, 16)"]
+    assert run.trainer.state.global_step == 2
+
+
+@on_ranks(2)
+def test_model_init_gives_each_training_a_new_model(context: RankContext, tmp_path: Path) -> None:
+    """And the other may be a plain module."""
+    _, ours_class = _trainers()
+    data = make_rows("llama")
+    with launched(context):
+        run = train(ours_class, None, tmp_path, data, given={"model_init": lambda: make_model("llama")})
+        first = run.trainer.model
+        run.trainer.train()
+    assert run.trainer.model is not first
+    for name, weight in whole_weights(run.trainer.model).items():
+        assert torch.equal(weight, run.weights[name])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bf16_full_eval": True}, "bf16_full_eval=True .* with bf16=True evaluation"),
+        ({"save_on_each_node": True}, "storage that they share"),
+        ({"given": {"streamshard": {"slots": 3}}}, "no such option: slots"),
+    ],
+)
+def test_what_does_not_go_with_sharding_is_refused_at_once(
+    context: RankContext, arguments: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    _, ours_class = _trainers()
+    with launched(context), pytest.raises(ConfigError, match=message):
+        train(ours_class, make_model("llama"), tmp_path, make_rows("llama"), **arguments)
+
+
+@on_ranks(1)
+def test_the_mixin_has_to_come_first(context: RankContext) -> None:
+    from transformers import Trainer
+
+    from streamshard.integrations.transformers import StreamShardTrainerMixin
+
+    with pytest.raises(ConfigError, match=r"class Mine\(StreamShardTrainerMixin, Trainer\)"):
+        type("Mine", (Trainer, StreamShardTrainerMixin), {})
+
+
+@on_ranks(2)
+def test_the_example_gives_what_it_gives_with_ddp(context: RankContext, tmp_path: Path) -> None:
+    """And goes on."""
+    theirs_class, _ = _trainers()
+    with launched(context):
+        theirs = run_example("trainer", theirs_class, directory=str(tmp_path / "theirs"))
+        ours = run_example("trainer", directory=str(tmp_path / "ours"))
+        longer = run_example("trainer", directory=str(tmp_path / "ours"), steps=9, resume=True)
+    assert len(ours) == 8
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert longer[:8] == ours and len(longer) == 9

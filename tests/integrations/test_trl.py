@@ -1,0 +1,216 @@
+"""TRL's trainers with StreamShard on two ranks: the numbers of DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from streamshard import Precision, StreamShard
+from tests.integrations.models import make_model, make_tokenizer
+from tests.integrations.trainers import Run, assert_equal, checkpointing, launched, run_example, train
+from tests.ranks import RankContext, on_ranks
+
+pytest.importorskip("trl", reason="needs trl: pip install streamshard[hf]")
+pytest.importorskip("peft", reason="needs peft: pip install streamshard[hf]")
+
+
+def _words(count: int, length: int, seed: int) -> list[str]:
+    """Texts of up to that many words."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(length // 2, length, (count,), generator=generator).tolist()
+    return [" ".join(f"w{n}" for n in torch.randint(0, 56, (each,), generator=generator).tolist()) for each in lengths]
+
+
+def _texts(count: int = 16) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_list([{"text": text} for text in _words(count, 12, 0)])
+
+
+def _preferences(count: int = 16) -> Any:
+    from datasets import Dataset
+
+    columns = {name: _words(count, 8, seed) for seed, name in enumerate(("prompt", "chosen", "rejected"))}
+    return Dataset.from_dict(columns)
+
+
+def _both(name: str) -> tuple[Any, Any]:
+    """TRL's trainer of that name, and the same with our mixin."""
+    import trl
+
+    from streamshard.integrations.transformers import StreamShardTrainerMixin
+
+    theirs = getattr(trl, name)
+    return theirs, type(f"Sharded{name}", (StreamShardTrainerMixin, theirs), {})
+
+
+def _compare(
+    out: Path,
+    name: str,
+    data: Any,
+    config: str,
+    model: Callable[[], Any],
+    given: Callable[[], dict[str, Any]] = dict,
+    resume: Sequence[Path | None] = (None, None),
+    **options: Any,
+) -> list[Run]:
+    """Train with both; `model` and `given` make what they are given, `resume` says where they go on."""
+    import trl
+
+    runs = []
+    for each, stored in zip(_both(name), resume, strict=True):
+        runs.append(
+            train(
+                *(each, model(), out / each.__name__, data),
+                given={"processing_class": make_tokenizer(), **given()},
+                arguments_class=getattr(trl, config),
+                bf16=False,
+                resume=stored,
+                **{**checkpointing_off(), **options},
+            )
+        )
+    theirs, ours = runs
+    assert_equal(ours, theirs)
+    return runs
+
+
+def checkpointing_off() -> dict[str, Any]:
+    return {next(iter(checkpointing())): False}
+
+
+def _llama(**sizes: Any) -> Any:
+    return make_model("llama", **sizes)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("packing", [None, "bfd", "wrapped"])
+def test_sft_equals_ddp(context: RankContext, packing: str | None, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_length": 16}
+    if packing is not None:
+        options |= {"packing": True, "packing_strategy": packing}
+    with launched(context):
+        _compare(tmp_path, "SFTTrainer", _texts(32), "SFTConfig", _llama, **options)
+
+
+@on_ranks(2)
+def test_adapters_are_saved_and_go_on_as_with_ddp(context: RankContext, tmp_path: Path) -> None:
+    """Each goes on from the other's checkpoint; what is saved is what PEFT loads."""
+    from peft import LoraConfig, PeftModel
+
+    saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    data = _texts()
+
+    def given() -> dict[str, Any]:
+        config = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"])
+        return {"peft_config": config, "eval_dataset": data}
+
+    arguments: Any = ("SFTTrainer", data, "SFTConfig", _llama, given)
+    with launched(context):
+        theirs, ours = _compare(tmp_path, *arguments, load_best_model_at_end=True, **saving)
+        stored = [Path(run.trainer.args.output_dir) / "checkpoint-2" for run in (theirs, ours)]
+        assert {path.name for path in stored[1].iterdir()} == {path.name for path in stored[0].iterdir()}
+        _compare(tmp_path / "resumed", *arguments, resume=stored[::-1], **{**saving, "save_strategy": "no"})
+        read = [PeftModel.from_pretrained(_llama(), each).state_dict() for each in stored]
+    for name, weight in read[0].items():
+        assert read[1][name].dtype is weight.dtype
+        torch.testing.assert_close(read[1][name], weight, rtol=1e-4, atol=2e-6)
+
+
+@on_ranks(2)
+def test_learned_prompts_are_saved(context: RankContext, tmp_path: Path) -> None:
+    """PEFT runs a part of the model for that."""
+    from peft import PromptTuningConfig
+    from safetensors.torch import load_file
+
+    def given() -> dict[str, Any]:
+        torch.manual_seed(0)
+        return {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)}
+
+    with launched(context):
+        runs = _compare(tmp_path, "SFTTrainer", _texts(), "SFTConfig", _llama, given)
+        read = []
+        for run in runs:
+            run.trainer.save_model()
+            dist.barrier()
+            read.append(load_file(Path(run.trainer.args.output_dir) / "adapter_model.safetensors"))
+    assert list(read[1]) == list(read[0]) == ["prompt_embeddings"]
+    torch.testing.assert_close(read[1], read[0], rtol=1e-4, atol=2e-6)
+
+
+@on_ranks(2)
+def test_reward_equals_ddp(context: RankContext, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        config = LlamaConfig(**{**make_model("llama").config.to_dict(), "num_labels": 1, "architectures": None})
+        return LlamaForSequenceClassification(config)
+
+    with launched(context):
+        _compare(tmp_path, "RewardTrainer", _preferences().remove_columns("prompt"), "RewardConfig", model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reference", ["given", "sharded", "synced", "adapters"])
+def test_dpo_equals_ddp(context: RankContext, reference: str, tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    options: dict[str, Any] = {"max_length": 32}
+    references: list[Any] = []
+    if reference == "synced":
+        options |= {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+
+    def given() -> dict[str, Any]:
+        if reference == "adapters":
+            return {"peft_config": LoraConfig(r=4, target_modules="all-linear")}
+        references.append(_llama())
+        if reference == "sharded" and len(references) == 2:  # ours, by the user
+            StreamShard(references[1], precision=Precision(param_dtype=torch.float32))
+        return {"ref_model": references[-1]}
+
+    with launched(context):
+        _compare(tmp_path, "DPOTrainer", _preferences(), "DPOConfig", _llama, given, **options)
+    assert all(isinstance(each, StreamShard) for each in references[1:])
+
+
+def _reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(each.split()))) for each in completions]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_grpo_equals_ddp(context: RankContext, beta: float, tmp_path: Path) -> None:
+    """With completions that end at different lengths on the ranks; the reference is loaded from the model's path."""
+    from transformers import AutoModelForCausalLM
+
+    if context.rank == 0:
+        _llama().save_pretrained(tmp_path / "model")
+    dist.barrier()
+    with launched(context):
+        runs = _compare(
+            *(tmp_path, "GRPOTrainer", _preferences().select_columns("prompt"), "GRPOConfig"),
+            lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "model"),
+            lambda: {"reward_funcs": _reward},
+            beta=beta,
+            num_generations=2,
+            max_completion_length=24,
+            generation_kwargs={"sequence_bias": [[[2], 2.0]]},  # the end, now and then
+        )
+    assert any(
+        entry.get("completions/min_length", 0) < entry.get("completions/max_length", 0) for entry in runs[1].history
+    )
+
+
+@on_ranks(2)
+def test_the_example_gives_what_it_gives_with_ddp(context: RankContext, tmp_path: Path) -> None:
+    from trl import DPOTrainer
+
+    with launched(context):
+        theirs = run_example("trl_dpo", DPOTrainer, directory=str(tmp_path / "theirs"))
+        ours = run_example("trl_dpo", directory=str(tmp_path / "ours"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,167 @@
+"""Trainer and its kin on ranks: started as by a launcher, compared with DistributedDataParallel's."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from streamshard import StreamShard
+from tests.integrations import accelerating
+from tests.ranks import RankContext
+
+__all__ = ["Run", "assert_equal", "checkpointing", "history_of", "launched", "run_example", "train", "whole_weights"]
+
+
+@contextlib.contextmanager
+def launched(context: RankContext) -> Iterator[None]:
+    """As by a launcher, and without the warnings of libraries that use what transformers has renamed."""
+    with accelerating.launched(context), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* is deprecated and will be removed in v6", category=FutureWarning)
+        yield
+
+
+class Run(NamedTuple):
+    """What came of a training.
+
+    Attributes:
+        history: what was logged, without times.
+        weights: whole, by name.
+        trainer: whose it is.
+    """
+
+    history: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+    trainer: Any
+
+
+def train(
+    trainer_class: Callable[..., Any],
+    model: nn.Module,
+    out: Path,
+    data: Sequence[Any],
+    *,
+    resume: Path | None = None,
+    given: dict[str, Any] | None = None,
+    before: Callable[[Any], None] | None = None,
+    arguments_class: type | None = None,
+    **arguments: Any,
+) -> Run:
+    """Train for a few steps, on the CPU.
+
+    Args:
+        trainer_class: of a trainer.
+        model: the same on every rank.
+        out: where to.
+        data: examples.
+        resume: a checkpoint to go on from.
+        given: arguments of the trainer.
+        before: is called with the trainer before it trains.
+        arguments_class: None is transformers' own.
+        **arguments: training arguments beside the tests' own.
+    """
+    from transformers import PrinterCallback, TrainingArguments
+
+    own = {
+        "output_dir": str(out),
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "linear",
+        "weight_decay": 0.1,
+        "adam_epsilon": 1e-4,  # gradients that are rounding of zero change nothing
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    settings: Any = (arguments_class or TrainingArguments)(**{**own, **arguments})
+    trainer = trainer_class(model=model, args=settings, train_dataset=data, **(given or {}))
+    trainer.remove_callback(PrinterCallback)
+    if before is not None:
+        before(trainer)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return Run(history_of(trainer), whole_weights(trainer.model), trainer)
+
+
+def checkpointing(**options: Any) -> dict[str, Any]:
+    """Training arguments for activation checkpointing, whose name differs between versions of transformers."""
+    from transformers import TrainingArguments
+
+    known = TrainingArguments.__dataclass_fields__
+    name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+    return {name: True, f"{name}_kwargs": options}
+
+
+_TIMES = ("runtime", "per_second", "step_time", "preparation_time")
+
+
+def history_of(trainer: Any) -> list[dict[str, float]]:
+    """What a trainer has logged, without times."""
+    return [
+        {name: value for name, value in entry.items() if not name.endswith(_TIMES)}
+        for entry in trainer.state.log_history
+    ]
+
+
+def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies, on every rank."""
+    if isinstance(model, StreamShard):
+        return StreamShard.full_state_dict(model, rank0_only=False)
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(ours: Run, theirs: Run, *, digits: int = 4, weights: bool = True, resumed: bool = False) -> None:
+    """The same to the digits that are logged, and in all weights.
+
+    Args:
+        ours: one run.
+        theirs: another.
+        digits: of what was logged.
+        weights: False: compare only that.
+        resumed: `ours` has gone on in the middle, and knows the mean loss of what came after.
+    """
+    assert len(ours.history) == len(theirs.history) > 0
+    for mine, other in zip(ours.history, theirs.history, strict=True):
+        assert mine.keys() == other.keys()
+        for name, value in other.items():
+            if resumed and name == "train_loss":
+                continue
+            assert abs(mine[name] - value) <= 10.0**-digits * max(1.0, abs(value)), (name, mine, other)
+    if not weights:
+        return
+    assert ours.weights.keys() == theirs.weights.keys()
+    for name, weight in theirs.weights.items():
+        torch.testing.assert_close(
+            ours.weights[name], weight, rtol=1e-4, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "transformers"
+
+
+def run_example(name: str, trainer_class: type | None = None, **arguments: Any) -> list[float]:
+    """What an example's ``main`` returns, with its own trainer or another."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        example: Any = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(example)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    example.Trainer = trainer_class or example.Trainer
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        losses: list[float] = example.main(**arguments)
+    return losses
