@@ -1992,7 +1992,7 @@ MUTANTS: list[Mutant] = [
         "nobody asks whether gathers read main weights",
         "        if self._gathers_mains:  #",
         "        if False:  #",
-        "segments::test_a_frozen_weight_that_is_changed_between_steps_is_computed_with matrix",
+        "segments::test_a_frozen_weight_can_be_changed_as_soon_as_a_forward_is_over",
     ),
     Mutant(
         "unit/shard",

@@ -166,8 +166,8 @@ def test_a_reference_model_is_sharded_and_has_no_gradients(context: RankContext)
             assert torch.equal(model(x), wanted)
         assert all(param.requires_grad for param in model.parameters())
         held = model.memory_report().held_bytes
-        assert held["frozen weights"] > 0 == held["main weights"]
-        assert held["main grads"] == held["grad slots"] == 0
+        assert held["frozen weights"] > 0
+        assert held["main weights"] == held["main grads"] == held["grad slots"] == 0
 
 
 @on_ranks(2)

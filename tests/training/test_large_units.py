@@ -194,14 +194,16 @@ def test_it_takes_no_more_memory_than_in_the_edge_unit(context: RankContext, set
 
 @on_ranks(2)
 def test_a_frozen_embedding_takes_no_gradient_memory(context: RankContext) -> None:
-    """In the edge unit it would, as long as a norm beside it trains."""
-    reports = []
+    """As a unit, and in the edge unit, where a norm beside it trains."""
     for units in (None, Block):
-        model = LargeLM()
-        model.embedding.requires_grad_(False)
-        reports.append(StreamShard(model, units=units, precision=FP32).memory_report())
-    for name in ("grad slots", "main grads"):
-        assert reports[0].held_bytes[name] < reports[1].held_bytes[name]
+        held = []
+        for trains in (True, False):
+            model = LargeLM()
+            n_bytes = 4 * model.embedding.weight.numel()
+            model.embedding.requires_grad_(trains)
+            held.append(StreamShard(model, units=units, precision=FP32).memory_report().held_bytes)
+        saved = {name: size - held[1][name] for name, size in held[0].items()}
+        assert saved["grad slots"] == 2 * saved["main grads"] == -2 * saved["frozen weights"] >= n_bytes
 
 
 # ---------------------------------------------------------------------------------------------- order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,28 @@ def test_a_frozen_weight_that_is_changed_between_steps_is_computed_with(
             if number < 2:
                 found.sum().backward()
                 model.zero_grad()
+
+
+@on_ranks(2)
+def test_a_frozen_weight_can_be_changed_as_soon_as_a_forward_is_over(context: RankContext) -> None:
+    """A rank that is ahead does not change what the other has still to read."""
+    torch.manual_seed(3)
+    plain: Any = adapted().to(HALF)
+    torch.manual_seed(3)
+    model: Any = StreamShard(adapted(), precision=BF16)
+    inputs = vector_batch(0, context.rank).to(HALF)
+    with torch.no_grad():
+        model(inputs)  # behind the first one ranks talk about what forwards have changed
+    if context.rank:
+        model.layers[1].register_forward_pre_hook(lambda *_: time.sleep(0.3))
+    with torch.no_grad():
+        found = model(inputs)
+        for layer in model.layers:
+            layer.linear.base.weight.mul_(3)
+        assert_same({"outputs": found}, {"outputs": plain(inputs)}, "before the change", EXACT)
+        for layer in plain.layers:
+            layer.linear.base.weight.mul_(3)
+        assert_same({"outputs": model(inputs)}, {"outputs": plain(inputs)}, "behind the change", EXACT)
 
 
 def _run(seed: int) -> tuple[Any, torch.optim.Optimizer]:
