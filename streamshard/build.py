@@ -44,7 +44,7 @@ from streamshard.plan.discovery import (
     group_params,
     warn_of_edge,
 )
-from streamshard.plan.layout import ParamSize, UnitLayout, plan_unit
+from streamshard.plan.layout import ParamLayout, ParamSize, UnitLayout, plan_unit
 from streamshard.plan.memory import Category, Sizing, choose_slots, holds_main_grads, read_budget
 from streamshard.plan.slots import SlotPlan, plan_slots
 from streamshard.plan.structure import (
@@ -66,6 +66,7 @@ __all__ = ["shard_model"]
 
 register_optimizer_step_pre_hook(before_step)
 
+_TOGETHER_BYTES = 1 << 20  # of weights in one message: smaller ones take no less time
 _MOST_PADDING = 2  # times the elements that units have without `align_pieces_to`
 
 
@@ -442,16 +443,33 @@ def _on_grad_of(engine: Engine) -> Callable[[StreamedUnit, int, torch.Tensor], N
 def _take_weights(
     unit: StreamedUnit, params: Sequence[FoundParam], ranks: Ranks, broadcast: bool, empty: set[str]
 ) -> None:
-    """Cut rank 0's (or this rank's own) weights into pieces, one parameter at a time."""
-    shard = unit.shard
-    for found, layout in zip(params, shard.layout.params, strict=True):
+    """Cut rank 0's (or this rank's own) weights into pieces, one parameter at a time, or several small ones."""
+    together: list[tuple[FoundParam, ParamLayout, torch.Tensor]] = []
+    nbytes = 0
+
+    def take() -> None:
+        nonlocal nbytes
+        fulls = [full.view(-1) for *_, full in together]
+        if broadcast and fulls:
+            flat = fulls[0] if len(fulls) == 1 else torch.cat(fulls)  # of several dtypes: in one that holds them all
+            ranks.broadcast(flat)
+            fulls = list(flat.split([full.numel() for full in fulls]))
+        for (found, layout, _), full in zip(together, fulls, strict=True):
+            unit.shard.add(layout, found.names[1:], found.param, full)
+        together.clear()
+        nbytes = 0
+
+    for found, layout in zip(params, unit.shard.layout.params, strict=True):
         if layout.name in empty:
-            shard.add(layout, found.names[1:], found.param, None)
+            take()
+            unit.shard.add(layout, found.names[1:], found.param, None)
             continue
-        full = _room_for(_trainable(found.param.detach()), shard.main.device).contiguous()
-        if broadcast:
-            ranks.broadcast(full)
-        shard.add(layout, found.names[1:], found.param, full.view(-1))
+        full = _room_for(_trainable(found.param.detach()), unit.shard.main.device).contiguous()
+        if nbytes + full.nbytes > _TOGETHER_BYTES:
+            take()
+        together.append((found, layout, full))
+        nbytes += full.nbytes
+    take()
 
 
 def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
