@@ -37,7 +37,7 @@ from streamshard.engine.replicas import Replicas
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, warn_user
 from streamshard.plan.discovery import FoundParam, FoundUnit, UnitsArgument, find_groups
 from streamshard.plan.fp32 import InFp32, find_fp32
-from streamshard.plan.layout import ParamSize
+from streamshard.plan.layout import ParamLayout, ParamSize
 from streamshard.plan.memory import Category, Sizing, choose_slots, holds_main_grads, largest_of, read_budget
 from streamshard.plan.segments import PlannedSegment, SegmentKind, UnitLayout, kind_of, plan_units
 from streamshard.plan.slots import SlotPlan, plan_slots
@@ -60,6 +60,7 @@ __all__ = ["shard_model"]
 
 register_optimizer_step_pre_hook(before_step)
 
+_TOGETHER_BYTES = 1 << 20  # of weights in one message: smaller ones take no less time
 _MOST_PADDING = 2  # times the elements that units have without `align_pieces_to`
 
 
@@ -467,15 +468,33 @@ def _on_grad_of(engine: Engine) -> Callable[[StreamedUnit, int, torch.Tensor], N
 def _take_weights(
     segment: SegmentShard, params: Sequence[FoundParam], ranks: Ranks, broadcast: bool, empty: set[str]
 ) -> None:
-    """Cut rank 0's (or this rank's own) weights into pieces, one parameter at a time."""
+    """Cut rank 0's (or this rank's own) weights into pieces, one parameter at a time, or several small ones."""
+    together: list[tuple[FoundParam, ParamLayout, torch.Tensor]] = []
+    nbytes = 0
+
+    def take() -> None:
+        nonlocal nbytes
+        fulls = [full.view(-1) for *_, full in together]
+        if broadcast and fulls:
+            flat = fulls[0] if len(fulls) == 1 else torch.cat(fulls)  # of several dtypes: in one that holds them all
+            ranks.broadcast(flat)
+            fulls = list(flat.split([full.numel() for full in fulls]))
+        for (found, layout, _), full in zip(together, fulls, strict=True):
+            segment.add(layout, found.names[1:], found.param, full)
+        together.clear()
+        nbytes = 0
+
     for found, layout in zip(params, segment.layout.params, strict=True):
         if layout.name in empty:
+            take()
             segment.add(layout, found.names[1:], found.param, None)
             continue
         full = _room_for(_trainable(found.param.detach()), segment.main.device).contiguous()
-        if broadcast:
-            ranks.broadcast(full)
-        segment.add(layout, found.names[1:], found.param, full.view(-1))
+        if nbytes + full.nbytes > _TOGETHER_BYTES:
+            take()
+        together.append((found, layout, full))
+        nbytes += full.nbytes
+    take()
 
 
 def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

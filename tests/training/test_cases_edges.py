@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from streamshard import Precision, StreamShard
+from streamshard.inspect import engine_inside
 from tests.models import (
     Block,
     Layer,
@@ -25,6 +27,7 @@ from tests.models import (
 )
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
+    EXACT,
     FP32,
     Call,
     adamw,
@@ -38,7 +41,7 @@ from tests.reference import (
 )
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(2, 3)
 @pytest.mark.parametrize(
     "widths",
     [(16, 3, 40, 1, 24, 16), (16, 64, 8), (16, 8, 8, 8, 64)],
@@ -49,7 +52,7 @@ def test_layers_of_different_sizes_share_the_slots(context: RankContext, widths:
     assert_trains_like_plain(context, lambda: Stack(widths), stack_step)
 
 
-@on_ranks(3, 4)
+@on_ranks(3)
 def test_layers_smaller_than_the_number_of_ranks_train(context: RankContext) -> None:
     """Some ranks own nothing of a layer."""
 
@@ -234,6 +237,20 @@ def test_batch_norm_statistics_are_rank_0s_on_all_ranks(context: RankContext) ->
     assert_same(dict(model.named_buffers()), wanted_buffers, "buffers")
     state = full_weights(model)
     assert_same({name: state[name] for name in wanted_buffers}, wanted_buffers, "buffers in the state dict")
+
+
+@on_ranks(2)
+def test_small_weights_are_sent_together(context: RankContext) -> None:
+    """One message for a unit, but for what is large; in whatever dtypes they are, all ranks begin with rank 0's."""
+    torch.manual_seed(context.rank)
+    model = Stack((16, 600, 600, 4))
+    model.layers[0].linear.bias.data = model.layers[0].linear.bias.data.bfloat16()
+    wanted = [model.state_dict()]
+    dist.broadcast_object_list(wanted, 0)
+    with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as sent:
+        sharded = StreamShard(model, precision=FP32)
+    assert len(sent.mock_calls) == len(engine_inside(sharded).units) + 1  # a matrix of 600 x 600 goes by itself
+    assert_same(full_weights(sharded), wanted[0], "weights", EXACT)
 
 
 @on_ranks(2, 3)
