@@ -15,8 +15,9 @@ from torch._dynamo.decorators import skip
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from streamshard.adapters import is_peft_model, save_adapters
 from streamshard.build import shard_model
-from streamshard.checkpoint.export import export_shards
+from streamshard.checkpoint.export import export_shards, floating_dtype
 from streamshard.checkpoint.load import Difference, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
 from streamshard.config import MemoryBudget, PieceAlignment, Precision, SlotCount
@@ -336,6 +337,9 @@ def export_safetensors(
     new one, whole, at every moment, and after a run was killed at any. A config that differs from the earlier one's is
     replaced right before the weights.
 
+    Of a PeftModel its adapters are written, for PEFT's ``from_pretrained``: by the first rank, which gets them from the
+    others, in one file each, without checksums.
+
     Args:
         model: a model made by `StreamShard`.
         directory: on storage that all ranks share; made if it is not there.
@@ -349,10 +353,12 @@ def export_safetensors(
     Raises:
         ConfigError: `dtype` or `max_shard_size` cannot be read.
         CheckpointError: the files cannot be written, the model's class stores its weights in a way that does not
-            consist of ranges of its parameters, or PEFT has put adapters into it. Raised on every rank; names the rank
-            on which it went wrong. An earlier export is still there then, or the new one is, whole.
+            consist of ranges of its parameters, or it has adapters and is no PeftModel. Raised on every rank; names the
+            rank on which it went wrong. An earlier export is still there then, or the new one is, whole.
     """
     engine = engine_at_rest(_all_of(model), "export_safetensors")
+    if is_peft_model(model):
+        return save_adapters(model, engine, directory, floating_dtype(dtype))
     return export_shards(model, engine.param_shards, engine.ranks, directory, dtype, max_shard_size)
 
 

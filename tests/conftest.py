@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,20 @@ settings.load_profile("streamshard")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Ranks that share one GPU are another matter than one that has it for itself."""
     parser.addoption("--world-sizes", metavar="N,..", help="run tests on ranks at these numbers of ranks only")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """The whole suite runs in two processes, with rank processes of their own: two ranks leave much of two cores idle.
+
+    `-n 0` runs it in one; so does whoever names tests, debugs, or wants to see what they print.
+    """
+    option = config.option
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not option.collectonly
+    is_watched = option.usepdb or option.trace or option.capture == "no"
+    has_workers = config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput")
+    if has_workers and option.numprocesses is None and is_whole and not is_watched and (os.cpu_count() or 1) > 1:
+        option.numprocesses, option.dist = 2, "worksteal"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -60,7 +60,8 @@ __all__ = [
 ]
 
 MAX_RANKS = 4
-PRELOADED = ["torch", "torch.distributed", "pytest", "streamshard", "tests.reference"]  # by what ranks are forked from
+# By what ranks are forked from. Dynamo is imported by the first step of any optimizer.
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "streamshard", "tests.reference"]
 GROUP_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_GROUP_TIMEOUT_S", "60"))
 RUN_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_RUN_TIMEOUT_S", "90"))
 # "default": shown. For a first run with other versions, or on another machine: what they warn of is not what is tested.
@@ -73,6 +74,8 @@ FOREIGN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     (r"`torch\.jit\.\w+` is deprecated", DeprecationWarning),
     # Raised by torch.distributed.rpc when it starts, about its own group.
     (r"You are using a Backend .* as a ProcessGroup", UserWarning),
+    # Raised by PEFT, which asks a model of transformers for it.
+    (r"`is_gradient_checkpointing` is deprecated", FutureWarning),
     # Ours, where a machine with GPUs runs the tests for CPUs.
     (r"the model trains on the CPU while", UserWarning),
 )

@@ -6,13 +6,11 @@ import copy
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import weakref
-from collections.abc import Callable, Sequence
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +30,9 @@ from streamshard.errors import (
     StreamShardError,
     UnitError,
 )
+from tests.launched import Launched, free_port, launched_environment, run_script
 from tests.models import Block, Layer, Stack, TinyLM
-from tests.ranks import RankContext, forkserver, on_ranks, warnings_are_errors
+from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, assert_same, full_grads, lm_step, sgd, stack_step
 
 
@@ -420,95 +419,16 @@ def test_moving_a_model_to_where_it_is_changes_nothing(context: RankContext) -> 
 
 # ---------------------------------------------------------------------------------------------- processes
 
-REPOSITORY = Path(streamshard.__file__).parent.parent
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _start(script: str, **environment: str) -> subprocess.Popen[str]:
-    """A process of its own without pytest's rank processes, importing the package under test."""
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    clean = {name: value for name, value in os.environ.items() if name not in launcher}
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-        env={**clean, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **environment},
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def _start_ranks(script: str, world_size: int) -> list[subprocess.Popen[str]]:
-    """Processes with the environment that torchrun gives."""
-    common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    return [_start(script, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(world_size)]
-
-
-def _run(script: str, environment: dict[str, str], output: Path) -> None:
-    os.environ.update(environment)
-    for stream in (1, 2):
-        os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
-    warnings_are_errors()
-    exec(compile(textwrap.dedent(script), "<script>", "exec"), {"__name__": "__main__"})
-
-
-def _fork_ranks(script: str, world_size: int, directory: Path) -> list[tuple[BaseProcess, Path]]:
-    """The same without an interpreter of their own, which takes seconds to import everything; and their outputs."""
-    common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    forked: list[tuple[BaseProcess, Path]] = []
-    for rank in range(world_size):
-        output = directory / f"output of rank {rank}"
-        environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        forked.append((forkserver().Process(target=_run, args=(script, environment, output)), output))
-        forked[-1][0].start()
-    return forked
-
-
-def _join(forked: list[tuple[BaseProcess, Path]], awaited: Sequence[int]) -> list[tuple[int | None, str]]:
-    """Exit code and output of the ranks that are `awaited`; the others are killed then."""
-    try:
-        for rank in awaited:
-            forked[rank][0].join(60.0)
-            assert forked[rank][0].exitcode is not None, f"rank {rank} hangs"
-        return [(process.exitcode, output.read_text()) for process, output in forked]
-    finally:
-        for process, _ in forked:
-            process.kill()
-            process.join()
-
-
-def _finish(processes: list[subprocess.Popen[str]], timeout_s: float = 60.0) -> list[tuple[int, str]]:
-    """Exit code and output of each; a process that hangs is an assertion."""
-    results = []
-    try:
-        for rank, process in enumerate(processes):
-            try:
-                output, _ = process.communicate(timeout=timeout_s)
-            except subprocess.TimeoutExpired:
-                raise AssertionError(f"rank {rank} hangs") from None
-            results.append((process.returncode, output))
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-    return results
-
 
 @pytest.mark.ranks
-def test_without_a_process_group_and_a_launcher_the_error_says_how_to_start() -> None:
+def test_without_a_process_group_and_a_launcher_the_error_says_how_to_start(tmp_path: Path) -> None:
     """A plain `python train.py` gets a sentence about torchrun, not a stack of c10d."""
     script = """
         from streamshard import StreamShard
         from tests.models import TinyLM
         StreamShard(TinyLM())
     """
-    ((code, output),) = _finish([_start(script)])
+    ((code, output),) = Launched(0, tmp_path, run_script, script).end()
     assert code == 1
     last = output.strip().splitlines()[-1]
     assert "streamshard.errors." in last
@@ -517,7 +437,7 @@ def test_without_a_process_group_and_a_launcher_the_error_says_how_to_start() ->
 
 @pytest.mark.ranks
 def test_under_a_launcher_the_process_group_is_made() -> None:
-    """Two processes with torchrun's variables and nothing else."""
+    """Two fresh processes with torchrun's variables and nothing else."""
     script = """
         import torch.distributed as dist
         from streamshard import Precision, StreamShard
@@ -529,9 +449,27 @@ def test_under_a_launcher_the_process_group_is_made() -> None:
         print("trained on", dist.get_backend())
         dist.destroy_process_group()
     """
-    for code, output in _finish(_start_ranks(script, 2)):
-        assert code == 0, output
-        assert "trained on gloo" in output
+    port, root = free_port(), str(Path(streamshard.__file__).parent.parent)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
+            env={**os.environ, **launched_environment(rank, 2, port), "PYTHONPATH": root},
+            cwd=root,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in started:
+            output, _ = process.communicate(timeout=100)
+            assert process.returncode == 0, output
+            assert "trained on gloo" in output
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
 
 
 _DYING = """
@@ -571,7 +509,7 @@ WHEN = {
 def test_when_a_rank_dies_the_others_stop_with_an_error(when: str, world_size: int, tmp_path: Path) -> None:
     """Within the group's timeout, and by an exception, not by a crash."""
     script = _DYING.format(how="os._exit(9)", when=WHEN[when])
-    results = _join(_fork_ranks(script, world_size, tmp_path), range(world_size))
+    results = Launched(world_size, tmp_path, run_script, script).end()
     for rank, (code, output) in enumerate(results):
         if rank == 1:
             assert code == 9
@@ -586,17 +524,17 @@ def test_when_a_rank_dies_the_others_stop_with_an_error(when: str, world_size: i
 def test_when_a_rank_stands_still_the_others_stop_with_an_error(tmp_path: Path) -> None:
     """No closed connection tells them: the group's timeout does."""
     script = _DYING.format(how="os.kill(os.getpid(), signal.SIGSTOP)", when=WHEN["in forward"])
-    (code, output), (stopped, _) = _join(_fork_ranks(script, 2, tmp_path), [0])
+    (code, output), (stopped, _) = Launched(2, tmp_path, run_script, script).end([0])
     assert code == 1, output
     assert "Error" in output
     assert stopped is None
 
 
 @pytest.mark.ranks
-def test_when_a_rank_raises_and_leaves_the_others_stop_with_an_error() -> None:
+def test_when_a_rank_raises_and_leaves_the_others_stop_with_an_error(tmp_path: Path) -> None:
     """An exception on one rank that its script does not catch ends that process."""
     script = _DYING.format(how="raise ValueError('mine alone')", when=WHEN["in forward"])
-    results = _finish(_start_ranks(script, 2))
+    results = Launched(2, tmp_path, run_script, script).end()
     assert [code for code, _ in results] == [1, 1]
     assert "ValueError: mine alone" in results[1][1]
     assert "finished" not in results[0][1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -308,16 +309,19 @@ def test_help_has_examples_that_are_accepted(capsys: pytest.CaptureFixture[str])
             capsys.readouterr()
 
 
-def test_it_is_a_program(saved: Path) -> None:
-    """``python -m streamshard``."""
+def test_it_is_a_program(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """``python -m streamshard``, whose exit code is that of the command."""
     run = [sys.executable, "-m", "streamshard", "inspect", str(saved / "checkpoint-9")]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "verified: all is as written" in done.stdout
     assert done.stderr == ""
-    gone = subprocess.run([*run[:-1], "nowhere"], capture_output=True, text=True, check=False)
-    assert (gone.returncode, gone.stdout) == (1, "")
-    assert "nowhere is no directory" in gone.stderr
+    monkeypatch.setattr(sys, "argv", ["streamshard", "inspect", "nowhere"])
+    with pytest.raises(SystemExit) as gone:
+        runpy.run_module("streamshard", run_name="__main__")
+    told = capsys.readouterr()
+    assert (gone.value.code, told.out) == (1, "")
+    assert "nowhere is no directory" in told.err
 
 
 def test_configs_are_in_the_manifest_once(ranks: RankPool, tmp_path: Path) -> None:

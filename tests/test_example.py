@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 
+from tests.launched import Launched
+
 ROOT = Path(__file__).parents[1]
-JOB = [
+JOB = "docs/examples/train_llama.py"
+LAUNCH = [
     *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", "docs/examples/two_processes.yaml"),
-    "docs/examples/train_llama.py",
+    JOB,
 ]
 SIZES = "--hidden 64 --layers 2 --batch-size 1 --seq-len 32 --held-out-every 20 --save-every 3 --precision fp32"
 
 
-def _start(*arguments: str) -> subprocess.Popen[str]:
+def _launch(*arguments: str) -> subprocess.Popen[str]:
+    """As README has it."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE", "MASTER_"))}
     return subprocess.Popen(
-        [*JOB, *arguments],
+        [*LAUNCH, *arguments],
         cwd=ROOT,
         env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -32,10 +39,22 @@ def _start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def _finish(job: subprocess.Popen[str]) -> str:
-    told, _ = job.communicate(timeout=200)
-    assert job.returncode == 0, told
+def _run(directory: Path, *arguments: str, samples: bool) -> str:
+    """The same on ranks that are forked; what the first of them said."""
+    directory.mkdir()
+    (code, told), (other, _) = Launched(2, directory, _run_rank, [JOB, *arguments], samples).end(timeout_s=200.0)
+    assert (code, other) == (0, 0), told
     return told
+
+
+def _run_rank(arguments: list[str], samples: bool) -> None:
+    os.chdir(ROOT)
+    os.environ["PYTHONPATH"] = str(ROOT)
+    sys.path.insert(0, str((ROOT / JOB).parent))
+    sys.argv = arguments
+    warnings.resetwarnings()
+    with mock.patch.object(subprocess, "run", subprocess.run if samples else mock.Mock()):
+        runpy.run_path(JOB, run_name="__main__")
 
 
 def _curve(out: Path) -> dict[str, list[float]]:
@@ -52,9 +71,9 @@ def test_the_main_job_goes_on_after_it_was_killed(tmp_path: Path) -> None:
     data.write_text("".join(f"{number} squared is {number * number}.\n" for number in range(2000)))
     sizes = [*SIZES.split(), "--data", str(data), "--steps", "40"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    _finish(_start(*sizes, "--out", str(whole)))
+    _run(tmp_path / "first", *sizes, "--out", str(whole), samples=False)
 
-    job = _start(*sizes, "--out", str(killed))
+    job = _launch(*sizes, "--out", str(killed))
     while job.poll() is None and len(list(killed.glob("checkpoints/checkpoint-*[0-9]"))) < 2:
         time.sleep(0.01)
     launcher = psutil.Process(job.pid)
@@ -63,7 +82,7 @@ def test_the_main_job_goes_on_after_it_was_killed(tmp_path: Path) -> None:
     job.communicate()
     assert not (killed / "result.json").exists()
 
-    told = _finish(_start("--resume", str(killed)))
+    told = _run(tmp_path / "second", "--resume", str(killed), samples=True)
     assert "going on after step" in told
     assert _curve(killed) == _curve(whole)
     assert len(list((killed / "checkpoints").iterdir())) == 2

@@ -111,9 +111,9 @@ Written by `python -m tests.units_scan`, transformers {version}: models of the a
 sequence-to-sequence language models, image and text, speech, several modalities, pretraining) from their default
 configurations, on the meta device.
 
-{count} models. In {tenth} of them more than a tenth of the weights other than embeddings are in the edge unit; in
-{warned} the user is warned, because it is more than a quarter or no layers repeat. For {failed} more there is no model:
-they are listed below the others.
+{count} models. In {tenth} of them more than a tenth of the weights other than embeddings are in the edge unit;
+in {warned} the user is warned, because it is more than a quarter or no layers repeat. For {failed} more there is no
+model: they are listed below the others.
 
 Parameters are in millions, first all of them, then without embeddings. *Largest* is the largest unit that takes turns;
 *stay* says how many units stay (embeddings, heads and other large modules); *edge* is the share of the weights,

@@ -64,9 +64,9 @@ def check_exportable(model: nn.Module) -> None:
         where = f"module {adapted!r}" if adapted else "the model"
         raise CheckpointError(
             f"{type(model).__name__} is adapted by PEFT ({where} is a {type(model.get_submodule(adapted)).__name__}), "
-            "and under the names it gives to weights nothing would load them. Save the adapters instead: "
-            "weights = model.full_state_dict() on all ranks, then model.save_pretrained(directory, state_dict=weights) "
-            "of the PeftModel on rank 0. For merged weights, load those without sharding and call merge_and_unload()"
+            "and under the names it gives to weights nothing would load them. To save the adapters shard the PeftModel "
+            "itself: export_safetensors(model, directory) or model.save_pretrained(directory), on all ranks. For "
+            "merged weights load those without sharding, and call merge_and_unload()"
         )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise CheckpointError(

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import extract_model_from_parallel, recursively_apply
+from accelerate.utils import DynamoBackend, is_compiled_module, recursively_apply
+from accelerate.utils.other import is_repeated_blocks
 from torch import nn
 
 from streamshard.api import StreamShard, export_safetensors
@@ -116,18 +117,32 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             evaluation_mode: room for gradients is made only if the model is trained after all.
 
         Returns:
-            The same object; with a dynamo backend what ``torch.compile`` makes of it.
+            The same object; with a dynamo backend what ``torch.compile`` makes of it, with its regional compilation
+            the same object again, whose repeated layers are compiled in place.
         """
         if getattr(model, "_is_accelerate_prepared", False):
             return _module(super().prepare_model(model))
-        inner = sharded_in(model)
-        if inner is None and next(model.parameters(), None) is None:
+        sharded = sharded_in(model)
+        if sharded is None and next(model.parameters(), None) is None:
             return _module(super().prepare_model(model, device_placement=device_placement, evaluation_mode=True))
-        if inner is None:
-            self._shard(model, evaluation_mode)
+        if sharded is None:
+            self._shard(_uncompiled(model), evaluation_mode)
         else:
-            self._check_dtype(engine_of(inner).sizing.precision, f"{type(inner).__name__} was sharded with")
-        return _module(super().prepare_model(model, device_placement=False, evaluation_mode=True))
+            self._check_dtype(engine_of(sharded).sizing.precision, f"{type(sharded).__name__} was sharded with")
+        plugin = self.state.dynamo_plugin
+        if not plugin.use_regional_compilation or plugin.backend == DynamoBackend.NO:
+            return _module(super().prepare_model(model, device_placement=False, evaluation_mode=True))
+        # accelerate makes another module around the layers, which would be none of ours.
+        for layers in [
+            each for each in model.modules() if isinstance(each, nn.ModuleList) and is_repeated_blocks(each)
+        ]:
+            for layer in layers:
+                layer.compile(**plugin.to_kwargs())
+        backend, plugin.backend = plugin.backend, DynamoBackend.NO
+        try:
+            return _module(super().prepare_model(model, device_placement=False, evaluation_mode=True))
+        finally:
+            plugin.backend = backend
 
     def _shard(self, model: nn.Module, evaluation_mode: bool) -> None:
         options = {**self._options, "precision": self._precision_of(_dtype_of(model))}
@@ -238,6 +253,13 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         remember_epochs(prepared)
         return prepared
 
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As accelerate's, of the epoch that `dataloader` is in; accelerate 1.14 takes the first one's order."""
+        rest = super().skip_first_batches(dataloader, num_batches)
+        if hasattr(rest, "iteration"):
+            rest.iteration = dataloader.iteration
+        return rest
+
     # -- whole weights ------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -335,8 +357,12 @@ def _module(prepared: Any) -> nn.Module:
 
 def sharded_in(model: nn.Module) -> nn.Module | None:
     """The sharded model that is `model`, or that ``torch.compile`` has wrapped; None if there is none."""
-    inner = extract_model_from_parallel(model, keep_torch_compile=False)
-    return inner if isinstance(inner, nn.Module) and handle_of(inner) is not None else None
+    inner = _uncompiled(model)
+    return inner if handle_of(inner) is not None else None
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    return _module(model._orig_mod) if is_compiled_module(model) else model
 
 
 def _with_environment(options: dict[str, Any]) -> dict[str, Any]:

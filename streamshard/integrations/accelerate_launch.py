@@ -100,7 +100,8 @@ def check_launch(accelerator: Accelerator | None = None) -> None:
     if alone and "MASTER_PORT" in environment and "ACCELERATE_MIXED_PRECISION" in environment:
         raise ConfigError(
             "accelerate launch was told of several processes and has started one, which knows of no others (on CPUs "
-            f"that is all it does without --multi_gpu): start them with {_LAUNCH}"
+            f"that is all it does without --multi_gpu): start them with {_LAUNCH}. If one is meant, unset MASTER_PORT, "
+            "which accelerate launch sets for several"
         )
     if accelerator is None:
         return

@@ -51,12 +51,17 @@ def detect_layers(root: nn.Module) -> list[nn.Module]:
 
 
 def _find_lists(module: nn.Module, taken: set[nn.Module]) -> Iterator[list[nn.Module]]:
-    """Lists of repeated layers in `module`, outermost first, none inside another; `taken` is left out and added to."""
+    """Lists of repeated layers in `module`, outermost first, none inside another; `taken` is left out and added to.
+
+    The layers of all stages are one list.
+    """
     if module in taken:
         return
     taken.add(module)
     layers = [layer for layer in _layers_of(module) if layer not in taken]
-    if layers and not _are_stages(layers):
+    if layers and _are_stages(layers):
+        yield [layer for stage in layers for inner in _find_lists(stage, taken) for layer in inner]
+    elif layers:
         for layer in layers:
             taken.update(modules_inside(layer))
         yield layers

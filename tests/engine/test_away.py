@@ -203,9 +203,14 @@ class Reading(Stack):
 
 
 @on_ranks()
-@pytest.mark.parametrize("first", [True, False])
-@each_setting
-@pytest.mark.parametrize("what", READERS)
+@pytest.mark.parametrize(
+    ("world_size", "settings", "what", "first"),
+    [
+        *((2, "two slots", what, first) for what in READERS for first in (True, False)),
+        *((1, "two slots", what, number % 2 == 0) for number, what in enumerate(READERS)),
+        *((2, "a slot each", what, number % 2 == 1) for number, what in enumerate(READERS)),
+    ],
+)
 def test_the_root_may_read_weights_of_layers(context: RankContext, what: str, settings: str, first: bool) -> None:
     """Loss, gradients and weights are plain PyTorch's."""
     assert_trains_like_plain(context, lambda: Reading(what, first), _pair_step, steps=3, **SETTINGS[settings])

@@ -80,7 +80,9 @@ def test_what_holds_no_changed_tensor_stays_the_object_that_it_is(name: str) -> 
     assert map_tensors(value, lambda tensor: tensor) is value
 
 
-@pytest.mark.parametrize("value", [None, 3, "text", torch.Size([2]), Frozen, {1: {2}}, object()], ids=str)
+@pytest.mark.parametrize(
+    "value", [None, 3, "text", torch.Size([2]), Frozen, {1: {2}}, object()], ids=lambda value: type(value).__name__
+)
 def test_what_holds_no_tensor_stays_too(value: Any) -> None:
     """Classes, sizes and sets among them."""
     assert map_tensors(value, lambda tensor: torch.ones(1)) is value

@@ -113,7 +113,7 @@ def test_what_a_forward_writes_to_weights_stays(
     context: RankContext, build: Callable[[], nn.Module], settings: dict[str, Any]
 ) -> None:
     """It is what the rest of the forward, the backward, the optimizer and the next step compute with."""
-    assert_trains_like_plain(context, build, _all_rows, checked=(0, 1, 3), **settings)
+    assert_trains_like_plain(context, build, _all_rows, checked=(0, 2), **settings)
 
 
 class _WritingAround(Layer):
@@ -148,7 +148,7 @@ class _PairsThatWrite(Stack):
 @pytest.mark.parametrize(("world_size", "settings"), [(1, {}), (2, {}), (2, {"weight_slots": 3})], ids=str)
 def test_what_a_layer_writes_before_it_calls_another_stays(context: RankContext, settings: dict[str, Any]) -> None:
     """Its slot goes to the inner layer, or to one that is on its way, and it finds what it has written again."""
-    assert_trains_like_plain(context, _PairsThatWrite, _all_rows, checked=(0, 1, 3), **settings)
+    assert_trains_like_plain(context, _PairsThatWrite, _all_rows, checked=(0, 2), **settings)
 
 
 @on_ranks(2)

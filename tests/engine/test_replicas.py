@@ -71,12 +71,21 @@ _AVERAGING = (
     "a backward that fails",
     "gradients kept when a backward fails",
 )
+# What a rank that has whole weights does otherwise than one that has shards.
+_WHOLE = (
+    "tied",
+    "evaluation between steps",
+    "summoning",
+    "weights elsewhere",
+    "weights read elsewhere",
+    "layers in layers",
+)
 
 
 @on_ranks()
 @pytest.mark.parametrize(
     ("world_size", "shape", "scenario"),
-    [*((2, (2, 1), name) for name in SCENARIOS), *((4, (2, 2), name) for name in _AVERAGING)],
+    [*((2, (2, 1), name) for name in _AVERAGING + _WHOLE), *((4, (2, 2), name) for name in _AVERAGING)],
 )
 def test_every_way_of_training_equals_one_shard_group(
     context: RankContext, scenario: str, shape: tuple[int, int]

@@ -25,7 +25,7 @@ from streamshard.inspect.trace import trace_step
 from tests.models import Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import EXACT, Call, adamw, assert_same, full_weights, lm_step
-from tests.scenarios import BF16, SCENARIOS, dropping, sharded, train
+from tests.scenarios import BF16, dropping, sharded, train
 
 DEPTH = 5
 COMPUTE, COMM = StreamName.COMPUTE, StreamName.COMM
@@ -199,8 +199,27 @@ def test_lanes_are_as_few_as_overlaps_allow() -> None:
 # -- the engine is left as it was -----------------------------------------------------------------------------------
 
 
+# Where what is traced begins, ends or is given up in another order.
+UNEVEN = (
+    "tied",
+    "no_sync",
+    "reentrant checkpointing",
+    "layers unused on some ranks",
+    "layers used twice",
+    "evaluation between steps",
+    "a kept graph",
+    "freezing",
+    "clipping",
+    "summoning",
+    "a backward that fails",
+    "a forward that fails",
+    "weights read elsewhere",
+    "layers in layers",
+)
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("scenario", list(SCENARIOS))
+@pytest.mark.parametrize("scenario", UNEVEN)
 def test_tracing_changes_no_number(context: RankContext, scenario: str) -> None:
     """Whatever is trained, and bit by bit."""
     plain = sharded(scenario, BF16)

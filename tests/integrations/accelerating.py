@@ -14,10 +14,10 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests.ranks import RankContext
+from tests.reference import assert_same
 
-__all__ = ["BOTH", "launched", "loader", "make_model", "stock", "reset"]
+__all__ = ["SAMPLES", "Trained", "launched", "loader", "make_model", "reset", "same", "stock"]
 
 SAMPLES = 48
 
@@ -49,9 +49,6 @@ def launched(context: RankContext, **environment: str) -> Iterator[None]:
 def stock(**kwargs: Any) -> Accelerator:
     """accelerate's own, which trains with DistributedDataParallel."""
     return Accelerator(cpu=True, **kwargs)
-
-
-BOTH: tuple[Callable[..., Any], ...] = (stock, StreamShardAccelerator)
 
 
 class Block(nn.Module):
@@ -90,3 +87,68 @@ def loader(batch_size: int = 4, samples: int = SAMPLES, shuffle: bool = True) ->
     """Batches of x [batch_size, 5] and y [batch_size, 1], the same data on every rank."""
     x = torch.randn(samples, 5, generator=torch.Generator().manual_seed(11))
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=batch_size, shuffle=shuffle)
+
+
+class Trained:
+    """A training run on one rank: what it showed, and what it left.
+
+    Args:
+        make: the Accelerator's class.
+        steps: how many batches to train on, over as many epochs as it takes.
+        clip: what to do to gradients.
+        data: batches.
+        dropout: of the model.
+        **settings: of the Accelerator.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        *,
+        steps: int = 0,
+        clip: str = "norm",
+        data: Any = None,
+        dropout: float = 0.0,
+        **settings: Any,
+    ) -> None:
+        self.accelerator = make(**settings)
+        model = make_model(dropout=dropout)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+        prepared = self.accelerator.prepare(model, optimizer, data or loader(), scheduler)
+        self.model, self.optimizer, self.data, self.scheduler = prepared
+        self.clip = clip
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        while len(self.losses) < steps:
+            self.epoch(steps - len(self.losses))
+        self.final = self.weights()  # while accelerate still knows of it
+
+    def epoch(self, most: int = 10**6, data: Any = None) -> None:
+        for number, (x, y) in enumerate(self.data if data is None else data, 1):
+            self.step(x, y)
+            if number == most:
+                return
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        accelerator, params = self.accelerator, self.model.parameters()
+        with accelerator.accumulate(self.model):
+            loss = (self.model(x) - y).square().mean()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients and self.clip == "norm":
+                self.norms.append(float(accelerator.clip_grad_norm_(params, 0.5)))
+            elif accelerator.sync_gradients:
+                accelerator.clip_grad_value_(params, 0.01)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        self.losses.append(float(accelerator.gather_for_metrics(loss.detach()[None]).mean()))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.accelerator.get_state_dict(self.model).items()}
+
+
+def same(ours: Trained, theirs: Trained) -> None:
+    torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ours.norms, theirs.norms, rtol=1e-4, atol=1e-6)
+    assert_same(ours.final, theirs.final, "weights")

@@ -47,7 +47,7 @@ MODELS: dict[str, tuple[dict[str, int], float]] = {
     "LongformerModel": ({"LongformerLayer": 12}, 0.02),
     "Blip2QFormerModel": ({"Blip2QFormerLayer": 12}, 0.01),
     "MarkupLMModel": ({"MarkupLMLayer": 12}, 0.05),
-    "ConvNextV2Model": ({"ConvNextV2Layer": 12}, 0.1),
+    "ConvNextV2Model": ({"ConvNextV2Layer": 18}, 0.1),
 }
 
 

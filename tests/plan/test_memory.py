@@ -86,9 +86,15 @@ MODELS = {
 }
 
 
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize("precision", list(PRECISIONS))
-@pytest.mark.parametrize("way", ["shared memory", "sockets"])
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "way", "precision"),
+    [
+        *((1, "shared memory", precision) for precision in PRECISIONS),
+        *((2, way, precision) for way in ("shared memory", "sockets") for precision in PRECISIONS),
+        *((3, way, "bf16, 16-bit wire") for way in ("shared memory", "sockets")),
+    ],
+)
 def test_the_report_equals_the_formula_and_what_is_held(context: RankContext, way: str, precision: str) -> None:
     """Category by category, before the first step and after two."""
     for name, build in MODELS.items():

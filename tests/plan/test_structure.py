@@ -547,15 +547,17 @@ def test_every_substantial_list_of_layers_is_found(context: RankContext, kind: s
 
 @on_ranks(1)
 def test_a_model_that_is_mostly_edge_says_so(context: RankContext) -> None:
-    """Its layers are not in a list; the warning names some of what is gathered all at once. Embeddings do not count."""
+    """Its layers are not in a list; the warning names what is gathered all at once. Embeddings do not count."""
 
     class Loose(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.ModuleList(Layer() for _ in range(2))
-            self.first, self.second, self.third = Layer(), Layer(), Layer()
+            self.first, self.second, self.third = Layer(DIM, 7), Layer(DIM, 7), Layer(DIM, 7)
 
-    with pytest.warns(UserWarning, match=r"60% of the parameters of Loose.*'first\.linear\.weight'.*units=") as heard:
+    with pytest.warns(
+        UserWarning, match=r"40% of the weights of Loose.*in 'first.linear', 'second.linear', 'third.linear'.*units="
+    ) as heard:
         StreamShard(Loose(), precision=FP32)
     assert heard[0].filename == __file__
     StreamShard(TinyLM(TinyConfig(vocabulary=4000)), precision=FP32)

@@ -180,8 +180,10 @@ TROUBLES: dict[str, Callable[[nn.Module, Call], None]] = {
 IN_BACKWARD = ["at the start of backward", "in the middle of backward", "interrupted in backward"]
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("where", TROUBLES)
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "where"), [*((2, where) for where in TROUBLES), *((1, where) for where in list(TROUBLES)[1::3])]
+)
 def test_after_an_exception_the_next_step_is_right(context: RankContext, where: str) -> None:
     """On all ranks, in the very first step and later; the user clears gradients and goes on."""
     trouble = TROUBLES[where]

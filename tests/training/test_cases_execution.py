@@ -57,22 +57,22 @@ def same_on_all_ranks(*plans: list[int]) -> dict[tuple[int, int], list[int]]:
 # ---------------------------------------------------------------------------------------------- alike on all ranks
 
 ALIKE = {
-    "a layer never used": same_on_all_ranks(*[[0, 1, 3]] * 4),
-    "the first layer never used": same_on_all_ranks(*[[1, 2, 3]] * 4),
-    "the last layer never used": same_on_all_ranks(*[[0, 1, 2]] * 4),
-    "only one layer used": same_on_all_ranks(*[[2]] * 4),
-    "no layer used": same_on_all_ranks(*[[]] * 4),
-    "a layer used now and then": same_on_all_ranks([0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3], [0, 3]),
-    "a layer used from the second step on": same_on_all_ranks([0, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]),
-    "layers used twice in a row": same_on_all_ranks(*[[0, 0, 1, 1, 2, 3, 3]] * 4),
-    "layers used twice with others between": same_on_all_ranks(*[[0, 1, 2, 3, 0, 1, 2, 3]] * 4),
-    "there and back again": same_on_all_ranks(*[[0, 1, 2, 3, 2, 1, 0]] * 4),
-    "the same layer over and over": same_on_all_ranks(*[[1, 1, 1, 1, 1]] * 4),
-    "more repeats each step": same_on_all_ranks([0, 1], [0, 1, 1], [0, 1, 1, 1, 2], [0, 1, 2, 3]),
-    "reverse order": same_on_all_ranks(*[[3, 2, 1, 0]] * 4),
-    "even layers, then odd ones": same_on_all_ranks(*[[0, 2, 1, 3]] * 4),
-    "another order each step": same_on_all_ranks([0, 1, 2, 3], [3, 1, 0, 2], [2, 0, 3, 1], [1, 3, 2, 0]),
-    "order, repeats and gaps change": same_on_all_ranks([2, 1], [0, 3, 0], [3, 3, 1, 2, 0], [0, 1, 2, 3]),
+    "a layer never used": same_on_all_ranks(*[[0, 1, 3]] * 3),
+    "the first layer never used": same_on_all_ranks(*[[1, 2, 3]] * 3),
+    "the last layer never used": same_on_all_ranks(*[[0, 1, 2]] * 3),
+    "only one layer used": same_on_all_ranks(*[[2]] * 3),
+    "no layer used": same_on_all_ranks(*[[]] * 3),
+    "a layer used now and then": same_on_all_ranks([0, 1, 2, 3], [0, 1, 3], [0, 3]),
+    "a layer used from the second step on": same_on_all_ranks([0, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3]),
+    "layers used twice in a row": same_on_all_ranks(*[[0, 0, 1, 1, 2, 3, 3]] * 3),
+    "layers used twice with others between": same_on_all_ranks(*[[0, 1, 2, 3, 0, 1, 2, 3]] * 3),
+    "there and back again": same_on_all_ranks(*[[0, 1, 2, 3, 2, 1, 0]] * 3),
+    "the same layer over and over": same_on_all_ranks(*[[1, 1, 1, 1, 1]] * 3),
+    "more repeats each step": same_on_all_ranks([0, 1], [0, 1, 1], [0, 1, 1, 1, 2]),
+    "reverse order": same_on_all_ranks(*[[3, 2, 1, 0]] * 3),
+    "even layers, then odd ones": same_on_all_ranks(*[[0, 2, 1, 3]] * 3),
+    "another order each step": same_on_all_ranks([0, 1, 2, 3], [3, 1, 0, 2], [2, 0, 3, 1]),
+    "order, repeats and gaps change": same_on_all_ranks([2, 1], [0, 3, 0], [3, 3, 1, 2, 0]),
 }
 
 
@@ -80,7 +80,7 @@ ALIKE = {
 @pytest.mark.parametrize("what", ALIKE)
 def test_layers_run_in_any_order_any_number_of_times(context: RankContext, what: str) -> None:
     """All ranks do the same; gradients of layers that did not run are None, as in plain PyTorch."""
-    assert_trains_like_plain(context, Planned, planned_step(ALIKE[what]), checked=(0, 1, 3))
+    assert_trains_like_plain(context, Planned, planned_step(ALIKE[what]), checked=(0, 2))
 
 
 @on_ranks(1, 3)
@@ -263,7 +263,7 @@ def test_a_part_that_got_no_gradient_never_sees_leftovers_of_another_layer(conte
     def frozen_by_lr(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=1e-9)
 
-    assert_trains_like_plain(context, BranchingStack, step, optimizer=frozen_by_lr, checked=(0, 1, 2, 3))
+    assert_trains_like_plain(context, BranchingStack, step, optimizer=frozen_by_lr, checked=(0, 1, 2))
 
 
 @on_ranks(2)
@@ -272,7 +272,7 @@ def test_gradients_of_unused_parameters_survive_as_the_user_left_them(context: R
     """With `zero_grad(set_to_none=False)` they are zeros and momentum goes on; with True they are None."""
     plans = same_on_all_ranks([0, 1, 2, 3], [0, 3], [0, 1, 3], [1])
     assert_trains_like_plain(
-        context, Planned, planned_step(plans), set_to_none=set_to_none, checked=(0, 1, 2, 3), optimizer=adamw
+        context, Planned, planned_step(plans), steps=4, set_to_none=set_to_none, checked=(0, 1, 2, 3), optimizer=adamw
     )
 
 

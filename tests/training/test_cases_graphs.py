@@ -134,7 +134,7 @@ TRAINABILITY: dict[str, Callable[[Any, Call], Tensor]] = {
 @pytest.mark.parametrize("what", TRAINABILITY)
 def test_what_trains_is_a_property_of_the_graph(context: RankContext, what: str, settings: str) -> None:
     """Gradients are there, and missing, exactly where plain PyTorch has them so."""
-    assert_trains_like_plain(context, FreezingStack, TRAINABILITY[what], checked=(0, 1, 3), **SETTINGS[settings])
+    assert_trains_like_plain(context, FreezingStack, TRAINABILITY[what], checked=(0, 2), **SETTINGS[settings])
 
 
 # ---------------------------------------------------------------------------------------------- several graphs
@@ -188,7 +188,7 @@ GRAPHS: dict[str, Callable[[Any, Call], Tensor]] = {
 @pytest.mark.parametrize("what", GRAPHS)
 def test_any_number_of_graphs_in_flight(context: RankContext, what: str, settings: str) -> None:
     """Nothing that was accumulated before is lost or counted twice."""
-    assert_trains_like_plain(context, Stack, GRAPHS[what], checked=(0, 1, 3), **SETTINGS[settings])
+    assert_trains_like_plain(context, Stack, GRAPHS[what], checked=(0, 2), **SETTINGS[settings])
 
 
 @on_ranks(2)
@@ -366,7 +366,7 @@ def test_penalties_on_the_parameters_accumulate_with_everything_else(
                 losses.append(loss.detach())
         return torch.stack(losses).sum()
 
-    assert_trains_like_plain(context, Stack, step, checked=(0, 1, 3), **SETTINGS[settings])
+    assert_trains_like_plain(context, Stack, step, checked=(0, 2), **SETTINGS[settings])
 
 
 @on_ranks(2)

@@ -390,7 +390,7 @@ BACKWARDS: dict[str, Callable[[Any, Call], Tensor]] = {
 @pytest.mark.parametrize("what", BACKWARDS)
 def test_forwards_and_backwards_in_any_number_and_order(context: RankContext, what: str) -> None:
     """Gradients of all of them add up as in plain PyTorch."""
-    assert_trains_like_plain(context, Stack, BACKWARDS[what], checked=(0, 1, 3))
+    assert_trains_like_plain(context, Stack, BACKWARDS[what], checked=(0, 2))
 
 
 @on_ranks(1, 3)
@@ -424,7 +424,7 @@ def test_recomputed_layers_with_several_forwards_and_backwards(
 def test_a_backward_through_a_backward_is_right_or_raises(context: RankContext) -> None:
     """Gradient penalties need second derivatives; a wrong gradient must not come out quietly."""
     try:
-        assert_trains_like_plain(context, Stack, _gradient_penalty, checked=(0, 1, 3))
+        assert_trains_like_plain(context, Stack, _gradient_penalty, checked=(0, 2))
     except RuntimeError as error:
         assert "create_graph" in str(error) or "layers." in str(error)  # says what is the matter
 

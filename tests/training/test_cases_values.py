@@ -304,7 +304,7 @@ def test_the_loss_may_use_an_activation_from_inside_a_layer(
     def build() -> nn.Module:
         return Model(Stashing, lambda layer, x: layer(x))
 
-    assert_trains_like_plain(context, build, stash_step(use_output, which), checked=(0, 1, 3))
+    assert_trains_like_plain(context, build, stash_step(use_output, which), checked=(0, 2))
 
 
 @on_ranks(2)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -213,7 +213,7 @@ def test_the_next_unit_is_gathered_while_the_last_layer_of_one_computes(context:
 
 
 def _everywhere(*routes: list[int]) -> dict[tuple[int, int], list[int]]:
-    return {(step, rank): routes[step % len(routes)] for step in range(4) for rank in range(4)}
+    return {(step, rank): routes[step % len(routes)] for step in range(3) for rank in range(4)}
 
 
 ALL = list(range(8))
@@ -236,12 +236,13 @@ ALIKE = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("slots", [2, "all"])
-@pytest.mark.parametrize("what", ALIKE)
+@pytest.mark.parametrize(
+    ("what", "slots"), [*((what, 2) for what in ALIKE), *((what, "all") for what in list(ALIKE)[1::3])]
+)
 def test_layers_of_a_unit_run_in_any_order_any_number_of_times(context: RankContext, what: str, slots: Any) -> None:
     """Gradients of layers that did not run are None although their unit was reduced."""
     settings = {"weight_slots": slots, "grad_slots": slots, "min_unit_size": PAIRS}
-    assert_trains_like_plain(context, lambda: Planned(8), planned_step(ALIKE[what]), checked=(0, 1, 3), **settings)
+    assert_trains_like_plain(context, lambda: Planned(8), planned_step(ALIKE[what]), checked=(0, 2), **settings)
 
 
 @on_ranks(1, 3)
@@ -298,7 +299,7 @@ def test_a_layer_may_be_missing_in_one_of_two_forwards_on_one_rank(context: Rank
 @pytest.mark.parametrize("what", RECOMPUTED)
 def test_recomputed_activations_give_the_same_numbers(context: RankContext, what: str) -> None:
     """Checkpoints of both kinds inside layers, around them, and across units."""
-    assert_trains_like_plain(context, RECOMPUTED[what], lm_step, min_unit_size="10KB", checked=(0, 3))  # two layers
+    assert_trains_like_plain(context, RECOMPUTED[what], lm_step, min_unit_size="10KB", checked=(0, 2))  # two layers
 
 
 @on_ranks(1, 2)
@@ -407,6 +408,7 @@ def test_generate_gives_the_tokens_of_plain_pytorch(context: RankContext, family
     assert torch.equal(found, wanted)
 
 
+@settings(max_examples=12)
 @given(plan=plans(), world_size=st.integers(1, 3), size=st.sampled_from([500, 2000, 6000, 10**6]))
 def test_random_models_train_like_plain_pytorch(ranks: RankPool, plan: Plan, world_size: int, size: int) -> None:
     """Any depth, widths, sharing, freezing, order, recomputation and layers left out."""
@@ -550,7 +552,7 @@ def test_freezing_a_layer_freezes_it_alone(context: RankContext) -> None:
         for name, param in model.named_parameters():
             param.requires_grad_(f"layers.{number}." not in name)
 
-    assert_trains_like_plain(context, Stack, stack_step, prepare=prepare, checked=(0, 1, 2, 3), min_unit_size=PAIRS)
+    assert_trains_like_plain(context, Stack, stack_step, prepare=prepare, checked=(0, 1, 2), min_unit_size=PAIRS)
 
 
 @on_ranks(2)

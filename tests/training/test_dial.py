@@ -269,7 +269,7 @@ def test_gradients_of_layers_that_are_frozen_while_they_wait_stay(
     context: RankContext, settings: dict[str, Any]
 ) -> None:
     """torch leaves what a parameter holds when it is frozen, and so do we, on ranks that had no part in it too."""
-    assert_trains_like_plain(context, _Alternating, _frozen_while_waiting, checked=(0, 1, 3), **settings)
+    assert_trains_like_plain(context, _Alternating, _frozen_while_waiting, checked=(0, 2), **settings)
 
 
 @on_ranks(2)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 
 from streamshard import Precision
+from streamshard.comm.gloo import PairwiseTransport
+from streamshard.comm.shared_memory import SharedMemoryTransport
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, Tolerance, assert_same, full_weights
-from tests.scenarios import BF16, SCENARIOS, reference, sharded, sharded_in_pairs, train
+from tests.scenarios import BF16, SCENARIOS, over_sockets, reference, sharded, sharded_in_pairs, train
 
 
 class Setting(NamedTuple):
@@ -24,6 +27,7 @@ class Setting(NamedTuple):
     in_pairs: bool = False
 
 
+WAYS: dict[str, type] = {"memory": SharedMemoryTransport, "sockets": PairwiseTransport}
 ZERO_1: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
 ZERO_2: dict[str, Any] = {"weight_slots": "all"}
 # In fp32 gathers read the main weights themselves, and where each unit has a weight slot these lie in it. Main grads
@@ -48,18 +52,23 @@ ADDING = (
     "two backwards",
     "a kept graph",
 )
-# Settings that have the weight slots of one of the others and the grad slots of another: where these have to do with
-# each other, which is while gradients wait or are added to.
-MIXED = ("ZeRO-2, fp32", "all grads")
+# What the settings have to do with each other is how gradients are added: these run at all of them. Other scenarios run
+# at the default, in fp32 and at one of the rest, in turn; main weights in the slots and all of them kept, in fp32.
+EVERYWHERE = ("plain", *ADDING)
+IN_FP32 = ("ZeRO-3, fp32", "ZeRO-1, fp32")
+THE_REST = ("ZeRO-1", "3 and 4 slots", "pairs", "pairs, ZeRO-1")
 # fp32 weights that are somewhere else cannot be in their slot as well: test_dial has the error.
 IMPOSSIBLE = ("weights elsewhere", "ZeRO-1, fp32")
 
 
-def _cells() -> Iterator[tuple[str, str]]:
-    for setting in SETTINGS:
-        for scenario in SCENARIOS:
-            if (scenario, setting) != IMPOSSIBLE and (setting not in MIXED or scenario in ("plain", *ADDING)):
-                yield scenario, setting
+def _cells() -> Iterator[tuple[str, str, str]]:
+    """Through memory, as ranks of one machine do it; each scenario at one of the rest through sockets, too."""
+    for number, scenario in enumerate(SCENARIOS):
+        settings = ["ZeRO-3", IN_FP32[number % 2], THE_REST[number // 2 % 4]]
+        if (scenario, settings[1]) == IMPOSSIBLE:
+            settings[1] = IN_FP32[0]
+        for setting in SETTINGS if scenario in EVERYWHERE else settings:
+            yield scenario, setting, "sockets" if setting in THE_REST else "memory"
 
 
 def _tolerance(scenario: str, setting: Setting) -> Tolerance:
@@ -72,11 +81,13 @@ def _tolerance(scenario: str, setting: Setting) -> Tolerance:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("scenario", "setting"), list(_cells()))
-def test_it_trains_like_the_default_without_races(context: RankContext, scenario: str, setting: str) -> None:
+@pytest.mark.parametrize(("scenario", "setting", "way"), list(_cells()))
+def test_it_trains_like_the_default_without_races(context: RankContext, scenario: str, setting: str, way: str) -> None:
     """Bit by bit, although the transport is as late as the rules allow; what is read too early is NaN."""
     precision, slots, in_pairs = SETTINGS[setting]
-    model = (sharded_in_pairs if in_pairs else sharded)(scenario, precision, **slots)
+    with over_sockets() if way == "sockets" else contextlib.nullcontext():
+        model = (sharded_in_pairs if in_pairs else sharded)(scenario, precision, **slots)
+    assert type(engine_inside(model).ranks.transport) is WAYS[way]
     assert in_pairs == any(len(unit.members) > 1 for unit in engine_inside(model).units)
     with detect_races(model) as races, make_adversarial(model):
         train(model, scenario, context)

@@ -179,7 +179,7 @@ def _is_deterministic(context: RankContext, plan: Plan, precision: Precision) ->
     assert_same(_weights_after_training(context, plan, precision), first, "second run", EXACT)
 
 
-QUIET = settings(suppress_health_check=[HealthCheck.too_slow])
+QUIET = settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 
 
 @QUIET
@@ -189,14 +189,14 @@ def test_random_models_train_like_plain_pytorch(ranks: RankPool, plan: Plan, wor
     ranks(world_size).run(_trains_like_plain, plan)
 
 
-@settings(QUIET, max_examples=8)
+@settings(QUIET, max_examples=5)
 @given(plan=plans(), world_size=st.integers(1, 3))
 def test_random_models_in_bf16_stay_near_plain_pytorch(ranks: RankPool, plan: Plan, world_size: int) -> None:
     """The loss is that of fp32 to bf16's precision."""
     ranks(world_size).run(_stays_near_plain_in_bf16, plan)
 
 
-@settings(QUIET, max_examples=8)
+@settings(QUIET, max_examples=5)
 @given(plan=plans(), world_size=st.integers(1, 3), precision=st.sampled_from([FP32, BF16]))
 def test_random_models_train_alike_bit_by_bit_when_run_twice(
     ranks: RankPool, plan: Plan, world_size: int, precision: Precision

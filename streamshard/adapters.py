@@ -1,0 +1,256 @@
+"""PEFT's adapters of a sharded model: saved, and merged, by PEFT itself.
+
+What PEFT saves of its many methods it knows alone. So its own ``save_pretrained`` runs, on the first rank, while whole
+tensors lie under the parameters that are not the base model's. Only these are gathered, unit by unit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamshard.checkpoint.disk_layout import saved_names
+from streamshard.checkpoint.writer import run_on_all_ranks
+from streamshard.engine.engine import Engine
+from streamshard.engine.handle import Uncopyable, engine_at_rest, engine_of
+from streamshard.errors import CheckpointError, ShardingError
+from streamshard.full import summon
+from streamshard.plan.structure import modules_inside
+from streamshard.unit.pieces import forget_piece, piece_of, remember_piece
+from streamshard.unit.shard import ParamShard, SegmentShard
+
+__all__ = ["adapt_methods", "is_peft_model", "save_adapters"]
+
+_BASES = {"base_layer", "original_module", "model", "base_model"}  # children of PEFT's modules that are not its own
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether `model` is a PeftModel."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def adapt_methods(model: nn.Module) -> None:
+    """Let those methods of a sharded PeftModel that need whole weights have them: its class is one of ours by now."""
+    kind: Any = type(model)
+    kind.save_pretrained = _save_pretrained
+    for name, does in _NEED_WHOLE.items():
+        if hasattr(model, name):  # not where prompts are learnt
+            setattr(kind, name, functools.partialmethod(does, name))
+
+
+def save_adapters(
+    model: nn.Module, engine: Engine, directory: str | os.PathLike[str], dtype: torch.dtype | None = None, **given: Any
+) -> list[str]:
+    """What ``save_pretrained`` of an unsharded PeftModel writes. Collective; the first rank writes.
+
+    Args:
+        model: a sharded PeftModel.
+        engine: its engine.
+        directory: where to. Files there are replaced one by one when all are complete, the configs last.
+        dtype: of floating-point weights; None is what each parameter had before sharding.
+        **given: arguments of ``PeftModel.save_pretrained``, the same on every rank.
+
+    Returns:
+        Names of the files with weights.
+
+    Raises:
+        CheckpointError: on every rank; names the rank on which it went wrong.
+    """
+    ranks = engine.ranks
+    if engine.is_whole:
+        whole = {}
+    else:
+        wanted = run_on_all_ranks(ranks, "find what PEFT saves", lambda: _wanted(model, engine.param_shards, given))
+        whole = _gather(engine, wanted, dtype)
+
+    def write() -> list[str]:
+        if not ranks.is_first:
+            return []
+        with _under_params(model, engine, whole):
+            own: Any = super(type(model), model)  # PEFT's method, which ours hides
+            return _write(Path(directory), functools.partial(own.save_pretrained, **given))
+
+    names: list[str] = ranks.of_first(run_on_all_ranks(ranks, f"save adapters to {directory}", write))
+    return names
+
+
+# -- methods of a PeftModel ---------------------------------------------------------------------------------------
+
+
+def _save_pretrained(self: Any, save_directory: str, safe_serialization: bool = True, *args: Any, **given: Any) -> None:
+    """PEFT's ``save_pretrained``, called on all ranks: the first writes, and only adapters are gathered.
+
+    With ``state_dict=`` it is PEFT's own, on whatever rank: that has whole weights.
+    """
+    names = ("selected_adapters", "save_embedding_layers", "is_main_process")  # the order of PEFT's arguments
+    given |= {"safe_serialization": safe_serialization, **dict(zip(names, args, strict=False))}
+    if given.get("state_dict") is not None:
+        super(type(self), self).save_pretrained(save_directory, **given)
+        return
+    engine = engine_at_rest(self, "save_pretrained", accepts_whole=True)
+    given.pop("is_main_process", None)
+    save_adapters(self, engine, save_directory, **given)
+
+
+def _change_whole(self: Any, name: str, *args: Any, **given: Any) -> Any:
+    """``merge_adapter`` and ``unmerge_adapter``, called on all ranks: weights are whole meanwhile."""
+    engine = engine_at_rest(self, name, accepts_whole=True)
+    with summon(engine, writeback=not engine.is_whole, with_grads=False):
+        return getattr(self.base_model, name)(*args, **given)
+
+
+def _unload(self: Any, name: str, *args: Any, **given: Any) -> Any:
+    """``merge_and_unload`` and ``unload``: what they leave is another model, which is not sharded as this one is."""
+    engine = engine_of(self)
+    if not (engine.is_whole or engine.is_alone):
+        raise ShardingError(
+            f"{name}() makes another model of this one, of whose weights each rank has pieces. For its files: with "
+            f"model.summon_full_params(): merged = model.{name}(), and inside, on rank 0, merged.save_pretrained(..); "
+            "the sharded model is of no use afterwards. To go on with merged weights: model.merge_adapter()"
+        )
+    return getattr(self.base_model, name)(*args, **given)
+
+
+_NEED_WHOLE = {
+    "merge_adapter": _change_whole,
+    "unmerge_adapter": _change_whole,
+    "merge_and_unload": _unload,
+    "unload": _unload,
+}
+
+
+# -- what is needed -----------------------------------------------------------------------------------------------
+
+
+def _wanted(model: Any, shards: Sequence[ParamShard], given: dict[str, Any]) -> list[ParamShard]:
+    """What PEFT reads to save adapters: its own parameters, those that train, and embeddings that it saves as well."""
+    if given.get("path_initial_model_for_weight_conversion") is not None:
+        raise CheckpointError(
+            "path_initial_model_for_weight_conversion loads a second adapter to subtract it, which a sharded model has "
+            "no room for: save the adapter, and convert it without sharding"
+        )
+    own = set(_own_params(model))
+    names = saved_names(model, shards)
+    metas = {source: torch.empty(shard.layout.shape, device="meta") for shard in shards for source in (shard.name,)}
+    state = {name: metas[source] for name, source in names.items() if source in metas}
+    save = importlib.import_module("peft").get_peft_model_state_dict
+    used: set[int] = set()
+    for adapter in given.get("selected_adapters") or list(model.peft_config):
+        if adapter in model.peft_config and not model.peft_config[adapter].is_prompt_learning:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # heard when it saves
+                embeddings = given.get("save_embedding_layers", "auto")
+                saved = save(model, dict(state), adapter_name=adapter, save_embedding_layers=embeddings)
+            used.update(id(tensor) for tensor in saved.values())
+    return [
+        shard for shard in shards if shard.param.requires_grad or shard.param in own or id(metas[shard.name]) in used
+    ]
+
+
+def _own_params(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of PEFT's modules in `module`, without those of what they have adapted."""
+    is_own = any(each.__module__.partition(".")[0] == "peft" for each in type(module).__mro__)
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if is_own and name not in _BASES:
+            for inner in modules_inside(child):
+                yield from (param for param in inner._parameters.values() if param is not None)
+        else:
+            yield from _own_params(child)
+    if is_own:
+        yield from (param for param in module._parameters.values() if param is not None)
+
+
+def _gather(engine: Engine, wanted: Sequence[ParamShard], dtype: torch.dtype | None) -> dict[ParamShard, torch.Tensor]:
+    """The whole of each, in its own dtype or `dtype`, in CPU memory of the first rank. Collective."""
+    names = {shard.name for shard in wanted}
+    whole: dict[ParamShard, torch.Tensor] = {}
+    for segment in engine.segments:
+        shards = [shard for shard in segment.params if shard.name in names]
+        if shards:
+            for shard, tensor in zip(shards, _gather_some(engine, segment, shards), strict=True):
+                whole[shard] = tensor.to("cpu", dtype or shard.dtype, copy=True).view(shard.layout.shape)
+    return whole if engine.ranks.is_first else {}
+
+
+def _gather_some(engine: Engine, segment: SegmentShard, shards: Sequence[ParamShard]) -> list[torch.Tensor]:
+    """[numel] main_dtype of each, on this device; of its segment nothing else is sent. Collective."""
+    mine = torch.cat([shard.main.view(-1) for shard in shards])
+    if engine.is_alone:
+        return list(mine.split([shard.layout.numel for shard in shards]))
+    layout = segment.layout
+    ranges = [[layout.local_range(shard.layout, rank) for shard in shards] for rank in range(layout.world_size)]
+    width = max(sum(each.numel for each in theirs) for theirs in ranges)
+    flat = mine.new_zeros(width)
+    flat[: mine.numel()] = mine
+    full = mine.new_empty(width * layout.world_size)
+    engine.ranks.transport.gather_now(flat, full, segment.tag)
+    whole = [mine.new_empty(shard.layout.numel) for shard in shards]
+    for rank, theirs in enumerate(ranges):
+        place = rank * width
+        for tensor, each in zip(whole, theirs, strict=True):
+            tensor[each.start : each.stop] = full[place : place + each.numel]
+            place += each.numel
+    return whole
+
+
+# -- writing ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _under_params(model: Any, engine: Engine, whole: dict[ParamShard, torch.Tensor]) -> Iterator[None]:
+    """Inside, these tensors lie under their parameters on this rank, and prompt encoders compute with them."""
+    before = [(shard.param, shard.param.data, piece_of(shard.param)) for shard in whole]
+    encoders = getattr(model, "prompt_encoder", None)
+    kinds = [(module, type(module)) for module in modules_inside(encoders)] if encoders is not None else []
+    was_whole = engine.is_whole
+    try:
+        engine.is_whole = True
+        for shard, tensor in whole.items():
+            forget_piece(shard.param)
+            shard.param.data = tensor
+        for module, kind in kinds:  # a call is no pass, of this rank alone
+            plain = next(each for each in kind.__mro__ if not issubclass(each, Uncopyable))
+            object.__setattr__(module, "__class__", plain)
+        yield
+    finally:
+        engine.is_whole = was_whole
+        for module, kind in kinds:
+            object.__setattr__(module, "__class__", kind)
+        for param, data, piece in before:
+            param.data = data
+            if piece is not None:
+                remember_piece(param, piece)
+
+
+def _write(directory: Path, save: Callable[[str], object]) -> list[str]:
+    """Let `save` fill a directory beside, and put what it has made into `directory`, the configs last."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".partial", dir=directory.parent))
+    try:
+        if (directory / "README.md").exists():  # which PEFT adds to
+            shutil.copy(directory / "README.md", staging)
+        save(str(staging))
+        made = sorted(path.relative_to(staging) for path in staging.rglob("*") if path.is_file())
+        for path in sorted(made, key=lambda path: path.name == "adapter_config.json"):
+            with open(staging / path, "rb") as file:
+                os.fsync(file.fileno())
+            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(staging / path, directory / path)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return [str(path) for path in made if path.name.startswith("adapter_model.")]

@@ -1,0 +1,202 @@
+"""accelerate: what can be asked for, what is refused, and how processes are started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+)
+from torch.distributed.device_mesh import init_device_mesh
+
+from streamshard import Precision, StreamShard, init_weights
+from streamshard.engine.handle import engine_of
+from streamshard.errors import ConfigError
+from streamshard.integrations import accelerate_launch
+from streamshard.integrations.accelerate import StreamShardAccelerator
+from tests.integrations.accelerating import Trained, launched, make_model, same, stock
+from tests.ranks import RankContext, on_ranks
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_options_are_arguments_or_variables(context: RankContext) -> None:
+    with launched(
+        context, STREAMSHARD_WEIGHT_SLOTS="3", STREAMSHARD_GRAD_SLOTS="all", STREAMSHARD_GRAD_DTYPE="bfloat16",
+        STREAMSHARD_UNITS="Block, last", STREAMSHARD_CHECK_GRADS="true",
+    ):  # fmt: skip
+        accelerator = StreamShardAccelerator(weight_slots="all", mixed_precision="bf16")
+        engine = engine_of(accelerator.prepare(make_model()))
+        assert engine.plan.keeps_weights and engine.plan.keeps_grads
+        assert engine.precision == Precision(grad_dtype=torch.bfloat16)
+        assert [unit.name for unit in engine.units[1:]] == ["blocks.0", "blocks.1", "blocks.2", "last"]
+        assert engine.reductions.check is not None
+    with launched(context, STREAMSHARD_MEMORY_BUDGET="0.5"):
+        model = StreamShardAccelerator(weight_slots=3).prepare(make_model())
+        assert "weight_slots=3" in model.memory_report().slots
+
+
+@on_ranks(1)
+@pytest.mark.parametrize(
+    ("environment", "settings", "message"),
+    [
+        ({"STREAMSHARD_WEIGHTS_SLOTS": "3"}, {}, "STREAMSHARD_WEIGHT_SLOTS"),
+        ({"STREAMSHARD_CHECK_GRADS": "maybe"}, {}, "true or false"),
+        ({"STREAMSHARD_WEIGHT_SLOTS": "1"}, {}, "weight_slots=1"),
+        ({}, {"weight_slots": 1}, "weight_slots=1"),
+        ({}, {"mixed_precision": "bf16", "precision": Precision(param_dtype=torch.float16)}, "mixed_precision='fp16'"),
+        ({}, {"precision": Precision()}, "mixed_precision='bf16'"),
+        ({}, {"precision": "bf16"}, "wanted a streamshard.Precision"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {"precision": Precision()}, "mixed_precision='bf16'"),
+        ({"ACCELERATE_USE_FSDP": "true"}, {}, "FSDP .*ACCELERATE_USE_FSDP.*--multi_gpu"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, "DeepSpeed"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, {}, "Megatron"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, {}, "mesh="),
+        ({}, {"fsdp_plugin": FullyShardedDataParallelPlugin}, "fsdp_plugin"),
+        ({}, {"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="fp16")]}, "grad_dtype"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(
+    context: RankContext, environment: dict[str, str], settings: dict[str, Any], message: str
+) -> None:
+    with launched(context, **environment):
+        if "fsdp_plugin" in settings:
+            settings = {"fsdp_plugin": settings["fsdp_plugin"]()}
+        with pytest.raises(ConfigError, match=message):
+            StreamShardAccelerator(**settings)
+
+
+@on_ranks(1, 2)
+def test_the_dtype_of_a_half_precision_model_is_kept(context: RankContext) -> None:
+    with launched(context):
+        accelerator = StreamShardAccelerator()
+        assert engine_of(accelerator.prepare(make_model().bfloat16())).precision.param_dtype is torch.bfloat16
+        assert engine_of(accelerator.prepare(make_model())).precision.param_dtype is torch.float32
+        with pytest.raises(ConfigError, match="was sharded with param_dtype=torch.bfloat16.*mixed_precision='bf16'"):
+            accelerator.prepare(StreamShard(make_model()))
+        assert len(accelerator._models) == 2
+
+
+@on_ranks(2)
+def test_a_mesh_of_replicas(context: RankContext) -> None:
+    with launched(context):
+        theirs = Trained(stock, steps=4)
+    with launched(context):
+        ours = Trained(StreamShardAccelerator, steps=4, mesh=init_device_mesh("cpu", (2, 1)))
+        assert engine_of(ours.model).ranks.world_size == 1
+    same(ours, theirs)
+
+
+@on_ranks(2)
+def test_an_accelerator_of_someone_elses_is_taken_over(context: RankContext) -> None:
+    with launched(context):
+        theirs = Trained(stock, steps=3)
+    with launched(context):
+
+        def take_over(**options: Any) -> StreamShardAccelerator:
+            return StreamShardAccelerator.take_over(Accelerator(), **options)
+
+        ours = Trained(take_over, steps=3, weight_slots=3)
+        assert "weight_slots=3" in ours.model.memory_report().slots
+        with pytest.raises(ConfigError, match="has prepared a model"):
+            take_over().__class__.take_over(ours.accelerator)
+        with pytest.raises(ConfigError, match="no such option: slots"):
+            take_over(slots=3)
+    same(ours, theirs)
+
+
+@on_ranks(2)
+def test_a_model_without_values_is_prepared_and_filled(context: RankContext) -> None:
+    with launched(context):
+        accelerator = StreamShardAccelerator()
+        with torch.device("meta"):
+            model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = accelerator.prepare(model, optimizer)
+        init_weights(model, seed=5)
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        assert accelerator.get_state_dict(model)["first.weight"].shape == (12, 5)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "accelerate.md"
+
+
+@pytest.mark.parametrize("group", ["FSDP Arguments", "DeepSpeed Arguments"])
+def test_the_page_says_what_to_write_for_each_option_of_accelerate(group: str) -> None:
+    page = PAGE.read_text()
+    groups = [each for each in launch_command_parser()._action_groups if each.title == group]
+    options = [action.dest for each in groups for action in each._group_actions]
+    assert len(options) > 10
+    assert [option for option in options if option not in page] == []
+
+
+# -- how processes are started -----------------------------------------------------------------------------------------
+
+
+def test_one_process_of_several_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``accelerate launch --cpu --num_processes 2`` starts one, and leaves this trace of it."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    with pytest.raises(ConfigError, match="has started one.*--multi_gpu --num_machines 1 --num_processes N"):
+        StreamShardAccelerator()
+
+
+@on_ranks(2)
+def test_processes_that_do_not_know_of_each_other(context: RankContext) -> None:
+    """accelerate leaves processes on CPUs alone that it is not told to train on CPUs with."""
+    with launched(context):
+        del os.environ["ACCELERATE_USE_CPU"]
+        if not torch.accelerator.is_available():
+            assert StreamShardAccelerator().num_processes == 2  # it is told
+    with launched(context):
+        del os.environ["ACCELERATE_USE_CPU"]
+        del os.environ["LOCAL_RANK"]
+        PartialState()
+        assert PartialState().num_processes == 1 or torch.accelerator.is_available()
+        if PartialState().num_processes == 1:
+            with pytest.raises(ConfigError, match="2 processes were started, and accelerate knows of 1"):
+                StreamShardAccelerator()
+
+
+def test_more_processes_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Devices:
+        @staticmethod
+        def device_count() -> int:
+            return 2
+
+    monkeypatch.setattr(accelerate_launch, "accelerator_kind", lambda: "cuda")
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: Devices)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    with pytest.raises(ConfigError, match="3 processes for 2 cuda device.*cpu=True"):
+        accelerate_launch.check_processes({})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert accelerate_launch.check_processes({"split_batches": True}) == {"split_batches": True}
+
+
+def _alone() -> tuple[int, str]:
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    run = Trained(StreamShardAccelerator, steps=2)
+    return run.accelerator.num_processes, run.accelerator.distributed_type.value
+
+
+@on_ranks(1)
+def test_a_script_that_was_started_alone(context: RankContext) -> None:
+    """Without a launcher: ``python script.py``."""
+    with launched(context):
+        assert _alone() == (1, "NO")

@@ -1,0 +1,238 @@
+"""accelerate: whole weights, and runs that are saved and gone on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import load_checkpoint_in_model
+from accelerate.state import AcceleratorState
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    ProjectConfiguration,
+)
+
+from streamshard import Precision, StreamShard
+from streamshard.errors import CheckpointError, ConfigError, ShardingError
+from streamshard.integrations.accelerate import StreamShardAccelerator
+from tests.integrations.accelerating import SAMPLES, Trained, launched, loader, make_model, stock
+from tests.ranks import RankContext, RankPool, on_ranks
+from tests.reference import assert_same
+
+FP32 = Precision(param_dtype=torch.float32)
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1, 2)
+def test_whole_weights_in_memory_and_in_files(context: RankContext, tmp_path: Path) -> None:
+    with launched(context):
+        run = Trained(StreamShardAccelerator, steps=2)
+        accelerator = run.accelerator
+        whole = run.weights()
+        assert {name: tensor.shape for name, tensor in whole.items()} == {
+            name: tensor.shape for name, tensor in make_model().state_dict().items()
+        }
+        assert bool(accelerator.get_state_dict(run.model, rank0_only=True)) == (context.rank == 0)
+        accelerator.save_model(run.model, tmp_path / "several", max_shard_size="2KB")
+        assert (tmp_path / "several" / "model.safetensors.index.json").exists()
+        accelerator.save_model(run.model, tmp_path / "one")
+        for where in ("several", "one"):
+            other = make_model(seed=99)
+            load_checkpoint_in_model(other, tmp_path / where)
+            assert_same(other.state_dict(), whole, where)
+        with pytest.raises(ConfigError, match="safetensors"):
+            accelerator.save_model(run.model, tmp_path / "bin", safe_serialization=False)
+
+
+@on_ranks(1, 2)
+def test_accelerates_own_class_saves_no_pieces(context: RankContext, tmp_path: Path) -> None:
+    """The error is on every rank, and before a file is written."""
+    with launched(context):
+        accelerator = stock()
+        model = StreamShard(make_model(), precision=FP32)
+        optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        if context.world_size > 1:
+            with pytest.raises(ShardingError, match="StreamShardAccelerator"):
+                accelerator.save_state(tmp_path)
+        with pytest.raises(ShardingError, match="StreamShardAccelerator"):
+            accelerator.prepare(model)
+        accelerator._models.clear()
+        model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        for safe in (True, False):
+            for attempt in (
+                accelerator.save_state,
+                lambda where, safe: accelerator.save_model(model, where, "1GB", safe),
+            ):
+                with pytest.raises(ShardingError, match="StreamShardAccelerator"):
+                    attempt(tmp_path, safe)
+        with pytest.raises(ShardingError, match="StreamShardAccelerator"):
+            accelerator.get_state_dict(model)
+        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert model.state_dict()  # asked for by others it is each rank's own, as ever
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+class Counter:
+    """An object with a state."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("kind", ["shuffled", "seedable", "in order"])
+@pytest.mark.parametrize("after", [4, SAMPLES])
+def test_a_run_goes_on_within_an_epoch(context: RankContext, tmp_path: Path, kind: str, after: int) -> None:
+    """With the batches and random numbers that were left, as they would have come; or behind its last batch."""
+    settings = {
+        "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=kind == "seedable"),
+        "data": loader(shuffle=kind != "in order"),
+        "dropout": 0.2,
+    }
+    with launched(context):
+        run = Trained(StreamShardAccelerator, **settings)
+        run.epoch()
+        per_epoch = len(run.data)
+        after = min(after, per_epoch)
+        for number, (x, y) in enumerate(run.data, 1):
+            run.step(x, y)
+            if number == after:
+                run.accelerator.save_state(tmp_path)
+                run.losses.clear()
+        run.epoch()
+    with launched(context):
+        other = Trained(StreamShardAccelerator, **settings)
+        other.epoch(1)  # of which nothing must be left
+        other.accelerator.load_state(tmp_path)
+        other.losses.clear()
+        if after < per_epoch:
+            other.epoch(data=other.accelerator.skip_first_batches(other.data, after))
+            other.data.set_epoch(2)  # as accelerate's own example does
+        other.epoch()
+        assert other.losses == run.losses
+        assert_same(other.weights(), run.weights(), "weights")
+
+
+def _saved_run(context: RankContext, where: Path) -> list[float]:
+    with launched(context):
+        run = Trained(StreamShardAccelerator, steps=3, mixed_precision="fp16")
+        run.accelerator.register_for_checkpointing(Counter(7))
+        run.accelerator.save_state(where)
+        assert run.accelerator.step == 3
+        x = torch.linspace(-1, 1, 20).view(4, 5)
+        for _ in range(2):
+            run.step(x, x[:, :1])
+        return run.losses[-2:]
+
+
+def _loaded_run(context: RankContext, where: Path) -> list[float]:
+    with launched(context):
+        run = Trained(StreamShardAccelerator, mixed_precision="fp16")
+        counter = Counter(0)
+        run.accelerator.register_for_checkpointing(counter)
+        run.accelerator.load_state(where)
+        assert (counter.count, run.accelerator.step) == (7, 3)
+        x = torch.linspace(-1, 1, 20).view(4, 5)
+        for _ in range(2):
+            run.step(x, x[:, :1])
+        return run.losses[-2:]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 3)])
+@pytest.mark.ranks
+def test_a_run_goes_on_at_another_number_of_processes(ranks: RankPool, tmp_path: Path, before: int, after: int) -> None:
+    """Weights, moments, schedule, scale, step and registered objects."""
+    wanted = ranks(before).run(_saved_run, tmp_path)[0]
+    found = ranks(after).run(_loaded_run, tmp_path)[0]
+    torch.testing.assert_close(found, wanted, rtol=0.0 if before == after else 5e-3, atol=0.0)
+
+
+@on_ranks(2)
+def test_checkpoints_are_numbered_and_only_the_latest_kept(context: RankContext, tmp_path: Path) -> None:
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    with launched(context):
+        run = Trained(StreamShardAccelerator, steps=1, project_config=project)
+        accelerator = run.accelerator
+        with pytest.raises(CheckpointError, match="no whole checkpoint"):
+            accelerator.load_state()
+        for number in range(11):
+            assert accelerator.save_state() == tmp_path / "checkpoints" / f"checkpoint_{number}"
+        wanted = run.weights()
+        assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_10", "checkpoint_9"]
+        assert accelerator.save_iteration == 11
+        run.epoch(1)
+        accelerator.project_configuration.iteration = 10
+        with pytest.raises(CheckpointError, match="checkpoint_10 exists"):
+            accelerator.save_state()
+        accelerator.load_state()
+        assert_same(run.weights(), wanted, "weights")
+
+
+@on_ranks(2)
+def test_hooks_see_whole_weights_and_take_models_out(context: RankContext, tmp_path: Path) -> None:
+    with launched(context):
+        run = Trained(StreamShardAccelerator, steps=1)
+        accelerator = run.accelerator
+        seen: list[Any] = []
+
+        def saving(models: list[Any], weights: list[Any], where: str) -> None:
+            seen.append((models[0] is run.model, weights.pop(), where))
+
+        def loading(models: list[Any], where: str) -> None:
+            for param in models.pop().parameters():
+                param.data.fill_(0.5)
+
+        accelerator.register_save_state_pre_hook(saving)
+        wanted = run.weights()
+        accelerator.save_state(str(tmp_path / "a"))
+        (is_model, weights, where), = seen  # fmt: skip
+        assert is_model and where == str(tmp_path / "a")
+        assert_same(weights, wanted if context.rank == 0 else {}, "weights")
+        handle = accelerator.register_load_state_pre_hook(loading)
+        accelerator.load_state(str(tmp_path / "a"))
+        assert all(bool((tensor == 0.5).all()) for tensor in run.weights().values())
+        handle.remove()
+        accelerator.load_state(str(tmp_path / "a"))
+        assert_same(run.weights(), wanted, "weights")
+
+        def failing(models: list[Any], weights: list[Any], where: str) -> None:
+            if context.rank == 1:
+                raise ValueError("no room")
+
+        accelerator.register_save_state_pre_hook(failing)
+        with pytest.raises(CheckpointError, match="rank 1: ValueError: no room"):
+            accelerator.save_state(tmp_path / "b")
+
+
+@on_ranks(2)
+def test_a_state_of_other_things_is_refused(context: RankContext, tmp_path: Path) -> None:
+    with launched(context):
+        run = Trained(StreamShardAccelerator, steps=1)
+        run.accelerator.save_state(tmp_path)
+        run.accelerator.register_for_checkpointing(Counter(1))
+        with pytest.raises(CheckpointError, match="object.0"):
+            run.accelerator.load_state(tmp_path)
+        run.accelerator.load_state(tmp_path, strict=False)
+        run.accelerator.save_state(tmp_path)
+        run.accelerator._custom_objects.clear()
+        with pytest.warns(UserWarning, match="object.0, for which nothing is registered"):
+            run.accelerator.load_state(tmp_path)
+        with pytest.raises(CheckpointError, match="no directory"):
+            run.accelerator.load_state(tmp_path / "elsewhere")
+        with pytest.raises(CheckpointError, match="automatic_checkpoint_naming"):
+            run.accelerator.save_state()
+        assert AcceleratorState().num_processes == 2

@@ -1,0 +1,352 @@
+"""PEFT's methods on sharded models: they train as without sharding, and what is saved loads without it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from streamshard import StreamShard, export_safetensors
+from streamshard.comm.streams import Collective
+from streamshard.engine.handle import engine_of
+from streamshard.errors import CheckpointError, ShardingError
+from tests import families
+from tests.models import token_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, full_weights, heard_collectives, sgd
+
+peft: Any = pytest.importorskip("peft", reason="PEFT is not installed")
+
+
+def _step(model: nn.Module, call: Call) -> Tensor:
+    tokens = token_batch(call.step, call.rank)
+    return call.backward(model(input_ids=tokens, labels=tokens).loss)
+
+
+def _lora(**options: Any) -> Any:
+    defaults = {"r": 3, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    return peft.LoraConfig(**{**defaults, **options})
+
+
+EVERY_LINEAR = {"target_modules": "all-linear"}
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "lora": _lora,
+    "rslora": functools.partial(_lora, use_rslora=True),
+    "dora": functools.partial(_lora, use_dora=True),
+    "all linear": functools.partial(_lora, **EVERY_LINEAR),
+    "biases": functools.partial(_lora, bias="all"),
+    "modules to save": functools.partial(_lora, modules_to_save=["lm_head"]),
+    "embedding": functools.partial(_lora, target_modules=["embed_tokens", "q_proj"]),
+    "tokens beside lora": functools.partial(_lora, trainable_token_indices=[1, 5, 7]),
+    "tokens": lambda: peft.TrainableTokensConfig(token_indices=[1, 5, 7], task_type="CAUSAL_LM"),
+    "ia3": lambda: peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
+    ),
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "projected prefix": lambda: peft.PrefixTuningConfig(
+        num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8, task_type="CAUSAL_LM"
+    ),
+    "experts": functools.partial(
+        _lora, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+    ),
+}
+
+
+def _base(kind: str = "lora") -> nn.Module:
+    model: nn.Module = (families.mixtral if kind == "experts" else families.llama)(num_hidden_layers=2)
+    return model
+
+
+def _build(kind: str = "lora") -> Any:
+    torch.manual_seed(3)
+    return peft.get_peft_model(_base(kind), CONFIGS[kind]())
+
+
+def _trained(context: RankContext, kind: str = "lora", **settings: Any) -> Any:
+    """A sharded model after two steps."""
+    model: Any = StreamShard(_build(kind), **{"precision": FP32, **settings})
+    optimizer = sgd(model)
+    for number in range(2):
+        _step(model, Call(number, context.rank, context.world_size, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_method_trains_like_plain_pytorch(context: RankContext, kind: str) -> None:
+    """Loss, gradients and weights, of what is frozen too."""
+    assert_trains_like_plain(context, functools.partial(_build, kind), _step, steps=3, checked=(0, 2))
+
+
+def _two_adapters() -> Any:
+    model = _build()
+    model.add_adapter("other", _lora(r=2))
+    return model
+
+
+@contextlib.contextmanager
+def _toggled(model: Any, how: str) -> Any:
+    if how == "disable_adapter":
+        with model.disable_adapter():
+            yield
+    else:
+        model.set_adapter("other")
+        yield
+        model.set_adapter("default")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["disable_adapter", "set_adapter"])
+def test_adapters_may_be_toggled_between_forward_and_backward(context: RankContext, how: str) -> None:
+    """As a trainer does whose reference model is the policy without its adapter."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        tokens = token_batch(call.step, call.rank)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        with _toggled(model, how), torch.no_grad():
+            reference = model(input_ids=tokens, labels=tokens).loss
+        return call.backward((loss - reference) ** 2 + loss)
+
+    assert_trains_like_plain(context, _two_adapters, step, steps=3, checked=(0, 2))
+
+
+@on_ranks(2)
+def test_adapters_may_take_turns(context: RankContext) -> None:
+    """One trains in each step; the other keeps its weights."""
+
+    def prepare(model: Any, number: int) -> None:
+        model.set_adapter(("default", "other")[number % 2])
+
+    assert_trains_like_plain(context, _two_adapters, _step, steps=4, prepare=prepare)
+
+
+# ---------------------------------------------------------------------------------------------- saving
+
+
+def _contents(directory: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return {
+        f"{path.relative_to(directory)}: {name}": tensor
+        for path in sorted(directory.rglob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def _saved_without_sharding(model: Any, build: Callable[[], Any], directory: Path, **given: Any) -> dict[str, Tensor]:
+    """What PEFT saves of the same weights."""
+    plain = build()
+    with torch.no_grad():
+        whole = full_weights(model)
+        for name, param in plain.named_parameters():
+            param.copy_(whole[name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain.save_pretrained(directory, **given)
+    return _contents(directory)
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("kind", "world_size"), [(kind, 2) for kind in CONFIGS] + [(kind, 1) for kind in CONFIGS if kind != "experts"]
+)
+def test_save_pretrained_writes_what_peft_writes_without_sharding(
+    context: RankContext, tmp_path: Path, kind: str
+) -> None:
+    """The same names and bytes, and PEFT makes the same model of them."""
+    model = _trained(context, kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT says that it saves embeddings
+        model.save_pretrained(tmp_path / "ours")
+    wanted = _saved_without_sharding(model, functools.partial(_build, kind), tmp_path / f"plain{context.rank}")
+    found = _contents(tmp_path / "ours")
+    assert found.keys() == wanted.keys()
+    assert_same(found, wanted, "what is saved")
+    assert not list(tmp_path.glob(".*partial"))
+    tokens = token_batch(0, 0)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=tokens).logits
+        loaded = peft.PeftModel.from_pretrained(_same_base(kind), tmp_path / "ours").eval()
+        assert_same({"logits": logits}, {"logits": loaded(input_ids=tokens).logits}, "logits of what is loaded")
+
+
+def _same_base(kind: str) -> nn.Module:
+    torch.manual_seed(3)
+    return _base(kind)
+
+
+@on_ranks(2)
+def test_export_writes_the_adapters_of_a_peft_model(context: RankContext, tmp_path: Path) -> None:
+    """All of them, each with its config, in the dtype that is asked for."""
+    model: Any = StreamShard(_two_adapters(), precision=FP32)
+    names = export_safetensors(model, tmp_path / "ours", dtype="bfloat16")
+    assert names == ["adapter_model.safetensors", "other/adapter_model.safetensors"]
+    assert (tmp_path / "ours/adapter_config.json").exists() and (tmp_path / "ours/other/adapter_config.json").exists()
+    wanted = _saved_without_sharding(model, _two_adapters, tmp_path / f"plain{context.rank}")
+    halves = {name: tensor.bfloat16() for name, tensor in wanted.items()}
+    found = _contents(tmp_path / "ours")
+    assert found.keys() == halves.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype is torch.bfloat16 and tensor.equal(halves[name])
+
+
+@on_ranks(2)
+def test_saving_gathers_adapters_only(context: RankContext, tmp_path: Path) -> None:
+    """One exchange for each unit with adapters, of no more than they have; and training goes on."""
+    model = _trained(context)
+    engine = engine_of(model)
+    with heard_collectives(engine) as heard:
+        model.save_pretrained(tmp_path)
+    layers = [unit.index for unit in engine.units if "layers" in unit.name]
+    assert heard == {kind: layers if kind is Collective.ALL_GATHER else [] for kind in Collective}
+    _step(model, Call(2, context.rank, context.world_size, 1.0))
+
+
+@on_ranks(2)
+def test_arguments_of_save_pretrained_are_pefts(context: RankContext, tmp_path: Path) -> None:
+    """One adapter of two; not as safetensors; weights that are given, on one rank."""
+    model: Any = StreamShard(_two_adapters(), precision=FP32)
+    model.save_pretrained(tmp_path / "one", selected_adapters=["other"], is_main_process=context.rank == 0)
+    assert not (tmp_path / "one/adapter_model.safetensors").exists()
+    assert (tmp_path / "one/other/adapter_model.safetensors").exists()
+    model.save_pretrained(tmp_path / "pickle", False)
+    assert (tmp_path / "pickle/adapter_model.bin").exists()
+    whole = model.full_state_dict()
+    if context.rank == 0:
+        model.save_pretrained(tmp_path / "given", state_dict=whole)
+        assert len(_contents(tmp_path / "given")) == len(_contents(tmp_path / "one")) * 2
+
+
+@on_ranks(2)
+def test_an_adapter_that_cannot_be_saved_raises_on_all_ranks(context: RankContext, tmp_path: Path) -> None:
+    """And what was there before is still there."""
+    model = _trained(context)
+    model.save_pretrained(tmp_path / "ours")
+    before = _contents(tmp_path / "ours")
+    with pytest.raises(CheckpointError, match="nobody"):
+        model.save_pretrained(tmp_path / "ours", selected_adapters=["nobody"])
+    with pytest.raises(CheckpointError, match="convert it without sharding"):
+        model.save_pretrained(tmp_path / "ours", path_initial_model_for_weight_conversion="x")
+    assert_same(_contents(tmp_path / "ours"), before, "what is saved")
+    assert not list(tmp_path.glob(".*partial"))
+
+
+# ---------------------------------------------------------------------------------------------- loading and changing
+
+
+@on_ranks(2)
+def test_an_adapter_is_loaded_into_a_sharded_model(context: RankContext, tmp_path: Path) -> None:
+    """By PEFT's load_adapter, under the name of one that is there."""
+    model = _trained(context)
+    model.save_pretrained(tmp_path / "ours")
+    fresh: Any = StreamShard(_build(), precision=FP32)
+    fresh.load_adapter(tmp_path / "ours", "default", is_trainable=True)
+    assert_same(full_weights(fresh), full_weights(model), "weights")
+    _step(fresh, Call(2, context.rank, context.world_size, 1.0))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["add_adapter", "load_adapter"])
+def test_a_new_adapter_after_sharding_is_refused_at_the_next_forward(
+    context: RankContext, tmp_path: Path, how: str
+) -> None:
+    """It would be this rank's alone."""
+    model = _trained(context)
+    if how == "add_adapter":
+        model.add_adapter("new", _lora())
+    else:
+        model.save_pretrained(tmp_path)
+        model.load_adapter(tmp_path, "new")
+    with pytest.raises(ShardingError, match="new"):
+        _step(model, Call(2, context.rank, context.world_size, 1.0))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+def test_merged_adapters_compute_the_same_and_come_apart_again(context: RankContext, kind: str) -> None:
+    """Whole weights are there while PEFT merges."""
+    model = _trained(context, kind).eval()
+    before, tokens = full_weights(model), token_batch(0, context.rank)
+    with torch.no_grad():
+        wanted = model(input_ids=tokens).logits
+        model.merge_adapter()
+        assert_same({"logits": model(input_ids=tokens).logits}, {"logits": wanted}, "merged")
+        merged = full_weights(model)
+        assert any(not merged[name].equal(before[name]) for name in before if "base_layer" in name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT's about rounding
+            model.unmerge_adapter()
+    assert_same(full_weights(model), before, "unmerged")
+
+
+@on_ranks(1, 2)
+def test_the_merged_model_is_saved_from_whole_weights(context: RankContext, tmp_path: Path) -> None:
+    """A model of transformers, without PEFT."""
+    model = _trained(context).eval()
+    tokens = token_batch(0, 0)
+    with torch.no_grad():
+        wanted = model(input_ids=tokens).logits
+    if context.world_size > 1:
+        with pytest.raises(ShardingError, match="summon_full_params"):
+            model.merge_and_unload()
+    with model.summon_full_params():
+        merged = model.merge_and_unload()
+        if context.rank == 0:
+            merged.save_pretrained(tmp_path)
+            plain = type(_base()).from_pretrained(tmp_path).eval()
+            with torch.no_grad():
+                found = plain(input_ids=tokens).logits
+            assert_same({"logits": found}, {"logits": wanted}, "what is loaded")
+
+
+@on_ranks(2)
+def test_adapters_inside_another_model_are_not_exported(context: RankContext, tmp_path: Path) -> None:
+    """Under names that nothing loads."""
+    model = StreamShard(_build().base_model.model, precision=FP32)
+    with pytest.raises(CheckpointError, match="shard the PeftModel"):
+        export_safetensors(model, tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------- the page's script
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_the_script_of_the_page_trains_saves_and_merges(tmp_path: Path) -> None:
+    """Two processes of torchrun; the adapter computes the same without sharding."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE", "MASTER_"))}
+    root = Path(__file__).parents[2]
+    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    told = subprocess.run(
+        [*job, "docs/examples/lora.py", str(tmp_path / "adapter")],
+        cwd=root,
+        env={**kept, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
+    found = re.search(r"loss (\S+) -> (\S+); (\S+) with the trained model, (\S+) with", told.stdout)
+    assert found is not None, told.stdout
+    first, last, trained, merged = map(float, found.groups())
+    assert last < first - 0.2
+    assert merged == pytest.approx(trained, abs=2e-4)

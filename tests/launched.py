@@ -1,0 +1,82 @@
+"""Processes with the environment that torchrun gives, without what it takes to start them: they are forked.
+
+A fresh interpreter takes seconds to import torch. What is tested is hardly ever that.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import textwrap
+from collections.abc import Callable, Iterable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from tests.ranks import forkserver, warnings_are_errors
+
+__all__ = ["Launched", "free_port", "launched_environment", "run_script"]
+
+
+def free_port() -> int:
+    """One that nobody listens at, at present."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def launched_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What a launcher tells the process of a rank."""
+    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    return {**sizes, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+
+
+def run_script(script: str) -> None:
+    """As ``python -W error -c`` does."""
+    warnings_are_errors()
+    exec(compile(textwrap.dedent(script), "<script>", "exec"), {"__name__": "__main__"})
+
+
+class Launched:
+    """Processes that have been started. Owns them.
+
+    Args:
+        world_size: how many ranks; 0 is one process that was not launched.
+        directory: of what they print.
+        target, args: what each of them calls.
+    """
+
+    def __init__(self, world_size: int, directory: Path, target: Callable[..., None], *args: Any) -> None:
+        port = free_port()
+        self._outputs = [directory / f"output of rank {rank}" for rank in range(max(world_size, 1))]
+        self.processes: list[BaseProcess] = []
+        for rank, output in enumerate(self._outputs):
+            environment = launched_environment(rank, world_size, port) if world_size else {}
+            start = forkserver()
+            self.processes.append(start.Process(target=_run, args=(environment, output, target, *args)))
+            self.processes[-1].start()
+
+    def end(self, awaited: Iterable[int] | None = None, timeout_s: float = 60.0) -> list[tuple[int | None, str]]:
+        """Exit code and output of each rank. Those that are `awaited`, or all, have to end; the others are killed."""
+        try:
+            for rank in range(len(self.processes)) if awaited is None else awaited:
+                self.processes[rank].join(timeout_s)
+                assert self.processes[rank].exitcode is not None, f"rank {rank} hangs"
+            codes = [process.exitcode for process in self.processes]
+            return [(code, output.read_text()) for code, output in zip(codes, self._outputs, strict=True)]
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """By SIGKILL, all that are left."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _run(environment: dict[str, str], output: Path, target: Callable[..., None], *args: Any) -> None:
+    os.environ.update(environment)
+    for stream in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
+    target(*args)
