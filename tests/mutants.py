@@ -2100,6 +2100,13 @@ MUTANTS: list[Mutant] = [
         "fp32_modules",
     ),
     Mutant(
+        "unit/unit",
+        "with one rank all weights of a unit count their changes together",
+        "                if is_alone:  # nobody",
+        "                if False:  # nobody",
+        "edits::test_a_weight_may_be_changed_after_others_were_saved",
+    ),
+    Mutant(
         "engine/attach",
         "units in fp32 are given half precision",
         "            return torch.float32\n",

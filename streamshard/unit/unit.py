@@ -179,16 +179,19 @@ class StreamedUnit:
         autograd's back, on purpose, and must not look like in-place edits of saved tensors.
         """
         self.on_grad = on_grad
+        is_alone = self.grads.slot is None
         for segment in self.segments:
             alias = segment.weights.data
             for param in segment.params:
+                if is_alone:  # nobody holds back what autograd saves: it looks at the counter of each weight
+                    alias = segment.weights.data
                 view = nn.Parameter(_whole(alias, param), requires_grad=True)
                 view.register_post_accumulate_grad_hook(_grad_taker(self, len(self.views)))
                 self.params.append(param)
                 self.views.append(view)
                 self.grads.add(param, view)
-            if segment.params:
-                self._aliases.append(alias)
+                if is_alone or param is segment.params[-1]:
+                    self._aliases.append(alias)
         self._sharded = [param.param for param in self.params]
         self.view_ids = frozenset(map(id, self.views))
 

@@ -106,6 +106,36 @@ def _all_rows(model: nn.Module, call: Call) -> Tensor:
     return _all_rows.last  # type: ignore[attr-defined, no-any-return]
 
 
+class LateCodebookLayer(Layer):
+    """A weight is changed after another one was saved for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.ones(DIM), requires_grad=False)
+        self.second = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> the same"""
+        x = self.second(super().forward(x))
+        with torch.no_grad():
+            self.code.clamp_(max=0.5)
+        return x + self.code.sum()
+
+
+class LateCodebookStack(Stack):
+    """Layers of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LateCodebookLayer() for _ in range(4))
+
+
+@on_ranks(1, 2)
+def test_a_weight_may_be_changed_after_others_were_saved(context: RankContext) -> None:
+    """torch counts the changes of each weight; those of a unit lie in one memory."""
+    assert_trains_like_plain(context, LateCodebookStack, stack_step)
+
+
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "settings"), [(1, {}), (2, {}), (2, {"weight_slots": 3}), (3, {})], ids=str)
 @pytest.mark.parametrize("build", [CodebookStack, _data_stack, _by_hook])

@@ -89,8 +89,8 @@ def _trained(context: RankContext, kind: str = "lora", **settings: Any) -> Any:
 # ---------------------------------------------------------------------------------------------- training
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("kind", CONFIGS)
+@on_ranks()
+@pytest.mark.parametrize(("kind", "world_size"), [*((kind, 2) for kind in CONFIGS), ("experts", 1)])
 def test_every_method_trains_like_plain_pytorch(context: RankContext, kind: str) -> None:
     """Loss, gradients and weights, of what is frozen too."""
     assert_trains_like_plain(context, functools.partial(_build, kind), _step, steps=3, checked=(0, 2))
@@ -164,10 +164,8 @@ def _saved_without_sharding(model: Any, build: Callable[[], Any], directory: Pat
     return _contents(directory)
 
 
-@on_ranks()
-@pytest.mark.parametrize(
-    ("kind", "world_size"), [(kind, 2) for kind in CONFIGS] + [(kind, 1) for kind in CONFIGS if kind != "experts"]
-)
+@on_ranks(1, 2)
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_save_pretrained_writes_what_peft_writes_without_sharding(
     context: RankContext, tmp_path: Path, kind: str
 ) -> None:
