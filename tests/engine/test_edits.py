@@ -111,7 +111,7 @@ class LateCodebookLayer(Layer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.code = nn.Parameter(torch.ones(DIM), requires_grad=False)
+        self.code = nn.Parameter(torch.ones(DIM))
         self.second = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
