@@ -154,7 +154,8 @@ def warn_of_edge(root: nn.Module, layers: Sequence[nn.Module], outside: Collecti
         outside: the parameters of the edge unit.
     """
     embeddings = embedding_params(root)
-    loose = set(outside) - embeddings
+    tied = {param for layer in layers for param in params_of(layer).values()}  # nowhere else, whatever one names
+    loose = set(outside) - embeddings - tied
     numel = sum(param.numel() for param in loose)
     whole = _numel_without(embeddings, root)
     if numel <= _TOO_MUCH * whole:
