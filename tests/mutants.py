@@ -380,8 +380,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "plan/detection",
         "embeddings outside of units warn",
-        "    loose = set(outside) - embeddings\n",
-        "    loose = set(outside)\n",
+        "    loose = set(outside) - embeddings - tied\n",
+        "    loose = set(outside) - tied\n",
         "detection::test_embeddings_outside_of_units_warn_nobody",
     ),
     Mutant(
