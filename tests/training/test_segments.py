@@ -547,6 +547,18 @@ def test_a_frozen_parameter_may_have_a_gradient_of_the_users(context: RankContex
 
 
 @on_ranks(2)
+def test_nobody_has_to_hear_who_used_a_frozen_parameter(context: RankContext) -> None:
+    """On a device the host waits for the answer if a parameter that counts was left out, as frozen ones always are."""
+    model: Any = StreamShard(adapted(), precision=BF16, **ONE_EACH)
+    with model.no_sync():
+        stack_step(model, Call(0, context.rank, 2, 1.0))
+    grads = [(unit.grads, grad) for unit in engine_inside(model).units for grad in unit.grads.params]
+    assert any(unit_grads.waits for unit_grads, _ in grads)
+    assert all(unit_grads.counts(grad) is grad.shard.param.requires_grad for unit_grads, grad in grads)
+    stack_step(model, Call(1, context.rank, 2, 1.0))
+
+
+@on_ranks(2)
 def test_gradients_are_checked_of_what_trains(context: RankContext) -> None:
     """The first that is not finite is named, frozen ones have none."""
     model: Any = StreamShard(adapted(), precision=BF16, check_grads=True)
