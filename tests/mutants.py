@@ -921,6 +921,13 @@ MUTANTS: list[Mutant] = [
         "dial::test_over_sockets_too",
     ),
     Mutant(
+        "comm/gloo",
+        "messages under way are freed with whoever let go of them",
+        "            _abandoned.setdefault(self._group, []).extend(self._messages)\n",
+        "",
+        "transport::test_messages_that_nobody_waits_for_stop_no_others",
+    ),
+    Mutant(
         "comm/nccl",
         "16-bit chunks are summed by the backend",
         "            if mode is ReductionMode.EXCHANGE_16:\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,6 +19,9 @@ _SUM_BLOCK = 1 << 17  # elements
 # A unit's gathers, its reductions and gathers of full tensors must never be taken for each other: gloo ends the process
 # where a message is longer than the memory for it.
 _TAGS_PER_UNIT = 3
+# Messages that nobody waits for any more, as long as their group lives. gloo frees a receive with its work object, and
+# the message that comes for it then stays at the head of the connection: nothing passes between the two ranks again.
+_abandoned: weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.Work]] = weakref.WeakKeyDictionary()
 
 
 class PairwiseTransport(Transport):
@@ -47,7 +51,7 @@ class PairwiseTransport(Transport):
         if chunks[self.ranks.rank].data_ptr() != shard.data_ptr():
             with self.streams.on(self.stream):
                 chunks[self.ranks.rank].copy_(shard)
-        return _Exchange(messages)
+        return _Exchange(self.ranks.group, messages)
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. In all modes: sums in rank order, in fp32, when the work is waited for."""
@@ -66,14 +70,14 @@ class PairwiseTransport(Transport):
             tag = reduction.tag * _TAGS_PER_UNIT + 1
             messages.append(self.ranks.group.send([chunks[peer]], peer, tag))
             messages.append(self.ranks.group.recv([received[index]], peer, tag))
-        return _Exchange(messages, lambda: self._sum(chunks[self.ranks.rank], received, reduction))
+        return _Exchange(self.ranks.group, messages, lambda: self._sum(chunks[self.ranks.rank], received, reduction))
 
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
         """See `Transport.start_average`. The backend's own sum; divided when it is waited for."""
         self.streams.declare(self.stream, Collective.ALL_REDUCE, tag, writes=(tensor,))
         self.ranks.log.add(Kind.AVERAGE)
         work = dist.all_reduce(tensor, group=self.ranks.group, async_op=True)
-        return _Exchange([work], lambda: self._divide(tensor))
+        return _Exchange(self.ranks.group, [work], lambda: self._divide(tensor))
 
     def _divide(self, tensor: torch.Tensor) -> None:
         with self.streams.on(self.stream), torch.no_grad():
@@ -104,25 +108,39 @@ class PairwiseTransport(Transport):
 class _Exchange:
     """Messages under way in gloo's threads, and what to do once all have arrived.
 
-    The messages are kept until then: gloo frees a receive buffer's registration with its work object.
-
     Args:
+        group: whose messages they are: they are kept as long as it lives if nobody waits for them.
         messages: sends and receives.
         finish: called at the end of the first wait.
     """
 
-    def __init__(self, messages: Sequence[dist.Work], finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, messages: Sequence[dist.Work], finish: Callable[[], None] | None = None
+    ) -> None:
+        self._group = group
         self._messages: Sequence[dist.Work] = messages
         self._finish = finish
 
+    def __del__(self) -> None:
+        self._abandon()
+
     def wait(self) -> None:
         """See `streamshard.comm.streams.Work`."""
-        messages, self._messages = self._messages, ()
-        for message in messages:
-            message.wait()
+        try:
+            for message in self._messages:
+                message.wait()
+        except BaseException:
+            self._abandon()
+            raise
+        self._messages = ()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
+
+    def _abandon(self) -> None:
+        if self._messages:
+            _abandoned.setdefault(self._group, []).extend(self._messages)
+            self._messages = ()
 
 
 def sum_in_pieces(chunks: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool) -> None:

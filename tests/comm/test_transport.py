@@ -299,3 +299,32 @@ def test_means_are_of_the_sum(context: RankContext, through: str) -> None:
             reduction = Reduction(slot, out, scratch, ReductionMode.SUM_16, accumulate, 0)
             _wait(transport, transport.start_reduce(reduction))
         torch.testing.assert_close(out, torch.full((NUMEL,), 2 * value), rtol=1e-3, atol=0.0)
+
+
+class _Interrupted:
+    """A message whose wait the user ends."""
+
+    def wait(self) -> None:
+        raise KeyboardInterrupt
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["let go of", "interrupted"])
+def test_messages_that_nobody_waits_for_stop_no_others(context: RankContext, how: str) -> None:
+    """A model that is deleted while its weights are under way, a wait that an exception ends."""
+    ranks = _gloo(context.device)
+    transport = ranks.transport
+    store = dist.distributed_c10d._get_default_store()
+    shard, slot = torch.ones(NUMEL), torch.empty(2 * NUMEL)
+    if context.rank == 0:
+        work: Any = transport.start_gather(shard, slot, 0)
+        if how == "interrupted":
+            work._messages.insert(0, _Interrupted())
+            with pytest.raises(KeyboardInterrupt):
+                work.wait()
+        del work
+        store.set("nobody waits", "")
+    else:
+        store.wait(["nobody waits"])
+        _wait(transport, transport.start_gather(shard, slot, 0))
+    dist.barrier()
