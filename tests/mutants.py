@@ -1257,6 +1257,49 @@ MUTANTS: list[Mutant] = [
         "                if earlier.time <= clock[other]:",
         "races::test_what_one_stream_knows_another_need_not",
     ),
+    # -- kept views
+    Mutant(
+        "engine/kept_views",
+        "nobody asks who has a slot's memory",
+        "    if slot.references <= usual:\n",
+        "    if True:\n",
+        "kept_views",
+    ),
+    Mutant(
+        "engine/kept_views",
+        "what was frozen is not looked through",
+        "    gc.unfreeze()  # the collector does not look through what was frozen\n",
+        "",
+        "kept_views",
+    ),
+    Mutant(
+        "engine/kept_views",
+        "compute views of other layers are taken for views",
+        " and id(each) not in own]",
+        "]",
+        "kept_views",
+    ),
+    Mutant(
+        "engine/kept_views",
+        "what is known to be harmless is searched for again",
+        "    slot.harmless_references += max(slot.references - usual, 0)\n",
+        "",
+        "kept_views",
+    ),
+    Mutant(
+        "engine/kept_views",
+        "what a forward finds is usual",
+        "    slot.usual_references = min(slot.usual_references, slot.references)\n",
+        "    slot.usual_references = slot.references\n",
+        "kept_views",
+    ),
+    Mutant(
+        "engine/hooks",
+        "saved weights keep the memory of their slot",
+        "            return tensor if id(tensor) in own else _SavedView(slot, address, tensor), use\n",
+        "            return tensor if tensor.is_leaf else tensor.detach(), use\n",
+        "kept_views",
+    ),
     # -- edits
     Mutant(
         "engine/edits",
@@ -1363,14 +1406,14 @@ MUTANTS: list[Mutant] = [
         "a view of a weight that had this slot before is computed with",
         "            if (base := tensor._base) is not None and id(base) not in own:\n",
         "            if (base := tensor._base) is None and base:\n",
-        "kept_weights::test_a_view_of_a_weight_that_was_kept_raises",
+        "kept_weights::test_a_view_of_a_weight_that_is_passed_on_raises",
     ),
     Mutant(
         "engine/hooks",
         "a view of a weight that had another slot is computed with",
         "            _refuse_stale(engine, other, tensor._base)\n",
         "            pass\n",
-        "kept_weights::test_a_view_of_a_weight_that_was_kept_raises",
+        "kept_weights::test_a_view_of_a_weight_that_is_passed_on_raises",
     ),
     Mutant(
         "engine/hooks",

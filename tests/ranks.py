@@ -178,7 +178,7 @@ def _collect_garbage() -> None:
     """Collect, without looking through torch again each time: that took 0.2 s of every test."""
     global _modules_frozen
     gc.collect()
-    if len(sys.modules) != _modules_frozen:
+    if len(sys.modules) != _modules_frozen or not gc.get_freeze_count():
         _modules_frozen = len(sys.modules)
         gc.freeze()
 

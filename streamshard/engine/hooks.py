@@ -6,6 +6,7 @@ exceptions, sits outside of what ``module.compile()`` compiles, and outside of w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -23,8 +24,10 @@ from streamshard.engine.borrow import owner_of, unit_at, use_of
 from streamshard.engine.containers import map_tensors, tensors_in
 from streamshard.engine.engine import Engine
 from streamshard.engine.handle import HANDLE, Handle, Uncopyable, handle_of, registered_names, watched_class
+from streamshard.engine.kept_views import count_references, refuse_kept_views
 from streamshard.engine.passes import Pass, Use
 from streamshard.errors import ConfigError, ShardingError
+from streamshard.unit.buffers import WeightSlot
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = [
@@ -123,13 +126,18 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     use = _untraced(engine.pre_forward, member)
     has_graph = torch.is_grad_enabled()
     try:
-        if has_graph and member.unit.weight_slot.is_shared:
-            with holding_back_weights(engine, use):
+        if member.unit.weight_slot.is_shared:
+            # What is recomputed checkpoints may keep; a slot that only this unit uses is nobody else's.
+            may_keep_none = engine.is_in_forward and not engine.plan.keeps_weights
+            if may_keep_none:
+                count_references(member.unit)
+            with holding_back_weights(engine, use) if has_graph else contextlib.nullcontext():
                 output = call(*args, **kwargs)
+            output = _untraced(_leave_weights, output, engine, "returns")
+            if may_keep_none:
+                _untraced(refuse_kept_views, member.unit, engine.units)
         else:
             output = call(*args, **kwargs)
-        if member.unit.weight_slot.is_shared:
-            output = _untraced(_leave_weights, output, engine, "returns")
     finally:
         _untraced(engine.post_forward, member)
     if has_graph:
@@ -228,18 +236,34 @@ def backward_of(engine: Engine, pass_: Pass) -> None:
     loss.backward()
 
 
+class _SavedView:
+    """A saved tensor that lies in a slot, without its memory: who has that is counted, see [Note: kept views]."""
+
+    __slots__ = ("address", "dtype", "size", "slot", "stride")
+
+    def __init__(self, slot: WeightSlot, address: int, tensor: torch.Tensor) -> None:
+        self.slot = slot
+        self.address = address
+        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor again, of what the slot holds now."""
+        return self.slot.tensor_at(self.address, self.dtype, self.size, self.stride)
+
+
 def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[None]:
     """Saved-tensor hooks for what computes with the weights of `use`'s unit. See [Note: need].
 
-    Only the innermost pair of hooks is called by autograd, so everything that is not a weight is passed on to the pair
-    that was active outside (checkpointing, ``save_on_cpu``). autograd does not check versions of packed tensors, so
-    that is done here. A node's own output, packed as it is, would keep the node and be kept by it, a cycle that
-    Python's collector does not see: so tensors are packed detached, and autograd puts the graph back when it unpacks.
-    Closures: they are called for every saved tensor, and find local names faster than attributes.
+    For units in slots that are shared. Only the innermost pair of hooks is called by autograd, so everything that is
+    not a weight is passed on to the pair that was active outside (checkpointing, ``save_on_cpu``). autograd does not
+    check versions of packed tensors, so that is done here. A node's own output, packed as it is, would keep the node
+    and be kept by it, a cycle that Python's collector does not see: so tensors are packed detached, and autograd puts
+    the graph back when it unpacks. Closures: they are called for every saved tensor, and find local names faster than
+    attributes.
     """
     lowest, highest = engine.turn_slots.span
     slot = use.unit.weight_slot
-    first_byte, last_byte, more = slot.first_byte, slot.last_byte, slot.more
+    first_byte, last_byte = slot.first_byte, slot.last_byte
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     need, own = engine.need, use.unit.view_ids
 
@@ -251,14 +275,14 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
             address = 0
             if (owner := owner_of(engine, tensor)) is not None:  # a Function keeps a weight that is away
                 return tensor, use_of(engine, owner[0])
-        if first_byte <= address < last_byte or more and slot.holds(tensor):
+        if first_byte <= address < last_byte:
             if (base := tensor._base) is not None and id(base) not in own:
                 _refuse_stale(engine, use.unit, base)
-            return tensor if tensor.is_leaf else tensor.detach(), use
+            return tensor if id(tensor) in own else _SavedView(slot, address, tensor), use
         # Another layer's weight, that this one has read.
         if lowest <= address < highest and (other := unit_at(engine, address)) is not None:
             _refuse_stale(engine, other, tensor._base)
-            return tensor if tensor.is_leaf else tensor.detach(), use_of(engine, other)
+            return _SavedView(other.weight_slot, address, tensor), use_of(engine, other)
         if outer is not None:
             return outer[0](tensor), None
         return tensor if tensor.is_leaf else tensor.detach(), tensor._version
@@ -268,6 +292,8 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
         saved, mark = packed
         if isinstance(mark, Use):
             need(mark)
+            if type(saved) is _SavedView:
+                saved = saved.tensor()
             # A copy of what was borrowed: other weights that the same node reads may take the slot.
             return mark.unit.copy_out(saved) if mark.is_borrowed else saved
         if mark is None and outer is not None:

@@ -314,20 +314,41 @@ def test_a_weight_that_was_kept_means_nothing_after_the_pass(context: RankContex
             kept.norm()
 
 
-class KeepingViews(Keeping):
-    """Keeps a view, and uses one of a layer before it."""
+class PassingViews(Layer):
+    """Adds a view of its weight to those that it is given, and uses one of a layer before it."""
 
     make: Callable[[Tensor], Tensor] = staticmethod(Tensor.t)
     step = 1
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, views: Views) -> Tensor:
         """[rows, DIM] -> the same"""
-        y = Layer.forward(self, x)
-        if self.place - self.step in self.shelf:
-            weight = self.shelf[self.place - self.step].weight
+        y = super().forward(x)
+        if len(views.of_layers) >= self.step:
+            weight = views.of_layers[-self.step]
             y = y[:, : weight.shape[0]] @ weight + y
-        self.shelf[self.place] = Box(self.make(self.linear.weight))
+        views.of_layers.append(self.make(self.linear.weight))
         return y
+
+
+class Views:
+    """What only a running function has."""
+
+    def __init__(self) -> None:
+        self.of_layers: list[Tensor] = []
+
+
+class PassingStack(Stack):
+    """Hands views from layer to layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(PassingViews() for _ in range(5))
+
+    def order(self) -> Any:
+        """Layers, which are all given the same object."""
+        views = Views()
+        for layer in self.layers:
+            yield lambda x, layer=layer: layer(x, views)
 
 
 def _first_rows(weight: Tensor) -> Tensor:
@@ -342,12 +363,11 @@ def _silently(weight: Tensor) -> Tensor:
 @on_ranks(2)
 @pytest.mark.parametrize(("slots", "step"), [(2, 1), (2, 2), (3, 1), (3, 3)])
 @pytest.mark.parametrize("make", [Tensor.t, _first_rows, _silently])
-def test_a_view_of_a_weight_that_was_kept_raises(
+def test_a_view_of_a_weight_that_is_passed_on_raises(
     context: RankContext, make: Callable[[Tensor], Tensor], slots: Any, step: int
 ) -> None:
     """Its memory is another layer's, that of the one that runs or of one to come; the parameter is named."""
-    model: Any = KeepingStack()
-    model.layers = nn.ModuleList(KeepingViews(model.shelf, place) for place in range(5))
+    model: Any = PassingStack()
     for layer in model.layers:
         layer.make, layer.step = make, step
     model = StreamShard(model, precision=FP32, weight_slots=slots)
