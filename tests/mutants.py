@@ -284,7 +284,7 @@ MUTANTS: list[Mutant] = [
         "a layer that had to leave for a borrowed unit does not come back",
         "    evicted = [member for member in holder.members if member.is_bound] if holder is not None else []\n",
         "    evicted: list[Member] = []\n",
-        "away",
+        "away::test_a_layer_that_had_to_leave_for_a_borrowed_weight_comes_back",
     ),
     Mutant(
         "engine/borrow",
