@@ -153,7 +153,7 @@ class StreamShard(Uncopyable):
         """Enter (False) or leave (True) what `no_sync` does."""
         if not isinstance(requires_gradient_sync, bool):
             raise ConfigError(f"requires_gradient_sync={requires_gradient_sync!r}: wanted True or False")
-        engine_of(self).set_synced(requires_gradient_sync)
+        engine_of(self).casts.set_synced(requires_gradient_sync)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, skip_above: float | None = None

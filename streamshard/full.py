@@ -78,14 +78,14 @@ class _Summoned:
         self.has_grads = False
         self._engine = engine
         self._sharded: list[_Sharded] = []
-        self._check_structure = engine.check_structure
+        self._check_structure = engine.casts.check_structure
         self._steps = register_optimizer_step_pre_hook(self._refuse_step)
 
     def open(self) -> None:
         """Put whole tensors under all parameters. Collective."""
         _open[self._engine] = self
         self._engine.is_whole = True
-        self._engine.check_structure = _refuse_pass
+        self._engine.casts.check_structure = _refuse_pass
         for unit in self._engine.units:
             wholes = unit.gather_whole([shard.main for shard in unit.params])
             for shard, whole in zip(unit.params, wholes, strict=True):
@@ -104,7 +104,7 @@ class _Summoned:
             shard.param.data = piece
             shard.param.grad = grad
             remember_piece(shard.param, shard.what(self._engine.ranks))
-        self._engine.check_structure = self._check_structure
+        self._engine.casts.check_structure = self._check_structure
         self._engine.is_whole = False
         del _open[self._engine]
 
@@ -167,7 +167,7 @@ class _Summoned:
 
     def _meet_next_pass(self) -> None:
         """The next pass looks at the weights, inside ``no_sync()`` too."""
-        self._engine.match_next_pass(is_synced=self._engine.is_synced, casts=True)
+        self._engine.casts.match(is_synced=self._engine.casts.is_synced, are_due=True)
 
     def _refuse_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         params = {shard.param for shard, _, _ in self._sharded}

@@ -109,8 +109,8 @@ class UnevenInputs(Inputs):
                 _Role.HAS_INPUTS,
                 self._repeat is not None,
                 has_grad=torch.is_grad_enabled(),
-                is_synced=engine.is_synced,
-                casts=engine.casts_next,
+                is_synced=engine.casts.is_synced,
+                casts=engine.casts.are_due,
             )
         )
 
@@ -148,7 +148,7 @@ class UnevenInputs(Inputs):
         self._has_run_out = True
         self._clear()
         announced = self._announce(_Row(_Role.HAS_RUN_OUT, self._repeat is not None))
-        engine.match_next_pass(is_synced=announced.is_synced, casts=announced.casts)
+        engine.casts.match(is_synced=announced.is_synced, are_due=announced.casts)
         self._shadows = True
         try:
             with torch.set_grad_enabled(announced.has_grad):
@@ -161,7 +161,7 @@ class UnevenInputs(Inputs):
                     self._repeat()
         finally:
             self._shadows = False
-            engine.set_synced(True)
+            engine.casts.set_synced(True)
 
     def finish(self) -> None:
         """All ranks have run out.

@@ -267,7 +267,7 @@ def _say_what_is_lost(parts: Parts) -> None:
     """Gradients that are certain to wait for more: elsewhere they may be those that a step has used."""
     for name, (_, engine) in parts.models.items():
         grads = [shard.param.grad for shard in engine.param_shards if shard.param.grad is not None]
-        if grads and (not engine.is_synced or any(isinstance(grad, UnreducedGrad) for grad in grads)):
+        if grads and (not engine.casts.is_synced or any(isinstance(grad, UnreducedGrad) for grad in grads)):
             warn_user(
                 f"{name}: a checkpoint has no gradients, and some have been accumulated for the next step (no_sync()): "
                 "a run that goes on from it begins that step's micro-batches with none; save after optimizer.step()"

@@ -73,7 +73,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             module._state_dict_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]  # an OrderedDict
     root.register_state_dict_pre_hook(before_saving_all)
     structure = Structure(root)
-    engine.check_structure = _weakly(structure)
+    engine.casts.check_structure = _weakly(structure)
     takes = _input_dtypes(root, engine.precision, in_fp32)
     for module in in_fp32.listed:
         if module not in members and engine.precision.cast_inputs:

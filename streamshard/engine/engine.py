@@ -22,14 +22,15 @@ them, and adds up in the main grads; the edge unit, once, at the end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.autograd import Variable
 
 from streamshard.comm.ranks import Ranks
-from streamshard.comm.streams import Fence, Moment, Rule, StreamName, Streams
+from streamshard.comm.streams import Moment, Streams
 from streamshard.engine.buffer_sync import BufferSync
+from streamshard.engine.casts import Casts
 from streamshard.engine.edits import Edits
 from streamshard.engine.empty import Empty
 from streamshard.engine.inputs import Inputs
@@ -60,18 +61,16 @@ class Engine:
     Args:
         units: all units; the edge unit first, then blocks in registration order.
         plan: which unit uses which slot.
-        ranks, streams, ledger, buffers: see there. The engine owns the two step-boundary fences.
+        ranks, streams, ledger, buffers: see there.
         sizing: what memory depends on, the dtypes in force among it; for reports.
         reductions: where a backward's gradients go.
 
     Attributes:
+        casts: takes over what the user has left of the weights.
         why_slots: how many slots there are, and why, for reports.
-        check_structure: raises if the model is not what was sharded; called before each pass that casts.
         inputs: whether ranks may run out of them; another object while they may.
         is_whole: parameters hold whole tensors, for a while (``summon_full_params``).
         empty: what has no values yet; None: everything has.
-        is_synced: False inside ``no_sync()``: weights cannot have changed since the last pass, so what slots hold is
-            reused.
         turn_slots: those that units take turns in.
         delivers: False while gradients of a backward go to whom asked for them: parameters' own hooks are not called.
         step_lock: held by the thread that is in an optimizer's step, see `streamshard.DistributedOptimizer`.
@@ -95,11 +94,10 @@ class Engine:
         self.buffers = buffers
         self.reductions = reductions
         self.edits = Edits(self.units, ranks)
+        self.casts = Casts(self.units, ranks)
         self.why_slots = ""
-        self.check_structure: Callable[[], None] = lambda: None
         self.is_whole = False
         self.empty: Empty | None = None
-        self.is_synced = True
         self.delivers = True
         self.step_lock = threading.RLock()
         self.inputs = Inputs()
@@ -111,18 +109,13 @@ class Engine:
         self.precision = sizing.precision
         self._slot_of = plan.weights
         self._turns = plan.shared
-        self._weights_are_current = False
         self._forward: Forward | None = None
         self._backward: Backward | None = None
         self._failed: Backward | None = None  # a backward that an exception has ended, until it is settled
         self._looks_for_autocast = self.precision.param_dtype is torch.float32 and not self.is_alone
-        self._gathers_mains = any(segment.gathers_main for segment in self.segments)
         self._entering: frozenset[int] | None = None  # the units of a pass that begins when weights are first read
         self._is_delivering = False  # gradients are final: hooks of the sharded parameters run
-        self._cast_versions: list[list[int]] = []  # of the weights that were cast last, inside no_sync()
         self.turn_slots = TurnSlots(unit.weight_slot for unit in units)
-        self._cast_done = Fence(streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "compute shards")
-        self._gathers_done = Fence(streams, Rule.SHARDS_READ, StreamName.COMM, "gathered shards")
 
     @property
     def edge(self) -> StreamedUnit:
@@ -144,31 +137,15 @@ class Engine:
         """Whether this rank holds the whole model: nothing is gathered or reduced."""
         return self.ranks.world_size == 1
 
-    def set_synced(self, is_synced: bool) -> None:
-        """Leave (True) or enter (False) a stretch of passes between which weights do not change."""
-        self.is_synced = is_synced
-        if is_synced:
-            self._weights_are_current = False
-
     @property
     def is_computing(self) -> bool:
         """Whether a forward or a backward is under way, in whatever thread."""
         return self.depth > 0 or self._backward is not None or self._failed is not None
 
     @property
-    def casts_next(self) -> bool:
-        """Whether the next pass takes over weights anew: they may have changed since the last one."""
-        return not self._weights_are_current
-
-    @property
     def leaves_unreduced_next(self) -> bool:
         """Whether the next backward leaves its gradients in their slots."""
-        return self.plan.keeps_grads and not self.is_synced and not self.is_alone
-
-    def match_next_pass(self, *, is_synced: bool, casts: bool) -> None:
-        """Let the next pass be as it is on other ranks. Arguments: see `is_synced` and `casts_next`."""
-        self.is_synced = is_synced
-        self._weights_are_current = not casts
+        return self.plan.keeps_grads and not self.casts.is_synced and not self.is_alone
 
     def refuse_empty(self, what: str) -> None:
         """Raise if weights or buffers are empty; `what` is about to be done.
@@ -211,7 +188,7 @@ class Engine:
         self.refuse_empty("a forward")
         self.inputs.before_pass()
         if is_whole:  # as under DDP, a call of a part of the model is none of it
-            trains = torch.is_grad_enabled() and self.is_synced
+            trains = torch.is_grad_enabled() and self.casts.is_synced
             self.buffers.before_pass(trains=trains, source=self.inputs.buffer_source)
 
     def begin_if_asked(self) -> None:
@@ -243,8 +220,7 @@ class Engine:
                 "weight until backward, in the end the whole model's, on every rank. Without autocast, "
                 "Precision(param_dtype=torch.bfloat16) keeps none, and gathers half as many bytes"
             )
-        if not self._weights_are_current or self._cast_versions != [unit.versions() for unit in self.units]:
-            self._cast()
+        self.casts.begin_pass()
         visits = [index for index in self.order if index in units or index == EDGE]
         pass_ = Pass({EDGE: self.edge.versions()} if torch.is_grad_enabled() else {})
         self._forward = Forward(Schedule(visits, self._slot_of, self._turns, reduce=False), pass_)
@@ -253,31 +229,6 @@ class Engine:
         self.edits.begin_pass()
         self._reach(self._forward, self.edge)
         self._bind(self.edge.members[0])
-
-    def _cast(self) -> None:
-        """Main weights to compute shards, between the last pass's gathers and this one's (rules 5 and 6)."""
-        for observer in self.streams.observers:
-            observer.on_moment(Moment.CAST_BEGINS, None)
-        self.check_structure()
-        self._drain_gathers()
-        self._await_readers()
-        with torch.no_grad():
-            for unit in self.units:
-                unit.refresh()
-                unit.weight_slot.content = unit.index if self.is_alone or not unit.views else None
-        if not self.is_synced:
-            self._cast_versions = [unit.versions() for unit in self.units]
-        self._cast_done.record()
-        self._cast_done.wait()  # rule 5: no gather reads what is still being cast
-        with self.ranks.guard("the start of a forward"):
-            self.ranks.transport.publish_shards([segment.compute for segment in self.segments])
-        for observer in self.streams.observers:
-            observer.on_moment(Moment.CAST_ENDS, None)
-
-    def _await_readers(self) -> None:
-        with self.ranks.guard("waiting for all ranks between two forwards"):
-            self._gathers_done.record(self.ranks.transport.retract_shards())
-            self._gathers_done.wait()  # rule 6: no cast writes what a gather still reads
 
     def pre_forward(self, member: Member) -> Use:
         """`member` is about to compute: its weights are in place and bound afterwards."""
@@ -436,14 +387,11 @@ class Engine:
         if error is not None and (self.ranks.has_failed or not isinstance(error, Exception)):
             return None
         self._issue(forward.schedule.finish())
-        if self._gathers_mains:  # which the user may edit now
-            self._drain_gathers()
-            self._await_readers()
-        self._weights_are_current = not self.is_synced
+        self.casts.end_pass()
         # A rank whose forward has failed takes part in what ranks tell each other.
         has_failed = error is not None
         if self.edits.end_pass(has_failed=has_failed):
-            self._cast()  # backward computes with what forward has left
+            self.casts.cast()  # backward computes with what forward has left
         if torch.is_grad_enabled() and not self._has_learnt:
             self._learn(None if has_failed else forward.schedule)
         if refused is not None:
@@ -495,11 +443,6 @@ class Engine:
             self._gather(unit)
         with self.ranks.guard("the gather of", unit.name):
             unit.finish_gather()
-
-    def _drain_gathers(self) -> None:
-        for unit in self.units:
-            with self.ranks.guard("the gather of", unit.name):
-                unit.weight_slot.arrived.complete()
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -560,7 +503,6 @@ class Engine:
         with torch.no_grad():
             for unit, segment in thawed:
                 unit.widen(segment)
-        self._gathers_mains = any(segment.gathers_main for segment in self.segments)
 
     def need(self, use: Use) -> None:
         """Backward is about to read the weights of `use`'s unit (rule 1). Called any number of times."""

@@ -819,3 +819,32 @@ def test_a_function_of_the_users_gives_gradients_to_the_weights_that_it_is_given
 ) -> None:
     """Although they are another layer's by the time it is called; added to those that the layers' own forwards give."""
     assert_trains_like_plain(context, Lending, stack_step, **SETTINGS[settings])
+
+
+class Borrowing(Layer):
+    """If it reads another layer's weight, changes its own afterwards."""
+
+    other: tuple[nn.Linear, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> the same"""
+        for other in self.other:
+            x = F.linear(x, other.weight)
+            with torch.no_grad():
+                self.linear.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class BorrowingStack(Stack):
+    """The first layer reads the third's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Borrowing() for _ in range(4))
+        self.layers[0].other = (self.layers[2].linear,)
+
+
+@on_ranks(2)
+def test_a_layer_that_had_to_leave_for_a_borrowed_weight_comes_back(context: RankContext) -> None:
+    """In its slot again, and not borrowed itself, which would allow no changes."""
+    assert_trains_like_plain(context, BorrowingStack, stack_step)

@@ -1,0 +1,96 @@
+"""Main weights become compute shards: when they may have changed, between one pass's gathers and the next one's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from streamshard.comm.ranks import Ranks
+from streamshard.comm.streams import Fence, Moment, Rule, StreamName
+from streamshard.unit.unit import StreamedUnit
+
+__all__ = ["Casts"]
+
+
+class Casts:
+    """Takes over weights as the user has left them. Owns the two fences between passes.
+
+    Args:
+        units: all units.
+        ranks: move their bytes.
+
+    Attributes:
+        check_structure: raises if the model is not what was sharded; called before each cast.
+        is_synced: False inside ``no_sync()``: weights cannot have changed since the last pass, so what slots hold is
+            reused.
+    """
+
+    def __init__(self, units: Sequence[StreamedUnit], ranks: Ranks) -> None:
+        self.check_structure: Callable[[], None] = lambda: None
+        self.is_synced = True
+        self._units = units
+        self._ranks = ranks
+        self._are_current = False
+        self._versions: list[list[int]] = []  # of the weights that were cast last, inside no_sync()
+        self._cast_done = Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "compute shards")
+        self._gathers_done = Fence(ranks.streams, Rule.SHARDS_READ, StreamName.COMM, "gathered shards")
+
+    @property
+    def are_due(self) -> bool:
+        """Whether the next pass casts: weights may have changed since the last one."""
+        return not self._are_current
+
+    def set_synced(self, is_synced: bool) -> None:
+        """Leave (True) or enter (False) a stretch of passes between which weights do not change."""
+        self.is_synced = is_synced
+        if is_synced:
+            self._are_current = False
+
+    def match(self, *, is_synced: bool, are_due: bool) -> None:
+        """Let the next pass be as it is on other ranks. Arguments: see the attributes."""
+        self.is_synced = is_synced
+        self._are_current = not are_due
+
+    def begin_pass(self) -> None:
+        """A pass is about to gather."""
+        if not self._are_current or self._versions != [unit.versions() for unit in self._units]:
+            self.cast()
+
+    def end_pass(self) -> None:
+        """A pass has gathered all that it will."""
+        if any(segment.gathers_main for unit in self._units for segment in unit.segments):  # the user may edit now
+            self._drain_gathers()
+            self._await_readers()
+        self._are_current = not self.is_synced
+
+    def cast(self) -> None:
+        """Main weights to compute shards (rules 5 and 6)."""
+        for observer in self._ranks.streams.observers:
+            observer.on_moment(Moment.CAST_BEGINS, None)
+        self.check_structure()
+        self._drain_gathers()
+        self._await_readers()
+        is_alone = self._ranks.world_size == 1
+        with torch.no_grad():
+            for unit in self._units:
+                unit.refresh()
+                unit.weight_slot.content = unit.index if is_alone or not unit.views else None
+        if not self.is_synced:
+            self._versions = [unit.versions() for unit in self._units]
+        self._cast_done.record()
+        self._cast_done.wait()  # rule 5: no gather reads what is still being cast
+        with self._ranks.guard("the start of a forward"):
+            self._ranks.transport.publish_shards([segment.compute for unit in self._units for segment in unit.segments])
+        for observer in self._ranks.streams.observers:
+            observer.on_moment(Moment.CAST_ENDS, None)
+
+    def _drain_gathers(self) -> None:
+        for unit in self._units:
+            with self._ranks.guard("the gather of", unit.name):
+                unit.weight_slot.arrived.complete()
+
+    def _await_readers(self) -> None:
+        with self._ranks.guard("waiting for all ranks between two forwards"):
+            self._gathers_done.record(self._ranks.transport.retract_shards())
+            self._gathers_done.wait()  # rule 6: no cast writes what a gather still reads
