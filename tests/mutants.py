@@ -1296,8 +1296,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/hooks",
         "saved weights keep the memory of their slot",
-        "            return tensor if id(tensor) in own else _SavedView(slot, address, tensor), use\n",
-        "            return tensor if tensor.is_leaf else tensor.detach(), use\n",
+        "    return weights, tensor.size(), tensor.stride(), offset\n",
+        "    return tensor.detach()\n",
         "kept_views",
     ),
     # -- edits

@@ -27,7 +27,6 @@ from streamshard.engine.handle import HANDLE, Handle, Uncopyable, handle_of, reg
 from streamshard.engine.kept_views import count_references, refuse_kept_views
 from streamshard.engine.passes import Pass, Use
 from streamshard.errors import ConfigError, ShardingError
-from streamshard.unit.buffers import WeightSlot
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = [
@@ -236,21 +235,6 @@ def backward_of(engine: Engine, pass_: Pass) -> None:
     loss.backward()
 
 
-class _SavedView:
-    """A saved tensor that lies in a slot, without its memory: who has that is counted, see [Note: kept views]."""
-
-    __slots__ = ("address", "dtype", "size", "slot", "stride")
-
-    def __init__(self, slot: WeightSlot, address: int, tensor: torch.Tensor) -> None:
-        self.slot = slot
-        self.address = address
-        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
-
-    def tensor(self) -> torch.Tensor:
-        """The tensor again, of what the slot holds now."""
-        return self.slot.tensor_at(self.address, self.dtype, self.size, self.stride)
-
-
 def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[None]:
     """Saved-tensor hooks for what computes with the weights of `use`'s unit. See [Note: need].
 
@@ -276,13 +260,15 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
             if (owner := owner_of(engine, tensor)) is not None:  # a Function keeps a weight that is away
                 return tensor, use_of(engine, owner[0])
         if first_byte <= address < last_byte:
+            if id(tensor) in own:
+                return tensor, use
             if (base := tensor._base) is not None and id(base) not in own:
                 _refuse_stale(engine, use.unit, base)
-            return tensor if id(tensor) in own else _SavedView(slot, address, tensor), use
+            return _without_memory(tensor, use.unit, address), use
         # Another layer's weight, that this one has read.
         if lowest <= address < highest and (other := unit_at(engine, address)) is not None:
             _refuse_stale(engine, other, tensor._base)
-            return _SavedView(other.weight_slot, address, tensor), use_of(engine, other)
+            return _without_memory(tensor, other, address), use_of(engine, other)
         if outer is not None:
             return outer[0](tensor), None
         return tensor if tensor.is_leaf else tensor.detach(), tensor._version
@@ -292,8 +278,9 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
         saved, mark = packed
         if isinstance(mark, Use):
             need(mark)
-            if type(saved) is _SavedView:
-                saved = saved.tensor()
+            if type(saved) is tuple:
+                weights, size, stride, offset = saved
+                saved = weights.as_strided(size, stride, offset)
             # A copy of what was borrowed: other weights that the same node reads may take the slot.
             return mark.unit.copy_out(saved) if mark.is_borrowed else saved
         if mark is None and outer is not None:
@@ -307,6 +294,15 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
         return saved
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _without_memory(tensor: torch.Tensor, unit: StreamedUnit, address: int) -> Any:
+    """What `tensor`, at `address` in the slot of `unit`, is made of again: who has a slot's memory is counted."""
+    weights = unit.weights_of.get(tensor.dtype)
+    if weights is None:  # bytes of a weight, say: its memory is kept, which is looked into and found harmless
+        return tensor.detach()
+    offset = (address - unit.weight_slot.first_byte) // weights.itemsize
+    return weights, tensor.size(), tensor.stride(), offset
 
 
 def _refuse_stale(engine: Engine, content: StreamedUnit, base: torch.Tensor | None) -> None:

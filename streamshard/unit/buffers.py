@@ -117,11 +117,6 @@ class WeightSlot:
         """How many tensors have its memory, ours included. As torch counts them: 0.1 us."""
         return torch._C._storage_Use_Count(self._storage._cdata)
 
-    def tensor_at(self, address: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
-        """What lies at `address` in it, as a tensor."""
-        offset = (address - self._storage.data_ptr()) // dtype.itemsize
-        return torch.empty(0, dtype=dtype, device=self.buffer.device).set_(self._storage, offset, size, stride)
-
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in it."""
         try:

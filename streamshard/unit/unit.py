@@ -126,6 +126,7 @@ class StreamedUnit:
         views: its compute views, one nn.Parameter per parameter, made once; of another class while their member is not
             bound, see `Member.add_view`.
         view_ids: their ids.
+        weights_of: some of its weights in the slot, flat, by their dtype: shared memory for views of any of that dtype.
         members: its layers; the edge unit has one for all its modules.
         bound_members: how many of them hold the compute views (else the sharded parameters).
         is_bound: whether any does; kept beside the count because it is asked at every saved weight of a backward.
@@ -157,6 +158,7 @@ class StreamedUnit:
         self.on_grad: Callable[[StreamedUnit, int, torch.Tensor], None]
         self.views: list[nn.Parameter] = []
         self.view_ids: frozenset[int] = frozenset()
+        self.weights_of = {segment.weights.dtype: segment.weights for segment in self.segments}
         self._aliases: list[torch.Tensor] = []  # have the version counters of the views
         self._sharded: list[nn.Parameter] = []  # parameters, in the same order
         self.members: list[Member] = []
