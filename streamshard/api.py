@@ -314,8 +314,9 @@ class _NotForDDP:
 
     def __iter__(self) -> Iterator[str]:
         raise ShardingError(
-            "a StreamShard model cannot be wrapped in DistributedDataParallel: it reduces gradients itself. With "
-            "accelerate, use streamshard.integrations.accelerate.StreamShardAccelerator in the place of Accelerator"
+            "a StreamShard model cannot be wrapped in DistributedDataParallel: it reduces gradients itself. Leave "
+            "the wrapper out; with accelerate, use streamshard.integrations.accelerate.StreamShardAccelerator in the "
+            "place of Accelerator"
         )
 
 

@@ -191,7 +191,10 @@ def _check_module(module: nn.Module) -> None:
         if handle_of(child) is not None:
             raise ShardingError(f"{name!r} is already sharded: StreamShard takes a model once")
         if isinstance(child, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            raise ShardingError(f"{name!r} is a {type(child).__name__}: shard the model inside it")
+            raise ShardingError(
+                f"{name!r} is a {type(child).__name__}, which reduces gradients too: leave it out, and shard the model "
+                "that it was given"
+            )
         if isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters()):
             raise ShardingError(
                 f"{name!r} is TorchScript, which keeps its parameters where they cannot be exchanged: shard the module "

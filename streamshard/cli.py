@@ -189,7 +189,7 @@ def _inspect_several(paths: Sequence[Path], *, verifies: bool) -> None:
         try:
             manifest = read_manifest(path)
             size = shown_bytes(total_bytes(manifest))
-            told[path][1:] = [saved_at(manifest), f"{manifest.world_size} ranks", size]
+            told[path][1:] = [saved_at(manifest), f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}", size]
             _verify(path, manifest, reads=verifies)
         except CheckpointError as error:
             errors.append(str(error))

@@ -152,7 +152,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not isinstance(self.precision, Precision):
-            raise ConfigError(f"precision={self.precision!r}: wanted a streamshard.Precision")
+            raise ConfigError(
+                f"precision={self.precision!r}: wanted a streamshard.Precision, such as "
+                "Precision(param_dtype=torch.float32)"
+            )
         for name in ("weight_slots", "grad_slots"):
             count = getattr(self, name)
             if count != "all" and (not _is_int(count) or count < 2):

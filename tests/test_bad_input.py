@@ -18,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import streamshard
@@ -166,8 +168,16 @@ def test_sparse_gradients_are_right_or_refused_by_name(context: RankContext) -> 
 def test_a_model_inside_ddp_is_refused(context: RankContext) -> None:
     """The wrapper is what is wrong; the model inside can be sharded."""
     wrapped = DistributedDataParallel(TinyLM())
-    with pytest.raises(ShardingError, match="DistributedDataParallel"):
+    with pytest.raises(ShardingError, match="DistributedDataParallel.*leave it out"):
         StreamShard(wrapped)
+
+
+@on_ranks(1, 2)
+def test_a_model_that_fsdp2_has_sharded_is_refused(context: RankContext) -> None:
+    """The first DTensor is named, and what made it."""
+    model = fully_shard(TinyLM(), mesh=init_device_mesh("cpu", (context.world_size,)))
+    with pytest.raises(ShardingError, match="is a DTensor .*without fully_shard"):
+        StreamShard(model)
 
 
 # ---------------------------------------------------------------------------------------------- the units
@@ -180,7 +190,9 @@ BAD_UNITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "the part first": (lambda m: [m.blocks[1].attention, m.blocks[1]], r"blocks\.1"),
     "all blocks and the list": (lambda m: ["blocks", "blocks.0"], r"blocks"),
     "one block twice": (lambda m: [m.blocks[0], "blocks.0"], r"blocks\.0.*twice"),
-    "a name that is not there": (lambda m: ["blocks.9"], r"blocks\.9"),
+    "a name that is not there": (lambda m: ["blocks.9"], r"'blocks\.9'.*like it are 'blocks\.\d' and"),
+    "a name like no other": (lambda m: ["zzz"], r"'zzz'.*named_modules"),
+    "a class's name": (lambda m: "Block", r"'Block'.*only a class of it: units=\[Block\]"),
     "a class that is not there": (lambda m: [nn.Conv2d], r"Conv2d"),
     "a module of another model": (lambda m: [nn.Linear(4, 4)], r"Linear.*not part of the model"),
     "the model itself": (lambda m: [m], r"whole model"),
@@ -356,7 +368,7 @@ def test_ranks_that_built_equal_models_in_different_processes_agree(context: Ran
 def test_wrapping_a_sharded_model_in_ddp_raises(context: RankContext) -> None:
     """DDP would average gradients that are averaged already, of shards that are no replicas."""
     model = StreamShard(TinyLM(), precision=FP32)
-    with pytest.raises(StreamShardError, match="DistributedDataParallel|DDP"):
+    with pytest.raises(StreamShardError, match="DistributedDataParallel.*Leave the wrapper out"):
         DistributedDataParallel(model)
     lm_step(model, Call(0, context.rank, context.world_size, 1.0))
 

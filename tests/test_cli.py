@@ -92,6 +92,13 @@ def test_inspect_of_a_directory_has_a_line_for_each(saved: Path, capsys: pytest.
     assert second.endswith("verified, latest")
 
 
+def test_one_rank_is_one(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not "1 ranks"."""
+    ranks(1).run(_save, tmp_path, 1)
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "  1 rank  " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "lose", "manifest"])
 def test_inspect_finds_damage(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
     """One flipped bit of any file, or one that is missing: exit code 1 and the file's name; the other is the latest."""

@@ -63,8 +63,10 @@ def find_checkpoint(directory: Path) -> Path:
         return directory
     found = latest(directory)
     if found is None:
-        what = "is empty, or holds no whole checkpoint" if directory.is_dir() else "is no directory"
-        raise CheckpointError(f"{directory} {what}")
+        what = "holds no whole checkpoint" if directory.is_dir() else "is no directory"
+        raise CheckpointError(
+            f"{directory} {what}: wanted a directory that save_checkpoint has written to, or a checkpoint in it"
+        )
     return found
 
 

@@ -72,7 +72,7 @@ class Guard:
             message += (
                 f". {which} of them have to call forward (evaluation and generate() too), backward and everything that "
                 "collects weights, and run the same layers in the same order (some may skip layers, but not reorder "
-                "or repeat them)"
+                "or repeat them). Where inputs run out on some ranks first, use Join (docs/guide/uneven_inputs.md)"
             )
         ranks.fail(message)
         raise CommunicationError(message) from error

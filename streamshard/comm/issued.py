@@ -99,14 +99,14 @@ def _say(entry: _Entry, names: Sequence[str]) -> str:
     return {
         Kind.FORWARD: "begins (or, in fp32, ends) a forward",
         Kind.GATHER: f"gathers {unit}",
-        Kind.GATHER_FULL: f"collects the weights (or their state) of {unit}",
+        Kind.GATHER_FULL: f"collects weights or optimizer state of {unit} (full_state_dict, summon_full_params)",
         Kind.REDUCE: f"reduces the gradients of {unit}",
         Kind.AVERAGE: "averages over replicas",
         Kind.BROADCAST: "sends or receives a tensor that is rank 0's",
         Kind.SUM: "sums over all ranks (a norm, a check)",
         Kind.VOTE: "asks whether anything has changed that ranks share, at the start or the end of a forward",
         Kind.END_OF_STEP: "has ended its step (under Join: in its loop, or by repeat=)",
-        Kind.MEETING: "meets the others (to agree on something, to collect weights)",
+        Kind.MEETING: "meets the others (save_checkpoint, load_checkpoint, an export, or to agree on something)",
     }[entry.kind]
 
 

@@ -40,16 +40,16 @@ class MemoryReport:
 
     def __str__(self) -> str:
         padding = self.padded_numel / self.numel - 1 if self.numel else 0
-        who = f"memory of this rank, 1 of {self.world_size}"
+        who = f"memory of this rank, one of {self.world_size}"
         lines = [f"{who}; bytes per parameter of all {self.numel:,}, padded by {padding:.2%}"]
         rows = [(name, held, self.formula_bytes[name]) for name, held in self.held_bytes.items()]
         rows.append(("total", self.total_bytes, sum(self.formula_bytes.values())))
         for name, held, formula in rows:
             per_param = held / max(self.numel, 1)
-            check = "as computed" if held == formula else f"computed: {formula / 2**20:.2f} MiB"
+            check = "as the formula says" if held == formula else f"the formula says {formula / 2**20:.2f} MiB"
             lines.append(f"  {name:<16}{held / 2**20:>12.2f} MiB {per_param:>8.2f} bytes/param   {check}")
         adam = f"{self.adam_bytes / 2**20:>12.2f} MiB {self.adam_bytes / max(self.numel, 1):>8.2f} bytes/param"
-        lines.append(f"  {'(Adam moments)':<16}{adam}   held by the optimizer")
+        lines.append(f"  {'(Adam moments)':<16}{adam}   held by the optimizer, not in the total")
         lines.append(f"  {self.slots}")
         return "\n".join(lines)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -109,7 +110,9 @@ def _select(root: nn.Module, units: UnitsArgument, names: dict[nn.Module, str]) 
             found.extend(matches)
         elif isinstance(wanted, str):
             if wanted not in by_name:
-                raise UnitError(f"units names {wanted!r}, but the model has no module of that name")
+                raise UnitError(
+                    f"units names {wanted!r}, but the model has no module of that name{_hint(wanted, by_name)}"
+                )
             found.append(by_name[wanted])
         elif isinstance(wanted, nn.Module):
             if wanted not in names:
@@ -120,6 +123,14 @@ def _select(root: nn.Module, units: UnitsArgument, names: dict[nn.Module, str]) 
     if not found:
         raise UnitError("units selects no module")
     return found
+
+
+def _hint(wanted: str, by_name: Mapping[str, nn.Module]) -> str:
+    """What may have been meant by a name that no module has."""
+    if any(type(module).__name__ == wanted for module in by_name.values()):
+        return f", only a class of it: units=[{wanted}] takes the class itself"
+    similar = difflib.get_close_matches(wanted, by_name, n=2)
+    return f"; like it are {' and '.join(map(repr, similar))}" if similar else "; model.named_modules() has the names"
 
 
 def _selected_by(root: nn.Module, predicate: Callable[..., bool]) -> list[nn.Module]:

@@ -133,7 +133,8 @@ def check_params(root: nn.Module) -> torch.device:
             )
         if param.layout is not torch.strided or type(param) is not nn.Parameter:
             raise ShardingError(
-                f"parameter {name!r} is a {type(param).__name__} ({param.layout}), wanted a dense Parameter"
+                f"parameter {name!r} is a {type(param).__name__} ({param.layout}), wanted a dense torch.nn.Parameter: "
+                "shard the model as it was built, without fully_shard, tensor parallelism or quantization before"
             )
         if param.is_inference():
             raise ShardingError(

@@ -143,9 +143,10 @@ class StatePiece(torch.Tensor):
 
     def _refuse(self, *args: object) -> NoReturn:
         raise ShardingError(
-            f"this state dict holds one rank's pieces (here {tuple(self.shape)}): to save it whole use "
-            "model.full_state_dict() or streamshard.export_safetensors(model, directory), for an optimizer's "
-            "streamshard.full_optimizer_state_dict(model, optimizer), called on all ranks"
+            f"this state dict holds one rank's pieces (here {tuple(self.shape)}). Call on all ranks instead, to save a "
+            "run, streamshard.save_checkpoint(directory, model, optimizer), for whole weights model.full_state_dict() "
+            "or streamshard.export_safetensors(model, directory), for an optimizer's whole state "
+            "streamshard.full_optimizer_state_dict(model, optimizer)"
         )
 
     __reduce_ex__ = numpy = __array__ = untyped_storage = _refuse  # type: ignore[assignment]  # on purpose

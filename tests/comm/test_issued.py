@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -86,7 +87,7 @@ WAYS: dict[str, Callable[[Any, int], None]] = {
 def _caught(context: RankContext, over: str, way: str) -> str:
     """What this rank was told."""
     model = _model(over)
-    with mock.patch.object(watch, "_PATIENCE_S", 0.2), pytest.raises(CommunicationError) as caught:
+    with mock.patch.object(watch, "_PATIENCE_S", 0.2), pytest.raises(CommunicationError, match="Join") as caught:
         WAYS[way](model, context.rank)
     with pytest.raises(CommunicationError, match="is not possible any more: .*ranks do not do the same"):
         model(vector_batch(0, context.rank))
@@ -178,6 +179,13 @@ def test_every_kind_has_words(kind: Kind) -> None:
     assert found is not None
     assert found.startswith("ranks do not do the same: rank 0 ")
     assert ", rank 2 " in found
+
+
+def test_what_only_one_rank_called_is_named() -> None:
+    """A checkpoint saved, or weights collected, behind ``if rank == 0:``."""
+    found = describe_difference([_log((Kind.MEETING, 0)).words, _log((Kind.GATHER_FULL, 1)).words], NAMES)
+    assert found is not None
+    assert re.search(r"rank 0 .*save_checkpoint.*rank 1 .*'layers\.0' .*full_state_dict", found)
 
 
 def test_a_rank_that_is_behind_does_the_same() -> None:

@@ -55,7 +55,7 @@ def test_options_are_arguments_or_variables(context: RankContext) -> None:
         ({}, {"weight_slots": 1}, "weight_slots=1"),
         ({}, {"mixed_precision": "bf16", "precision": Precision(param_dtype=torch.float16)}, "mixed_precision='fp16'"),
         ({}, {"precision": Precision()}, "mixed_precision='bf16'"),
-        ({}, {"precision": "bf16"}, "wanted a streamshard.Precision"),
+        ({}, {"precision": "bf16"}, r"wanted a streamshard.Precision, such as Precision\("),
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {"precision": Precision()}, "mixed_precision='bf16'"),
         ({"ACCELERATE_USE_FSDP": "true"}, {}, "FSDP .*ACCELERATE_USE_FSDP.*--multi_gpu"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, "DeepSpeed"),

@@ -194,13 +194,14 @@ def test_the_report_can_be_read(context: RankContext) -> None:
     text = str(_report(StreamShard(TinyLM(), precision=FP32)))
     lines = text.splitlines()
     numel = sum(p.numel() for p in TinyLM().parameters())
-    assert lines[0] == f"memory of this rank, 1 of 2; bytes per parameter of all {numel:,}, padded by 0.00%"
-    assert all(line.endswith("as computed") for line in lines[1:-2])
+    assert lines[0] == f"memory of this rank, one of 2; bytes per parameter of all {numel:,}, padded by 0.00%"
+    assert all(line.endswith("as the formula says") for line in lines[1:-2])
     assert [line.split("  ")[1].strip() for line in lines[1:-1]] == [
         *(category.value for category in Category),
         "total",
         "(Adam moments)",
     ]
+    assert lines[-2].endswith("not in the total")
     assert lines[-1] == "  weight_slots=2, grad_slots=2"
 
 
