@@ -142,8 +142,7 @@ def save_checkpoint(
     finish_running(ranks)
     number = _agree(root, keep, step, wait, parts)
     _say_what_is_lost(parts)
-    state, pieces = collect(parts)
-    job = plan_job(root, number, keep, ranks, state, pieces)
+    job = plan_job(root, number, keep, ranks, collect(parts))
     if wait:
         path = job.write(ranks)
         log.info("saved %s in %.1f s", path, time.perf_counter() - began)

@@ -24,6 +24,7 @@ from torch.optim import lr_scheduler
 from streamshard import LocalSGD, StreamShard, latest, load_checkpoint, save_checkpoint
 from streamshard.checkpoint import manifest, save_job
 from streamshard.checkpoint.piece_files import PieceFiles
+from streamshard.comm.ranks import Ranks
 from streamshard.errors import CheckpointError, ConfigError, RankMismatchError, ShardingError
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
 from tests.models import DIM, Layer, NormStack, Stack
@@ -191,6 +192,26 @@ def test_saving_in_the_background_saves_what_was_there(context: RankContext, tmp
     other = start(1)
     _load(tmp_path / "checkpoint-2", other)
     assert steps(other, 2, 4) == wanted
+
+
+@on_ranks(2)
+def test_ranks_meet_three_times_before_training_goes_on(context: RankContext, tmp_path: Path) -> None:
+    """However many parts there are: to agree on arguments, on what is saved, and on what lies where."""
+    run = start(0)
+    steps(run, 0, 1)
+    _save(tmp_path, run, wait=False).wait()  # makes a group
+    meetings: list[None] = []
+    gather = Ranks.gather_objects
+
+    def gather_and_count(self: Ranks, value: object, **settings: Any) -> list[Any]:
+        meetings.append(None)
+        return gather(self, value, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "gather_objects", gather_and_count)
+        saving = _save(tmp_path, run, wait=False, extra={"rank": context.rank})
+    saving.wait()
+    assert len(meetings) == 3
 
 
 @on_ranks(2)

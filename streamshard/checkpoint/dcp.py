@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from streamshard.checkpoint.collect import Collected
 from streamshard.checkpoint.dcp_files import MODEL_DIRECTORY, OPTIMIZER_DIRECTORY, Source
 from streamshard.checkpoint.directory import next_number
 from streamshard.checkpoint.offline import Opened, open_checkpoint
@@ -253,7 +254,7 @@ def from_dcp(
     root = Path(out)
     number = next_number(root) if step is None else step
     state = {"models": models, "optimizers": optimizers, "trees": {}}
-    job = plan_job(root, number, None, Alone(), state, pieces)
+    job = plan_job(root, number, None, Alone(), Collected(state, {}, pieces))
 
     def data_of(name: str) -> torch.Tensor:
         return source.tensor(keys[name]).view(-1) if name in keys else tensors[name].contiguous().view(-1)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from streamshard.checkpoint.collect import Collected
 from streamshard.checkpoint.directory import create_partial, publish_checkpoint, remove_partial
 from streamshard.checkpoint.manifest import FileRecord, Manifest, PieceRecord, TensorRecord
 from streamshard.checkpoint.piece_file import Piece, plan_piece_file, write_piece_file
@@ -82,23 +83,25 @@ class SaveJob(NamedTuple):
         return Manifest(self.number, len(records), self.replicas, versions, tuple(records), self.tensors, self.state)
 
 
-def plan_job(
-    root: Path, number: int, keep: int | None, ranks: Ranks | Alone, state: Mapping[str, Any], pieces: list[Piece]
-) -> SaveJob:
-    """What each rank writes where. Collective."""
+def plan_job(root: Path, number: int, keep: int | None, ranks: Ranks | Alone, collected: Collected) -> SaveJob:
+    """What each rank writes where. Collective: ranks meet once."""
+    state, differing, pieces = collected
     name = f"rank-{ranks.number:05d}-of-{ranks.total_size:05d}.safetensors"
     layouts: list[FileLayout] = []
 
-    def plan() -> list[_Row]:
+    def plan() -> tuple[list[_Row], dict[str, Any]]:
         layouts.append(plan_piece_file(name, [piece for piece in pieces if piece.data.numel()]))
-        return [
+        rows = [
             _Row(piece.name, piece.shape, str(piece.data.dtype).removeprefix("torch."), piece.start, piece.stop)
             for piece in pieces
         ]
+        return rows, differing
 
-    tensors = _tensor_records(gather_from_all_ranks(ranks, f"save to {root}", plan))
-    layout = layouts[0]
-    return SaveJob(root, number, keep, layout, pieces, tensors, ranks.total_size // ranks.world_size, state)
+    told = gather_from_all_ranks(ranks, f"save to {root}", plan)
+    tensors = _tensor_records([rows for rows, _ in told])
+    by_rank = {tree: {"ranks": [theirs[tree] for _, theirs in told]} for tree in differing}
+    state = {**state, "trees": {**state["trees"], **by_rank}}
+    return SaveJob(root, number, keep, layouts[0], pieces, tensors, ranks.total_size // ranks.world_size, state)
 
 
 class _Row(NamedTuple):
