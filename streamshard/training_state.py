@@ -141,14 +141,14 @@ def save_checkpoint(
     root, ranks = Path(directory), parts.engine.ranks
     finish_running(ranks)
     number = _agree(root, keep, step, wait, parts)
+    group = ranks if wait else background_group(ranks)
     _say_what_is_lost(parts)
     job = plan_job(root, number, keep, ranks, collect(parts))
     if wait:
-        path = job.write(ranks)
+        path = job.write(group)
         log.info("saved %s in %.1f s", path, time.perf_counter() - began)
         return path
     job = job._replace(pieces=copy_to_host(parts.engine, job.pieces))
-    group = background_group(ranks)
 
     def write() -> None:
         path = job.write(group)

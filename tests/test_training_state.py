@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import errno
 import itertools
 import os
@@ -10,6 +11,7 @@ import random
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
 
-from streamshard import LocalSGD, StreamShard, latest, load_checkpoint, save_checkpoint
-from streamshard.checkpoint import manifest, save_job
+from streamshard import LocalSGD, StreamShard, latest, load_checkpoint, save_checkpoint, training_state
+from streamshard.checkpoint import background, manifest, save_job
 from streamshard.checkpoint.piece_files import PieceFiles
 from streamshard.comm.ranks import Ranks
-from streamshard.errors import CheckpointError, ConfigError, RankMismatchError, ShardingError
+from streamshard.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError, ShardingError
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
 from tests.models import DIM, Layer, NormStack, Stack
 from tests.ranks import RankContext, RankPool, on_ranks
@@ -212,6 +214,50 @@ def test_ranks_meet_three_times_before_training_goes_on(context: RankContext, tm
         saving = _save(tmp_path, run, wait=False, extra={"rank": context.rank})
     saving.wait()
     assert len(meetings) == 3
+
+
+@on_ranks(2)
+def test_a_rank_that_dies_before_the_first_save_in_the_background_is_missed(
+    context: RankContext, tmp_path: Path
+) -> None:
+    """The others make a group for it, at the store, which does not say that nobody comes any more."""
+    run = start(0)
+
+    def die(ranks: Ranks) -> Any:
+        raise SystemExit
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "MADE_WITHIN", datetime.timedelta(seconds=0.5))
+        if context.rank == 1:
+            patch.setattr(training_state, "background_group", die)
+        error, words = (SystemExit, None) if context.rank == 1 else (CommunicationError, "making a group .* on rank 0")
+        with pytest.raises(error, match=words):
+            _save(tmp_path, run, wait=False)
+    assert not any(tmp_path.iterdir())
+
+
+@on_ranks(2)
+def test_how_long_ranks_wait_for_a_slow_disk_is_not_how_long_they_wait_for_a_group(
+    context: RankContext, tmp_path: Path
+) -> None:
+    """Who makes a group has met the others just before; who writes may take its time."""
+    run = start(0)
+    given_up = tmp_path / "given-up"
+
+    def write_too_late(*args: Any) -> Any:
+        while context.rank == 1 and not given_up.exists():
+            time.sleep(0.01)
+        raise OSError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "WRITTEN_WITHIN", datetime.timedelta(seconds=0.5))
+        patch.setattr(save_job, "write_piece_file", write_too_late)
+        saving = _save(tmp_path / "run", run, wait=False)
+        with pytest.raises(RuntimeError):
+            saving.wait()
+        given_up.touch()
+    with pytest.raises(RuntimeError):  # nobody knows who has heard of it
+        _save(tmp_path / "run", run)
 
 
 @on_ranks(2)
