@@ -27,10 +27,12 @@ from streamshard.checkpoint.collect import collect
 from streamshard.checkpoint.directory import find_checkpoint, next_number
 from streamshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
 from streamshard.checkpoint.parts import Parts, name_parts
+from streamshard.checkpoint.piece_file import Piece
 from streamshard.checkpoint.piece_files import PieceFiles
 from streamshard.checkpoint.restore import plan_restore
 from streamshard.checkpoint.save_job import plan_job
 from streamshard.checkpoint.writer import gather_from_all_ranks, run_on_all_ranks
+from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, ConfigError, RankMismatchError, warn_user
 from streamshard.initialise import compute_buffers
 from streamshard.log import log, progress
@@ -134,11 +136,12 @@ def save_checkpoint(
         ShardingError: no model is sharded, or it is called inside a forward or backward.
     """
     began = time.perf_counter()
+    root = parse_path("directory", directory)
     for name, value, least in (("keep", keep, 1), ("step", step, 0)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"{name}={value!r}: wanted an integer of at least {least}, or None")
     parts = name_parts("save_checkpoint", model, optimizer, scheduler, scaler, extra, accepts_empty=False)
-    root, ranks = Path(directory), parts.engine.ranks
+    ranks = parts.engine.ranks
     finish_running(ranks)
     number = _agree(root, keep, step, wait, parts)
     group = ranks if wait else background_group(ranks)
@@ -148,10 +151,16 @@ def save_checkpoint(
         path = job.write(group)
         log.info("saved %s in %.1f s", path, time.perf_counter() - began)
         return path
-    job = job._replace(pieces=copy_to_host(parts.engine, job.pieces))
+    copied: list[Piece] = []
+    failure: Exception | None = None
+    try:
+        copied = copy_to_host(parts.engine, job.pieces)
+    except Exception as error:  # the other ranks hear of it where they meet next
+        failure = error
+    job = job._replace(pieces=copied)
 
     def write() -> None:
-        path = job.write(group)
+        path = job.write(group, failure=failure)
         log.info("saved %s in the background, %.1f s after the call", path, time.perf_counter() - began)
 
     return run_in_background(Saving(job.path, write))
@@ -191,8 +200,9 @@ def load_checkpoint(
         ShardingError: no model is sharded, or it is called inside a forward or backward.
     """
     began = time.perf_counter()
+    root = parse_path("directory", directory)
     parts = name_parts("load_checkpoint", model, optimizer, scheduler, scaler, extra, accepts_empty=True)
-    ranks, root = parts.engine.ranks, Path(directory)
+    ranks = parts.engine.ranks
     finish_running(ranks)
     doing = f"load {root}"
     path = gather_from_all_ranks(ranks, doing, lambda: find_checkpoint(root) if ranks.is_first else Path())[0]

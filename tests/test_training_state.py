@@ -23,8 +23,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
 
-from streamshard import LocalSGD, StreamShard, latest, load_checkpoint, save_checkpoint, training_state
+from streamshard import (
+    LocalSGD,
+    StreamShard,
+    export_safetensors,
+    latest,
+    load_checkpoint,
+    load_safetensors,
+    save_checkpoint,
+    training_state,
+)
 from streamshard.checkpoint import background, manifest, save_job
+from streamshard.checkpoint.dcp import from_dcp, to_dcp
+from streamshard.checkpoint.offline import export_checkpoint
 from streamshard.checkpoint.piece_files import PieceFiles
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError, ShardingError
@@ -321,6 +332,45 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call(context: RankCo
     assert latest(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
     assert _save(tmp_path, run).name == "checkpoint-2"
+
+
+@on_ranks(2)
+def test_a_rank_that_cannot_copy_lets_the_others_know(context: RankContext, tmp_path: Path) -> None:
+    """Of memory that is short, for example: they are writing by then."""
+    run = start(0)
+
+    def refuse(*args: Any) -> Any:
+        raise MemoryError("no room for copies")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if context.rank == 1:
+            patch.setattr(training_state, "copy_to_host", refuse)
+        saving = _save(tmp_path, run, wait=False)
+        with pytest.raises(CheckpointError, match="rank 1: MemoryError: no room for copies"):
+            saving.wait()
+    assert not any(tmp_path.iterdir())
+    _save(tmp_path, run, wait=False).wait()
+
+
+@on_ranks(2)
+def test_a_buffer_without_values_on_one_rank_is_named_on_all(context: RankContext, tmp_path: Path) -> None:
+    """Before anything is written or changed."""
+    run = start(0)
+    path = _save(tmp_path / "run", run)
+    before = weights_of(run)
+    words = "rank 0: .*buffer 'counts' is on the meta device"
+    if context.rank == 0:
+        run.model.counts = run.model.counts.to("meta")
+    for wait in (True, False):
+        with pytest.raises(CheckpointError, match=words):
+            _save(tmp_path / "run", run, wait=wait)
+    with pytest.raises(CheckpointError, match=words):
+        _load(path, run)
+    with pytest.raises(CheckpointError, match=words):
+        export_safetensors(run.model, tmp_path / "export")
+    assert [each.name for each in tmp_path.rglob("*") if each.is_dir()] == ["run", "checkpoint-1"]
+    run.model.counts = torch.zeros(3, dtype=torch.int64)
+    assert_same(weights_of(run), before, "weights", EXACT)
 
 
 @on_ranks(2)
@@ -764,6 +814,22 @@ def test_arguments_that_cannot_work(context: RankContext, tmp_path: Path) -> Non
     ):
         with pytest.raises(ConfigError, match=words):
             _save(tmp_path, run, **settings)
+    calls: list[Callable[[Any], Any]] = [
+        latest,
+        lambda directory: save_checkpoint(directory, run.model),
+        lambda directory: load_checkpoint(directory, run.model),
+        lambda directory: export_safetensors(run.model, directory),
+        lambda directory: load_safetensors(run.model, directory),
+        lambda directory: export_checkpoint(directory, tmp_path),
+        lambda directory: to_dcp(directory, tmp_path),
+        lambda directory: from_dcp(directory, tmp_path),
+    ]
+    for call, directory in itertools.product(calls, (b"runs", 1, None)):
+        with pytest.raises(ConfigError, match=f"directory={directory!r}: wanted a path"):
+            call(directory)
+    for convert in (export_checkpoint, to_dcp):
+        with pytest.raises(ConfigError, match="out=None: wanted a path"):
+            convert(tmp_path, None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="optimizer is a OneCycleLR"):
         save_checkpoint(tmp_path, run.model, run.scheduler)  # type: ignore[call-overload]
     with pytest.raises(ConfigError, match="model is a AdamW"):

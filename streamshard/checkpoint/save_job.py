@@ -43,12 +43,18 @@ class SaveJob(NamedTuple):
     def path(self) -> Path:
         return self.root / f"checkpoint-{self.number}"
 
-    def write(self, group: RankGroup, data_of: Callable[[str], torch.Tensor] | None = None) -> Path:
+    def write(
+        self,
+        group: RankGroup,
+        data_of: Callable[[str], torch.Tensor] | None = None,
+        failure: Exception | None = None,
+    ) -> Path:
         """Write this rank's file, and let the first rank publish all of them. Collective.
 
         Args:
             group: the ranks.
             data_of: makes the data of a piece when it is written, by the name of its tensor; None: they have them.
+            failure: why this rank cannot write.
         """
         doing = f"save {self.path}"
         partial: Path | None = None
@@ -59,6 +65,8 @@ class SaveJob(NamedTuple):
             held = {piece.name: piece.data for piece in self.pieces}
 
             def write() -> FileRecord:
+                if failure is not None:
+                    raise failure
                 with progress(f"saving {self.path.name}", self.layout.size_bytes, shows=group.is_first) as advance:
                     return write_piece_file(partial, self.layout, data_of or held.__getitem__, advance)
 
