@@ -261,6 +261,7 @@ def test_how_long_ranks_wait_for_a_slow_disk_is_not_how_long_they_wait_for_a_gro
         raise OSError
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "MADE_WITHIN", datetime.timedelta(minutes=10))
         patch.setattr(background, "WRITTEN_WITHIN", datetime.timedelta(seconds=0.5))
         patch.setattr(save_job, "write_piece_file", write_too_late)
         saving = _save(tmp_path / "run", run, wait=False)
@@ -786,6 +787,51 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_mixed(context: 
             _load(tmp_path / "one", run)
     assert_same(weights_of(run), before, "weights", EXACT)
     _load(tmp_path / "one", run)
+
+
+@on_ranks(1)
+def test_a_file_that_is_written_to_while_it_is_loaded_is_named(context: RankContext, tmp_path: Path) -> None:
+    """By somebody who does not know what it is; it has been verified by then, and half of it is loaded."""
+    run = start(0)
+    path = _save(tmp_path, run)
+    read = PieceFiles.read
+
+    def read_and_write(self: PieceFiles, each: Any) -> None:
+        read(self, each)
+        os.utime(path / "rank-00000-of-00001.safetensors", (1, 1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PieceFiles, "read", read_and_write)
+        with pytest.raises(CheckpointError, match="half of it is loaded now.*was written to while it was read"):
+            _load(path, run)
+    _load(path, run)
+
+
+@on_ranks(1)
+def test_buffers_that_are_not_contiguous_come_back(context: RankContext, tmp_path: Path) -> None:
+    """In their own memory."""
+    plain = Stack()
+    plain.register_buffer("table", torch.arange(6.0).view(2, 3).t())
+    model: Any = StreamShard(plain, precision=FP32)
+    wanted, table = model.table.clone(), model.table
+    save_checkpoint(tmp_path, model)
+    model.table.zero_()
+    load_checkpoint(tmp_path, model)
+    assert model.table is table
+    assert torch.equal(table, wanted)
+
+
+@on_ranks(2)
+def test_state_that_only_some_ranks_keep_is_named(context: RankContext, tmp_path: Path) -> None:
+    """A parameter that lies on several would have half of it."""
+    run = start(0)
+    steps(run, 0, 1)
+    if context.rank == 1:
+        for param in run.model.parameters():
+            run.optimizer.state[param].pop("exp_avg", None)
+    with pytest.raises(RankMismatchError, match=r"state of '.*' differs between ranks: .*'exp_avg'.*on rank 1"):
+        _save(tmp_path, run)
+    assert not any(tmp_path.iterdir())
 
 
 @on_ranks(2)
