@@ -2382,9 +2382,9 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "checkpoint/publish",
-        "the old file goes before the new index is there",
-        "    os.replace(root / (INDEX_NAME + PARTIAL), root / INDEX_NAME)\n    sync_directory(root)\n    _remove(root / SING",
-        "    _remove(root / SINGLE_NAME)\n    os.replace(root / (INDEX_NAME + PARTIAL), root / INDEX_NAME)\n    _remove(root / SING",
+        "the old file goes before the new ones are there",
+        "    for file in files:\n        undo.callback(_remove, root / file.name)\n",
+        "    _remove(root / SINGLE_NAME)\n    for file in files:\n        undo.callback(_remove, root / file.name)\n",
         "publish::test_export_killed_anywhere_leaves_the_old_one_or_the_new",
     ),
     Mutant(

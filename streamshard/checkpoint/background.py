@@ -27,7 +27,7 @@ from streamshard.engine.engine import Engine
 from streamshard.errors import CheckpointError
 from streamshard.log import log
 
-__all__ = ["Saving", "background_group", "copy_to_host", "finish_running", "run_in_background"]
+__all__ = ["BackgroundGroup", "Saving", "background_group", "copy_to_host", "finish_running", "run_in_background"]
 
 
 MADE_WITHIN = datetime.timedelta(seconds=20)  # a group, once ranks have met
@@ -141,7 +141,7 @@ def copy_to_host(engine: Engine, pieces: list[Piece]) -> list[Piece]:
     return copied
 
 
-class _BackgroundGroup:
+class BackgroundGroup:
     """The ranks, as a thread beside training talks to them: over a group that nobody else uses, nor destroys."""
 
     def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
@@ -171,7 +171,7 @@ class _BackgroundGroup:
         return results
 
 
-def background_group(ranks: Ranks) -> _BackgroundGroup:
+def background_group(ranks: Ranks) -> BackgroundGroup:
     """Collective the first time.
 
     To be called where ranks have just met: to make a group they meet at the store, which does not say that one of them
@@ -181,7 +181,7 @@ def background_group(ranks: Ranks) -> _BackgroundGroup:
         CommunicationError: another rank did not come.
     """
     if ranks.total_size == 1:
-        return _BackgroundGroup(ranks, None)
+        return BackgroundGroup(ranks, None)
     all_ranks = ranks.all_ranks
     group_of = _groups.get(all_ranks)
     group = None if group_of is None else group_of()
@@ -190,4 +190,4 @@ def background_group(ranks: Ranks) -> _BackgroundGroup:
         with ranks.guard("making a group for saves in the background"):
             group = dist.new_group(members, MADE_WITHIN, backend="gloo", use_local_synchronization=True)
         _groups[all_ranks] = weakref.ref(group)
-    return _BackgroundGroup(ranks, group)
+    return BackgroundGroup(ranks, group)
