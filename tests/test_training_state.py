@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import errno
 import itertools
+import json
+import logging
+import math
 import os
 import random
+import re
 import shutil
 import signal
 import threading
@@ -19,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
@@ -39,6 +45,7 @@ from streamshard.checkpoint.offline import export_checkpoint
 from streamshard.checkpoint.piece_files import PieceFiles
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError, ShardingError
+from streamshard.log import log
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
 from tests.models import DIM, Layer, NormStack, Stack
 from tests.ranks import RankContext, RankPool, on_ranks
@@ -187,6 +194,67 @@ def test_any_number_of_ranks_loads_what_any_has_saved(ranks: RankPool, tmp_path:
             assert found == wanted
         else:
             assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@on_ranks(3)
+def test_each_rank_writes_what_it_owns_once_in_files_that_anybody_reads(context: RankContext, tmp_path: Path) -> None:
+    """JSON, and safetensors that the library opens; no element twice, and none of a copy."""
+    run = start(0)
+    steps(run, 0, 1)
+    copied: list[int] = []
+    write = os.pwrite
+
+    def write_and_look(descriptor: int, data: Any, offset: int) -> int:
+        copied.extend([len(data)] if offset and not own.intersection([_address(data)]) else [])
+        return write(descriptor, data, offset)
+
+    tensors = [run.model.counts, *run.model.parameters()]
+    tensors += [value for state in run.optimizer.state.values() for value in state.values()]
+    own = {tensor.data_ptr() for tensor in tensors}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", write_and_look)
+        path = _save(tmp_path, run)
+    random_states_bytes = torch.get_rng_state().nbytes + 625 * 8 + 624 * 4  # of torch, Python and numpy
+    assert sum(copied) <= random_states_bytes
+    found: dict[str, int] = {}
+    for rank in range(3):
+        with safe_open(path / f"rank-0000{rank}-of-00003.safetensors", "pt") as file:
+            for name in file.offset_keys():
+                found[name] = found.get(name, 0) + file.get_slice(name).get_shape()[0]
+    written = json.loads((path / "checkpoint.json").read_text())["content"]["tensors"]
+    assert found == {name: math.prod(each["shape"]) for name, each in written.items() if math.prod(each["shape"])}
+
+
+def _address(data: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(data)) if not data.readonly else 0
+
+
+@on_ranks(2)
+def test_what_happens_is_logged(context: RankContext, tmp_path: Path) -> None:
+    """By the standard `logging`: what was saved, loaded, deleted and left out."""
+    run = start(0)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    level = log.level
+    log.setLevel(logging.INFO)
+    try:
+        _save(tmp_path, run)
+        _save(tmp_path, run, keep=1, wait=False).wait()
+        load_checkpoint(tmp_path, run.model)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    said = "\n".join(lines)
+    for words in (
+        "saved .*checkpoint-1 in .* s",
+        "saved .*checkpoint-2 in the background, .* s after the call",
+        "loaded .*checkpoint-2 in",
+        "left out: scheduler: not asked for",
+    ):
+        assert re.search(words, said), (words, said)
+    assert bool(re.search("deleted .*checkpoint-1: keep=1", said)) == (context.rank == 0)
 
 
 @on_ranks(2)
