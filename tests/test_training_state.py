@@ -266,7 +266,9 @@ def test_saving_in_the_background_saves_what_was_there(context: RankContext, tmp
     wanted = steps(run, 2, 4)
     assert saving.wait() == tmp_path / "checkpoint-2"
     assert saving.done
-    again = _save(tmp_path, run, wait=False, step=4)  # over the same copies
+    _save(tmp_path, run, wait=False, step=3)
+    again = _save(tmp_path, run, wait=False, step=4)  # over the same copies, once the one before is written
+    assert (tmp_path / "checkpoint-3" / "checkpoint.json").exists()
     later = steps(run, 4, 6)
     _load(again.path, run)  # waits
     assert steps(run, 4, 6) == later
@@ -360,6 +362,11 @@ def test_a_script_that_is_terminated_ends_after_the_save(context: RankContext, t
         with pytest.raises(SystemExit) as ended:
             signal.raise_signal(signal.SIGTERM)
         assert ended.value.code == 128 + signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert not saving.done
+        (thread,) = (each for each in threading.enumerate() if each.name.startswith("save "))
+        assert not thread.daemon  # the interpreter waits for it
         may_write.set()
         saving.wait()
         patch.setattr(os, "kill", lambda *args: killed.append(args))
