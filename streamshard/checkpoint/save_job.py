@@ -19,7 +19,7 @@ from streamshard.checkpoint.directory import create_partial, publish_checkpoint,
 from streamshard.checkpoint.manifest import FileRecord, Manifest, PieceRecord, TensorRecord
 from streamshard.checkpoint.piece_file import Piece, plan_piece_file, write_piece_file
 from streamshard.checkpoint.safetensors_file import FileLayout
-from streamshard.checkpoint.writer import Alone, RankGroup, gather_from_all_ranks, run_on_all_ranks
+from streamshard.checkpoint.writer import Alone, RankGroup, gather_from_all_ranks, run_on_first_rank
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import CheckpointError
 from streamshard.log import progress
@@ -71,12 +71,7 @@ class SaveJob(NamedTuple):
                     return write_piece_file(partial, self.layout, data_of or held.__getitem__, advance)
 
             records = gather_from_all_ranks(group, doing, write)
-
-            def publish() -> None:
-                if group.is_first:
-                    publish_checkpoint(partial, self._manifest(records), self.keep)
-
-            run_on_all_ranks(group, doing, publish)
+            run_on_first_rank(group, doing, lambda: publish_checkpoint(partial, self._manifest(records), self.keep))
         except BaseException as error:
             if partial is not None and group.is_first:
                 remove_partial(partial)
