@@ -20,7 +20,7 @@ from streamshard.build import shard_model
 from streamshard.checkpoint.export import export_shards, floating_dtype
 from streamshard.checkpoint.load import Difference, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
-from streamshard.config import MemoryBudget, PieceAlignment, Precision, SlotCount
+from streamshard.config import MemoryBudget, PieceAlignment, Precision, SlotCount, parse_path
 from streamshard.engine.handle import HANDLE, Uncopyable, engine_at_rest, engine_of, handle_of
 from streamshard.engine.hooks import call_shell
 from streamshard.errors import ConfigError, ShardingError
@@ -357,6 +357,7 @@ def export_safetensors(
             consist of ranges of its parameters, or it has adapters and is no PeftModel. Raised on every rank; names the
             rank on which it went wrong. An earlier export is still there then, or the new one is, whole.
     """
+    directory = parse_path("directory", directory)
     engine = engine_at_rest(_all_of(model), "export_safetensors")
     if is_peft_model(model):
         return save_adapters(model, engine, directory, floating_dtype(dtype))
@@ -394,6 +395,7 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, str
     """
     if not isinstance(strict, bool):
         raise ConfigError(f"strict={strict!r}: wanted True or False")
+    directory = parse_path("directory", directory)
     engine = engine_at_rest(_all_of(model), "load_safetensors", accepts_empty=True)
     with leave_inference_mode(), leave_meta_device():
         loaded = load_shards(model, engine.param_shards, engine.ranks, directory, strict=strict)

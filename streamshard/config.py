@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,6 +23,7 @@ __all__ = [
     "Settings",
     "SlotCount",
     "parse_bytes",
+    "parse_path",
     "read_environment",
 ]
 
@@ -262,3 +265,19 @@ def parse_bytes(name: str, size: object, *, at_least: int = 1) -> int:
     if count is None or int(count) < at_least:
         raise ConfigError(f"{name}={size!r}: {wanted}")
     return int(count)
+
+
+def parse_path(name: str, path: object) -> Path:
+    """A path from text or an object that stands for one.
+
+    Args:
+        name: of the argument, for messages.
+        path: what was given for it.
+
+    Raises:
+        ConfigError: it is neither, or stands for bytes.
+    """
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str):
+        raise ConfigError(f"{name}={path!r}: wanted a path, as text or a pathlib.Path")
+    return Path(text)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.checkpoint.background import (
+    BackgroundGroup,
     Saving,
     background_group,
     copy_to_host,
@@ -27,10 +28,13 @@ from streamshard.checkpoint.collect import collect
 from streamshard.checkpoint.directory import find_checkpoint, next_number
 from streamshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
 from streamshard.checkpoint.parts import Parts, name_parts
+from streamshard.checkpoint.piece_file import Piece
 from streamshard.checkpoint.piece_files import PieceFiles
-from streamshard.checkpoint.restore import plan_restore
-from streamshard.checkpoint.save_job import plan_job
+from streamshard.checkpoint.restore import Plan, plan_restore
+from streamshard.checkpoint.save_job import SaveJob, plan_job
 from streamshard.checkpoint.writer import gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.ranks import Ranks
+from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, ConfigError, RankMismatchError, warn_user
 from streamshard.initialise import compute_buffers
 from streamshard.log import log, progress
@@ -134,28 +138,22 @@ def save_checkpoint(
         ShardingError: no model is sharded, or it is called inside a forward or backward.
     """
     began = time.perf_counter()
+    root = parse_path("directory", directory)
     for name, value, least in (("keep", keep, 1), ("step", step, 0)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"{name}={value!r}: wanted an integer of at least {least}, or None")
     parts = name_parts("save_checkpoint", model, optimizer, scheduler, scaler, extra, accepts_empty=False)
-    root, ranks = Path(directory), parts.engine.ranks
+    ranks = parts.engine.ranks
     finish_running(ranks)
     number = _agree(root, keep, step, wait, parts)
+    group = None if wait else background_group(ranks)
     _say_what_is_lost(parts)
-    state, pieces = collect(parts)
-    job = plan_job(root, number, keep, ranks, state, pieces)
-    if wait:
-        path = job.write(ranks)
-        log.info("saved %s in %.1f s", path, time.perf_counter() - began)
-        return path
-    job = job._replace(pieces=copy_to_host(parts.engine, job.pieces))
-    group = background_group(ranks)
-
-    def write() -> None:
-        path = job.write(group)
-        log.info("saved %s in the background, %.1f s after the call", path, time.perf_counter() - began)
-
-    return run_in_background(Saving(job.path, write))
+    job = plan_job(root, number, keep, ranks, collect(parts))
+    if group is not None:
+        return _write_in_background(job, parts, group, began)
+    path = job.write(ranks)
+    log.info("saved %s in %.1f s", path, time.perf_counter() - began)
+    return path
 
 
 def load_checkpoint(
@@ -192,46 +190,21 @@ def load_checkpoint(
         ShardingError: no model is sharded, or it is called inside a forward or backward.
     """
     began = time.perf_counter()
+    root = parse_path("directory", directory)
     parts = name_parts("load_checkpoint", model, optimizer, scheduler, scaler, extra, accepts_empty=True)
-    ranks, root = parts.engine.ranks, Path(directory)
+    ranks = parts.engine.ranks
     finish_running(ranks)
-    doing = f"load {root}"
-    path = gather_from_all_ranks(ranks, doing, lambda: find_checkpoint(root) if ranks.is_first else Path())[0]
+    path, manifest = _find(root, ranks)
     doing = f"load {path}"
-    manifest = run_on_all_ranks(ranks, doing, lambda: _read_whole_manifest(path))
-    if not ranks.are_equal(repr((manifest.files, manifest.versions))):
-        raise CheckpointError(
-            f"could not {doing}: ranks see different checkpoints there; it has to be on shared storage"
-        )
     with contextlib.ExitStack() as opened:
         files = PieceFiles(path, manifest, opened)
         run_on_all_ranks(ranks, doing, lambda: files.verify(ranks))
         plan = run_on_all_ranks(ranks, doing, lambda: plan_restore(parts, manifest, files.read_whole, strict=strict))
         run_on_all_ranks(ranks, doing, lambda: files.open(plan.reads))
-
-        def load_objects() -> None:
-            for name, load in plan.loads.items():
-                try:
-                    load()
-                except Exception as error:
-                    raise CheckpointError(f"{name} does not take its state: {type(error).__name__}: {error}") from error
-
-        run_on_all_ranks(ranks, doing, load_objects)
-
-        def read() -> None:
-            total = sum(read.target.nbytes for read in plan.reads)
-            with torch.no_grad(), progress(f"loading {path.name}", total, shows=ranks.is_first) as advance:
-                for each in plan.reads:
-                    files.read(each)
-                    advance(each.target.nbytes)
-            files.check_unchanged()
-            for finish in plan.finish:
-                finish()
-
+        run_on_all_ranks(ranks, doing, lambda: _load_objects(plan))
         # From here on only the storage itself can fail.
-        run_on_all_ranks(
-            ranks, f"finish loading {path}, and half of it is loaded now: load again before going on", read
-        )
+        half = f"finish loading {path}, and half of it is loaded now: load again before going on"
+        run_on_all_ranks(ranks, half, lambda: _read(plan, files, path, shows=ranks.is_first))
     for name, (each, engine) in parts.models.items():
         if engine.empty is not None:
             engine.empty.fill(plan.filled.get(name, ()))
@@ -263,6 +236,23 @@ def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Pa
     return number
 
 
+def _write_in_background(job: SaveJob, parts: Parts, group: BackgroundGroup, began: float) -> Saving:
+    """Copy what `job` writes, and let a thread write that."""
+    copied: list[Piece] = []
+    failure: Exception | None = None
+    try:
+        copied = copy_to_host(parts.engine, job.pieces)
+    except Exception as error:  # the other ranks hear of it where they meet next
+        failure = error
+    job = job._replace(pieces=copied)
+
+    def write() -> None:
+        path = job.write(group, failure=failure)
+        log.info("saved %s in the background, %.1f s after the call", path, time.perf_counter() - began)
+
+    return run_in_background(Saving(job.path, write))
+
+
 def _say_what_is_lost(parts: Parts) -> None:
     """Gradients that are certain to wait for more: elsewhere they may be those that a step has used."""
     for name, (_, engine) in parts.models.items():
@@ -274,7 +264,39 @@ def _say_what_is_lost(parts: Parts) -> None:
             )
 
 
+def _find(root: Path, ranks: Ranks) -> tuple[Path, Manifest]:
+    """The checkpoint that all ranks load. Collective."""
+    doing = f"load {root}"
+    path = gather_from_all_ranks(ranks, doing, lambda: find_checkpoint(root) if ranks.is_first else Path())[0]
+    doing = f"load {path}"
+    manifest = run_on_all_ranks(ranks, doing, lambda: _read_whole_manifest(path))
+    if not ranks.are_equal(repr((manifest.files, manifest.versions))):
+        raise CheckpointError(
+            f"could not {doing}: ranks see different checkpoints there; it has to be on shared storage"
+        )
+    return path, manifest
+
+
 def _read_whole_manifest(path: Path) -> Manifest:
     manifest = read_manifest(path)
     check_sizes(path, manifest)
     return manifest
+
+
+def _load_objects(plan: Plan) -> None:
+    for name, load in plan.loads.items():
+        try:
+            load()
+        except Exception as error:
+            raise CheckpointError(f"{name} does not take its state: {type(error).__name__}: {error}") from error
+
+
+def _read(plan: Plan, files: PieceFiles, path: Path, *, shows: bool) -> None:
+    total = sum(read.target.nbytes for read in plan.reads)
+    with torch.no_grad(), progress(f"loading {path.name}", total, shows=shows) as advance:
+        for each in plan.reads:
+            files.read(each)
+            advance(each.target.nbytes)
+    files.check_unchanged()
+    for finish in plan.finish:
+        finish()

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import datetime
 import errno
 import itertools
+import json
+import logging
+import math
 import os
 import random
+import re
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,14 +24,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
 
-from streamshard import LocalSGD, StreamShard, latest, load_checkpoint, save_checkpoint
-from streamshard.checkpoint import manifest, save_job
+from streamshard import (
+    LocalSGD,
+    StreamShard,
+    export_safetensors,
+    latest,
+    load_checkpoint,
+    load_safetensors,
+    save_checkpoint,
+    training_state,
+)
+from streamshard.checkpoint import background, manifest, save_job
+from streamshard.checkpoint.dcp import from_dcp, to_dcp
+from streamshard.checkpoint.offline import export_checkpoint
 from streamshard.checkpoint.piece_files import PieceFiles
-from streamshard.errors import CheckpointError, ConfigError, RankMismatchError, ShardingError
+from streamshard.comm.ranks import Ranks
+from streamshard.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError, ShardingError
+from streamshard.log import log
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
 from tests.models import DIM, Layer, NormStack, Stack
 from tests.ranks import RankContext, RankPool, on_ranks
@@ -175,6 +196,67 @@ def test_any_number_of_ranks_loads_what_any_has_saved(ranks: RankPool, tmp_path:
             assert found == pytest.approx(wanted, rel=1e-5)
 
 
+@on_ranks(3)
+def test_each_rank_writes_what_it_owns_once_in_files_that_anybody_reads(context: RankContext, tmp_path: Path) -> None:
+    """JSON, and safetensors that the library opens; no element twice, and none of a copy."""
+    run = start(0)
+    steps(run, 0, 1)
+    copied: list[int] = []
+    write = os.pwrite
+
+    def write_and_look(descriptor: int, data: Any, offset: int) -> int:
+        copied.extend([len(data)] if offset and not own.intersection([_address(data)]) else [])
+        return write(descriptor, data, offset)
+
+    tensors = [run.model.counts, *run.model.parameters()]
+    tensors += [value for state in run.optimizer.state.values() for value in state.values()]
+    own = {tensor.data_ptr() for tensor in tensors}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", write_and_look)
+        path = _save(tmp_path, run)
+    random_states_bytes = torch.get_rng_state().nbytes + 625 * 8 + 624 * 4  # of torch, Python and numpy
+    assert sum(copied) <= random_states_bytes
+    found: dict[str, int] = {}
+    for rank in range(3):
+        with safe_open(path / f"rank-0000{rank}-of-00003.safetensors", "pt") as file:
+            for name in file.offset_keys():
+                found[name] = found.get(name, 0) + file.get_slice(name).get_shape()[0]
+    written = json.loads((path / "checkpoint.json").read_text())["content"]["tensors"]
+    assert found == {name: math.prod(each["shape"]) for name, each in written.items() if math.prod(each["shape"])}
+
+
+def _address(data: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(data)) if not data.readonly else 0
+
+
+@on_ranks(2)
+def test_what_happens_is_logged(context: RankContext, tmp_path: Path) -> None:
+    """By the standard `logging`: what was saved, loaded, deleted and left out."""
+    run = start(0)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    level = log.level
+    log.setLevel(logging.INFO)
+    try:
+        _save(tmp_path, run)
+        _save(tmp_path, run, keep=1, wait=False).wait()
+        load_checkpoint(tmp_path, run.model)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    said = "\n".join(lines)
+    for words in (
+        "saved .*checkpoint-1 in .* s",
+        "saved .*checkpoint-2 in the background, .* s after the call",
+        "loaded .*checkpoint-2 in",
+        "left out: scheduler: not asked for",
+    ):
+        assert re.search(words, said), (words, said)
+    assert bool(re.search("deleted .*checkpoint-1: keep=1", said)) == (context.rank == 0)
+
+
 @on_ranks(2)
 def test_saving_in_the_background_saves_what_was_there(context: RankContext, tmp_path: Path) -> None:
     """Training goes on at once; what is written is what was there at the call."""
@@ -184,13 +266,80 @@ def test_saving_in_the_background_saves_what_was_there(context: RankContext, tmp
     wanted = steps(run, 2, 4)
     assert saving.wait() == tmp_path / "checkpoint-2"
     assert saving.done
-    again = _save(tmp_path, run, wait=False, step=4)  # over the same copies
+    _save(tmp_path, run, wait=False, step=3)
+    again = _save(tmp_path, run, wait=False, step=4)  # over the same copies, once the one before is written
+    assert (tmp_path / "checkpoint-3" / "checkpoint.json").exists()
     later = steps(run, 4, 6)
     _load(again.path, run)  # waits
     assert steps(run, 4, 6) == later
     other = start(1)
     _load(tmp_path / "checkpoint-2", other)
     assert steps(other, 2, 4) == wanted
+
+
+@on_ranks(2)
+def test_ranks_meet_three_times_before_training_goes_on(context: RankContext, tmp_path: Path) -> None:
+    """However many parts there are: to agree on arguments, on what is saved, and on what lies where."""
+    run = start(0)
+    steps(run, 0, 1)
+    _save(tmp_path, run, wait=False).wait()  # makes a group
+    meetings: list[None] = []
+    gather = Ranks.gather_objects
+
+    def gather_and_count(self: Ranks, value: object, **settings: Any) -> list[Any]:
+        meetings.append(None)
+        return gather(self, value, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "gather_objects", gather_and_count)
+        saving = _save(tmp_path, run, wait=False, extra={"rank": context.rank})
+    saving.wait()
+    assert len(meetings) == 3
+
+
+@on_ranks(2)
+def test_a_rank_that_dies_before_the_first_save_in_the_background_is_missed(
+    context: RankContext, tmp_path: Path
+) -> None:
+    """The others make a group for it, at the store, which does not say that nobody comes any more."""
+    run = start(0)
+
+    def die(ranks: Ranks) -> Any:
+        raise SystemExit
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "MADE_WITHIN", datetime.timedelta(seconds=0.5))
+        if context.rank == 1:
+            patch.setattr(training_state, "background_group", die)
+        error, words = (SystemExit, None) if context.rank == 1 else (CommunicationError, "making a group .* on rank 0")
+        with pytest.raises(error, match=words):
+            _save(tmp_path, run, wait=False)
+    assert not any(tmp_path.iterdir())
+
+
+@on_ranks(2)
+def test_how_long_ranks_wait_for_a_slow_disk_is_not_how_long_they_wait_for_a_group(
+    context: RankContext, tmp_path: Path
+) -> None:
+    """Who makes a group has met the others just before; who writes may take its time."""
+    run = start(0)
+    given_up = tmp_path / "given-up"
+
+    def write_too_late(*args: Any) -> Any:
+        while context.rank == 1 and not given_up.exists():
+            time.sleep(0.01)
+        raise OSError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "MADE_WITHIN", datetime.timedelta(minutes=10))
+        patch.setattr(background, "WRITTEN_WITHIN", datetime.timedelta(seconds=0.5))
+        patch.setattr(save_job, "write_piece_file", write_too_late)
+        saving = _save(tmp_path / "run", run, wait=False)
+        with pytest.raises(RuntimeError):
+            saving.wait()
+        given_up.touch()
+    with pytest.raises(RuntimeError):  # nobody knows who has heard of it
+        _save(tmp_path / "run", run)
 
 
 @on_ranks(2)
@@ -213,6 +362,11 @@ def test_a_script_that_is_terminated_ends_after_the_save(context: RankContext, t
         with pytest.raises(SystemExit) as ended:
             signal.raise_signal(signal.SIGTERM)
         assert ended.value.code == 128 + signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert not saving.done
+        (thread,) = (each for each in threading.enumerate() if each.name.startswith("save "))
+        assert not thread.daemon  # the interpreter waits for it
         may_write.set()
         saving.wait()
         patch.setattr(os, "kill", lambda *args: killed.append(args))
@@ -254,6 +408,45 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call(context: RankCo
     assert latest(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
     assert _save(tmp_path, run).name == "checkpoint-2"
+
+
+@on_ranks(2)
+def test_a_rank_that_cannot_copy_lets_the_others_know(context: RankContext, tmp_path: Path) -> None:
+    """Of memory that is short, for example: they are writing by then."""
+    run = start(0)
+
+    def refuse(*args: Any) -> Any:
+        raise MemoryError("no room for copies")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if context.rank == 1:
+            patch.setattr(training_state, "copy_to_host", refuse)
+        saving = _save(tmp_path, run, wait=False)
+        with pytest.raises(CheckpointError, match="rank 1: MemoryError: no room for copies"):
+            saving.wait()
+    assert not any(tmp_path.iterdir())
+    _save(tmp_path, run, wait=False).wait()
+
+
+@on_ranks(2)
+def test_a_buffer_without_values_on_one_rank_is_named_on_all(context: RankContext, tmp_path: Path) -> None:
+    """Before anything is written or changed."""
+    run = start(0)
+    path = _save(tmp_path / "run", run)
+    before = weights_of(run)
+    words = "rank 0: .*buffer 'counts' is on the meta device"
+    if context.rank == 0:
+        run.model.counts = run.model.counts.to("meta")
+    for wait in (True, False):
+        with pytest.raises(CheckpointError, match=words):
+            _save(tmp_path / "run", run, wait=wait)
+    with pytest.raises(CheckpointError, match=words):
+        _load(path, run)
+    with pytest.raises(CheckpointError, match=words):
+        export_safetensors(run.model, tmp_path / "export")
+    assert [each.name for each in tmp_path.rglob("*") if each.is_dir()] == ["run", "checkpoint-1"]
+    run.model.counts = torch.zeros(3, dtype=torch.int64)
+    assert_same(weights_of(run), before, "weights", EXACT)
 
 
 @on_ranks(2)
@@ -671,6 +864,51 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_mixed(context: 
     _load(tmp_path / "one", run)
 
 
+@on_ranks(1)
+def test_a_file_that_is_written_to_while_it_is_loaded_is_named(context: RankContext, tmp_path: Path) -> None:
+    """By somebody who does not know what it is; it has been verified by then, and half of it is loaded."""
+    run = start(0)
+    path = _save(tmp_path, run)
+    read = PieceFiles.read
+
+    def read_and_write(self: PieceFiles, each: Any) -> None:
+        read(self, each)
+        os.utime(path / "rank-00000-of-00001.safetensors", (1, 1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PieceFiles, "read", read_and_write)
+        with pytest.raises(CheckpointError, match="half of it is loaded now.*was written to while it was read"):
+            _load(path, run)
+    _load(path, run)
+
+
+@on_ranks(1)
+def test_buffers_that_are_not_contiguous_come_back(context: RankContext, tmp_path: Path) -> None:
+    """In their own memory."""
+    plain = Stack()
+    plain.register_buffer("table", torch.arange(6.0).view(2, 3).t())
+    model: Any = StreamShard(plain, precision=FP32)
+    wanted, table = model.table.clone(), model.table
+    save_checkpoint(tmp_path, model)
+    model.table.zero_()
+    load_checkpoint(tmp_path, model)
+    assert model.table is table
+    assert torch.equal(table, wanted)
+
+
+@on_ranks(2)
+def test_state_that_only_some_ranks_keep_is_named(context: RankContext, tmp_path: Path) -> None:
+    """A parameter that lies on several would have half of it."""
+    run = start(0)
+    steps(run, 0, 1)
+    if context.rank == 1:
+        for param in run.model.parameters():
+            run.optimizer.state[param].pop("exp_avg", None)
+    with pytest.raises(RankMismatchError, match=r"state of '.*' differs between ranks: .*'exp_avg'.*on rank 1"):
+        _save(tmp_path, run)
+    assert not any(tmp_path.iterdir())
+
+
 @on_ranks(2)
 def test_a_newer_format_is_refused_by_its_version(context: RankContext, tmp_path: Path) -> None:
     """Whole as it is, nobody here can know what it means."""
@@ -697,6 +935,22 @@ def test_arguments_that_cannot_work(context: RankContext, tmp_path: Path) -> Non
     ):
         with pytest.raises(ConfigError, match=words):
             _save(tmp_path, run, **settings)
+    calls: list[Callable[[Any], Any]] = [
+        latest,
+        lambda directory: save_checkpoint(directory, run.model),
+        lambda directory: load_checkpoint(directory, run.model),
+        lambda directory: export_safetensors(run.model, directory),
+        lambda directory: load_safetensors(run.model, directory),
+        lambda directory: export_checkpoint(directory, tmp_path),
+        lambda directory: to_dcp(directory, tmp_path),
+        lambda directory: from_dcp(directory, tmp_path),
+    ]
+    for call, directory in itertools.product(calls, (b"runs", 1, None)):
+        with pytest.raises(ConfigError, match=f"directory={directory!r}: wanted a path"):
+            call(directory)
+    for convert in (export_checkpoint, to_dcp):
+        with pytest.raises(ConfigError, match="out=None: wanted a path"):
+            convert(tmp_path, None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="optimizer is a OneCycleLR"):
         save_checkpoint(tmp_path, run.model, run.scheduler)  # type: ignore[call-overload]
     with pytest.raises(ConfigError, match="model is a AdamW"):

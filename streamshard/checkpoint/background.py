@@ -5,6 +5,7 @@ Owns what outlives a call: the save that is running, of which there is one in a 
 
 from __future__ import annotations
 
+import datetime
 import os
 import pickle
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # not in stubs
 
 from streamshard.checkpoint.piece_file import Piece
 from streamshard.comm.ranks import Ranks
@@ -25,7 +27,11 @@ from streamshard.engine.engine import Engine
 from streamshard.errors import CheckpointError
 from streamshard.log import log
 
-__all__ = ["Saving", "background_group", "copy_to_host", "finish_running", "run_in_background"]
+__all__ = ["BackgroundGroup", "Saving", "background_group", "copy_to_host", "finish_running", "run_in_background"]
+
+
+MADE_WITHIN = datetime.timedelta(seconds=20)  # a group, once ranks have met
+WRITTEN_WITHIN = datetime.timedelta(minutes=30)  # how long the fastest rank waits for the slowest one's disk
 
 
 class Saving:
@@ -135,7 +141,7 @@ def copy_to_host(engine: Engine, pieces: list[Piece]) -> list[Piece]:
     return copied
 
 
-class _BackgroundGroup:
+class BackgroundGroup:
     """The ranks, as a thread beside training talks to them: over a group that nobody else uses, nor destroys."""
 
     def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
@@ -159,19 +165,29 @@ class _BackgroundGroup:
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         assert self._group is not None
         results = [torch.empty_like(tensor) for _ in range(self.total_size)]
-        self._group.allgather([results], [tensor]).wait()
+        options = AllgatherOptions()
+        options.timeout = WRITTEN_WITHIN
+        self._group.allgather([results], [tensor], options).wait()
         return results
 
 
-def background_group(ranks: Ranks) -> _BackgroundGroup:
-    """Collective the first time."""
+def background_group(ranks: Ranks) -> BackgroundGroup:
+    """Collective the first time.
+
+    To be called where ranks have just met: to make a group they meet at the store, which does not say that one of them
+    has died on the way there.
+
+    Raises:
+        CommunicationError: another rank did not come.
+    """
     if ranks.total_size == 1:
-        return _BackgroundGroup(ranks, None)
+        return BackgroundGroup(ranks, None)
     all_ranks = ranks.all_ranks
     group_of = _groups.get(all_ranks)
     group = None if group_of is None else group_of()
     if group is None:
         members = dist.get_process_group_ranks(all_ranks)
-        group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        with ranks.guard("making a group for saves in the background"):
+            group = dist.new_group(members, MADE_WITHIN, backend="gloo", use_local_synchronization=True)
         _groups[all_ranks] = weakref.ref(group)
-    return _BackgroundGroup(ranks, group)
+    return BackgroundGroup(ranks, group)

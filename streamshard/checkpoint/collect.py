@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,37 +19,78 @@ from torch.optim import Optimizer
 from streamshard.checkpoint import huggingface
 from streamshard.checkpoint.disk_layout import local_pieces, plan_disk, saved_names
 from streamshard.checkpoint.export import model_dtype
-from streamshard.checkpoint.optimizer_state import agree_on_state, is_moment, moment_of, params_in
+from streamshard.checkpoint.optimizer_state import (
+    Moment,
+    Outlines,
+    agree_on_outlines,
+    moment_of,
+    outline_state,
+    params_in,
+)
 from streamshard.checkpoint.parts import RANDOM, Parts, class_name, drifts_apart, name_here, param_names, random_state
 from streamshard.checkpoint.piece_file import Piece, bytes_of
 from streamshard.checkpoint.tree import encode
-from streamshard.checkpoint.writer import run_on_all_ranks
+from streamshard.checkpoint.writer import gather_from_all_ranks
+from streamshard.comm.ranks import Ranks
 from streamshard.engine.engine import Engine
 from streamshard.errors import CheckpointError
 from streamshard.unit.optimizer_hooks import take_over_state
 from streamshard.unit.shard import ParamShard
 
-__all__ = ["collect"]
+__all__ = ["Collected", "collect"]
 
 
-def collect(parts: Parts) -> tuple[dict[str, Any], list[Piece]]:
-    """Everything that is to be saved. Collective.
+class _Told(NamedTuple):
+    """What ranks tell each other of what they save.
 
-    Returns:
-        The JSON, which is the first rank's to write, and this rank's pieces of tensors, which are its own memory, not
-        copied.
+    Attributes:
+        outlines: of each optimizer's state.
+        digests: of each tree.
+    """
+
+    outlines: dict[str, Outlines]
+    digests: dict[str, str]
+
+
+class Collected(NamedTuple):
+    """What a rank saves.
+
+    Attributes:
+        state: the JSON, which is the first rank's to write.
+        differing: trees that are not the same on all ranks, which `state` does not have yet; by name, this rank's.
+        pieces: this rank's, of tensors, which are its own memory, not copied.
+    """
+
+    state: dict[str, Any]
+    differing: dict[str, Any]
+    pieces: list[Piece]
+
+
+def collect(parts: Parts) -> Collected:
+    """Everything that is to be saved. Collective: ranks meet once.
 
     Raises:
         CheckpointError: on every rank; names what cannot be saved.
     """
-    group = parts.engine.ranks
+    ranks = parts.engine.ranks
     pieces: list[Piece] = []
-    models = run_on_all_ranks(
-        group, "save", lambda: {name: _collect_model(name, *model, pieces) for name, model in parts.models.items()}
-    )
-    optimizers = {name: _collect_optimizer(name, each, parts, pieces) for name, each in parts.optimizers.items()}
-    trees = _collect_trees(parts, pieces)
-    return {"models": models, "optimizers": optimizers, "trees": trees}, pieces
+    models: dict[str, Any] = {}
+    optimizers: dict[str, _OptimizerState] = {}
+    trees: dict[str, _Tree] = {}
+
+    def collect_here() -> _Told:
+        models.update({name: _collect_model(name, *model, pieces) for name, model in parts.models.items()})
+        optimizers.update({name: _OptimizerState(name, each, parts) for name, each in parts.optimizers.items()})
+        trees.update(_trees_of(parts))
+        outlines = {name: each.outlines for name, each in optimizers.items()}
+        return _Told(outlines, {name: tree.digest() for name, tree in trees.items()})
+
+    told = gather_from_all_ranks(ranks, "save", collect_here)
+    saved_optimizers = {
+        name: each.collect([theirs.outlines[name] for theirs in told], pieces) for name, each in optimizers.items()
+    }
+    same, differing = _collect_trees(trees, [theirs.digests for theirs in told], ranks, pieces)
+    return Collected({"models": models, "optimizers": saved_optimizers, "trees": same}, differing, pieces)
 
 
 def _collect_model(name: str, model: nn.Module, engine: Engine, pieces: list[Piece]) -> dict[str, Any]:
@@ -80,41 +121,56 @@ def _collect_model(name: str, model: nn.Module, engine: Engine, pieces: list[Pie
     }
 
 
-def _collect_optimizer(name: str, optimizer: Optimizer, parts: Parts, pieces: list[Piece]) -> dict[str, Any]:
-    ranks = parts.engine.ranks
-    take_over_state(optimizer)
-    names, owners = param_names(optimizer, parts)
-    numbers = {param: number for number, param in enumerate(params_in(optimizer))}
-    outlines = agree_on_state([shard for _, shard in owners], ranks, optimizer, numbers)
-    sharded = {shard.param: (engine, shard) for engine, shard in owners}
-    tensors: dict[str, torch.Tensor] = {}
+class _OptimizerState:
+    """One optimizer's. What can fail on one rank and not on others is done when it is made.
 
-    def collect_here() -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        for param, number in numbers.items():
-            prefix = f"{name}/{names[param]}"
-            if param not in sharded:
-                state[names[param]] = encode(dict(optimizer.state.get(param, {})), prefix, tensors)
-                continue
-            own = state[names[param]] = {}
-            for key, value in outlines.get(number, {}).items():
-                tensor = f"{prefix}/{key}"
-                own[key] = {"$": "moment", "tensor": tensor} if is_moment(value) else encode(value, tensor, tensors)
-            pieces.extend(_moments(prefix, optimizer, *sharded[param]))
+    Attributes:
+        outlines: what this rank keeps of sharded parameters.
+    """
+
+    def __init__(self, name: str, optimizer: Optimizer, parts: Parts) -> None:
+        take_over_state(optimizer)
+        self._name, self._optimizer, self._ranks = name, optimizer, parts.engine.ranks
+        self._names, self._owners = param_names(optimizer, parts)
+        self._numbers = {param: number for number, param in enumerate(params_in(optimizer))}
+        self._tensors: dict[str, torch.Tensor] = {}
+        sharded = {shard.param for _, shard in self._owners}
+        self._unsharded = {
+            param: encode(dict(optimizer.state.get(param, {})), f"{name}/{self._names[param]}", self._tensors)
+            for param in self._numbers
+            if param not in sharded
+        }
         packed = optimizer.state_dict()
         saved_groups = packed.pop("param_groups")
         del packed["state"]
-        groups = []
+        self._groups = []
         for place, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
             options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
-            options = encode(options, f"{name}/param_groups[{place}]", tensors)
-            groups.append({"params": [names[param] for param in group["params"]], "options": options})
-        others = encode(packed, f"{name}/others", tensors)
-        if ranks.is_first:
-            pieces.extend(_whole(tensor_name, tensor) for tensor_name, tensor in tensors.items())
-        return {"class": class_name(optimizer), "groups": groups, "state": state, "others": others}
+            options = encode(options, f"{name}/param_groups[{place}]", self._tensors)
+            self._groups.append({"params": [self._names[param] for param in group["params"]], "options": options})
+        self._others = encode(packed, f"{name}/others", self._tensors)
+        self.outlines = outline_state([shard for _, shard in self._owners], optimizer, self._numbers)
 
-    return run_on_all_ranks(ranks, f"save {name}", collect_here)
+    def collect(self, by_rank: list[Outlines], pieces: list[Piece]) -> dict[str, Any]:
+        """The JSON, where every rank has said its outlines; `pieces` gain those of this rank."""
+        owners = {shard.param: (engine, shard) for engine, shard in self._owners}
+        agreed = agree_on_outlines(by_rank, [shard for _, shard in self._owners], self._numbers)
+        state: dict[str, Any] = {}
+        for param, number in self._numbers.items():
+            param_name = self._names[param]
+            if param not in owners:
+                state[param_name] = self._unsharded[param]
+                continue
+            prefix = f"{self._name}/{param_name}"
+            own = state[param_name] = {}
+            for key, value in agreed.get(number, {}).items():
+                tensor = f"{prefix}/{key}"
+                is_moment = isinstance(value, Moment)
+                own[key] = {"$": "moment", "tensor": tensor} if is_moment else encode(value, tensor, self._tensors)
+            pieces.extend(_moments(prefix, self._optimizer, *owners[param]))
+        if self._ranks.is_first:
+            pieces.extend(_whole(tensor_name, tensor) for tensor_name, tensor in self._tensors.items())
+        return {"class": class_name(self._optimizer), "groups": self._groups, "state": state, "others": self._others}
 
 
 def _moments(prefix: str, optimizer: Optimizer, engine: Engine, shard: ParamShard) -> Iterator[Piece]:
@@ -127,43 +183,48 @@ def _moments(prefix: str, optimizer: Optimizer, engine: Engine, shard: ParamShar
                 yield Piece(name_here(f"{prefix}/{key}", engine), shard.layout.shape, shard.local.start, data)
 
 
-def _collect_trees(parts: Parts, pieces: list[Piece]) -> dict[str, Any]:
-    """What is no tensor of a model: once where all ranks have the same, else what each of them has."""
-    ranks = parts.engine.ranks
+class _Tree(NamedTuple):
+    """What `encode` gives."""
 
-    def encode_all() -> dict[str, tuple[Any, dict[str, torch.Tensor]]]:
-        values = {name: each.state_dict() for name, each in parts.objects.items()}
-        values |= {**parts.values, RANDOM: random_state(parts.engine.streams.device)}
-        found = {}
-        for name, value in values.items():
-            tensors: dict[str, torch.Tensor] = {}
-            found[name] = encode(value, name, tensors), tensors
-        return found
+    json: Any
+    tensors: dict[str, torch.Tensor]
 
-    mine = run_on_all_ranks(ranks, "save", encode_all)
-    digests = ranks.gather_objects({name: _digest(*tree) for name, tree in mine.items()})
+    def digest(self) -> str:
+        """Says whether two ranks have the same."""
+        digest = hashlib.sha256(json.dumps(self.json, sort_keys=True).encode())
+        for name, tensor in sorted(self.tensors.items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(bytes_of(tensor.cpu().contiguous()))
+        return digest.hexdigest()
+
+
+def _trees_of(parts: Parts) -> dict[str, _Tree]:
+    """What is no tensor of a model, by name."""
+    values = {name: each.state_dict() for name, each in parts.objects.items()}
+    values |= {**parts.values, RANDOM: random_state(parts.engine.streams.device)}
+    found = {}
+    for name, value in values.items():
+        tensors: dict[str, torch.Tensor] = {}
+        found[name] = _Tree(encode(value, name, tensors), tensors)
+    return found
+
+
+def _collect_trees(
+    mine: Mapping[str, _Tree], digests: Sequence[Mapping[str, str]], ranks: Ranks, pieces: list[Piece]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of which all ranks have the same, which are saved once, and this rank's of the others."""
     if any(list(theirs) != list(digests[0]) for theirs in digests):
         raise CheckpointError(f"ranks save different things: {[sorted(theirs) for theirs in digests]}")
-    differing = [name for name in mine if any(theirs[name] != digests[0][name] for theirs in digests)]
-    by_rank = ranks.gather_objects({name: mine[name][0] for name in differing}) if differing else []
-    saved: dict[str, Any] = {}
+    same, differing = {}, {}
     for name, (tree, tensors) in mine.items():
-        if name in differing:
-            saved[name] = {"ranks": [theirs[name] for theirs in by_rank]}
+        if any(theirs[name] != digests[0][name] for theirs in digests):
+            differing[name] = tree
             pieces.extend(_whole(f"{tensor}@rank{ranks.number}", data) for tensor, data in tensors.items())
         else:
-            saved[name] = {"all": tree}
+            same[name] = {"all": tree}
             if ranks.is_first:
                 pieces.extend(_whole(tensor, data) for tensor, data in tensors.items())
-    return saved
-
-
-def _digest(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(bytes_of(tensor.cpu().contiguous()))
-    return digest.hexdigest()
+    return same, differing
 
 
 def _whole(name: str, tensor: torch.Tensor) -> Piece:

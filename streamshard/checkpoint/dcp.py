@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from streamshard.checkpoint.collect import Collected
 from streamshard.checkpoint.dcp_files import MODEL_DIRECTORY, OPTIMIZER_DIRECTORY, Source
 from streamshard.checkpoint.directory import next_number
 from streamshard.checkpoint.offline import Opened, open_checkpoint
@@ -33,6 +34,7 @@ from streamshard.checkpoint.piece_file import Piece, bytes_of
 from streamshard.checkpoint.save_job import plan_job
 from streamshard.checkpoint.tree import decode, encode
 from streamshard.checkpoint.writer import Alone
+from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, ConfigError
 from streamshard.log import progress
 from streamshard.unit.optimizer_hooks import NUMBERS
@@ -64,7 +66,7 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str], *, ac
     Raises:
         CheckpointError: the checkpoint is damaged, `out` is not empty, or something cannot be said in DCP.
     """
-    root = Path(out)
+    root = parse_path("out", out)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise CheckpointError(f"{root} is there already and not an empty directory: convert into a new one")
     with open_checkpoint(directory) as opened:
@@ -232,7 +234,7 @@ def from_dcp(
         CheckpointError: it is no DCP directory, it is damaged, or holds what StreamShard could not load.
         ConfigError: no key begins so.
     """
-    source = Source(Path(directory))
+    source, root = Source(parse_path("directory", directory)), parse_path("out", out)
     own, others = f"{optimizer}.", dict(source.readers)
     names, extra = _names_in(source, f"{model}." if model else "", own, others)
     if not names:
@@ -250,10 +252,9 @@ def from_dcp(
     models = {"model": _model_in(source, names, stepped, encode(extra, "model/_extra_state", tensors))}
     pieces = [Piece(name, *source.layout_of(key)) for name, key in keys.items()]
     pieces += [Piece(name, tuple(each.shape), 0, each.contiguous().view(-1)) for name, each in tensors.items()]
-    root = Path(out)
     number = next_number(root) if step is None else step
     state = {"models": models, "optimizers": optimizers, "trees": {}}
-    job = plan_job(root, number, None, Alone(), state, pieces)
+    job = plan_job(root, number, None, Alone(), Collected(state, {}, pieces))
 
     def data_of(name: str) -> torch.Tensor:
         return source.tensor(keys[name]).view(-1) if name in keys else tensors[name].contiguous().view(-1)

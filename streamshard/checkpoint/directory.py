@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from streamshard.checkpoint.manifest import MANIFEST_NAME, Manifest, check_sizes, read_manifest
 from streamshard.checkpoint.publish import PARTIAL, sync_directory
+from streamshard.config import parse_path
 from streamshard.errors import CheckpointError
 from streamshard.log import log
 
@@ -48,8 +49,11 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
     Whole means: the manifest is what its checksum says, and all files are there and as long as they were. Their
     contents are verified when it is loaded.
+
+    Raises:
+        ConfigError: `directory` is no path.
     """
-    found = _whole_ones(Path(directory))
+    found = _whole_ones(parse_path("directory", directory))
     return found[-1].path if found else None
 
 

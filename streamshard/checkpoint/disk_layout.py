@@ -182,7 +182,10 @@ def local_pieces(model: nn.Module, shards: Sequence[ParamShard], *, buffers: boo
     if buffers:
         for name, source in saved_names(model, shards).items():
             if source not in pieces:
-                pieces[source] = LocalPiece(0, model.get_buffer(name).detach().reshape(-1))
+                buffer = model.get_buffer(name)
+                if buffer.is_meta:
+                    raise CheckpointError(f"buffer {name!r} is on the meta device: it has no values")
+                pieces[source] = LocalPiece(0, buffer.detach().reshape(-1))
     return pieces
 
 

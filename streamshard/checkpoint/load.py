@@ -16,7 +16,7 @@ from torch import nn
 from streamshard.checkpoint import huggingface
 from streamshard.checkpoint.disk_layout import DiskTensor, LocalPiece, local_pieces, overlaps, plan_loading
 from streamshard.checkpoint.rearrange import Run
-from streamshard.checkpoint.safetensors_file import StoredDirectory, StoredTensor, read_directory
+from streamshard.checkpoint.stored_files import StoredDirectory, StoredTensor, read_directory
 from streamshard.checkpoint.writer import CHUNK_BYTES, RankGroup, run_on_all_ranks
 from streamshard.errors import CheckpointError
 from streamshard.log import log, progress

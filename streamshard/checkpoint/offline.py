@@ -20,7 +20,7 @@ from streamshard.checkpoint.publish import write_synced
 from streamshard.checkpoint.rearrange import Run
 from streamshard.checkpoint.restore import Read
 from streamshard.checkpoint.writer import Alone, TensorEntry, write_sharded
-from streamshard.config import parse_bytes
+from streamshard.config import parse_bytes, parse_path
 from streamshard.errors import CheckpointError, ConfigError
 from streamshard.log import progress
 
@@ -64,7 +64,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Iterator[Opened]:
     Raises:
         CheckpointError: there is none, or a file of it is missing or has another size.
     """
-    path = find_checkpoint(Path(directory))
+    path = find_checkpoint(parse_path("directory", directory))
     manifest = read_manifest(path)
     check_sizes(path, manifest)
     with contextlib.ExitStack() as opened:
@@ -109,6 +109,7 @@ def export_checkpoint(
         ConfigError: an argument that cannot work.
     """
     parse_bytes("max_shard_size", max_shard_size)
+    root = parse_path("out", out)
     wanted = floating_dtype(dtype)
     with open_checkpoint(directory) as opened:
         name = opened.model_called(model)
@@ -122,7 +123,7 @@ def export_checkpoint(
         def write_beside(staging: Path) -> None:
             for file, text in plan["files"].items():
                 if Path(file).name != file:
-                    raise CheckpointError(f"{opened.path} has a file called {file!r}, which would be outside of {out}")
+                    raise CheckpointError(f"{opened.path} has a file called {file!r}, which would be outside of {root}")
                 if file == "config.json" and wanted is not None:
                     text = with_dtype(text, wanted)
                 write_synced(staging / file, text.encode())
@@ -131,7 +132,7 @@ def export_checkpoint(
         with progress(f"exporting {opened.path.name}", total, shows=True) as advance:
             files = write_sharded(
                 entries,
-                out,
+                root,
                 Alone(),
                 max_shard_size=max_shard_size,
                 total_parameters=numel_of_params(opened.manifest, name),

@@ -17,7 +17,8 @@ import torch
 
 from streamshard.checkpoint.manifest import FileRecord
 from streamshard.checkpoint.publish import write_all
-from streamshard.checkpoint.safetensors_file import FileLayout, StoredTensor, TensorSpec, lay_out
+from streamshard.checkpoint.safetensors_file import FileLayout, TensorSpec, lay_out
+from streamshard.checkpoint.stored_files import StoredTensor
 from streamshard.checkpoint.writer import CHUNK_BYTES
 from streamshard.errors import CheckpointError
 

@@ -11,7 +11,7 @@ import torch
 from streamshard.checkpoint.manifest import Manifest, PieceRecord, read_manifest
 from streamshard.checkpoint.piece_file import checksum_of, read_range
 from streamshard.checkpoint.restore import Read
-from streamshard.checkpoint.safetensors_file import StoredDirectory, read_file
+from streamshard.checkpoint.stored_files import StoredDirectory, read_file
 from streamshard.checkpoint.writer import Alone
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import CheckpointError

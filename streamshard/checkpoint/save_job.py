@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from streamshard.checkpoint.collect import Collected
 from streamshard.checkpoint.directory import create_partial, publish_checkpoint, remove_partial
 from streamshard.checkpoint.manifest import FileRecord, Manifest, PieceRecord, TensorRecord
 from streamshard.checkpoint.piece_file import Piece, plan_piece_file, write_piece_file
 from streamshard.checkpoint.safetensors_file import FileLayout
-from streamshard.checkpoint.writer import Alone, RankGroup, gather_from_all_ranks, run_on_all_ranks
+from streamshard.checkpoint.writer import Alone, RankGroup, gather_from_all_ranks, run_on_first_rank
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import CheckpointError
 from streamshard.log import progress
@@ -42,12 +43,18 @@ class SaveJob(NamedTuple):
     def path(self) -> Path:
         return self.root / f"checkpoint-{self.number}"
 
-    def write(self, group: RankGroup, data_of: Callable[[str], torch.Tensor] | None = None) -> Path:
+    def write(
+        self,
+        group: RankGroup,
+        data_of: Callable[[str], torch.Tensor] | None = None,
+        failure: Exception | None = None,
+    ) -> Path:
         """Write this rank's file, and let the first rank publish all of them. Collective.
 
         Args:
             group: the ranks.
             data_of: makes the data of a piece when it is written, by the name of its tensor; None: they have them.
+            failure: why this rank cannot write.
         """
         doing = f"save {self.path}"
         partial: Path | None = None
@@ -58,16 +65,13 @@ class SaveJob(NamedTuple):
             held = {piece.name: piece.data for piece in self.pieces}
 
             def write() -> FileRecord:
+                if failure is not None:
+                    raise failure
                 with progress(f"saving {self.path.name}", self.layout.size_bytes, shows=group.is_first) as advance:
                     return write_piece_file(partial, self.layout, data_of or held.__getitem__, advance)
 
             records = gather_from_all_ranks(group, doing, write)
-
-            def publish() -> None:
-                if group.is_first:
-                    publish_checkpoint(partial, self._manifest(records), self.keep)
-
-            run_on_all_ranks(group, doing, publish)
+            run_on_first_rank(group, doing, lambda: publish_checkpoint(partial, self._manifest(records), self.keep))
         except BaseException as error:
             if partial is not None and group.is_first:
                 remove_partial(partial)
@@ -82,23 +86,25 @@ class SaveJob(NamedTuple):
         return Manifest(self.number, len(records), self.replicas, versions, tuple(records), self.tensors, self.state)
 
 
-def plan_job(
-    root: Path, number: int, keep: int | None, ranks: Ranks | Alone, state: Mapping[str, Any], pieces: list[Piece]
-) -> SaveJob:
-    """What each rank writes where. Collective."""
+def plan_job(root: Path, number: int, keep: int | None, ranks: Ranks | Alone, collected: Collected) -> SaveJob:
+    """What each rank writes where. Collective: ranks meet once."""
+    state, differing, pieces = collected
     name = f"rank-{ranks.number:05d}-of-{ranks.total_size:05d}.safetensors"
     layouts: list[FileLayout] = []
 
-    def plan() -> list[_Row]:
+    def plan() -> tuple[list[_Row], dict[str, Any]]:
         layouts.append(plan_piece_file(name, [piece for piece in pieces if piece.data.numel()]))
-        return [
+        rows = [
             _Row(piece.name, piece.shape, str(piece.data.dtype).removeprefix("torch."), piece.start, piece.stop)
             for piece in pieces
         ]
+        return rows, differing
 
-    tensors = _tensor_records(gather_from_all_ranks(ranks, f"save to {root}", plan))
-    layout = layouts[0]
-    return SaveJob(root, number, keep, layout, pieces, tensors, ranks.total_size // ranks.world_size, state)
+    told = gather_from_all_ranks(ranks, f"save to {root}", plan)
+    tensors = _tensor_records([rows for rows, _ in told])
+    by_rank = {tree: {"ranks": [theirs[tree] for _, theirs in told]} for tree in differing}
+    state = {**state, "trees": {**state["trees"], **by_rank}}
+    return SaveJob(root, number, keep, layouts[0], pieces, tensors, ranks.total_size // ranks.world_size, state)
 
 
 class _Row(NamedTuple):

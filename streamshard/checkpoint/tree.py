@@ -21,6 +21,7 @@ from streamshard.errors import CheckpointError
 __all__ = ["decode", "encode"]
 
 _KIND = "$"
+_SEQUENCES = (list, tuple, torch.Size, set, frozenset)
 _MAPPINGS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
 
 
@@ -34,8 +35,20 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         tensors: by name; gains those of `value`.
 
     Raises:
-        CheckpointError: names the path of something else.
+        CheckpointError: names the path of something else, or of what contains itself.
     """
+    return _encode(value, path, tensors, {})
+
+
+def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], around: dict[int, str]) -> Any:
+    """`around`: paths of the containers that `value` is in, by id."""
+    if type(value) in _SEQUENCES or isinstance(value, defaultdict) or type(value) in _MAPPINGS.values():
+        if id(value) in around:
+            raise CheckpointError(f"{path} is {around[id(value)]} again: what contains itself cannot be saved")
+        around[id(value)] = path
+        encoded = _encode_container(value, path, tensors, around)
+        del around[id(value)]
+        return encoded
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int) and type(value) is int:
@@ -44,15 +57,6 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return value if math.isfinite(value) else {_KIND: "float", "value": repr(value)}
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, path, tensors)
-    if type(value) is list:
-        return [encode(each, f"{path}[{place}]", tensors) for place, each in enumerate(value)]
-    if type(value) in (tuple, torch.Size):
-        return {_KIND: "tuple", "items": encode(list(value), path, tensors)}
-    if type(value) in (set, frozenset):
-        items = [encode(each, f"{path}[{place}]", tensors) for place, each in enumerate(sorted(value, key=repr))]
-        return {_KIND: type(value).__name__, "items": items}
-    if isinstance(value, defaultdict) or type(value) in _MAPPINGS.values():
-        return _encode_mapping(value, path, tensors)
     if type(value) in (bytes, bytearray):
         data = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
         return {_KIND: "bytes", "tensor": _keep(data, path, tensors)}
@@ -134,13 +138,25 @@ def _keep(data: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> st
     return path
 
 
-def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _encode_container(value: Any, path: str, tensors: dict[str, torch.Tensor], around: dict[int, str]) -> Any:
+    if isinstance(value, dict):
+        return _encode_mapping(value, path, tensors, around)
+    ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+    items = [_encode(each, f"{path}[{place}]", tensors, around) for place, each in enumerate(ordered)]
+    if type(value) is list:
+        return items
+    return {_KIND: "tuple" if isinstance(value, tuple) else type(value).__name__, "items": items}
+
+
+def _encode_mapping(
+    value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor], around: dict[int, str]
+) -> Any:
     # A defaultdict's factory is code; what is missing in it is for the object that loads it to make.
     kind = "dict" if isinstance(value, defaultdict) else type(value).__name__
     if kind == "dict" and all(type(key) is str and key != _KIND for key in value):
-        return {key: encode(each, f"{path}.{key}", tensors) for key, each in value.items()}
+        return {key: _encode(each, f"{path}.{key}", tensors, around) for key, each in value.items()}
     items = [
-        [encode(key, f"a key of {path}", tensors), encode(each, f"{path}[{key!r}]", tensors)]
+        [_encode(key, f"a key of {path}", tensors, around), _encode(each, f"{path}[{key!r}]", tensors, around)]
         for key, each in value.items()
     ]
     return {_KIND: kind, "items": [{_KIND: "tuple", "items": item} for item in items]}

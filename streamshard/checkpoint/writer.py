@@ -48,6 +48,7 @@ __all__ = [
     "TensorEntry",
     "gather_from_all_ranks",
     "run_on_all_ranks",
+    "run_on_first_rank",
     "write_sharded",
 ]
 
@@ -165,32 +166,23 @@ def write_sharded(
     """
     max_file_bytes = parse_bytes("max_shard_size", max_shard_size)
     root = Path(directory)
-    first = group.is_first
     files = run_on_all_ranks(group, "plan the export", lambda: _plan(entries, max_file_bytes, metadata))
     index = encode_index(files, total_parameters) if len(files) > 1 else None
 
-    def create() -> None:
-        if first:
-            _create(root, files, index, write_beside)
-
     def hash_mine() -> dict[str, str]:
         return {file.name: sha256_of(root / (file.name + PARTIAL)) for file in files[group.number :: group.total_size]}
-
-    def put_in_place(sums: Mapping[str, str]) -> None:
-        if first:
-            publish(root, files, total_parameters, sums)
 
     try:
         # On every rank, not only on rank 0: where a directory is not shared, leftovers of an earlier run must not be
         # taken for the files that rank 0 is about to create.
         run_on_all_ranks(group, f"clear {root}", lambda: remove_partials(root))
-        run_on_all_ranks(group, f"create files in {root}", create)
+        run_on_first_rank(group, f"create files in {root}", lambda: _create(root, files, index, write_beside))
         run_on_all_ranks(group, f"write to {root}", lambda: _write(root, files, entries, advance))
         gathered = gather_from_all_ranks(group, f"read {root} again", hash_mine)
         sums = {name: digest for theirs in gathered for name, digest in theirs.items()}
-        run_on_all_ranks(group, f"publish {root}", lambda: put_in_place(sums))
+        run_on_first_rank(group, f"publish {root}", lambda: publish(root, files, total_parameters, sums))
     except BaseException:
-        if first:
+        if group.is_first:
             with contextlib.suppress(OSError):
                 remove_partials(root)
         raise
@@ -211,6 +203,16 @@ def run_on_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> 
     result: list[_T] = []
     gather_from_all_ranks(group, doing, lambda: result.append(action()))
     return result[0]
+
+
+def run_on_first_rank(group: RankGroup, doing: str, action: Callable[[], object]) -> None:
+    """Run `action` on the first rank; when it fails, fail on all. Otherwise as `run_on_all_ranks`."""
+
+    def act() -> None:
+        if group.is_first:
+            action()
+
+    run_on_all_ranks(group, doing, act)
 
 
 def gather_from_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> list[_T]:

@@ -146,10 +146,6 @@ def _run(rank: int, plan: Plan, directory: Path, notes: Path, port: int, prefix:
         count = loaded["count"]
         for tensor in _tensors(model, optimizer):
             assert bool((tensor == count).all()), f"{loaded.path} mixes {count} with {tensor.unique()}"
-    if not plan.waits:
-        # Makes the group that the saves use. To make one, ranks meet at the store, which says nothing of one that died.
-        _become(model, optimizer, count)
-        save_checkpoint(directory, model, optimizer, extra={"count": count}, keep=KEEP, wait=False).wait()
     note = os.open(notes / f"rank-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     write = os.write
     ready.send(count)

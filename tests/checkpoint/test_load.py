@@ -17,7 +17,8 @@ from torch import nn
 from streamshard.checkpoint import huggingface
 from streamshard.checkpoint import load as loading
 from streamshard.checkpoint.load import Loaded, load_shards
-from streamshard.checkpoint.safetensors_file import SUMS_NAME, StoredDirectory, read_directory
+from streamshard.checkpoint.safetensors_file import SUMS_NAME
+from streamshard.checkpoint.stored_files import StoredDirectory, read_directory
 from streamshard.errors import CheckpointError
 from tests.checkpoint.exporting import (
     MODELS,

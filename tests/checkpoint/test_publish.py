@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from streamshard.checkpoint import safetensors_file, writer
+from streamshard.checkpoint import stored_files, writer
 from streamshard.checkpoint.export import export_shards
-from streamshard.checkpoint.safetensors_file import read_directory
+from streamshard.checkpoint.stored_files import read_directory
 from streamshard.errors import CheckpointError
 from tests.checkpoint.exporting import Plain, ThreadGroup, export, filled, names_in, shards_for, stored_bytes
 from tests.families import llama
@@ -352,7 +352,7 @@ def test_reader_beside_a_writer_reads_one_export(
     """The writer comes between any two steps of the reader, and gets as far as any step of publishing."""
     exports = make_exports(tmp_path, old, new)
     real_publish = writer.publish
-    real = {name: getattr(safetensors_file, name) for name in ("_open", "_read_header")}
+    real = {name: getattr(stored_files, name) for name in ("_open", "_read_header")}
 
     def read_while(directory: Path, step: int, number: int) -> tuple[bool, bool]:
         """Whether the reader took as many steps, and whether the writer was through in as many calls."""
@@ -378,7 +378,7 @@ def test_reader_beside_a_writer_reads_one_export(
 
         with monkeypatch.context() as patch:
             for name in real:
-                patch.setattr(safetensors_file, name, watch(name))
+                patch.setattr(stored_files, name, watch(name))
             assert read_by_us(directory) in states
         return steps > step, through
 

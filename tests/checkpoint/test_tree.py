@@ -129,3 +129,17 @@ def test_what_would_need_code_is_refused_by_its_path(value: Any) -> None:
     """Early, and by name."""
     with pytest.raises(CheckpointError, match=r"extra\.loader\.state\[1\] is"):
         encode({"state": [0, value]}, "extra.loader", {})
+
+
+def test_what_contains_itself_is_refused_by_its_path() -> None:
+    """Wherever the way back begins; what is there twice is no way back."""
+    ring: dict[str, Any] = {"next": [0]}
+    ring["next"].append((ring,))
+    with pytest.raises(CheckpointError, match=r"extra\.ring\.next\[1\]\[0\] is extra\.ring again"):
+        encode({"ring": ring}, "extra", {})
+    keyed: dict[Any, Any] = {}
+    keyed[1] = keyed
+    with pytest.raises(CheckpointError, match=r"extra\[1\] is extra again"):
+        encode(keyed, "extra", {})
+    twice = [1]
+    assert there_and_back([twice, {"a": twice}, twice]) == [[1], {"a": [1]}, [1]]

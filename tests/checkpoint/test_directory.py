@@ -1,0 +1,85 @@
+"""Which checkpoints there are, which is the latest, and what becomes of those that runs have left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from streamshard import latest
+from streamshard.checkpoint.directory import create_partial, find_checkpoint, next_number, publish_checkpoint
+from streamshard.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
+from streamshard.errors import CheckpointError
+
+FILE = "rank-00000-of-00001.safetensors"
+
+
+def _put(directory: Path, number: int, saved_at: str, keep: int | None = None) -> Path:
+    """A checkpoint with one file of four bytes."""
+    partial = create_partial(directory, number)
+    (partial / FILE).write_bytes(b"1234")
+    record = FileRecord(FILE, 4, "9be3e0a3")
+    return publish_checkpoint(partial, Manifest(number, 1, 1, {"saved_at": saved_at}, (record,), {}, {}), keep)
+
+
+def _names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("damage", ["cut", "longer", "lost", "manifest"])
+def test_the_latest_is_the_latest_that_is_whole(tmp_path: Path, damage: str) -> None:
+    """One that is not is passed over, by whoever looks for it."""
+    first, second = _put(tmp_path, 1, "2026-01-01"), _put(tmp_path, 2, "2026-01-02")
+    assert latest(tmp_path) == second
+    if damage == "lost":
+        os.unlink(second / FILE)
+    else:
+        path = second / (MANIFEST_NAME if damage == "manifest" else FILE)
+        content = path.read_bytes()
+        path.write_bytes({"cut": content[:-1], "longer": content + b" "}.get(damage, content.replace(b"2026", b"2027")))
+    assert latest(tmp_path) == find_checkpoint(tmp_path) == first
+    assert _put(tmp_path, 3, "2026-01-03", keep=1) == latest(tmp_path)
+    assert _names(tmp_path) == {"checkpoint-2", "checkpoint-3"}  # what is damaged is for people to look at
+
+
+def test_one_that_was_put_aside_is_found_and_gets_its_name_back(tmp_path: Path) -> None:
+    """By a run that was killed while it replaced it."""
+    first = _put(tmp_path, 1, "2026-01-01")
+    aside = first.rename(tmp_path / "checkpoint-1.replaced")
+    (tmp_path / "checkpoint-1.partial").mkdir()
+    assert latest(tmp_path) == aside
+    _put(tmp_path, 2, "2026-01-02")
+    assert _names(tmp_path) == {"checkpoint-1", "checkpoint-2"}
+    assert (first / FILE).read_bytes() == b"1234"
+
+
+def test_what_was_replaced_goes_where_its_successor_is_there(tmp_path: Path) -> None:
+    """The newer one counts until then."""
+    _put(tmp_path, 1, "2026-01-01").rename(tmp_path / "checkpoint-1.replaced")
+    newer = tmp_path / "checkpoint-1"
+    _put(tmp_path / "other", 1, "2026-01-02").rename(newer)
+    assert latest(tmp_path) == newer
+    _put(tmp_path, 2, "2026-01-03")
+    assert _names(tmp_path) == {"checkpoint-1", "checkpoint-2", "other"}
+    assert b"2026-01-02" in (newer / MANIFEST_NAME).read_bytes()
+
+
+def test_the_one_that_was_just_saved_stays(tmp_path: Path) -> None:
+    """Whatever the clock says, of another machine for example."""
+    _put(tmp_path, 1, "2030-01-01")
+    assert _put(tmp_path, 2, "2026-01-01", keep=1).is_dir()
+    _put(tmp_path, 3, "2026-01-02", keep=1)
+    assert _names(tmp_path) == {"checkpoint-1", "checkpoint-3"}
+
+
+def test_numbers_go_on_from_whatever_has_one(tmp_path: Path) -> None:
+    """Also of what is no checkpoint, or not one yet."""
+    assert next_number(tmp_path / "none") == 1
+    for name in ("checkpoint-7.partial", "checkpoint-9", "checkpoint-x", "step-30"):
+        (tmp_path / name).mkdir()
+    assert next_number(tmp_path) == 10
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="is no directory"):
+        find_checkpoint(tmp_path / "none")
