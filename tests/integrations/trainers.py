@@ -22,9 +22,9 @@ __all__ = ["Run", "assert_equal", "checkpointing", "history_of", "launched", "ru
 
 
 @contextlib.contextmanager
-def launched(context: RankContext) -> Iterator[None]:
+def launched(context: RankContext, **environment: str) -> Iterator[None]:
     """As by a launcher, and without the warnings of libraries that use what transformers has renamed."""
-    with accelerating.launched(context), warnings.catch_warnings():
+    with accelerating.launched(context, **environment), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* is deprecated and will be removed in v6", category=FutureWarning)
         yield
 
