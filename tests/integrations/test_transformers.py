@@ -67,7 +67,7 @@ def test_arguments_mean_what_they_mean_with_ddp(
 
 @on_ranks(2)
 def test_memory_options_change_no_number(context: RankContext, tmp_path: Path) -> None:
-    """Both kinds of checkpointing, slots."""
+    """Both kinds of checkpointing, slots; with dropout, of which each rank has its own."""
     theirs_class, ours_class = _trainers()
     data = make_rows("llama")
     variants: dict[str, dict[str, Any]] = {
@@ -76,14 +76,19 @@ def test_memory_options_change_no_number(context: RankContext, tmp_path: Path) -
         "slots": {"given": {"streamshard": {"weight_slots": "all", "grad_slots": 3}}},
     }
     with launched(context):
-        theirs = train(theirs_class, make_model("llama"), tmp_path / "theirs", data)
+        theirs = train(theirs_class, make_model("llama", attention_dropout=0.2), tmp_path / "theirs", data)
         for name, options in variants.items():
-            ours = train(ours_class, make_model("llama"), tmp_path / name, data, **options)
+            ours = train(ours_class, make_model("llama", attention_dropout=0.2), tmp_path / name, data, **options)
             assert_equal(ours, theirs)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"The \.grad attribute")  # of what the compiler looks at
             ours = train(
-                ours_class, make_model("llama"), tmp_path, data, torch_compile=True, torch_compile_backend="eager"
+                ours_class,
+                make_model("llama", attention_dropout=0.2),
+                tmp_path,
+                data,
+                torch_compile=True,
+                torch_compile_backend="eager",
             )
         assert_equal(ours, theirs)
 
@@ -120,17 +125,21 @@ def _files(directory: Path) -> set[str]:
 @on_ranks(2)
 @pytest.mark.parametrize("family", ["llama-tied", "mixtral"])
 def test_ddp_goes_on_from_our_checkpoints_and_we_from_theirs(context: RankContext, family: str, tmp_path: Path) -> None:
+    """With the random numbers of each rank, for dropout."""
+    dropout = {"attention_dropout": 0.2}
     data = make_rows(family)
     classes = _trainers()
     with launched(context):
-        whole = [train(each, make_model(family), tmp_path / each.__name__, data, **_SAVING) for each in classes]
+        whole = [
+            train(each, make_model(family, **dropout), tmp_path / each.__name__, data, **_SAVING) for each in classes
+        ]
         directories = [tmp_path / each.__name__ / "checkpoint-2" for each in classes]
         assert _files(directories[1]) == _files(directories[0])
         for trainer_class, directory in zip(classes, reversed(directories), strict=True):
             if family == "mixtral" and trainer_class is classes[0]:
                 continue  # Trainer itself does not read the names under which experts are saved
             resumed = train(
-                trainer_class, make_model(family), tmp_path / "resumed", data, resume=directory, max_steps=4
+                trainer_class, make_model(family, **dropout), tmp_path / "resumed", data, resume=directory, max_steps=4
             )
             assert_equal(resumed, whole[0], resumed=True)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from streamshard import StreamShard
@@ -55,7 +56,7 @@ def train(
     arguments_class: type | None = None,
     **arguments: Any,
 ) -> Run:
-    """Train for a few steps, on the CPU.
+    """Train for a few steps, on the CPU, each rank with random numbers of its own.
 
     Args:
         trainer_class: of a trainer.
@@ -91,6 +92,7 @@ def train(
     trainer.remove_callback(PrinterCallback)
     if before is not None:
         before(trainer)
+    torch.rand(1 + 16 * dist.get_rank())  # the seed stays: it orders the examples
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return Run(history_of(trainer), whole_weights(trainer.model), trainer)
 
