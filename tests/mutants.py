@@ -1945,10 +1945,10 @@ MUTANTS: list[Mutant] = [
         "transformers::test_ddp_goes_on_from_our_checkpoints_and_we_from_theirs",
     ),
     Mutant(
-        "integrations/transformers",
+        "adapters",
         "parameters are counted by their pieces",
-        '        if handle_of(module) is not None and hasattr(kind, "num_parameters"):\n',
-        "        if False:\n",
+        "                kind.num_parameters = count_params\n",
+        "                pass\n",
         "transformers::test_parameters_are_counted_whole",
     ),
     Mutant(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import shutil
 import warnings
@@ -27,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, trainer_utils
 
+from streamshard.adapters import count_params
 from streamshard.api import (
     export_safetensors,
     full_optimizer_state_dict,
@@ -38,7 +38,6 @@ from streamshard.engine.engine import Engine
 from streamshard.engine.handle import engine_of, handle_of
 from streamshard.errors import ConfigError
 from streamshard.integrations.accelerate import StreamShardAccelerator
-from streamshard.unit.pieces import piece_of
 
 __all__ = ["StreamShardTrainer", "StreamShardTrainerMixin"]
 
@@ -117,7 +116,6 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)
-        _count_whole(self.model)
         self._load_weights()
         return prepared
 
@@ -147,7 +145,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     def get_num_trainable_parameters(self) -> int:
         """Of the whole model, not of this rank's pieces."""
-        return _num_parameters(self.model, only_trainable=True)
+        return count_params(self.model, only_trainable=True)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -399,26 +397,6 @@ class _Checkpoint:
                 os.replace(replaced, self.path)
             raise
         shutil.rmtree(self.staging, ignore_errors=True)
-
-
-def _count_whole(model: nn.Module) -> None:
-    """Let ``num_parameters`` of transformers' models count whole parameters: for flops, and for what callbacks log."""
-    for module in model.modules():
-        kind: Any = type(module)
-        if handle_of(module) is not None and hasattr(kind, "num_parameters"):
-            kind.num_parameters = _num_parameters  # of the class that sharding has made
-
-
-def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """As transformers counts them."""
-    embeddings: set[str] = set()
-    if exclude_embeddings:
-        embeddings = {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, nn.Embedding)}
-    return sum(
-        param.numel() if (piece := piece_of(param)) is None else math.prod(piece.shape)
-        for name, param in model.named_parameters()
-        if name not in embeddings and (param.requires_grad or not only_trainable)
-    )
 
 
 @contextlib.contextmanager
