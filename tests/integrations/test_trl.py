@@ -211,6 +211,11 @@ def test_grpo_equals_ddp(context: RankContext, beta: float, tmp_path: Path) -> N
             max_completion_length=24,
             generation_kwargs={"sequence_bias": [[[2], 2.0]]},  # the end, now and then
         )
+        ours = _both("GRPOTrainer")[1]
+        made = {"reward_funcs": _reward, "processing_class": make_tokenizer()}
+        asked: Any = {"arguments_class": trl.GRPOConfig, "given": made, "num_generations": 2}
+        with pytest.raises(ConfigError, match="use_vllm=True .* generate with transformers"):
+            train(ours, _llama(), tmp_path, _preferences(4), use_vllm=True, **asked)
     assert any(
         entry.get("completions/min_length", 0) < entry.get("completions/max_length", 0) for entry in runs[1].history
     )
