@@ -45,7 +45,7 @@ def is_peft_model(model: nn.Module) -> bool:
 
 def adapt_methods(model: nn.Module) -> None:
     """Let methods that need whole weights have them, or count them: classes of a sharded model are ours by now."""
-    transformers = sys.modules.get("transformers.modeling_utils")
+    transformers: Any = sys.modules.get("transformers.modeling_utils")
     kind: Any
     for module in modules_inside(model) if transformers is not None else ():
         if isinstance(module, transformers.PreTrainedModel) and handle_of(module) is not None:
