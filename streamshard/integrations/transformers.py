@@ -114,6 +114,12 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             return self.model_wrapped
         return wrapped
 
+    def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
+        """As TRL does, whose constructors compute with a model that is on no device yet: it is sharded for that."""
+        if model is self.model:
+            model = self._wrap_model(model, training=False)
+        return super().compute_ref_log_probs(model, inputs)
+
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)
         self._load_weights()

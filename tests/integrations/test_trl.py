@@ -153,20 +153,33 @@ def test_reward_equals_ddp(context: RankContext, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reference", ["given", "sharded", "whole", "synced", "adapters"])
+@pytest.mark.parametrize("reference", ["given", "sharded", "whole", "synced", "adapters", "precomputed"])
 def test_dpo_equals_ddp(context: RankContext, reference: str, tmp_path: Path) -> None:
-    """With what is evaluated before training, where it is whole."""
+    """Where the model computes before training, evaluated or as reference, it is sharded by then."""
+    from datasets import load_from_disk
     from peft import LoraConfig
 
     options: dict[str, Any] = {"max_length": 32}
     references: list[Any] = []
-    if reference == "whole":
-        options["before"] = lambda trainer: trainer.evaluate()
+    data = _preferences()
+    if reference == "precomputed":  # by the model itself, in the constructor; one file for all ranks
+        options["precompute_ref_log_probs"] = True
+        if context.rank == 0:
+            data.save_to_disk(tmp_path / "data")
+        dist.barrier()
+        data = load_from_disk(tmp_path / "data")
+    is_sharded: list[bool] = []
+
+    def before(trainer: Any) -> None:
+        if reference == "whole":
+            trainer.evaluate()
+        is_sharded.append(isinstance(trainer.model, StreamShard))
+
     if reference == "synced":
         options |= {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
 
     def given() -> dict[str, Any]:
-        if reference == "adapters":
+        if reference in ("adapters", "precomputed"):
             return {"peft_config": LoraConfig(r=4, target_modules="all-linear")}
         references.append(_llama())
         if reference == "sharded" and len(references) == 2:  # ours, by the user
@@ -178,13 +191,14 @@ def test_dpo_equals_ddp(context: RankContext, reference: str, tmp_path: Path) ->
         }
 
     with launched(context, **({"STREAMSHARD_SHARD_REFERENCES": "false"} if reference == "whole" else {})):
-        _compare(tmp_path, "DPOTrainer", _preferences(), "DPOConfig", _llama, given, **options)
+        _compare(tmp_path, "DPOTrainer", data, "DPOConfig", _llama, given, before=before, **options)
         if reference == "whole":
             ours = _both("DPOTrainer")[1]
             refused: Any = {"arguments_class": trl.DPOConfig, "bf16": False, "sync_ref_model": True, "given": given()}
             with pytest.raises(ConfigError, match="leave shard_references=False away"):
                 train(ours, _llama(), tmp_path, _preferences(4), **refused)
             references.pop()
+    assert is_sharded == [False, reference in ("whole", "precomputed")]
     assert all(isinstance(each, StreamShard) == (reference != "whole") for each in references[1:])
 
 
