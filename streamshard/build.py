@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from streamshard.adapters import adapt_methods, is_peft_model
+from streamshard.adapters import adapt_methods
 from streamshard.checkpoint import huggingface
 from streamshard.comm.connect import connect
 from streamshard.comm.groups import Groups, groups_of, refuse_together, resolve_group
@@ -120,8 +120,7 @@ def shard_model(
         ordered = [shards[param] for param in params_of(module).values()]
         engine.reductions.check = GradCheck(ordered, engine.ranks).check
     attach(base, module, checked.found, engine, checked.in_fp32)
-    if is_peft_model(module):
-        adapt_methods(module)
+    adapt_methods(module)
     answer_for(engine)
     if empty or empty_buffers:
         without = {shard.name: shard for shard in engine.param_shards if shard.name in empty and shard.layout.numel}

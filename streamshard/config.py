@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -196,7 +196,7 @@ _NO_SETTINGS = ("SHARED_MEMORY", "TEST_", "BENCHMARK", "COMMIT")  # what else go
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+def read_environment(environment: Mapping[str, str], switches: Iterable[str] = ()) -> dict[str, Any]:
     """What the environment says of `Settings`, of `Precision` and of units, by name.
 
     ``STREAMSHARD_WEIGHT_SLOTS=4`` is ``weight_slots=4``, ``STREAMSHARD_GRAD_DTYPE=bfloat16`` is
@@ -205,12 +205,14 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
     Args:
         environment: such as ``os.environ``.
+        switches: names of the caller's own, each true or false.
 
     Raises:
         ConfigError: a variable has the prefix and is none of them, or says neither yes nor no to a switch.
     """
-    switches = {field.name: isinstance(field.default, bool) for field in (*fields(Settings), *fields(Precision))}
-    del switches["precision"]
+    is_switch = {field.name: isinstance(field.default, bool) for field in (*fields(Settings), *fields(Precision))}
+    del is_switch["precision"]
+    is_switch |= dict.fromkeys(switches, True)
     found: dict[str, Any] = {}
     for variable, text in environment.items():
         name = variable.removeprefix(_PREFIX).lower()
@@ -218,10 +220,10 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             continue
         if name == "units":
             found[name] = [part.strip() for part in text.split(",") if part.strip()]
-        elif name not in switches:
-            known = ", ".join(sorted(_PREFIX + each.upper() for each in ("units", *switches)))
+        elif name not in is_switch:
+            known = ", ".join(sorted(_PREFIX + each.upper() for each in ("units", *is_switch)))
             raise ConfigError(f"the environment has {variable}={text!r}, which is no setting: wanted one of {known}")
-        elif switches[name]:
+        elif is_switch[name]:
             if text.lower() not in (*_TRUE, *_FALSE):
                 raise ConfigError(f"{variable}={text!r}: wanted true or false")
             found[name] = text.lower() in _TRUE

@@ -33,7 +33,8 @@ from streamshard.unit.sharded_grad import ShardedGrad
 __all__ = ["StreamShardAccelerator"]
 
 _SETTINGS = tuple(field.name for field in fields(Settings))
-_OPTIONS = ("units", "mesh", *_SETTINGS)
+_OWN = ("shard_references",)  # what StreamShard is not told
+_OPTIONS = ("units", "mesh", *_SETTINGS, *_OWN)
 _PRECISION = tuple(field.name for field in fields(Precision))
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -50,6 +51,8 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             are read from the environment: ``STREAMSHARD_WEIGHT_SLOTS=4``, and fields of `Precision` as in
             ``STREAMSHARD_GRAD_DTYPE=bfloat16``. `units` in the environment are names of classes or modules, with
             commas between them.
+        shard_references: (by keyword, True by default, or ``STREAMSHARD_SHARD_REFERENCES``) False leaves models that
+            are prepared with ``evaluation_mode=True`` whole on each process, as accelerate does: for small ones.
 
     ``mixed_precision`` decides the dtype that layers compute in: ``"bf16"`` or ``"fp16"``; with ``"no"`` it is the
     model's own if its parameters are all of one 16-bit dtype, else fp32. A `precision` that is given has that
@@ -94,6 +97,9 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         """What follows accelerate's own constructor."""
         check_launch(self)
         self._options = _with_environment(options)
+        self.shard_references = self._options.pop("shard_references", True)
+        if not isinstance(self.shard_references, bool):
+            raise ConfigError(f"shard_references={self.shard_references!r}: wanted True or False")
         self._notes = StepNotes(self)
         given = {name: value for name, value in self._options.items() if name in _SETTINGS}
         Settings(**{**given, "precision": self._precision_of(torch.float32)})  # raises now what prepare would raise
@@ -114,23 +120,27 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         Args:
             model: what `StreamShard` accepts, or sharded already. One without parameters is only placed.
             device_placement: ignored for models with parameters: they are placed where their pieces are.
-            evaluation_mode: room for gradients is made only if the model is trained after all.
+            evaluation_mode: room for gradients is made only if the model is trained after all. With
+                ``shard_references=False`` the model is not sharded until then either.
 
         Returns:
             The same object; with a dynamo backend what ``torch.compile`` makes of it, with its regional compilation
             the same object again, whose repeated layers are compiled in place.
         """
-        if getattr(model, "_is_accelerate_prepared", False):
-            return _module(super().prepare_model(model))
-        sharded = sharded_in(model)
-        if sharded is None and next(model.parameters(), None) is None:
+        stays_whole = evaluation_mode and not self.shard_references
+        if sharded_in(model) is None and (stays_whole or next(model.parameters(), None) is None):
             return _module(super().prepare_model(model, device_placement=device_placement, evaluation_mode=True))
+        return self.prepare_sharded(model, evaluation_mode)
+
+    def prepare_sharded(self, model: nn.Module, evaluation_mode: bool = False) -> nn.Module:
+        """`prepare_model` of a model that is sharded whatever ``shard_references`` says."""
+        sharded, was_prepared = sharded_in(model), getattr(model, "_is_accelerate_prepared", False)
         if sharded is None:
             self._shard(_uncompiled(model), evaluation_mode)
-        else:
+        elif not was_prepared:
             self._check_dtype(engine_of(sharded).sizing.precision, f"{type(sharded).__name__} was sharded with")
         plugin = self.state.dynamo_plugin
-        if not plugin.use_regional_compilation or plugin.backend == DynamoBackend.NO:
+        if was_prepared or not plugin.use_regional_compilation or plugin.backend == DynamoBackend.NO:
             return _module(super().prepare_model(model, device_placement=False, evaluation_mode=True))
         # accelerate makes another module around the layers, which would be none of ours.
         for layers in [
@@ -367,7 +377,7 @@ def _uncompiled(model: nn.Module) -> nn.Module:
 
 def _with_environment(options: dict[str, Any]) -> dict[str, Any]:
     """`options`, and what they leave out as the environment says it."""
-    found = read_environment(os.environ)
+    found = read_environment(os.environ, switches=_OWN)
     if "units" in found:
         names = set(found["units"])
         found["units"] = lambda name, module: name in names or type(module).__name__ in names

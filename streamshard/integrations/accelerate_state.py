@@ -293,23 +293,33 @@ def load_run(run: Run, input_dir: str | os.PathLike[str] | None, *, strict: bool
     return step
 
 
-_ACCELERATES = ("model.safetensors", "pytorch_model.bin", "optimizer.bin")
+_ACCELERATES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "optimizer.bin")
 
 
 def _existing_directory(accelerator: Any, input_dir: str | os.PathLike[str] | None) -> Path:
     if input_dir is not None:
         given = Path(input_dir).expanduser()
-        if latest(given) is None and any((given / name).exists() for name in _ACCELERATES):
-            raise CheckpointError(
-                f"{given} was saved by accelerate's own Accelerator: load its weights with "
-                "load_safetensors(model, directory), and optimizer.bin, which torch.load reads, with "
-                "load_optimizer_state_dict(model, optimizer.optimizer, state)"
-            )
+        if latest(given) is None:
+            _refuse_accelerates(given)
         return given
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ConfigError("load_state() without input_dir needs ProjectConfiguration(automatic_checkpoint_naming)")
     directory = _checkpoints_of(accelerator)
-    whole = [path for path in (_numbered_in(directory) if directory.is_dir() else []) if latest(path) is not None]
+    found = _numbered_in(directory) if directory.is_dir() else []
+    whole = [path for path in found if latest(path) is not None]
     if not whole:
+        for path in reversed(found):
+            _refuse_accelerates(path)
         raise CheckpointError(f"{directory} holds no whole checkpoint")
     return whole[-1]
+
+
+def _refuse_accelerates(directory: Path) -> None:
+    """Raise if accelerate's own `save_state` has written it."""
+    if any((directory / name).exists() for name in _ACCELERATES):
+        raise CheckpointError(
+            f"{directory} was saved by accelerate's own Accelerator. On every rank, after prepare: its weights with "
+            "streamshard.load_safetensors(model, directory) (pytorch_model.bin: model.load_state_dict(torch.load())), "
+            "optimizer.bin with streamshard.load_optimizer_state_dict(model, optimizer.optimizer, torch.load(file)), "
+            "scheduler.bin with scheduler.load_state_dict(torch.load(file)); then accelerator.save_state(another)"
+        )

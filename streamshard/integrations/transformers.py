@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import shutil
 import warnings
@@ -27,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, trainer_utils
 
+from streamshard.adapters import count_params
 from streamshard.api import (
     export_safetensors,
     full_optimizer_state_dict,
@@ -38,7 +38,6 @@ from streamshard.engine.engine import Engine
 from streamshard.engine.handle import engine_of, handle_of
 from streamshard.errors import ConfigError
 from streamshard.integrations.accelerate import StreamShardAccelerator
-from streamshard.unit.pieces import piece_of
 
 __all__ = ["StreamShardTrainer", "StreamShardTrainerMixin"]
 
@@ -49,6 +48,11 @@ _STATE = "trainer_state.json"
 _ARGUMENTS = "training_args.bin"
 _MAX_SHARD_SIZE = "50GB"  # what save_pretrained splits at when it is not told
 _COUNT = "  Number of trainable parameters = "  # what Trainer's line in the log begins with
+_FULL_EVAL = {"bf16_full_eval": torch.bfloat16, "fp16_full_eval": torch.float16}
+_NO_FULL_EVAL = (
+    "bf16_full_eval and fp16_full_eval cast the whole model, and main weights that train are fp32: train with bf16 or "
+    "fp16=True, with which evaluation computes in that dtype as well, or evaluate in a run that does not train"
+)
 _PARTIAL = "partial-"  # Trainer takes whatever begins with "checkpoint-" for one
 _REPLACED = "replaced"
 
@@ -92,18 +96,54 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         """As Trainer does, which names the class of its accelerator in the middle of this; then that shards."""
         _refuse(self.args)
         super().create_accelerator_and_postprocess()
-        StreamShardAccelerator.take_over(self.accelerator, **self._sharding_options)
+        accelerator = StreamShardAccelerator.take_over(self.accelerator, **self._sharding_options)
+        if getattr(self.args, "sync_ref_model", False) and not accelerator.shard_references:
+            raise ConfigError(
+                "sync_ref_model=True averages the reference model's parameters with those of the model, which are "
+                "pieces: leave shard_references=False away, so that both are sharded"
+            )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Not before it is sharded: a model that fits no device moves there piece by piece."""
 
+    def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer does; it evaluates a model that has not been trained as it is if a reference was prepared."""
+        wrapped = super()._wrap_model(model, training, *args, **kwargs)
+        if not training and wrapped is self.model and _engine(wrapped) is None:
+            self.model_wrapped = self.accelerator.prepare_sharded(wrapped, evaluation_mode=True)
+            return self.model_wrapped
+        return wrapped
+
+    def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
+        """As TRL does, whose constructors compute with a model that is on no device yet: it is sharded for that."""
+        if model is self.model:
+            model = self._wrap_model(model, training=False)
+        return super().compute_ref_log_probs(model, inputs)
+
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)
-        _count_whole(self.model)
         self._load_weights()
         return prepared
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer does, which casts a model for `bf16_full_eval` when it is sharded already."""
+        dtype, engine, settings = _full_eval_dtype(self.args), _engine(self.model), self.args
+        if dtype is not None and engine is None:
+            self.model.to(dtype)
+        elif dtype is not None and engine is not None and engine.precision.param_dtype is not dtype:
+            raise ConfigError(_NO_FULL_EVAL)
+        given = {name: getattr(settings, name) for name in _FULL_EVAL}
+        try:
+            for name in _FULL_EVAL:
+                setattr(settings, name, False)
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            for name, value in given.items():
+                setattr(settings, name, value)
+
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if _full_eval_dtype(self.args) is not None:
+            raise ConfigError(_NO_FULL_EVAL)
         with _counting(lambda: self.get_num_trainable_parameters()):
             return super()._inner_training_loop(*args, **kwargs)
 
@@ -111,7 +151,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     def get_num_trainable_parameters(self) -> int:
         """Of the whole model, not of this rank's pieces."""
-        return _num_parameters(self.model, only_trainable=True)
+        return count_params(self.model, only_trainable=True)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -365,26 +405,6 @@ class _Checkpoint:
         shutil.rmtree(self.staging, ignore_errors=True)
 
 
-def _count_whole(model: nn.Module) -> None:
-    """Let ``num_parameters`` of transformers' models count whole parameters: for flops, and for what callbacks log."""
-    for module in model.modules():
-        kind: Any = type(module)
-        if handle_of(module) is not None and hasattr(kind, "num_parameters"):
-            kind.num_parameters = _num_parameters  # of the class that sharding has made
-
-
-def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """As transformers counts them."""
-    embeddings: set[str] = set()
-    if exclude_embeddings:
-        embeddings = {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, nn.Embedding)}
-    return sum(
-        param.numel() if (piece := piece_of(param)) is None else math.prod(piece.shape)
-        for name, param in model.named_parameters()
-        if name not in embeddings and (param.requires_grad or not only_trainable)
-    )
-
-
 @contextlib.contextmanager
 def _counting(count: Callable[[], int]) -> Iterator[None]:
     """Inside, the line in Trainer's log that counts parameters says `count()`: Trainer asks each for its size."""
@@ -408,8 +428,6 @@ def _refuse(args: Any) -> None:
         "fsdp": "leave it out: the model is sharded by StreamShard",
         "deepspeed": "leave it out: the model is sharded by StreamShard",
         "save_on_each_node": "all ranks write into one directory, which has to be on storage that they share",
-        "fp16_full_eval": "weights cannot be cast as a whole; with fp16=True evaluation computes in fp16 as well",
-        "bf16_full_eval": "weights cannot be cast as a whole; with bf16=True evaluation computes in bf16 as well",
         "use_vllm": "vLLM would be sent this rank's pieces of the weights; generate with transformers (use_vllm=False)",
     }
     for name, reason in reasons.items():
@@ -420,6 +438,14 @@ def _refuse(args: Any) -> None:
             f"one process sees {args.n_gpu} GPUs: wanted one process for each, as `accelerate launch` or `torchrun "
             f"--nproc-per-node {args.n_gpu}` start them"
         )
+
+
+def _full_eval_dtype(args: Any) -> torch.dtype | None:
+    """What to cast a model to that is evaluated and not trained; None if layers compute in that dtype as it is."""
+    for name, dtype in _FULL_EVAL.items():
+        if getattr(args, name) and not getattr(args, name.removesuffix("_full_eval")):
+            return dtype
+    return None
 
 
 def _engine(model: nn.Module) -> Engine | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import MutableMapping
 from typing import Any, NamedTuple, NoReturn
@@ -25,6 +26,7 @@ __all__ = [
     "refuse_accelerate",
     "refuse_saving",
     "remember_piece",
+    "whole_numel",
 ]
 
 
@@ -73,6 +75,12 @@ def forget_piece(param: nn.Parameter) -> None:
 def piece_of(param: torch.Tensor) -> Piece | None:
     """What `param` is a piece of; None if it is none."""
     return _pieces.get(param) if _pieces else None
+
+
+def whole_numel(param: torch.Tensor) -> int:
+    """How many elements `param` has, or what it is a piece of."""
+    piece = piece_of(param)
+    return param.numel() if piece is None else math.prod(piece.shape)
 
 
 def _refuse_pickle(piece: Piece) -> NoReturn:

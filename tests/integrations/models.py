@@ -70,18 +70,18 @@ def _llava() -> Any:
 
 FAMILIES: dict[str, Any] = {
     "llama": lambda **sizes: families.llama(**{"bos_token_id": 1, "eos_token_id": 2, **sizes}),
-    "llama-tied": lambda: families.llama(tie_word_embeddings=True),
+    "llama-tied": lambda **sizes: families.llama(tie_word_embeddings=True, **sizes),
     "qwen3": lambda: _make("Qwen3ForCausalLM", **_DECODER, head_dim=4),
     "gemma3": lambda: _make("Gemma3ForCausalLM", **_DECODER, head_dim=4, sliding_window=8),
     "gpt2": lambda: families.gpt2(**_GPT2),
     "bert": lambda: _make(
         "BertForSequenceClassification",
         **{"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
-        **{"intermediate_size": 24, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3},
+        **{"intermediate_size": 24, "num_labels": 3},  # with dropout
     ),
     "t5": families.t5,
     "whisper": _whisper,
-    "mixtral": lambda: families.mixtral(pad_token_id=0),
+    "mixtral": lambda **sizes: families.mixtral(pad_token_id=0, **sizes),
     "deepseek": _deepseek,
     "mamba": lambda: _make(
         "MambaForCausalLM",

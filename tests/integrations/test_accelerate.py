@@ -171,6 +171,25 @@ def test_a_reference_model_is_sharded_and_has_no_gradients(context: RankContext)
 
 
 @on_ranks(2)
+def test_a_reference_model_stays_whole_where_that_is_asked_for(context: RankContext, tmp_path: Path) -> None:
+    """It is saved with the run, and sharded when it is trained after all."""
+    with launched(context):
+        run = Trained(StreamShardAccelerator, steps=1, shard_references=False)
+        accelerator, reference = run.accelerator, make_model(seed=9)
+        assert accelerator.prepare_model(reference, evaluation_mode=True) is reference
+        assert not isinstance(reference, StreamShard) and isinstance(run.model, StreamShard)
+        whole = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+        accelerator.save_state(tmp_path)
+        for param in reference.parameters():
+            param.data.zero_()
+        accelerator.load_state(tmp_path)
+        assert_same(accelerator.get_state_dict(reference), whole, "weights that were loaded")
+        assert accelerator.prepare(reference) is reference and isinstance(reference, StreamShard)
+        assert accelerator._models == [run.model, reference]
+        assert_same(accelerator.get_state_dict(reference), whole, "weights that are sharded")
+
+
+@on_ranks(2)
 def test_a_model_that_was_evaluated_first_trains_as_well(context: RankContext) -> None:
     """What transformers' Trainer does when it evaluates before it trains."""
     with launched(context):

@@ -67,6 +67,7 @@ def _same_as_ddp(context: RankContext, name: str, **arguments: Any) -> list[floa
         "cross_validation",
         "early_stopping",
         "gradient_accumulation",
+        "gradient_accumulation_for_autoregressive_models",
         "memory",
         "multi_process_metrics",
     ],

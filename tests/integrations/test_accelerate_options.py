@@ -53,6 +53,8 @@ def test_options_are_arguments_or_variables(context: RankContext) -> None:
         ({"STREAMSHARD_CHECK_GRADS": "maybe"}, {}, "true or false"),
         ({"STREAMSHARD_WEIGHT_SLOTS": "1"}, {}, "weight_slots=1"),
         ({}, {"weight_slots": 1}, "weight_slots=1"),
+        ({}, {"shard_references": "no"}, "shard_references='no'"),
+        ({"STREAMSHARD_SHARD_REFERENCES": "maybe"}, {}, "true or false"),
         ({}, {"mixed_precision": "bf16", "precision": Precision(param_dtype=torch.float16)}, "mixed_precision='fp16'"),
         ({}, {"precision": Precision()}, "mixed_precision='bf16'"),
         ({}, {"precision": "bf16"}, r"wanted a streamshard.Precision, such as Precision\("),

@@ -14,7 +14,7 @@ from accelerate.utils import (
     ProjectConfiguration,
 )
 
-from streamshard import Precision, StreamShard
+from streamshard import Precision, StreamShard, load_optimizer_state_dict, load_safetensors
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests.integrations.accelerating import SAMPLES, Trained, launched, loader, make_model, stock
@@ -159,6 +159,32 @@ def test_a_run_goes_on_at_another_number_of_processes(ranks: RankPool, tmp_path:
     wanted = ranks(before).run(_saved_run, tmp_path)[0]
     found = ranks(after).run(_loaded_run, tmp_path)[0]
     torch.testing.assert_close(found, wanted, rtol=0.0 if before == after else 5e-3, atol=0.0)
+
+
+@on_ranks(2)
+def test_a_state_of_accelerates_own_class_goes_on_as_the_message_says(context: RankContext, tmp_path: Path) -> None:
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    x = torch.linspace(-1, 1, 20).view(4, 5) + context.rank
+    with launched(context):
+        theirs = Trained(stock, steps=3, project_config=project)
+        theirs.accelerator.save_state()
+        for _ in range(2):
+            theirs.step(x, x[:, :1])
+        wanted = theirs.weights()
+    where = tmp_path / "checkpoints" / "checkpoint_0"
+    with launched(context):
+        ours = Trained(StreamShardAccelerator, project_config=project)
+        for directory in (where, None):
+            with pytest.raises(CheckpointError, match=r"accelerate's own .*load_safetensors.* scheduler\.bin"):
+                ours.accelerator.load_state(directory)
+        load_safetensors(ours.model, where)
+        state = torch.load(where / "optimizer.bin")
+        load_optimizer_state_dict(ours.model, ours.optimizer.optimizer, state)
+        ours.scheduler.load_state_dict(torch.load(where / "scheduler.bin"))
+        for _ in range(2):
+            ours.step(x, x[:, :1])
+        torch.testing.assert_close(ours.losses, theirs.losses[-2:], rtol=1e-4, atol=1e-6)
+        assert_same(ours.weights(), wanted, "weights")
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import re
 import subprocess
@@ -94,6 +95,26 @@ def _trained(context: RankContext, kind: str = "lora", **settings: Any) -> Any:
 def test_every_method_trains_like_plain_pytorch(context: RankContext, kind: str) -> None:
     """Loss, gradients and weights, of what is frozen too."""
     assert_trains_like_plain(context, functools.partial(_build, kind), _step, steps=3, checked=(0, 2))
+
+
+@on_ranks(2)
+def test_parameters_are_counted_whole(context: RankContext) -> None:
+    """By PEFT, and by the base model; one that counts in its own way does so still."""
+    plain, model = _build(), _build()
+
+    class Counting(type(plain.base_model.model)):  # type: ignore[misc]  # made while it runs
+        def num_parameters(self, *_: Any, **__: Any) -> int:
+            return 7
+
+    wanted = plain.get_nb_trainable_parameters(), plain.num_parameters(), plain.num_parameters(only_trainable=True)
+    StreamShard(model, precision=FP32)
+    found = model.get_nb_trainable_parameters(), model.num_parameters(), model.num_parameters(only_trainable=True)
+    assert found == wanted
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        model.print_trainable_parameters()
+    assert f"trainable params: {wanted[0][0]:,d} || all params: {wanted[0][1]:,d}" in told.getvalue()
+    own = Counting(plain.base_model.model.config)
+    assert StreamShard(own, precision=FP32).num_parameters() == 7
 
 
 def _two_adapters() -> Any:

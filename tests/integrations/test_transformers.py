@@ -67,7 +67,7 @@ def test_arguments_mean_what_they_mean_with_ddp(
 
 @on_ranks(2)
 def test_memory_options_change_no_number(context: RankContext, tmp_path: Path) -> None:
-    """Both kinds of checkpointing, slots."""
+    """Both kinds of checkpointing, slots; with dropout, of which each rank has its own."""
     theirs_class, ours_class = _trainers()
     data = make_rows("llama")
     variants: dict[str, dict[str, Any]] = {
@@ -76,14 +76,19 @@ def test_memory_options_change_no_number(context: RankContext, tmp_path: Path) -
         "slots": {"given": {"streamshard": {"weight_slots": "all", "grad_slots": 3}}},
     }
     with launched(context):
-        theirs = train(theirs_class, make_model("llama"), tmp_path / "theirs", data)
+        theirs = train(theirs_class, make_model("llama", attention_dropout=0.2), tmp_path / "theirs", data)
         for name, options in variants.items():
-            ours = train(ours_class, make_model("llama"), tmp_path / name, data, **options)
+            ours = train(ours_class, make_model("llama", attention_dropout=0.2), tmp_path / name, data, **options)
             assert_equal(ours, theirs)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"The \.grad attribute")  # of what the compiler looks at
             ours = train(
-                ours_class, make_model("llama"), tmp_path, data, torch_compile=True, torch_compile_backend="eager"
+                ours_class,
+                make_model("llama", attention_dropout=0.2),
+                tmp_path,
+                data,
+                torch_compile=True,
+                torch_compile_backend="eager",
             )
         assert_equal(ours, theirs)
 
@@ -120,17 +125,21 @@ def _files(directory: Path) -> set[str]:
 @on_ranks(2)
 @pytest.mark.parametrize("family", ["llama-tied", "mixtral"])
 def test_ddp_goes_on_from_our_checkpoints_and_we_from_theirs(context: RankContext, family: str, tmp_path: Path) -> None:
+    """With the random numbers of each rank, for dropout."""
+    dropout = {"attention_dropout": 0.2}
     data = make_rows(family)
     classes = _trainers()
     with launched(context):
-        whole = [train(each, make_model(family), tmp_path / each.__name__, data, **_SAVING) for each in classes]
+        whole = [
+            train(each, make_model(family, **dropout), tmp_path / each.__name__, data, **_SAVING) for each in classes
+        ]
         directories = [tmp_path / each.__name__ / "checkpoint-2" for each in classes]
         assert _files(directories[1]) == _files(directories[0])
         for trainer_class, directory in zip(classes, reversed(directories), strict=True):
             if family == "mixtral" and trainer_class is classes[0]:
                 continue  # Trainer itself does not read the names under which experts are saved
             resumed = train(
-                trainer_class, make_model(family), tmp_path / "resumed", data, resume=directory, max_steps=4
+                trainer_class, make_model(family, **dropout), tmp_path / "resumed", data, resume=directory, max_steps=4
             )
             assert_equal(resumed, whole[0], resumed=True)
 
@@ -193,6 +202,31 @@ def test_the_best_model_is_loaded_at_the_end(context: RankContext, greater_is_be
     best = Path(ours.trainer.state.best_model_checkpoint)
     assert best.is_dir() and best.parent.name == "StreamShardTrainer"
     assert json.loads((best / "trainer_state.json").read_text())["best_model_checkpoint"] == str(best)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("in_half", [None, "bf16_full_eval", "fp16_full_eval"])
+def test_a_run_that_only_evaluates_is_ddps(context: RankContext, in_half: str | None, tmp_path: Path) -> None:
+    """Loss, predictions and counted samples, of examples that are no multiple of the batches; in half precision too."""
+    from transformers import TrainingArguments
+
+    data = make_rows("gpt2", count=7)
+    arguments = {"per_device_eval_batch_size": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments |= {"dataloader_pin_memory": False} | ({in_half: True} if in_half else {})
+    found = []
+    with launched(context):
+        for each in _trainers():
+            made = each(model=make_model("gpt2"), args=TrainingArguments(str(tmp_path), **arguments))
+            predicted = [made.predict(data) for _ in range(2)][-1]
+            found.append((made.evaluate(data), predicted.predictions, made.model))
+    (theirs, their_logits, _), (ours, our_logits, model) = found
+    assert isinstance(model, StreamShard)
+    assert abs(ours["eval_loss"] - theirs["eval_loss"]) < (1e-5 if in_half is None else 2e-3)
+    assert our_logits.shape == their_logits.shape == (7, 12, 61) and our_logits.dtype == their_logits.dtype
+    assert abs(our_logits - their_logits).max() < (1e-5 if in_half is None else 2e-2)
+    wanted = {None: torch.float32, "bf16_full_eval": torch.bfloat16, "fp16_full_eval": torch.float16}[in_half]
+    assert next(model.parameters()).dtype is wanted
+    assert model.memory_report().held_bytes["main grads"] == 0
 
 
 @on_ranks(2)
@@ -444,14 +478,28 @@ def test_model_init_gives_each_training_a_new_model(context: RankContext, tmp_pa
         assert torch.equal(weight, run.weights[name])
 
 
+def _with_deepspeed(**arguments: Any) -> Any:
+    """Without the package, for which transformers asks in the constructor."""
+    from transformers import TrainingArguments
+
+    made = TrainingArguments(**arguments)
+    made.deepspeed = "zero3.json"
+    return made
+
+
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"bf16_full_eval": True}, "bf16_full_eval=True .* with bf16=True evaluation"),
+        ({"bf16_full_eval": True}, "bf16_full_eval .* train with bf16"),
+        ({"fp16_full_eval": True, "bf16": True}, "fp16_full_eval .* train with bf16"),
+        ({"fsdp": "full_shard"}, "fsdp=.* leave it out"),
+        ({"fsdp": True}, "fsdp=.* leave it out"),
+        ({"arguments_class": _with_deepspeed}, "deepspeed='zero3.json' .* leave it out"),
         ({"save_on_each_node": True}, "storage that they share"),
         ({"given": {"streamshard": {"slots": 3}}}, "no such option: slots"),
     ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
 def test_what_does_not_go_with_sharding_is_refused_at_once(
     context: RankContext, arguments: dict[str, Any], message: str, tmp_path: Path

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from streamshard import Precision, StreamShard
+from streamshard.errors import ConfigError
 from tests.integrations.models import make_model, make_tokenizer
 from tests.integrations.trainers import Run, assert_equal, checkpointing, launched, run_example, train
 from tests.ranks import RankContext, on_ranks
 
-pytest.importorskip("trl", reason="needs trl: pip install streamshard[hf]")
+trl: Any = pytest.importorskip("trl", reason="needs trl: pip install streamshard[hf]")
 pytest.importorskip("peft", reason="needs peft: pip install streamshard[hf]")
 
 
@@ -41,8 +42,6 @@ def _preferences(count: int = 16) -> Any:
 
 def _both(name: str) -> tuple[Any, Any]:
     """TRL's trainer of that name, and the same with our mixin."""
-    import trl
-
     from streamshard.integrations.transformers import StreamShardTrainerMixin
 
     theirs = getattr(trl, name)
@@ -60,8 +59,6 @@ def _compare(
     **options: Any,
 ) -> list[Run]:
     """Train with both; `model` and `given` make what they are given, `resume` says where they go on."""
-    import trl
-
     runs = []
     for each, stored in zip(_both(name), resume, strict=True):
         runs.append(
@@ -156,26 +153,53 @@ def test_reward_equals_ddp(context: RankContext, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reference", ["given", "sharded", "synced", "adapters"])
+@pytest.mark.parametrize("reference", ["given", "sharded", "whole", "synced", "adapters", "precomputed"])
 def test_dpo_equals_ddp(context: RankContext, reference: str, tmp_path: Path) -> None:
+    """Where the model computes before training, evaluated or as reference, it is sharded by then."""
+    from datasets import load_from_disk
     from peft import LoraConfig
 
     options: dict[str, Any] = {"max_length": 32}
     references: list[Any] = []
+    data = _preferences()
+    if reference == "precomputed":  # by the model itself, in the constructor; one file for all ranks
+        options["precompute_ref_log_probs"] = True
+        if context.rank == 0:
+            data.save_to_disk(tmp_path / "data")
+        dist.barrier()
+        data = load_from_disk(tmp_path / "data")
+    is_sharded: list[bool] = []
+
+    def before(trainer: Any) -> None:
+        if reference == "whole":
+            trainer.evaluate()
+        is_sharded.append(isinstance(trainer.model, StreamShard))
+
     if reference == "synced":
         options |= {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
 
     def given() -> dict[str, Any]:
-        if reference == "adapters":
+        if reference in ("adapters", "precomputed"):
             return {"peft_config": LoraConfig(r=4, target_modules="all-linear")}
         references.append(_llama())
         if reference == "sharded" and len(references) == 2:  # ours, by the user
             StreamShard(references[1], precision=Precision(param_dtype=torch.float32))
-        return {"ref_model": references[-1]}
+        return {
+            "ref_model": references[-1],
+            "processing_class": make_tokenizer(),
+            "eval_dataset": _preferences(4) if reference == "whole" else None,
+        }
 
-    with launched(context):
-        _compare(tmp_path, "DPOTrainer", _preferences(), "DPOConfig", _llama, given, **options)
-    assert all(isinstance(each, StreamShard) for each in references[1:])
+    with launched(context, **({"STREAMSHARD_SHARD_REFERENCES": "false"} if reference == "whole" else {})):
+        _compare(tmp_path, "DPOTrainer", data, "DPOConfig", _llama, given, before=before, **options)
+        if reference == "whole":
+            ours = _both("DPOTrainer")[1]
+            refused: Any = {"arguments_class": trl.DPOConfig, "bf16": False, "sync_ref_model": True, "given": given()}
+            with pytest.raises(ConfigError, match="leave shard_references=False away"):
+                train(ours, _llama(), tmp_path, _preferences(4), **refused)
+            references.pop()
+    assert is_sharded == [False, reference in ("whole", "precomputed")]
+    assert all(isinstance(each, StreamShard) == (reference != "whole") for each in references[1:])
 
 
 def _reward(completions: list[str], **_: Any) -> list[float]:
@@ -201,6 +225,11 @@ def test_grpo_equals_ddp(context: RankContext, beta: float, tmp_path: Path) -> N
             max_completion_length=24,
             generation_kwargs={"sequence_bias": [[[2], 2.0]]},  # the end, now and then
         )
+        ours = _both("GRPOTrainer")[1]
+        made = {"reward_funcs": _reward, "processing_class": make_tokenizer()}
+        asked: Any = {"arguments_class": trl.GRPOConfig, "given": made, "num_generations": 2}
+        with pytest.raises(ConfigError, match="use_vllm=True .* generate with transformers"):
+            train(ours, _llama(), tmp_path, _preferences(4), use_vllm=True, **asked)
     assert any(
         entry.get("completions/min_length", 0) < entry.get("completions/max_length", 0) for entry in runs[1].history
     )

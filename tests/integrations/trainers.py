@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from streamshard import StreamShard
@@ -22,9 +23,9 @@ __all__ = ["Run", "assert_equal", "checkpointing", "history_of", "launched", "ru
 
 
 @contextlib.contextmanager
-def launched(context: RankContext) -> Iterator[None]:
+def launched(context: RankContext, **environment: str) -> Iterator[None]:
     """As by a launcher, and without the warnings of libraries that use what transformers has renamed."""
-    with accelerating.launched(context), warnings.catch_warnings():
+    with accelerating.launched(context, **environment), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* is deprecated and will be removed in v6", category=FutureWarning)
         yield
 
@@ -55,7 +56,7 @@ def train(
     arguments_class: type | None = None,
     **arguments: Any,
 ) -> Run:
-    """Train for a few steps, on the CPU.
+    """Train for a few steps, on the CPU, each rank with random numbers of its own.
 
     Args:
         trainer_class: of a trainer.
@@ -91,6 +92,7 @@ def train(
     trainer.remove_callback(PrinterCallback)
     if before is not None:
         before(trainer)
+    torch.rand(1 + 16 * dist.get_rank())  # the seed stays: it orders the examples
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return Run(history_of(trainer), whole_weights(trainer.model), trainer)
 
