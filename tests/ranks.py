@@ -62,6 +62,17 @@ __all__ = [
 MAX_RANKS = 4
 # By what ranks are forked from. Dynamo is imported by the first step of any optimizer.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "streamshard", "tests.reference"]
+# By the same, if the tests that were collected are about one of the keys: then ranks are going to ask for all of it.
+PRELOADED_TOO = {
+    "accelerate": ["accelerate"],
+    "transformers": [
+        "transformers.trainer",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.gpt2.modeling_gpt2",
+        "torch._functorch.aot_autograd",
+        "peft",
+    ],
+}
 GROUP_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_GROUP_TIMEOUT_S", "60"))
 RUN_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_RUN_TIMEOUT_S", "90"))
 # "default": shown. For a first run with other versions, or on another machine: what they warn of is not what is tested.
@@ -227,7 +238,8 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
     """Makes processes that have imported already what most tests need."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read when the fork server imports torch
     start = multiprocessing.get_context("forkserver")
-    start.set_forkserver_preload(PRELOADED)
+    about = [module for name, modules in PRELOADED_TOO.items() if name in sys.modules for module in modules]
+    start.set_forkserver_preload([*PRELOADED, *about])
     return start
 
 
