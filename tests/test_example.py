@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import os
-import runpy
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -17,9 +15,8 @@ from unittest import mock
 import psutil
 import pytest
 
-from tests.launched import Launched
+from tests.launched import ROOT, Launched, run_file
 
-ROOT = Path(__file__).parents[1]
 JOB = "docs/examples/train_llama.py"
 LAUNCH = [
     *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", "docs/examples/two_processes.yaml"),
@@ -52,15 +49,7 @@ def _run(directory: Path, *arguments: str, samples: bool) -> str:
 
 def _run_rank(arguments: list[str], run: Callable[..., None]) -> None:
     with mock.patch.object(subprocess, "run", run):
-        _run_script(arguments)
-
-
-def _run_script(arguments: list[str]) -> None:
-    os.chdir(ROOT)
-    sys.path.insert(0, str((ROOT / JOB).parent))
-    sys.argv = arguments
-    warnings.resetwarnings()
-    runpy.run_path(arguments[0], run_name="__main__")
+        run_file(arguments)
 
 
 def _leave_out(*_: object, **__: object) -> None:
@@ -73,7 +62,7 @@ def _run_plainly(directory: Path, command: list[str], *, check: bool, env: dict[
     assert command[0] == sys.executable
     assert not {"RANK", "WORLD_SIZE", "MASTER_PORT"} & set(env)
     directory.mkdir()
-    ((code, told),) = Launched(0, directory, _run_script, command[1:]).end()
+    ((code, told),) = Launched(0, directory, run_file, command[1:]).end()
     print(told)
     assert code == 0, told
 
