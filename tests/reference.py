@@ -211,8 +211,9 @@ def assert_trains_like_plain(
         units_of: gives `units` for the model, where they are its own modules.
         set_to_none: for ``zero_grad``.
         tolerance: for losses, gradients and weights.
-        plain_everywhere: plain PyTorch is trained by every rank, where arguments note what they see of it. By rank 0
-            alone otherwise, which tells the others. In either case it is trained before the sharded model is built.
+        plain_everywhere: plain PyTorch is trained by every rank, where arguments note what they see of it. Otherwise
+            rank 0 alone does, and tells the others, unless `context` is of a part of all ranks. In either case it is
+            trained before the sharded model is built.
         **settings: for `StreamShard`; fp32 throughout unless `precision` is given.
 
     Returns:
@@ -220,9 +221,10 @@ def assert_trains_like_plain(
     """
     settings.setdefault("precision", FP32)
     wanted = None
-    if plain_everywhere or context.rank == 0:
+    are_told = not plain_everywhere and context.world_size == dist.get_world_size()
+    if context.rank == 0 or not are_told:
         wanted = _train_plain(context, build, step, steps, checked, optimizer, prepare, set_to_none)
-    if not plain_everywhere and context.world_size > 1:
+    if are_told and context.world_size > 1:
         told = [None if wanted is None else _packed(wanted)]
         dist.broadcast_object_list(told, device=context.device)
         assert told[0] is not None
