@@ -6,8 +6,11 @@ A fresh interpreter takes seconds to import torch. What is tested is hardly ever
 from __future__ import annotations
 
 import os
+import runpy
 import socket
+import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Iterable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -15,7 +18,9 @@ from typing import Any
 
 from tests.ranks import forkserver, warnings_are_errors
 
-__all__ = ["Launched", "free_port", "launched_environment", "run_script"]
+__all__ = ["Launched", "free_port", "launched_environment", "run_file", "run_script"]
+
+ROOT = Path(__file__).parents[1]
 
 
 def free_port() -> int:
@@ -36,6 +41,15 @@ def run_script(script: str) -> None:
     """As ``python -W error -c`` does."""
     warnings_are_errors()
     exec(compile(textwrap.dedent(script), "<script>", "exec"), {"__name__": "__main__"})
+
+
+def run_file(arguments: list[str]) -> None:
+    """As ``python`` does in the root of the repository: a file and its arguments. Warnings are shown as ever."""
+    os.chdir(ROOT)
+    sys.path.insert(0, str((ROOT / arguments[0]).parent))
+    sys.argv = arguments
+    warnings.resetwarnings()
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 class Launched:

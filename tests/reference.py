@@ -7,6 +7,7 @@ public API is used, but for counting collectives.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -192,6 +194,7 @@ def assert_trains_like_plain(
     units_of: Callable[[nn.Module], Any] | None = None,
     set_to_none: bool = True,
     tolerance: Tolerance = ROUNDING,
+    plain_everywhere: bool = False,
     **settings: Any,
 ) -> nn.Module:
     """Train `build()` with StreamShard on all ranks and with plain PyTorch on all batches; compare.
@@ -208,34 +211,119 @@ def assert_trains_like_plain(
         units_of: gives `units` for the model, where they are its own modules.
         set_to_none: for ``zero_grad``.
         tolerance: for losses, gradients and weights.
+        plain_everywhere: plain PyTorch is trained by every rank, where arguments note what they see of it. Otherwise
+            rank 0 alone does, and tells the others, unless `context` is of a part of all ranks. In either case it is
+            trained before the sharded model is built.
         **settings: for `StreamShard`; fp32 throughout unless `precision` is given.
 
     Returns:
         The sharded model.
     """
     settings.setdefault("precision", FP32)
-    plain = _built(build).to(context.device)
+    wanted = None
+    are_told = not plain_everywhere and context.world_size == dist.get_world_size()
+    if context.rank == 0 or not are_told:
+        wanted = _train_plain(context, build, step, steps, checked, optimizer, prepare, set_to_none)
+    if are_told and context.world_size > 1:
+        told = [None if wanted is None else _packed(wanted)]
+        dist.broadcast_object_list(told, device=context.device)
+        assert told[0] is not None
+        wanted = _unpacked(*told[0])
+    assert wanted is not None
     sharded = _built(build).to(context.device)
     if units_of is not None:
         settings["units"] = units_of(sharded)
     sharded = StreamShard(sharded, **settings)
-    plain_optimizer, sharded_optimizer = optimizer(plain), optimizer(sharded)
+    sharded_optimizer = optimizer(sharded)
     for number in range(steps):
         if prepare is not None:
-            prepare(plain, number)
             prepare(sharded, number)
-        wanted = _play_all_ranks(plain, step, number, context)
         found = _run(sharded, step, Call(number, context.rank, context.world_size, 1.0))
-        assert_same({"loss": found}, {"loss": wanted}, f"loss of step {number}", tolerance)
+        assert_same(
+            {"loss": found.cpu()}, {"loss": wanted.losses[number][context.rank]}, f"loss of step {number}", tolerance
+        )
         if number in checked:
-            assert_same(full_grads(sharded), full_grads(plain), f"gradients of step {number}", tolerance)
-        plain_optimizer.step()
+            assert_same(_on_cpu(full_grads(sharded)), wanted.grads[number], f"gradients of step {number}", tolerance)
         sharded_optimizer.step()
         if number == steps - 1:
-            assert_same(full_weights(sharded), full_weights(plain), "weights", tolerance)
-        plain_optimizer.zero_grad(set_to_none=set_to_none)
+            assert_same(full_weights(sharded), wanted.weights, "weights", tolerance)
         sharded_optimizer.zero_grad(set_to_none=set_to_none)
     return sharded
+
+
+class _Course(NamedTuple):
+    """How plain PyTorch trains, on the CPU: each rank's loss of each step, gradients of steps, weights at the end."""
+
+    losses: list[list[Tensor]]
+    grads: dict[int, dict[str, Tensor | None]]
+    weights: dict[str, Tensor]
+
+
+def _train_plain(
+    context: RankContext,
+    build: Callable[[], nn.Module],
+    step: Step,
+    steps: int,
+    checked: Collection[int],
+    optimizer: Callable[[nn.Module], Optimizer],
+    prepare: Callable[[nn.Module, int], None] | None,
+    set_to_none: bool,
+) -> _Course:
+    model = _built(build).to(context.device)
+    its_optimizer = optimizer(model)
+    course = _Course([], {}, {})
+    for number in range(steps):
+        if prepare is not None:
+            prepare(model, number)
+        course.losses.append(_play_all_ranks(model, step, number, context.world_size))
+        if number in checked:
+            course.grads[number] = _on_cpu(full_grads(model))
+        its_optimizer.step()
+        if number == steps - 1:
+            course.weights.update(full_weights(model))
+        its_optimizer.zero_grad(set_to_none=set_to_none)
+    return course
+
+
+def _packed(course: _Course) -> tuple[bytes, bytes]:
+    """Tensors one by one take pickle longer than training them does: their bytes, and everything else."""
+    tensors: list[Tensor] = []
+
+    def place(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(value.contiguous().reshape(-1).view(torch.uint8))
+            return _Place(value.dtype, value.shape)
+        if isinstance(value, dict):
+            return {key: place(each) for key, each in value.items()}
+        return [place(each) for each in value] if isinstance(value, list) else value
+
+    places = [place(each) for each in course]
+    return pickle.dumps(places), torch.cat(tensors).numpy().tobytes()
+
+
+def _unpacked(places: bytes, values: bytes) -> _Course:
+    left = torch.frombuffer(bytearray(values), dtype=torch.uint8)
+
+    def tensor_of(value: Any) -> Any:
+        nonlocal left
+        if isinstance(value, _Place):
+            size = value.shape.numel() * value.dtype.itemsize
+            own, left = left[:size], left[size:]
+            return own.clone().view(value.dtype).view(value.shape)
+        if isinstance(value, dict):
+            return {key: tensor_of(each) for key, each in value.items()}
+        return [tensor_of(each) for each in value] if isinstance(value, list) else value
+
+    return _Course(*tensor_of(pickle.loads(places)))
+
+
+class _Place(NamedTuple):
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+def _on_cpu(named: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: None if tensor is None else tensor.cpu() for name, tensor in named.items()}
 
 
 def assert_trains_like_ddp(
@@ -279,12 +367,11 @@ def _run(model: nn.Module, step: Step, call: Call) -> Tensor:
     return step(model, call)
 
 
-def _play_all_ranks(plain: nn.Module, step: Step, number: int, context: RankContext) -> Tensor:
-    """One step of every rank on one plain model; returns the loss of this process's own rank."""
-    size = context.world_size
-    losses = [_run(plain, step, Call(number, rank, size, 1.0 / size)) for rank in range(size)]
+def _play_all_ranks(plain: nn.Module, step: Step, number: int, size: int) -> list[Tensor]:
+    """One step of every rank on one plain model; returns the loss of each."""
+    losses = [_run(plain, step, Call(number, rank, size, 1.0 / size)).cpu() for rank in range(size)]
     assert all(loss.isfinite() for loss in losses), "the reference itself diverges: nothing can be compared with it"
-    return losses[context.rank]
+    return losses
 
 
 class _Collectives(Observer):

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import signal
-import subprocess
-import sys
-import textwrap
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import streamshard
 from streamshard import Precision, StreamShard
 from streamshard.errors import (
     CommunicationError,
@@ -32,7 +27,7 @@ from streamshard.errors import (
     StreamShardError,
     UnitError,
 )
-from tests.launched import Launched, free_port, launched_environment, run_script
+from tests.launched import Launched, run_script
 from tests.models import Block, Layer, Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, assert_same, full_grads, lm_step, sgd, stack_step
@@ -448,8 +443,8 @@ def test_without_a_process_group_and_a_launcher_the_error_says_how_to_start(tmp_
 
 
 @pytest.mark.ranks
-def test_under_a_launcher_the_process_group_is_made() -> None:
-    """Two fresh processes with torchrun's variables and nothing else."""
+def test_under_a_launcher_the_process_group_is_made(tmp_path: Path) -> None:
+    """Two processes with torchrun's variables and nothing else."""
     script = """
         import torch.distributed as dist
         from streamshard import Precision, StreamShard
@@ -461,27 +456,9 @@ def test_under_a_launcher_the_process_group_is_made() -> None:
         print("trained on", dist.get_backend())
         dist.destroy_process_group()
     """
-    port, root = free_port(), str(Path(streamshard.__file__).parent.parent)
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-            env={**os.environ, **launched_environment(rank, 2, port), "PYTHONPATH": root},
-            cwd=root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in started:
-            output, _ = process.communicate(timeout=100)
-            assert process.returncode == 0, output
-            assert "trained on gloo" in output
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
+    for code, output in Launched(2, tmp_path, run_script, script).end():
+        assert code == 0, output
+        assert "trained on gloo" in output
 
 
 _DYING = """

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import runpy
 import subprocess
 import sys
 import time
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import psutil
 import pytest
 
-from tests.launched import Launched
+from tests.launched import ROOT, Launched, run_file
 
-ROOT = Path(__file__).parents[1]
 JOB = "docs/examples/train_llama.py"
 LAUNCH = [
     *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", "docs/examples/two_processes.yaml"),
     JOB,
 ]
-SIZES = "--hidden 64 --layers 2 --batch-size 1 --seq-len 32 --held-out-every 20 --save-every 3 --precision fp32"
+SIZES = "--hidden 64 --layers 2 --batch-size 8 --seq-len 16 --held-out-every 20 --save-every 3 --precision fp32"
 
 
 def _launch(*arguments: str) -> subprocess.Popen[str]:
@@ -42,19 +41,30 @@ def _launch(*arguments: str) -> subprocess.Popen[str]:
 def _run(directory: Path, *arguments: str, samples: bool) -> str:
     """The same on ranks that are forked; what the first of them said."""
     directory.mkdir()
-    (code, told), (other, _) = Launched(2, directory, _run_rank, [JOB, *arguments], samples).end(timeout_s=200.0)
+    run = functools.partial(_run_plainly, directory / "samples") if samples else _leave_out
+    (code, told), (other, _) = Launched(2, directory, _run_rank, [JOB, *arguments], run).end(timeout_s=200.0)
     assert (code, other) == (0, 0), told
     return told
 
 
-def _run_rank(arguments: list[str], samples: bool) -> None:
-    os.chdir(ROOT)
-    os.environ["PYTHONPATH"] = str(ROOT)
-    sys.path.insert(0, str((ROOT / JOB).parent))
-    sys.argv = arguments
-    warnings.resetwarnings()
-    with mock.patch.object(subprocess, "run", subprocess.run if samples else mock.Mock()):
-        runpy.run_path(JOB, run_name="__main__")
+def _run_rank(arguments: list[str], run: Callable[..., None]) -> None:
+    with mock.patch.object(subprocess, "run", run):
+        run_file(arguments)
+
+
+def _leave_out(*_: object, **__: object) -> None:
+    pass
+
+
+def _run_plainly(directory: Path, command: list[str], *, check: bool, env: dict[str, str]) -> None:
+    """In the place of ``subprocess.run``: a process that is forked from one that knows nothing of ranks."""
+    assert check
+    assert command[0] == sys.executable
+    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT"} & set(env)
+    directory.mkdir()
+    ((code, told),) = Launched(0, directory, run_file, command[1:]).end()
+    print(told)
+    assert code == 0, told
 
 
 def _curve(out: Path) -> dict[str, list[float]]:
@@ -84,5 +94,6 @@ def test_the_main_job_goes_on_after_it_was_killed(tmp_path: Path) -> None:
 
     told = _run(tmp_path / "second", "--resume", str(killed), samples=True)
     assert "going on after step" in told
+    assert f"loaded {killed / 'model'}: LlamaForCausalLM" in told
     assert _curve(killed) == _curve(whole)
     assert len(list((killed / "checkpoints").iterdir())) == 2

@@ -25,8 +25,10 @@ from tests.checkpoint.exporting import Plain, ThreadGroup, export, filled, names
 from tests.families import llama
 from tests.launched import Launched
 
-# As (old, new) max_shard_size: the same file, the same number of files, more, fewer, one to several and back.
-SIZES = [("5GB", "5GB"), (150, 150), (150, 400), (400, 150), ("5GB", 150), (150, "5GB")]
+# Limits of a file's bytes at which the model takes three files and two. What is tried grows with the square of that.
+THREE, TWO = 180, 250
+# As (old, new) max_shard_size: the same file, the same number of files, fewer, more, one to several and back.
+SIZES = [("5GB", "5GB"), (TWO, TWO), (THREE, TWO), (TWO, THREE), ("5GB", TWO), (TWO, "5GB")]
 CALLS = ("open", "ftruncate", "pwrite", "fsync", "link", "replace", "unlink", "mkdir", "rmdir")
 
 
@@ -140,6 +142,13 @@ def _fail_after(call: Callable[[], Any]) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
+def test_sizes_give_the_numbers_of_files_that_they_are_for(tmp_path: Path) -> None:
+    """Several, and another number of several."""
+    for size, count in ((THREE, 3), (TWO, 2)):
+        _export_alone(Plain(), tmp_path / str(count), size)
+        assert len(list((tmp_path / str(count)).glob(f"model-*-of-{count:05}.safetensors"))) == count
+
+
 @pytest.mark.parametrize(("old", "new"), SIZES)
 def test_export_killed_anywhere_leaves_the_old_one_or_the_new(
     old: int | str, new: int | str, tmp_path: Path, at_call: Callable[..., Any]
@@ -165,7 +174,7 @@ def test_export_killed_anywhere_leaves_the_old_one_or_the_new(
 @pytest.mark.ranks
 def test_export_killed_after_one_that_was_killed(tmp_path: Path, at_call: Callable[..., Any]) -> None:
     """What the first leaves, from any moment, is as good an old export as any other."""
-    exports = make_exports(tmp_path, 150, 150)
+    exports = make_exports(tmp_path, THREE, THREE)
     for first in itertools.count():
         left = exports.copy_old(tmp_path / f"left {first}")
         with at_call(first, _kill, lasting=True) as reached, contextlib.suppress(Killed):

@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +20,7 @@ from streamshard.comm.streams import Collective
 from streamshard.engine.handle import engine_of
 from streamshard.errors import CheckpointError, ShardingError
 from tests import families
+from tests.launched import Launched, run_file
 from tests.models import token_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, full_weights, heard_collectives, sgd
@@ -350,22 +348,12 @@ def test_adapters_inside_another_model_are_not_exported(context: RankContext, tm
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_the_script_of_the_page_trains_saves_and_merges(tmp_path: Path) -> None:
-    """Two processes of torchrun; the adapter computes the same without sharding."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE", "MASTER_"))}
-    root = Path(__file__).parents[2]
-    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    told = subprocess.run(
-        [*job, "docs/examples/lora.py", str(tmp_path / "adapter")],
-        cwd=root,
-        env={**kept, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert told.returncode == 0, told.stderr
-    found = re.search(r"loss (\S+) -> (\S+); (\S+) with the trained model, (\S+) with", told.stdout)
-    assert found is not None, told.stdout
+    """Two processes as torchrun starts them; the adapter computes the same without sharding."""
+    job = ["docs/examples/lora.py", str(tmp_path / "adapter")]
+    (code, told), (other, _) = Launched(2, tmp_path, run_file, job).end(timeout_s=200.0)
+    assert (code, other) == (0, 0), told
+    found = re.search(r"loss (\S+) -> (\S+); (\S+) with the trained model, (\S+) with", told)
+    assert found is not None, told
     first, last, trained, merged = map(float, found.groups())
     assert last < first - 0.2
     assert merged == pytest.approx(trained, abs=2e-4)

@@ -216,7 +216,9 @@ def _assert_norms_equal(norms: list[tuple[str, Tensor]], clips: bool) -> None:
 
 def _assert_clips_like_plain(context: RankContext, clips: Sequence[Callable[[Any], Tensor]], *, bites: bool) -> None:
     norms: list[tuple[str, Tensor]] = []
-    assert_trains_like_plain(context, TinyLM, lm_step, optimizer=clipped(clips, norms), checked=EACH_STEP)
+    assert_trains_like_plain(
+        context, TinyLM, lm_step, optimizer=clipped(clips, norms), checked=EACH_STEP, plain_everywhere=True
+    )
     _assert_norms_equal(norms, bites)
 
 

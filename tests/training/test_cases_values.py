@@ -514,7 +514,7 @@ def test_full_backward_hooks_of_the_user_run(context: RankContext) -> None:
         tokens = token_batch(call.step, call.rank)
         return call.backward(next_token_loss(model(tokens), tokens))
 
-    assert_trains_like_plain(context, build, step, steps=2)
+    assert_trains_like_plain(context, build, step, steps=2, plain_everywhere=True)
     assert calls.count("blocks.1") == calls.count("blocks.2.up") == 2 * (2 + 1)  # plain plays both ranks
 
 

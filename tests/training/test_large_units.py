@@ -593,7 +593,7 @@ def test_each_is_gathered_and_reduced_once_in_a_step(context: RankContext, use: 
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("use", "backend"),
-    [("called", "aot_eager"), ("read", "aot_eager"), ("read", "eager"), ("tied by reading", "eager")],
+    [("called", "aot_eager"), ("read", "aot_eager"), ("tied by reading", "eager")],
 )
 def test_compiled_models_find_what_they_read(context: RankContext, use: str, backend: str) -> None:
     """The graph breaks there."""
