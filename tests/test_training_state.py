@@ -393,6 +393,12 @@ def _break_writing(context: RankContext, rank: int) -> Any:
     return patch
 
 
+def _is_done_everywhere(saving: Any) -> bool:
+    done = torch.tensor(float(saving.done))
+    torch.distributed.all_reduce(done, torch.distributed.ReduceOp.MIN)
+    return bool(done)
+
+
 @on_ranks(2)
 def test_what_fails_in_the_background_is_raised_by_the_next_call(context: RankContext, tmp_path: Path) -> None:
     """Once, on every rank; nothing is left of it, and what was there before stays."""
@@ -400,7 +406,7 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call(context: RankCo
     before = _save(tmp_path, run)
     patch = _break_writing(context, 1)
     saving = _save(tmp_path, run, wait=False)
-    while not saving.done:
+    while not _is_done_everywhere(saving):
         steps(run, 0, 1)
     patch.undo()
     with pytest.raises(CheckpointError, match="rank 1: the disk is full"):
