@@ -262,9 +262,19 @@ def test_saving_in_the_background_saves_what_was_there(context: RankContext, tmp
     """Training goes on at once; what is written is what was there at the call."""
     run = start(0)
     steps(run, 0, 2)
-    saving = _save(tmp_path, run, wait=False, step=2)
-    wanted = steps(run, 2, 4)
-    assert saving.wait() == tmp_path / "checkpoint-2"
+    has_trained = threading.Event()
+    write = save_job.write_piece_file
+
+    def write_later(*args: Any) -> Any:
+        assert has_trained.wait(60)
+        return write(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save_job, "write_piece_file", write_later)
+        saving = _save(tmp_path, run, wait=False, step=2)
+        wanted = steps(run, 2, 4)
+        has_trained.set()
+        assert saving.wait() == tmp_path / "checkpoint-2"
     assert saving.done
     _save(tmp_path, run, wait=False, step=3)
     again = _save(tmp_path, run, wait=False, step=4)  # over the same copies, once the one before is written
