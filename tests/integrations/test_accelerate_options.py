@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,13 @@ def test_the_page_says_what_to_write_for_each_option_of_accelerate(group: str) -
     options = [action.dest for each in groups for action in each._group_actions]
     assert len(options) > 10
     assert [option for option in options if option not in page] == []
+
+
+def test_other_libraries_are_imported_only_when_their_integration_is() -> None:
+    others = "accelerate", "datasets", "peft", "transformers", "trl"
+    code = f"import streamshard, sys; print([name for name in {others} if name in sys.modules])"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert told.stdout == "[]\n"
 
 
 # -- how processes are started -----------------------------------------------------------------------------------------
