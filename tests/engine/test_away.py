@@ -821,7 +821,7 @@ def test_a_function_of_the_users_gives_gradients_to_the_weights_that_it_is_given
     assert_trains_like_plain(context, Lending, stack_step, **SETTINGS[settings])
 
 
-class Borrowing(Layer):
+class BorrowingAndClamping(Layer):
     """If it reads another layer's weight, changes its own afterwards."""
 
     other: tuple[nn.Linear, ...] = ()
@@ -835,16 +835,16 @@ class Borrowing(Layer):
         return super().forward(x)
 
 
-class BorrowingStack(Stack):
+class BorrowingAndClampingStack(Stack):
     """The first layer reads the third's weight."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Borrowing() for _ in range(4))
+        self.layers = nn.ModuleList(BorrowingAndClamping() for _ in range(4))
         self.layers[0].other = (self.layers[2].linear,)
 
 
 @on_ranks(2)
 def test_a_layer_that_had_to_leave_for_a_borrowed_weight_comes_back(context: RankContext) -> None:
     """In its slot again, and not borrowed itself, which would allow no changes."""
-    assert_trains_like_plain(context, BorrowingStack, stack_step)
+    assert_trains_like_plain(context, BorrowingAndClampingStack, stack_step)
