@@ -29,8 +29,9 @@ from streamshard.engine.handle import Uncopyable, engine_at_rest, engine_of, han
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.full import summon
 from streamshard.plan.structure import modules_inside
-from streamshard.unit.pieces import forget_piece, piece_of, remember_piece, whole_numel
+from streamshard.unit.pieces import piece_of, whole_numel
 from streamshard.unit.shard import ParamShard, SegmentShard
+from streamshard.unit.sharded_parameter import be_piece, be_whole, data_of
 
 __all__ = ["adapt_methods", "count_params", "is_peft_model", "save_adapters"]
 
@@ -242,14 +243,14 @@ def _gather_some(engine: Engine, segment: SegmentShard, shards: Sequence[ParamSh
 @contextlib.contextmanager
 def _under_params(model: Any, engine: Engine, whole: dict[ParamShard, torch.Tensor]) -> Iterator[None]:
     """Inside, these tensors lie under their parameters on this rank, and prompt encoders compute with them."""
-    before = [(shard.param, shard.param.data, piece_of(shard.param)) for shard in whole]
+    before = [(shard.param, data_of(shard.param), piece_of(shard.param)) for shard in whole]
     encoders = getattr(model, "prompt_encoder", None)
     kinds = [(module, type(module)) for module in modules_inside(encoders)] if encoders is not None else []
     was_whole = engine.is_whole
     try:
         engine.is_whole = True
         for shard, tensor in whole.items():
-            forget_piece(shard.param)
+            be_whole(shard.param)
             shard.param.data = tensor
         for module, kind in kinds:  # a call is no pass, of this rank alone
             plain = next(each for each in kind.__mro__ if not issubclass(each, Uncopyable))
@@ -262,7 +263,7 @@ def _under_params(model: Any, engine: Engine, whole: dict[ParamShard, torch.Tens
         for param, data, piece in before:
             param.data = data
             if piece is not None:
-                remember_piece(param, piece)
+                be_piece(param, piece)
 
 
 def _write(directory: Path, save: Callable[[str], object]) -> list[str]:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.decorators import skip
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -20,6 +19,7 @@ from streamshard.build import shard_model
 from streamshard.checkpoint.export import export_shards, floating_dtype
 from streamshard.checkpoint.load import Difference, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
+from streamshard.compiling import skip
 from streamshard.config import MemoryBudget, PieceAlignment, Precision, SlotCount, parse_path
 from streamshard.engine.handle import HANDLE, Uncopyable, engine_at_rest, engine_of, handle_of
 from streamshard.engine.hooks import call_shell

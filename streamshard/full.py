@@ -20,10 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from streamshard.engine.engine import Engine
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.plan.structure import leave_inference_mode
-from streamshard.unit.norms import reduce_norms
-from streamshard.unit.pieces import forget_piece, piece_of, remember_piece
+from streamshard.unit.global_ops import global_norm
+from streamshard.unit.pieces import piece_of
 from streamshard.unit.shard import ParamShard
-from streamshard.unit.sharded_grad import ShardedGrad
+from streamshard.unit.sharded_parameter import be_piece, be_whole, data_of
+from streamshard.unit.sharded_tensor import ShardedTensor, Sharding
 from streamshard.unit.unreduced_grad import UnreducedGrad
 
 __all__ = ["clip_grads", "gather_state_dict", "summon"]
@@ -90,8 +91,8 @@ class _Summoned:
             wholes = unit.gather_whole([shard.main for shard in unit.params])
             for shard, whole in zip(unit.params, wholes, strict=True):
                 assert whole is not None
-                self._sharded.append(_Sharded(shard, shard.param.data, shard.param.grad))
-                forget_piece(shard.param)
+                self._sharded.append(_Sharded(shard, data_of(shard.param), shard.param.grad))
+                be_whole(shard.param)
                 shard.param.grad = None
                 shard.param.data = whole
         self._meet_next_pass()
@@ -103,7 +104,7 @@ class _Summoned:
             shard.param.grad = None
             shard.param.data = piece
             shard.param.grad = grad
-            remember_piece(shard.param, shard.what(self._engine.ranks))
+            be_piece(shard.param, shard.what(self._engine.ranks))
         self._engine.casts.check_structure = self._check_structure
         self._engine.is_whole = False
         del _open[self._engine]
@@ -160,7 +161,8 @@ class _Summoned:
                 grad = None
             else:
                 if grad is None:
-                    grad = ShardedGrad.wrap(torch.empty_like(piece), self._engine.ranks, shard.has_rows)
+                    what = shard.what(self._engine.ranks)
+                    grad = ShardedTensor.wrap(torch.empty_like(piece), Sharding.of_grad(what))
                 grad.view(-1).copy_(whole.detach().reshape(-1)[local])
             self._sharded[index] = _Sharded(shard, piece, grad)
         self._meet_next_pass()
@@ -230,17 +232,17 @@ def gather_state_dict(engine: Engine, model: nn.Module, *, rank0_only: bool) -> 
 
 def _state_dict_of(model: nn.Module, whole: Sequence[tuple[ParamShard, torch.Tensor]]) -> dict[str, Any]:
     """The model's ``state_dict()`` with whole tensors, of new memory on the CPU, under the parameters; all copied."""
-    before = [(shard.param, shard.param.data, piece_of(shard.param)) for shard, _ in whole]
+    before = [(shard.param, data_of(shard.param), piece_of(shard.param)) for shard, _ in whole]
     try:
         for shard, tensor in whole:
-            forget_piece(shard.param)
+            be_whole(shard.param)
             shard.param.data = tensor
         state: dict[str, Any] = model.state_dict()
     finally:
         for param, data, piece in before:
             param.data = data
             if piece is not None:
-                remember_piece(param, piece)
+                be_piece(param, piece)
     ours = {tensor.untyped_storage().data_ptr(): tensor for _, tensor in whole}
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
@@ -280,7 +282,7 @@ def clip_grads(
         local = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(filled, order)), order)
     else:
         local = torch.zeros((), device=engine.streams.device)
-    total = reduce_norms(local, order, engine.ranks)
+    total = global_norm(local, order, engine.ranks)
     if skip_above is not None and not (math.isfinite(norm := total.item()) and norm <= skip_above):
         for param in params:
             param.grad = None

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
-from torch._dynamo.decorators import skip
 from torch.utils.weak import WeakIdKeyDictionary
 
+from streamshard.compiling import skip
 from streamshard.engine.borrow import borrow, read
 from streamshard.engine.containers import map_tensors, tensors_in
 from streamshard.engine.engine import Engine

@@ -98,7 +98,8 @@ class _RunBackward:
     ) -> Any:
         def start(inputs: Sequence[Any], *, allow_unreachable: bool) -> Any:
             run = self._start if in_backward() else self._run
-            return run(tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
+            with torch._C._EnableTorchFunction():  # asked of parameters it is off, and hooks would see bare pieces
+                return run(tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
 
         asked = {position: each for position, value in enumerate(inputs) if (each := _asked(value)) is not None}
         for engine in {each.engine for each in asked.values()}:

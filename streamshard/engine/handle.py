@@ -19,8 +19,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, _get
 from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
 from streamshard.plan.structure import modules_inside
-from streamshard.unit.sharded_grad import know_grads
-from streamshard.unit.step_grads import put_back
+from streamshard.unit.step_grads import end_step
 from streamshard.unit.unit import Member
 
 __all__ = [
@@ -191,15 +190,14 @@ class Uncopyable(nn.Module):
         )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module. Gradients that the user has put there know from then on that they are pieces."""
+        """As of any module."""
         for name in {"fully_shard", "replicate"}.intersection(_get_registry(self) or ()):
             # They register themselves before they look at parameters.
             self.__dict__.pop(REGISTRY_KEY)
             self.__dict__.pop(STATE_KEY, None)
             self._refuse_wrapper(name)
         for name, param in super().named_parameters(*args, **kwargs):
-            put_back((param,))
-            know_grads((param,))
+            end_step((param,))
             yield name, param
 
     def _replicate_for_data_parallel(self) -> NoReturn:

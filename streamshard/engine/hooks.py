@@ -12,14 +12,13 @@ import inspect
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo.decorators import skip
 from torch.nn.parallel import DistributedDataParallel
 
+from streamshard.compiling import is_compiling, skip, untraced
 from streamshard.engine.borrow import owner_of, unit_at, use_of
 from streamshard.engine.containers import map_tensors, tensors_in
 from streamshard.engine.engine import Engine
@@ -38,18 +37,6 @@ __all__ = [
     "register_forward_method",
     "watch",
 ]
-
-_T = TypeVar("_T")
-
-
-# skip: torch.compile breaks its graph at this function, runs it as it is and goes on compiling in what it calls.
-@skip
-def _untraced(function: Callable[..., _T], *args: Any) -> _T:
-    """Call `function`, never compiled: the engine's side effects are not a graph."""
-    if get_eval_frame_callback() in (None, False):
-        return function(*args)
-    result: _T = torch._dynamo.disable(function)(*args)
-    return result
 
 
 class _Watched(Uncopyable):
@@ -84,11 +71,11 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
             "them: shard the part around it too, or leave DDP away"
         )
     if handle.cast_dtype is not None:
-        args, kwargs = _untraced(_cast, (args, kwargs), handle.cast_dtype)
-    if _has_pre_hooks(call) and get_eval_frame_callback() in (None, False):
+        args, kwargs = untraced(_cast, (args, kwargs), handle.cast_dtype)
+    if _has_pre_hooks(call) and not is_compiling():
         engine.open_forward(handle.units, is_whole=handle.is_root, at_first_read=True)
     else:
-        _untraced(functools.partial(engine.open_forward, handle.units, is_whole=handle.is_root))
+        untraced(functools.partial(engine.open_forward, handle.units, is_whole=handle.is_root))
     error: BaseException | None = None
     try:
         output = call(*args, **kwargs)
@@ -96,11 +83,11 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
         error = caught
         raise
     finally:
-        pass_ = _untraced(engine.close_forward, error)
+        pass_ = untraced(engine.close_forward, error)
         error = None  # whose traceback has this frame, and with it the graph that the forward has left
     if pass_ is not None:
-        _untraced(_watch_outputs, output, (), _BeginBackward(engine, pass_))
-    return output if handle.output_dtype is None else _untraced(_cast, output, handle.output_dtype)
+        untraced(_watch_outputs, output, (), _BeginBackward(engine, pass_))
+    return output if handle.output_dtype is None else untraced(_cast, output, handle.output_dtype)
 
 
 def _has_pre_hooks(call: Callable[..., Any]) -> bool:
@@ -119,10 +106,10 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
             handle._replace(output_dtype=None), lambda *a, **k: call_unit(handle, call, a, k), args, kwargs
         )
     if handle.cast_dtype is not None:
-        args, kwargs = _untraced(_cast, (args, kwargs), handle.cast_dtype)
+        args, kwargs = untraced(_cast, (args, kwargs), handle.cast_dtype)
     if engine.is_in_layer:
-        args, kwargs = _untraced(_leave_weights, (args, kwargs), engine, "gives another layer")
-    use = _untraced(engine.pre_forward, member)
+        args, kwargs = untraced(_leave_weights, (args, kwargs), engine, "gives another layer")
+    use = untraced(engine.pre_forward, member)
     has_graph = torch.is_grad_enabled()
     try:
         if member.unit.weight_slot.is_shared:
@@ -132,15 +119,15 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
                 count_references(member.unit)
             with holding_back_weights(engine, use) if has_graph else contextlib.nullcontext():
                 output = call(*args, **kwargs)
-            output = _untraced(_leave_weights, output, engine, "returns")
+            output = untraced(_leave_weights, output, engine, "returns")
             if may_keep_none:
-                _untraced(refuse_kept_views, member.unit, engine.units)
+                untraced(refuse_kept_views, member.unit, engine.units)
         else:
             output = call(*args, **kwargs)
     finally:
-        _untraced(engine.post_forward, member)
+        untraced(engine.post_forward, member)
     if has_graph:
-        _untraced(_watch_outputs, output, args, _Need(engine, use))
+        untraced(_watch_outputs, output, args, _Need(engine, use))
     return output
 
 

@@ -15,8 +15,8 @@ from streamshard.engine.engine import Engine
 from streamshard.engine.handle import engine_of
 from streamshard.errors import ShardingError
 from streamshard.plan.structure import join_names, modules_of
-from streamshard.unit.looked_up import look_up
 from streamshard.unit.pieces import StatePiece, piece_of, refuse_accelerate
+from streamshard.unit.sharded_parameter import be_sharded
 
 __all__ = ["BeforeSaving", "LoadWhole", "OutsideParameters", "before_saving_all", "mark_pieces"]
 
@@ -26,7 +26,7 @@ class OutsideParameters(dict[str, Any]):
 
     Reading a piece is what optimizers, initialisations and logs do; a forward that reads one outside of a pass is about
     to compute with it, and torch would speak of shapes that nobody has written. What other code does with what it has
-    read is seen when it does it (see `streamshard.unit.looked_up`).
+    read is seen when it does it (see `streamshard.unit.sharded_parameter`).
     """
 
     __slots__ = ("_engine_of",)
@@ -40,7 +40,8 @@ class OutsideParameters(dict[str, Any]):
         engine = self._engine_of()
         if engine is not None and not (engine.is_computing or engine.is_alone or engine.is_whole):
             self._check_reader(key, sys._getframe(1))
-            return look_up(super().__getitem__(key))
+            if (param := self.get(key)) is not None:
+                be_sharded(param)  # if a step has failed
         return super().__getitem__(key)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

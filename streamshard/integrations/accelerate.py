@@ -28,7 +28,7 @@ from streamshard.integrations.accelerate_launch import check_launch, check_plugi
 from streamshard.integrations.accelerate_state import Run, load_run, remember_epochs, save_run
 from streamshard.optim.scaler import GradScaler
 from streamshard.unit.pieces import holds_pieces
-from streamshard.unit.sharded_grad import ShardedGrad
+from streamshard.unit.sharded_tensor import ShardedTensor
 
 __all__ = ["StreamShardAccelerator"]
 
@@ -244,7 +244,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     def _refuse_pieces(self, data: Any, what: str) -> None:
         def check(tensor: torch.Tensor) -> torch.Tensor:
-            if isinstance(tensor, ShardedGrad) or holds_pieces(tensor):
+            if isinstance(tensor, ShardedTensor) or holds_pieces(tensor):
                 raise ShardingError(
                     f"{what} of a parameter or gradient of a sharded model, {tuple(tensor.shape)} here: each rank has "
                     "another piece of it. accelerator.get_state_dict(model) and model.summon_full_params() give them "

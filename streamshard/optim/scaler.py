@@ -1,7 +1,7 @@
 """The dynamic loss scaler for fp16: torch's, with Megatron's hysteresis.
 
 That an overflow in one rank's piece skips the step on all ranks is not done here but where gradients are checked (see
-`streamshard.unit.sharded_grad`), so torch's own scaler is right as well; this one knows plain tensors that the
+`streamshard.unit.sharded_tensor`), so torch's own scaler is right as well; this one knows plain tensors that the
 user put in the place of gradients, too.
 """
 
@@ -14,8 +14,7 @@ import torch
 
 from streamshard.device import accelerator
 from streamshard.errors import ConfigError
-from streamshard.unit.sharded_grad import know_grads
-from streamshard.unit.step_grads import put_back
+from streamshard.unit.step_grads import end_step
 
 __all__ = ["GradScaler"]
 
@@ -63,10 +62,8 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis_tracker: torch.Tensor | None = None  # [] int32: overflows until one backs off, that one too
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
-        # What torch's unscale_ and step are made of: gradients of the user's own are pieces as well.
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        put_back(params)
-        know_grads(params)
+        # What torch's unscale_ and step are made of. A step that has failed has left gradients aside.
+        end_step([param for group in optimizer.param_groups for param in group["params"]])
         return super()._unscale_grads_(optimizer, *args)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:

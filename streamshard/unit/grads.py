@@ -24,8 +24,8 @@ from streamshard.plan.memory import Category
 from streamshard.plan.segments import PlannedSegment
 from streamshard.unit.buffers import GradSlot, Ledger
 from streamshard.unit.shard import ParamShard
-from streamshard.unit.sharded_grad import ShardedGrad
-from streamshard.unit.step_grads import put_back
+from streamshard.unit.sharded_tensor import ShardedTensor, Sharding
+from streamshard.unit.step_grads import end_step
 from streamshard.unit.unreduced_grad import UnreducedGrad
 
 __all__ = ["ParamGrad", "SegmentGrads", "UnitGrads"]
@@ -63,7 +63,7 @@ class ParamGrad:
         "view",
     )
     in_slot: torch.Tensor
-    in_main: ShardedGrad
+    in_main: ShardedTensor
 
     def __init__(self, shard: ParamShard, view: nn.Parameter) -> None:
         self.shard = shard
@@ -94,7 +94,7 @@ class ParamGrad:
     def disown(self) -> None:
         """Whoever has the gradient keeps it as it is; `in_main` is another tensor from now on, on the same memory."""
         kept = self.in_main
-        self.in_main = ShardedGrad.wrap(kept.as_subclass(torch.Tensor).detach(), kept.ranks, kept.has_rows)
+        self.in_main = ShardedTensor.wrap(kept.as_subclass(torch.Tensor).detach(), kept.sharding)
         kept.data = kept.clone()
 
     def give(self) -> nn.Parameter:
@@ -172,7 +172,9 @@ class SegmentGrads:
         for grad in self.params:
             layout = grad.shard.layout
             grad.in_slot = flat.narrow(0, layout.offset, layout.numel).view(layout.shape)
-            grad.in_main = ShardedGrad.wrap(grad.shard.shaped(self.main), self._ranks, grad.shard.has_rows)
+            grad.in_main = ShardedTensor.wrap(
+                grad.shard.shaped(self.main), Sharding.of_grad(grad.shard.what(self._ranks))
+            )
             grad.has_room = True
 
     def take(self) -> None:
@@ -275,7 +277,7 @@ class UnitGrads:
         """
         is_first, self._has_taken = not self._has_taken, True
         if is_first:
-            put_back(grad.shard.param for grad in self.params)
+            end_step(grad.shard.param for grad in self.params)
             for segment in self.segments:
                 segment.take()
         slot = self.slot
@@ -408,7 +410,7 @@ class UnitGrads:
 
     def resume(self) -> None:
         """Take the stand-ins back. Gradients whose stand-in was cleared meanwhile are forgotten."""
-        put_back(grad.shard.param for grad in self.params)
+        end_step(grad.shard.param for grad in self.params)
         for segment in self.segments:
             for grad in segment.params:
                 stand_in = grad.stand_in

@@ -2,55 +2,70 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from streamshard.comm.ranks import Ranks
-from streamshard.unit.grad_ops import OpKind, kind_of
+from streamshard.compiling import skip, untraced
+from streamshard.unit.global_ops import global_norm
+from streamshard.unit.op_kinds import OpKind, kind_of
 
-__all__ = ["PartialNorm", "local_norm", "maximum", "reduce_norms"]
+__all__ = ["PartialNorm", "local_norm"]
+
+_AsTensors = torch._C.DisableTorchFunctionSubclass
+_PARTIAL = (torch.stack, torch.Tensor.to, torch.Tensor.detach)
+_PRINTING = ("__repr__", "__str__", "__format__")  # questions, but about the value
 
 
 class PartialNorm(torch.Tensor):
     """The norm of one or more pieces on this rank. Looking at its value makes it the norm over all ranks: a collective.
 
-    Shape [] for one piece, [k] for k stacked ones.
+    Shape [] for one piece, [k] for k stacked ones. Its memory is nan, for what would read it without asking.
     """
 
-    ranks: Ranks
+    local: torch.Tensor
     order: float
+    ranks: Ranks
+    _whole: torch.Tensor | None
 
     @classmethod
-    def wrap(cls, norm: torch.Tensor, order: float, ranks: Ranks) -> PartialNorm:
-        """`norm`, of order `order` over this rank's elements, still to be reduced over ranks."""
-        partial = norm.as_subclass(cls)
-        partial.ranks = ranks
-        partial.order = order
+    def wrap(cls, local: torch.Tensor, order: float, ranks: Ranks) -> PartialNorm:
+        """`local`, of order `order` over this rank's elements, still to be reduced over ranks."""
+        partial = _nan(local.dtype, local.device).expand(local.shape).as_subclass(cls)
+        partial.local, partial.order, partial.ranks, partial._whole = local, order, ranks, None
         return partial
 
     @classmethod
+    @skip  # compiled functions break here: what other ranks have is not in their graphs
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Stacks and moves stay partial; the norm of norms is reduced once; anything else sees the reduced value."""
-        kwargs = kwargs or {}
-        if func in (torch.stack, torch.Tensor.to, torch.Tensor.detach):
-            parts = list(args[0]) if func is torch.stack else [args[0]]
-            if all(isinstance(part, cls) and part._adds_to(parts[0]) for part in parts):
-                with torch._C.DisableTorchFunctionSubclass():
-                    return cls.wrap(func(*args, **kwargs), parts[0].order, parts[0].ranks)
-        if kind_of(func) is OpKind.NORM and isinstance(args[0], cls) and _is_norm_of_all(func, args, kwargs):
-            with torch._C.DisableTorchFunctionSubclass():
-                local = torch.linalg.vector_norm(args[0], args[0].order)
-                return reduce_norms(local, args[0].order, args[0].ranks)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*_reduced(args), **{key: _reduced_one(value) for key, value in kwargs.items()})
+        return untraced(cls._answer, func, args, kwargs or {})
+
+    @classmethod
+    def _answer(cls, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        kind = kind_of(func)
+        with _AsTensors():
+            if kind is OpKind.QUESTION and func.__name__ not in _PRINTING:
+                return func(*_swap(args, _local_of), **_swap(kwargs, _local_of))
+            parts = list(args[0]) if func is torch.stack else args[:1]
+            first = parts[0] if parts else None
+            if isinstance(first, cls) and all(isinstance(part, cls) and part._adds_to(first) for part in parts):
+                if func in _PARTIAL:
+                    local = func(*_swap(args, _local_of), **_swap(kwargs, _local_of))
+                    return cls.wrap(local, first.order, first.ranks)
+                if kind is OpKind.NORM and _is_norm_of_all(func, args, kwargs):
+                    return global_norm(torch.linalg.vector_norm(first.local, first.order), first.order, first.ranks)
+            args, kwargs = _swap(args, _whole_of), _swap(kwargs, _whole_of)
+        return func(*args, **kwargs)  # what it is put together with may be pieces
 
     def _adds_to(self, other: PartialNorm) -> bool:
-        return self.order == other.order and self.ranks.group is other.ranks.group
+        return self._whole is None and self.order == other.order and self.ranks.group is other.ranks.group
 
 
 def _is_norm_of_all(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -58,43 +73,26 @@ def _is_norm_of_all(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     return len(args) <= 2 and kwargs.get("dim") is None and (2.0 if order is None else order) == args[0].order != 0
 
 
-def _reduced_one(value: Any) -> Any:
+def _local_of(norm: PartialNorm) -> torch.Tensor:
+    return norm.local
+
+
+def _whole_of(norm: PartialNorm) -> torch.Tensor:
+    """Reduced once: what is written into it stays there."""
+    if norm._whole is None:
+        with torch.enable_grad():  # where it is looked at first may be a log line
+            norm._whole = global_norm(norm.local, norm.order, norm.ranks)
+    return norm._whole
+
+
+def _swap(value: Any, tensor_of: Callable[[PartialNorm], torch.Tensor]) -> Any:
     if isinstance(value, PartialNorm):
-        plain = value.as_subclass(torch.Tensor)
-        return reduce_norms(plain, value.order, value.ranks)
-    if isinstance(value, list | tuple):
-        return type(value)(_reduced(value))
+        return tensor_of(value)
+    if type(value) in (list, tuple):
+        return type(value)(_swap(item, tensor_of) for item in value)
+    if type(value) is dict:
+        return {key: _swap(item, tensor_of) for key, item in value.items()}
     return value
-
-
-def _reduced(values: Iterable[Any]) -> list[Any]:
-    return [_reduced_one(value) for value in values]
-
-
-def reduce_norms(local: torch.Tensor, order: float, ranks: Ranks) -> torch.Tensor:
-    """The norm over all ranks from each rank's own.
-
-    Args:
-        local: norms of order `order` over this rank's elements, any shape.
-        order: any real number; ``inf`` is the maximum, ``0`` counts nonzeros.
-        ranks: its shard group is summed over. One collective.
-
-    Returns:
-        Norms of the same shape, equal on all ranks.
-    """
-    if math.isinf(order):
-        return maximum(local, ranks) if order > 0 else -maximum(-local, ranks)
-    total = local.clone() if order == 0 else local.pow(order)
-    ranks.all_reduce(total)
-    return total if order == 0 else total.pow(1.0 / order)
-
-
-def maximum(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The maximum over ranks; nan counts as the largest, as torch has it, whatever a backend makes of it."""
-    is_nan = local.isnan()
-    both = torch.stack([local.masked_fill(is_nan, -math.inf), is_nan.to(local.dtype)])
-    ranks.all_reduce(both, maximum=True)
-    return both[0].masked_fill(both[1] > 0, math.nan)
 
 
 def local_norm(piece: torch.Tensor, order: float) -> torch.Tensor:
@@ -102,4 +100,10 @@ def local_norm(piece: torch.Tensor, order: float) -> torch.Tensor:
     if piece.numel():
         norm: torch.Tensor = torch.linalg.vector_norm(piece, order)
         return norm
-    return piece.new_full((), math.inf if order < 0 else 0.0)
+    return piece.sum() + (math.inf if order < 0 else 0.0)  # in a graph where that of other ranks is
+
+
+@functools.cache
+def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(mode=False):
+        return torch.full((), math.nan, dtype=dtype, device=device)

@@ -6,23 +6,21 @@ Before a step gradients and state are what the optimizer takes them for, this ra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo.decorators import skip
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
+from streamshard.compiling import is_compiling, skip, untraced
 from streamshard.errors import ShardingError
 from streamshard.unit.first_step import finish_watching, refuse_optimizer, start_watching
-from streamshard.unit.looked_up import forget_look_up
 from streamshard.unit.pieces import Piece, StatePiece, piece_of, refuse_accelerate
-from streamshard.unit.sharded_grad import know_grads
-from streamshard.unit.step_grads import put_back, set_aside, show_in
+from streamshard.unit.step_grads import end_step, set_aside, show_in
 from streamshard.unit.unreduced_grad import UnreducedGrad
 
 __all__ = ["NUMBERS", "before_step", "take_over_state"]
@@ -71,9 +69,7 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     Raises:
         ShardingError: the update of one element is known to depend on others; a gradient or state is no piece.
     """
-    is_compiled = get_eval_frame_callback() not in (None, False)
-    look = torch._dynamo.disable(_look_at) if is_compiled else _look_at
-    look(optimizer, args, kwargs, is_compiled)
+    untraced(_look_at, optimizer, args, kwargs, is_compiling())
 
 
 def _look_at(optimizer: Optimizer, args: Any, kwargs: Any, is_compiled: bool) -> None:
@@ -81,8 +77,7 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any, is_compiled: bool) ->
     is_new = optimizer not in _watched
     if is_new and all(piece_of(param) is None for param in params):
         return
-    forget_look_up(params)
-    put_back(params)  # of a step that has failed
+    end_step(params)  # one that has failed
     _check_grads(params)
     if not is_new:
         _watched[optimizer].be_innermost(optimizer)
@@ -116,9 +111,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     One that is compiled, or hands gradients to what knows plain tensors only, is given these.
     """
     params = _params_of(optimizer)
-    is_compiled = get_eval_frame_callback() not in (None, False)
+    is_compiled = is_compiling()
     plain = is_compiled or _is_of(optimizer, _WANT_PLAIN_GRADS)
-    torch._dynamo.disable(set_aside)(params, plain=plain)
+    untraced(functools.partial(set_aside, params, plain=plain))
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if optimizer in _unseen:
         _unseen.remove(optimizer)
@@ -134,7 +129,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The step itself is over. If it was the first, nothing unusual was seen in it."""
     finish_watching()
-    torch._dynamo.disable(put_back)(_params_of(optimizer))
+    untraced(end_step, _params_of(optimizer))
 
 
 def take_over_state(optimizer: Optimizer) -> None:
@@ -154,24 +149,10 @@ def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _check_grads(params: list[torch.Tensor]) -> None:
-    """Plain tensors as gradients become known as pieces; were they changed in place, nobody knows by what norm.
-
-    Gradients that wait are no gradients yet, on any rank, whatever it has of them.
-    """
+    """Those that wait are no gradients yet, on any rank, whatever it has of them."""
     for param in params:
-        grad = param.grad
-        if isinstance(grad, UnreducedGrad):
+        if isinstance(grad := param.grad, UnreducedGrad):
             grad.refuse("an optimizer's step")
-        if type(grad) is not torch.Tensor or grad.is_inference():  # which have no versions
-            continue
-        if grad._version and (piece := piece_of(param)) is not None:
-            raise ShardingError(
-                f"the gradient of {piece.name!r} is a tensor of your own, changed in place since (clipped? unscaled?) "
-                "where nobody could know that it is one rank's piece: a norm taken of it was this rank's alone. Make "
-                "it from p.grad, element by element, or hand model.parameters() to what changes it, rather than a list "
-                "made before"
-            )
-    know_grads(params)
 
 
 def _cut(optimizer: Optimizer, piece: Piece, param: torch.Tensor, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from collections.abc import MutableMapping
@@ -24,6 +23,7 @@ __all__ = [
     "holds_pieces",
     "piece_of",
     "refuse_accelerate",
+    "refuse_pickle",
     "refuse_saving",
     "remember_piece",
     "whole_numel",
@@ -59,17 +59,14 @@ _pieces: MutableMapping[torch.Tensor, Piece] = WeakIdKeyDictionary()
 
 
 def remember_piece(param: nn.Parameter, piece: Piece) -> None:
-    """`param` holds `piece` from now on: its gradients are known as pieces, and it is not saved as if it were whole."""
+    """`param` holds `piece` from now on."""
     if piece.ranks.world_size > 1:
         _pieces[param] = piece
-        # The one thing a pickler asks an object, rather than its class, for.
-        param.__dict__["__getstate__"] = functools.partial(_refuse_pickle, piece)
 
 
 def forget_piece(param: nn.Parameter) -> None:
     """`param` is whole, for a while."""
-    if _pieces.pop(param, None) is not None:
-        del param.__dict__["__getstate__"]
+    _pieces.pop(param, None)
 
 
 def piece_of(param: torch.Tensor) -> Piece | None:
@@ -83,7 +80,8 @@ def whole_numel(param: torch.Tensor) -> int:
     return param.numel() if piece is None else math.prod(piece.shape)
 
 
-def _refuse_pickle(piece: Piece) -> NoReturn:
+def refuse_pickle(piece: Piece) -> NoReturn:
+    """Raise: nothing that holds `piece` alone is a checkpoint."""
     raise ShardingError(
         f"parameter {piece.name!r} is one rank's piece of {piece.shape} and is not saved as if it were whole: use "
         "model.full_state_dict() or streamshard.export_safetensors(model, directory), called on all ranks"
@@ -149,12 +147,13 @@ class StatePiece(torch.Tensor):
         """Copies of a state dict are made to go back to it later."""
         return self.detach().clone().as_subclass(StatePiece)
 
-    def _refuse(self, *args: object) -> NoReturn:
+    def refuse(self, *args: object) -> NoReturn:
+        """Raise: it is not saved as if it were whole."""
         raise ShardingError(
-            f"this state dict holds one rank's pieces (here {tuple(self.shape)}). Call on all ranks instead, to save a "
-            "run, streamshard.save_checkpoint(directory, model, optimizer), for whole weights model.full_state_dict() "
-            "or streamshard.export_safetensors(model, directory), for an optimizer's whole state "
-            "streamshard.full_optimizer_state_dict(model, optimizer)"
+            f"what is to be saved holds one rank's pieces (here {tuple(self.shape)}). Call on all ranks instead, to "
+            "save a run, streamshard.save_checkpoint(directory, model, optimizer), for whole weights "
+            "model.full_state_dict() or streamshard.export_safetensors(model, directory), for an optimizer's whole "
+            "state streamshard.full_optimizer_state_dict(model, optimizer)"
         )
 
-    __reduce_ex__ = numpy = __array__ = untyped_storage = _refuse  # type: ignore[assignment]  # on purpose
+    __reduce_ex__ = numpy = __array__ = untyped_storage = refuse  # type: ignore[assignment]  # on purpose

@@ -19,7 +19,8 @@ from streamshard.plan.memory import Category
 from streamshard.plan.segments import PlannedSegment
 from streamshard.plan.structure import is_meta
 from streamshard.unit.buffers import Ledger
-from streamshard.unit.pieces import Piece, refuse_saving, remember_piece
+from streamshard.unit.pieces import Piece, refuse_saving
+from streamshard.unit.sharded_parameter import be_piece, data_of
 
 __all__ = ["ParamShard", "SegmentShard"]
 
@@ -50,7 +51,8 @@ class ParamShard(NamedTuple):
     @property
     def main(self) -> torch.Tensor:
         """[local.numel]: this rank's main weights, wherever the user has put them since."""
-        return self.param.detach().view(-1)
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.param.detach().view(-1)
 
     def what(self, ranks: Ranks) -> Piece:
         """What the parameter is a piece of; `ranks` is the shard group's."""
@@ -138,7 +140,7 @@ class SegmentShard:
         param.grad = None
         _put_under(param, piece)
         self.params.append(shard)
-        remember_piece(param, shard.what(self._ranks))
+        be_piece(param, shard.what(self._ranks))
         return shard
 
     def widen(self) -> None:
@@ -202,7 +204,7 @@ class SegmentShard:
         """
         for shard in self.params:
             own = slice(shard.layout.offset + shard.local.start, shard.layout.offset + shard.local.stop)
-            main = shard.param.data.view(-1)
+            main = data_of(shard.param).view(-1)
             kept = main.to(self.compute.dtype).float() == values[own]  # finer than what was computed with
             main.copy_(torch.where(mask[own] & ~kept, values[own], main))
 

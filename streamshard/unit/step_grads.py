@@ -1,4 +1,6 @@
-"""What optimizers see of gradients while they step.
+"""What optimizers see of parameters and gradients while they step.
+
+Parameters are plain ones, which is what torch has fast kernels for.
 
 Kernels over lists of tensors (apex, DeepSpeed, Transformer Engine) skip what stands before an empty tensor, or write
 beside it, and most pieces are empty where there are many ranks. So a piece without elements has no gradient while an
@@ -8,7 +10,7 @@ takes a norm of each gradient in turn issues a collective for each, and ranks mu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -16,25 +18,27 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from streamshard.unit.first_step import unwatched
 from streamshard.unit.pieces import piece_of
-from streamshard.unit.sharded_grad import ShardedGrad
+from streamshard.unit.sharded_parameter import be_plain, be_sharded
+from streamshard.unit.sharded_tensor import ShardedTensor
 
-__all__ = ["put_back", "set_aside", "show_in"]
+__all__ = ["end_step", "set_aside", "show_in"]
 
 _aside: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()  # parameters' gradients, of steps under way
 
 
-def set_aside(params: Iterable[torch.Tensor], *, plain: bool) -> None:
-    """Leave the optimizer of `params` with gradients that have elements. What it is about to write counts as written.
+def set_aside(params: Sequence[torch.Tensor], *, plain: bool) -> None:
+    """Leave an optimizer with plain `params`, and gradients that have elements. What it will write counts as written.
 
     Also where a rank has no elements, or a kernel does not say so: a backward of an earlier forward raises everywhere.
 
     Args:
         params: its parameters; those that are no pieces stay as they are.
-        plain: what it is given are plain tensors, which kernels and compilers take that know of no others.
+        plain: gradients are plain tensors too, which kernels and compilers take that know of no others.
     """
     written = []
     for param in params:
         grad = param.grad
+        be_plain(param)
         if grad is None:
             continue
         if not param.numel():
@@ -42,7 +46,7 @@ def set_aside(params: Iterable[torch.Tensor], *, plain: bool) -> None:
                 written.append(param)
                 _aside[param] = grad
                 param.grad = None
-        elif isinstance(grad, ShardedGrad):
+        elif isinstance(grad, ShardedTensor):
             written.append(param)
             if plain:
                 _aside[param] = grad
@@ -50,14 +54,13 @@ def set_aside(params: Iterable[torch.Tensor], *, plain: bool) -> None:
     torch.autograd.graph.increment_version(written)
 
 
-def put_back(params: Iterable[torch.Tensor]) -> None:
-    """What was set aside is ``.grad`` again: after the step; if it has failed, when somebody asks, or a backward."""
-    if not _aside:
-        return
+def end_step(params: Iterable[torch.Tensor]) -> None:
+    """Parameters and gradients know again what they are: after the step; if it has failed, when somebody asks."""
     for param in params:
-        grad = _aside.pop(param, None)
+        grad = _aside.pop(param, None) if _aside else None
         if grad is not None and (param.grad is not None or not param.numel()):
             param.grad = grad
+        be_sharded(param)
 
 
 def show_in(closure: Callable[[], Any], params: Iterable[torch.Tensor], *, plain: bool) -> Callable[[], Any]:
@@ -65,7 +68,7 @@ def show_in(closure: Callable[[], Any], params: Iterable[torch.Tensor], *, plain
     mine = list(params)
 
     def shown() -> Any:
-        put_back(mine)
+        end_step(mine)
         try:
             with unwatched():
                 return closure()

@@ -230,6 +230,14 @@ class StreamedUnit:
         Raises:
             ShardingError: a parameter has a hook that would never run, or was given memory that cannot be used.
         """
+        with DisableTorchFunctionSubclass():
+            self._check_hooks()
+            for segment in self.segments:
+                segment.cast()
+        if self.grads.slot is None and any(segment.compute is not segment.weights for segment in self.segments):
+            self._follow_moved_weights()
+
+    def _check_hooks(self) -> None:
         for param in self.params:
             if param.param._backward_hooks:
                 raise ShardingError(
@@ -238,10 +246,6 @@ class StreamedUnit:
                 )
             if "_in_backward_optimizers" in param.param.__dict__:
                 refuse_step_in_backward(param.name)
-        for segment in self.segments:
-            segment.cast()
-        if self.grads.slot is None and any(segment.compute is not segment.weights for segment in self.segments):
-            self._follow_moved_weights()
 
     def take_trainability(self) -> None:
         """Let compute views need gradients as the sharded parameters do now.
@@ -283,7 +287,8 @@ class StreamedUnit:
 
     def versions(self) -> list[int]:
         """A number per sharded parameter that grows with each in-place change of it, such as an optimizer's step."""
-        return [param._version for param in self._sharded]
+        with DisableTorchFunctionSubclass():
+            return [param._version for param in self._sharded]
 
     @property
     def has_edits(self) -> bool:

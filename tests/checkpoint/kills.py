@@ -104,7 +104,7 @@ def _state(count: int) -> tuple[StreamShard, torch.optim.Optimizer]:
 def _tensors(model: StreamShard, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     # Of a parameter of which a rank has nothing there is no state.
     moments = [optimizer.state[param]["momentum_buffer"] for param in model.parameters() if param.numel()]
-    return [*(param.data for param in model.parameters()), *moments]
+    return [tensor.as_subclass(Tensor) for tensor in (*(param.data for param in model.parameters()), *moments)]
 
 
 def _become(model: StreamShard, optimizer: torch.optim.Optimizer, count: int) -> None:

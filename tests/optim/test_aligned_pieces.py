@@ -232,7 +232,7 @@ def test_only_what_stays_within_rows_is_answered(context: RankContext) -> None:
         grad, wanted = param.grad, whole[name]
         assert wanted is not None
         if grad.ndim < 2:
-            with pytest.raises(ShardingError, match="of a gradient"):
+            with pytest.raises(ShardingError, match="of the gradient"):
                 grad.sum(0)
             continue
         assert float(grad.square().sum(1).sum()) == pytest.approx(float(wanted.square().sum()))
@@ -252,7 +252,7 @@ def test_only_what_stays_within_rows_is_answered(context: RankContext) -> None:
             lambda g: g.flatten().sum(0),
             lambda g: g.max(1),
         ):
-            with pytest.raises(ShardingError, match="of a gradient"):
+            with pytest.raises(ShardingError, match="of the gradient"):
                 refused(grad)
 
 
@@ -268,7 +268,7 @@ def test_a_square_of_rows_has_none_when_it_is_turned(context: RankContext) -> No
     for grad in squares:
         assert grad.sum(1).shape == grad.shape[:1]
         for turned in (grad.t(), grad.T, grad.transpose(0, 1).abs()):
-            with pytest.raises(ShardingError, match="of a gradient"):
+            with pytest.raises(ShardingError, match="of the gradient"):
                 turned.sum(1)
 
 

@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from streamshard import StreamShard, full_optimizer_state_dict
 from streamshard.errors import OptimizerError, ShardingError
 from streamshard.optim import distributed
-from streamshard.unit.sharded_grad import ShardedGrad
+from streamshard.unit.sharded_tensor import ShardedTensor
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, Call, assert_same, assert_trains_like_plain, full_weights, stack_step
@@ -214,13 +214,13 @@ def test_a_step_that_failed_can_be_made_again(context: RankContext, package: str
     assert any(param.grad is None for param in params) or all(param.numel() for param in params)
     if adds:
         _backward(model, 1)
-        assert {type(param.grad) for param in params} == {ShardedGrad}
+        assert {type(param.grad) for param in params} == {ShardedTensor}
     seen: list[set[type]] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append({type(param.grad) for param in params}))
     optimizer.fails = False
     optimizer.step()
-    assert seen == [{ShardedGrad}]
-    assert {type(param.grad) for param in params} == {ShardedGrad}
+    assert seen == [{ShardedTensor}]
+    assert {type(param.grad) for param in params} == {ShardedTensor}
 
 
 @on_ranks(3)
@@ -258,13 +258,13 @@ def test_what_knows_plain_tensors_only_is_given_plain_gradients(context: RankCon
     """From the first step on, and nobody else."""
     model = _model()
     optimizer = _of_package(package, "AdamW8bit")(model.parameters())
-    wanted = ShardedGrad if package == "elsewhere" else Tensor
+    wanted = ShardedTensor if package == "elsewhere" else Tensor
     for number in range(2):
         _backward(model, number)
         norms = _norms(model)
         optimizer.step()
         assert {type(grad) for grad in optimizer.seen if grad is not None} == {wanted}
-        assert {type(param.grad) for param in model.parameters()} == {ShardedGrad}
+        assert {type(param.grad) for param in model.parameters()} == {ShardedTensor}
         assert _norms(model) == norms
         optimizer.zero_grad()
 

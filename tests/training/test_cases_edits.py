@@ -60,7 +60,7 @@ def _data_replaced(model: nn.Module) -> None:
 
 def _through_numpy(model: nn.Module) -> None:
     for p in model.parameters():
-        array = p.detach().numpy()
+        array = p.detach().as_subclass(Tensor).numpy()  # this rank's, who asks for that
         array *= 0.5
 
 

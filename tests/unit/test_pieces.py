@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from streamshard import GradScaler, StreamShard
 from streamshard.errors import ShardingError
-from streamshard.unit.grad_ops import OpKind, kind_of
-from streamshard.unit.sharded_grad import ShardedGrad
+from streamshard.unit.op_kinds import OpKind, kind_of
+from streamshard.unit.sharded_tensor import ShardedTensor
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, assert_same, full_grads, full_weights, stack_step
@@ -82,6 +82,55 @@ def test_numbers_of_a_gradient_are_of_all_ranks(context: RankContext) -> None:
             assert float(number(ours)) == pytest.approx(float(number(theirs)), rel=1e-5, abs=1e-7), name
 
 
+# Of gradients and their norms: gradients.
+NORMALISED: dict[str, Callable[[Tensor], Tensor]] = {
+    "divided": lambda g: g / g.norm(),
+    "multiplied": lambda g: torch.mul(g, g.norm(1)),
+    "by a number": lambda g: (0.5 * g) / (g.norm() + 1e-6),
+    "in place": lambda g: g.clone().div_(g.norm(math.inf)),
+    "in place, in a list": lambda g: _in_place(g, lambda copied: torch._foreach_mul_([copied], g.norm())),
+    "in a list": lambda g: torch._foreach_div([g], torch._foreach_norm([g])[0])[0],
+    "by a list": lambda g: torch._foreach_div([g], torch._foreach_norm([g]))[0],
+    "added": lambda g: torch.addcdiv(g, g, torch.linalg.vector_norm(g)),
+    "between": lambda g: torch.lerp(g, -g, g.norm()),
+    "bounded": lambda g: torch.minimum(g, g.norm() / 100),
+    "filled": lambda g: g.clone().fill_(g.norm()),
+    "copied": lambda g: g.clone().copy_(g.norm()),
+    "powers": lambda g: g.abs().pow(g.norm().detach()),
+    "of what was changed": lambda g: g / _in_place(g.norm(), lambda norm: norm.mul_(2.0).add_(1e-6)),
+    "of what was looked at": lambda g: g / _in_place(g.norm(), lambda norm: f"{norm.item()} {norm}"),
+    "of a norm as a number": lambda g: g * float(1 / g.norm()),
+}
+
+
+def _in_place(tensor: Tensor, change: Callable[[Tensor], object]) -> Tensor:
+    change(tensor)
+    return tensor
+
+
+@on_ranks(2, 3)
+def test_gradients_are_put_together_with_their_global_norms(context: RankContext) -> None:
+    """Normalised gradients, adversarial perturbations."""
+    model, plain = _pair()
+    for name, of in NORMALISED.items():
+        for ours, theirs in zip(_grads(model), _grads(plain), strict=True):
+            found, wanted = of(ours), of(theirs)
+            assert type(found) is ShardedTensor
+            assert float(found.norm()) == pytest.approx(float(wanted.norm()), rel=1e-5), name
+            assert float(found.sum()) == pytest.approx(float(wanted.sum()), rel=1e-4, abs=1e-5), name
+
+
+@on_ranks(2)
+def test_what_reads_a_norm_without_asking_gets_nan(context: RankContext) -> None:
+    """What is nobody's to ask about it: its form."""
+    model, _ = _pair()
+    norm = _grads(model)[0].norm()
+    assert norm.shape == () and norm.dtype == torch.float32 and not norm.requires_grad and hash(norm) == id(norm)
+    assert math.isnan(torch.full((2,), norm)[0])
+    assert math.isnan(norm.as_subclass(Tensor).item())
+    assert math.isfinite(norm.item())
+
+
 # Of two lists of gradients, of one model each: a number.
 VECTORS: dict[str, Callable[[list[Tensor], list[Tensor]], Tensor]] = {
     "norm of all in one": lambda a, b: torch.cat([g.view(-1) for g in a]).norm(),
@@ -107,7 +156,7 @@ def test_attributes_of_a_gradient_are_questions_or_pieces(context: RankContext) 
         is_tensor = isinstance(getattr(piece, name), Tensor)
         assert kind_of(getter) is (OpKind.ELEMENTWISE if is_tensor else OpKind.QUESTION), name
         if is_tensor:
-            assert type(getattr(grad, name)) is ShardedGrad, name
+            assert type(getattr(grad, name)) is ShardedTensor, name
         else:
             assert getattr(grad, name) == getattr(piece, name), name
 
@@ -183,7 +232,7 @@ def test_what_would_be_of_one_piece_raises(context: RankContext) -> None:
     before = grad.as_subclass(Tensor).clone()
     for name, operation in REFUSED.items():
         try:
-            with pytest.raises(ShardingError, match=r"of a gradient.*piece.*summon_full_params"):
+            with pytest.raises(ShardingError, match=r"of (a|the) gradient.*piece.*summon_full_params"):
                 operation(grad)
         except BaseException as error:
             error.add_note(name)
@@ -237,31 +286,44 @@ def test_gradients_of_the_users_own_are_clipped_by_their_global_norm(context: Ra
 
 
 @on_ranks(2)
-def test_units_tell_what_is_a_piece_too(context: RankContext) -> None:
-    """Parameters taken from a layer, or a list of layers."""
+def test_parameters_of_units_tell_what_is_a_piece_too(context: RankContext) -> None:
+    """Taken from a layer, or a list of layers."""
     model, _ = _pair()
     for part in (model.layers[1], model.layers):
         for param in part.parameters():
             param.grad = torch.full_like(param, 0.3)
-        assert {type(param.grad) for param in part.parameters()} == {ShardedGrad}
+        assert {type(param.grad) for param in part.parameters()} == {ShardedTensor}
 
 
 @on_ranks(2)
-def test_gradients_clipped_unknown_raise_at_the_step(context: RankContext) -> None:
-    """Through a list made before; nothing has stepped, and gradients left alone are fine."""
-    model, _ = _pair()
-    params = list(model.parameters())
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    for param in params:
-        param.grad = torch.full_like(param, 0.3)
-    optimizer.step()
-    before = full_weights(model)
-    for param in params:
-        param.grad = torch.full_like(param, 0.3)
-    nn.utils.clip_grad_norm_(params, 0.5)
-    with pytest.raises(ShardingError, match=r"'layers\.0\.linear\.weight' is a tensor of your own.*model\.parameters"):
+def test_the_users_own_tensors_know_what_they_are_once_they_are_gradients(context: RankContext) -> None:
+    """Who keeps them may clip them without asking for ``.grad``."""
+    model, plain = _pair()
+    for each in (model, plain):
+        params = list(each.parameters())
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        grads = [torch.full(param.shape, 0.3) for param in params]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.add_(0.1)
+        for grad in grads:
+            grad.mul_(0.5 / grad.norm())
+        assert all(param.grad is grad for param, grad in zip(params, grads, strict=True))
         optimizer.step()
-    assert_same(full_weights(model), before, "weights")
+    assert_same(full_weights(model), dict(plain.named_parameters()), "weights")
+
+
+@on_ranks(2, 3)
+def test_gradients_of_penalties_alone_are_clipped_by_their_global_norm(context: RankContext) -> None:
+    """Autograd puts them there by itself, and adds up what it has of several terms."""
+    model, plain = _pair()
+    norms = []
+    for each in (model, plain):
+        each.zero_grad()
+        params = list(each.parameters())
+        (sum(p.square().sum() for p in params) + sum(p.abs().sum() for p in params)).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(params, 0.5)))
+    assert norms[0] == pytest.approx(norms[1])
+    assert_same(full_grads(model), full_grads(plain), "gradients")
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""What torch's operations do to a piece of a gradient: which ones keep it a piece, and which need the other ranks.
+"""What torch's operations do to a piece of a gradient or weight: which keep it a piece, and which need other ranks.
 
 Only the name of an operation is looked at, once; torch itself says which ones work element by element.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["OpKind", "kind_of"]
+__all__ = ["OpKind", "asks_for_shape", "kind_of"]
 
 
 class OpKind(enum.Enum):
@@ -19,6 +19,7 @@ class OpKind(enum.Enum):
 
     ELEMENTWISE = "an element for each of the piece's, that depends on no other; or the piece in another shape"
     QUESTION = "about shape, dtype or memory; nothing is computed"
+    RANDOM = "every element is drawn anew, whatever it was"
     NORM = "a vector norm of one piece"
     FOREACH_NORM = "one norm for each of several pieces"
     NON_FINITE_CHECK = "a loss scaler's"
@@ -58,16 +59,21 @@ _DUNDERS = {
     "__get__": "data",
     "__set__": "data",
 }
-# Those that torch's tag leaves out: other names, copies, views that keep all elements, random numbers.
+# Those that torch's tag leaves out: other names, copies, views that keep all elements, what draws by what it is given.
 _ELEMENTWISE = _names(
     """
-    absolute adjoint alias arccos arccosh arcsin arcsinh arctan arctan2 arctanh bernoulli bfloat16 bool cauchy
-    clone conj contiguous copy cpu cuda data detach divide double dropout empty_like expand expand_as exponential
-    fill flatten float floor_divide full_like geometric greater greater_equal half int isclose isreal less
-    less_equal log_normal logical_and long movedim multiply negative normal not_equal ones_like permute pin_memory
-    rand_like randint_like randn_like random ravel requires_grad reshape reshape_as resolve_conj resolve_neg
-    squeeze subtract swapaxes swapdims t to to_dense transpose type type_as unflatten uniform unsqueeze view
+    absolute adjoint alias arccos arccosh arcsin arcsinh arctan arctan2 arctanh bernoulli bfloat16 bool clone conj
+    contiguous copy cpu cuda data detach divide double dropout empty_like expand expand_as fill flatten float
+    floor_divide full_like greater greater_equal half int isclose isreal less less_equal logical_and long movedim
+    multiply negative normal not_equal ones_like permute pin_memory ravel requires_grad reshape reshape_as resolve_conj
+    resolve_neg squeeze subtract swapaxes swapdims t to to_dense transpose type type_as unflatten unsqueeze view
     view_as where zero zeros_like
+    """
+)
+_RANDOM = _names(
+    """
+    bernoulli_ cauchy_ exponential_ geometric_ kaiming_normal_ kaiming_uniform_ log_normal_ normal_ rand_like
+    randint_like randn_like random_ uniform_
     """
 )
 _QUESTIONS = _names(
@@ -87,6 +93,7 @@ _QUESTIONED = _names(  # attributes; those that are tensors are elementwise
     output_nr requires_grad retains_grad shape
     """
 )
+_SHAPES = _names("__len__ dim ndim ndimension numel shape size stride")
 _NORMS = frozenset((torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm))
 _REDUCTIONS = _names("sum nansum mean max min amax amin any all count_nonzero dot vdot equal allclose")
 _JOINS = frozenset(("cat", "concat", "concatenate", "hstack"))
@@ -104,15 +111,28 @@ def kind_of(func: Callable[..., Any]) -> OpKind:
     return kind
 
 
+def asks_for_shape(func: Callable[..., Any]) -> bool:
+    """Whether `func` is a question about size, or its answer depends on it."""
+    return func.__name__ in _SHAPES or _attribute(func) in _SHAPES
+
+
+def _attribute(func: Callable[..., Any]) -> str:
+    """Which attribute is read, if one is."""
+    return getattr(getattr(func, "__self__", None), "__name__", "") if func.__name__ == "__get__" else ""
+
+
 def _kind_by_name(func: Callable[..., Any], name: str) -> OpKind:
+    if func in (torch.autograd.grad, torch.autograd.backward):  # what they are asked of are pieces like others
+        return OpKind.QUESTION
+    if name in _RANDOM:
+        return OpKind.RANDOM
     if func in _NORMS:
         return OpKind.NORM
     if func is torch._foreach_norm:
         return OpKind.FOREACH_NORM
     if func is torch._amp_foreach_non_finite_check_and_unscale_:
         return OpKind.NON_FINITE_CHECK
-    attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
-    if name in _QUESTIONS or attribute in _QUESTIONED:
+    if name in _QUESTIONS or _attribute(func) in _QUESTIONED:
         return OpKind.QUESTION
     if name in _REDUCTIONS:
         return OpKind.REDUCTION

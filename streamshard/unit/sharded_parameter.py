@@ -1,0 +1,166 @@
+"""Sharded parameters outside of passes: what they are computed with knows that they are pieces.
+
+Most who look at one want to write in place, to copy, to compare, or to hand it to an optimizer; a piece does for
+that. A penalty in a loss (``model.fc.weight.norm()``), or a log line, wants the whole's, and gets it; whoever computes
+with it as a layer would (``F.linear(x, layer.weight)``) takes the piece for the whole, and hears so (see
+`streamshard.unit.sharded_tensor`).
+
+Optimizers take their slow path for what is no plain Parameter, so while one steps its parameters are plain (see
+`streamshard.unit.step_grads`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamshard.compiling import skip
+from streamshard.errors import ShardingError
+from streamshard.unit.op_kinds import asks_for_shape
+from streamshard.unit.pieces import Piece, forget_piece, piece_of, refuse_pickle, remember_piece
+from streamshard.unit.sharded_tensor import ShardedTensor, Sharding
+
+__all__ = ["ShardedParameter", "be_piece", "be_plain", "be_sharded", "be_whole", "data_of"]
+
+_AsTensors = torch._C.DisableTorchFunctionSubclass
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
+# Each attribute goes through __torch_function__ unless it is looked up here; this one everybody asks for in each step.
+_grad: Any = torch._C.TensorBase.grad
+_data: Any = torch._C.TensorBase.data
+
+
+class ShardedParameter(ShardedTensor, nn.Parameter):
+    """The user's own Parameter, of which this rank has a piece."""
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]  # no piece
+        """Somebody else's, made by ``type(param)(data)``."""
+        return nn.Parameter(data, requires_grad)
+
+    @property
+    def sharding(self) -> Sharding:  # type: ignore[override]  # others are told
+        """What it is of the whole."""
+        return Sharding.of_weight(self.piece)
+
+    @property
+    def piece(self) -> Piece:
+        """See `streamshard.unit.pieces`."""
+        piece = piece_of(self)
+        assert piece is not None
+        return piece
+
+    @property
+    @skip
+    def data(self) -> torch.Tensor:
+        """Its values, as in torch; but what is written into them counts as a change of the parameter.
+
+        Else nobody would notice that passes under way compute with some weights from before it.
+        """
+        with _AsTensors():
+            return ShardedTensor.wrap(self.detach(), self.sharding)
+
+    @data.setter
+    @skip
+    def data(self, data: torch.Tensor) -> None:
+        with _AsTensors():
+            _data.__set__(self, data)
+
+    @property
+    @skip
+    def grad(self) -> torch.Tensor | None:
+        """The gradient. What autograd has put there knows from now on what it is."""
+        with _AsTensors():
+            grad: torch.Tensor | None = _grad.__get__(self)
+            if type(grad) is torch.Tensor:
+                self._recognise(grad)
+            return grad
+
+    @grad.setter
+    @skip
+    def grad(self, grad: torch.Tensor | None) -> None:
+        with _AsTensors():
+            _grad.__set__(self, grad)
+            if type(grad) is torch.Tensor:
+                self._recognise(grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with _AsTensors():
+            _grad.__delete__(self)
+
+    def _recognise(self, grad: torch.Tensor) -> None:
+        """The user may have put it there and keep it: he takes norms of it, and changes it in place."""
+        if grad.shape == self.shape:
+            ShardedTensor.wrap(grad, Sharding.of_grad(self.piece))
+
+    @classmethod
+    @skip  # compiled functions break here: what other ranks have is not in their graphs
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """As any piece's, but for what is about to take its shape for the whole's."""
+        caller = sys._getframe(1)
+        if caller.f_code is _NEW_PARAMETER:  # torch would ask for another detach()
+            _refuse("nn.Parameter", args[0])
+        if caller.f_globals.get("__name__") == "torch.nn.init" and asks_for_shape(func):
+            _refuse(caller.f_code.co_name.removeprefix("_no_grad_"), args[0])
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch allows contents
+        """As any Parameter's."""
+        with _AsTensors():
+            return f"Parameter containing:\n{self.as_subclass(torch.Tensor)!r}"
+
+    def __deepcopy__(self, memo: Any) -> nn.Parameter:  # type: ignore[override]
+        """A Parameter of somebody else's, which happens to have the piece's values."""
+        copied = nn.Parameter(self.as_subclass(torch.Tensor).detach().clone(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Not saved as if it were whole."""
+        refuse_pickle(self.piece)
+
+
+def be_piece(param: nn.Parameter, piece: Piece) -> None:
+    """`param` holds `piece` from now on, and knows it, unless that is all of it."""
+    if piece.ranks.world_size > 1:
+        remember_piece(param, piece)
+        param.__class__ = ShardedParameter
+
+
+def be_whole(param: nn.Parameter) -> None:
+    """`param` is an ordinary one, for a while."""
+    forget_piece(param)
+    be_plain(param)
+
+
+def be_plain(param: torch.Tensor) -> None:
+    """A plain Parameter, while an optimizer steps."""
+    if type(param) is ShardedParameter:
+        param.__class__ = nn.Parameter  # type: ignore[assignment]  # of which it was made
+
+
+def be_sharded(param: torch.Tensor) -> None:
+    """If it is a piece, it knows it again."""
+    if type(param) is nn.Parameter and piece_of(param) is not None:
+        param.__class__ = ShardedParameter
+
+
+def data_of(param: torch.Tensor) -> torch.Tensor:
+    """``param.data`` as torch has it: what is written into it is no change of the parameter."""
+    with _AsTensors():
+        data: torch.Tensor = _data.__get__(param)
+        return data
+
+
+def _refuse(name: str, param: ShardedParameter) -> None:
+    piece = param.piece
+    raise ShardingError(
+        f"{name}() takes {piece.name!r} for a whole weight outside of a forward of its model, where StreamShard keeps "
+        f"only this rank's piece, {piece.local_shape} of {piece.shape}. Initialise before sharding, by init_weights of "
+        "StreamShard, or inside `with model.summon_full_params(writeback=True):`"
+    )

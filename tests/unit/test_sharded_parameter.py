@@ -1,0 +1,380 @@
+"""What parameters are computed with outside of all passes knows that they are pieces."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save
+from torch import nn
+
+from streamshard import Precision, ShardingError, StreamShard
+from tests.models import Stack, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import SETTINGS, Call, assert_trains_like_plain, each_setting
+
+FP32 = Precision(param_dtype=torch.float32)
+DIM = 8
+
+# Of a model's parameters, one number each; what a loss may add, or a log line may show.
+PENALTIES: dict[str, Callable[[Any], torch.Tensor]] = {
+    "norm of each": lambda model: sum(p.norm() for p in model.parameters()),
+    "stacked norms": lambda model: torch.stack([p.norm() for p in model.parameters()]).sum(),
+    "logged": lambda model: sum(_logged(p.norm()) for p in model.parameters()),
+    "compiled": lambda model: torch.compile(_some, backend="aot_eager")(model),
+    "norm of norms": lambda model: torch.stack([p.norm() for p in model.parameters()]).norm(),
+    "listed norms": lambda model: sum(torch._foreach_norm(list(model.parameters()))),
+    "total norm": lambda model: nn.utils.get_total_norm(list(model.parameters())),
+    "one vector": lambda model: nn.utils.parameters_to_vector(model.parameters()).norm(),
+    "part of a vector": lambda model: _first_of_vector(model).norm(),
+    "L1": lambda model: sum(p.abs().sum() for p in model.parameters()),
+    "L2": lambda model: sum(torch.sum(p**2) for p in model.parameters()),
+    "means": lambda model: sum(torch.mean(p.float() ** 2) for p in model.parameters()),
+    "order 3": lambda model: sum(torch.norm(p, 3) for p in model.parameters()),
+    "order 1": lambda model: sum(torch.linalg.vector_norm(p, ord=1) for p in model.parameters()),
+    "greatest norms": lambda model: sum(p.norm(math.inf) for p in model.parameters()),
+    "smallest and counted": lambda model: sum(p.norm(-math.inf) + p.norm(0) for p in model.parameters()),
+    "normalised": lambda model: sum((p / p.norm()).abs().sum() for p in model.parameters()),
+    "weighed by a number of them": lambda model: sum(
+        (p * model.layers[1].linear.bias.sum()).square().sum() for p in model.parameters()
+    ),
+    "largest": lambda model: sum(p.abs().max() for p in model.parameters()),
+    "largest of equal ones": lambda model: sum((p - p.detach()).max() for p in model.parameters()),
+    "smallest": lambda model: sum(torch.amin(p) for p in model.parameters()),
+    "norm of zeros": lambda model: sum((p - p.detach()).norm() for p in model.parameters()),
+    "distance": lambda model: sum((p - _copies(model)[n]).norm() for n, p in model.named_parameters()),
+    "weighed squares": lambda model: sum(
+        (_copies(model)[n].square() * (p - 1.0).square()).sum() for n, p in model.named_parameters()
+    ),
+    "dot": lambda model: sum(torch.dot(p.flatten(), p.detach().flatten()) for p in model.parameters()),
+    "of one weight": lambda model: model.layers[1].linear.weight.norm().log(),
+    "of two weights": lambda model: model.layers[0].linear.weight.sum() * model.layers[2].linear.bias.norm(),
+    "of alike weights": lambda model: (model.layers[0].linear.weight - model.layers[1].linear.weight).norm(),
+    "through data": lambda model: (
+        model.layers[0].linear.weight.data.norm() * model.layers[0].linear.bias.square().sum()
+    ),
+}
+
+
+def _copies(model: Any) -> dict[str, torch.Tensor]:
+    """Made when it is first asked: what elastic penalties, EWC, averages and logs of updates keep."""
+    if "copies" not in model.__dict__:
+        model.__dict__["copies"] = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return model.__dict__["copies"]  # type: ignore[no-any-return]
+
+
+def _some(model: Any) -> torch.Tensor:
+    return sum((p.square().sum() + 0.5 * p.norm() for p in model.parameters()), torch.zeros(()))
+
+
+def _logged(norm: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        assert norm.item() >= 0.0
+    return norm
+
+
+def _first_of_vector(model: Any) -> torch.Tensor:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    return vector[: next(model.parameters()).numel()]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.norm = nn.LayerNorm(DIM)
+        self.table = nn.Embedding(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)) + self.table.weight.sum()
+
+
+def sharded() -> Any:
+    torch.manual_seed(0)
+    return StreamShard(nn.Sequential(Layer(), Layer()), precision=FP32)
+
+
+@on_ranks(2)
+def test_computing_with_a_piece_as_if_it_were_the_weight_names_the_parameter(context: RankContext) -> None:
+    """Whatever the function, also where the shapes of pieces fit: the first rank has the whole of the weight."""
+    model = sharded()
+    linear, norm, table, x = model[0].linear, model[0].norm, model[0].table, torch.randn(4, DIM)
+    with pytest.raises(ShardingError, match=r"linear\(\) takes '0\.linear\.weight' for a whole.*StreamShard.*summon"):
+        F.linear(x, linear.weight)
+    uses: dict[str, Callable[[], object]] = {
+        "linear.weight": lambda: x @ linear.weight.T,
+        "0.linear.weight": lambda: x @ linear.weight.data.t(),
+        "'0.linear.weight": lambda: F.linear(x.bfloat16(), linear.weight.detach().to(torch.bfloat16)),
+        "0.linear.weight'": lambda: torch.einsum("bi,oi->bo", x, linear.weight),
+        "'0.linear.weight'": lambda: F.conv1d(x[None], linear.weight[..., None]),
+        "linear.bias": lambda: x + linear.bias,
+        "table.weight": lambda: F.embedding(torch.tensor([1]), table.weight),
+        "norm.weight": lambda: F.layer_norm(x, (DIM,), norm.weight),
+        "0.norm.weight": lambda: x * norm.weight,
+        "norm.bias": lambda: torch.where(x > 0, x, norm.bias),
+        "0.table.weight": lambda: torch.linalg.svd(table.weight),
+        "'0.table.weight'": lambda: table.weight.data.copy_(torch.zeros(DIM, DIM)),
+        "'0.norm.weight'": lambda: nn.Parameter(norm.weight),
+    }
+    for name, use in uses.items():
+        with pytest.raises(ShardingError, match=rf"{name}.*StreamShard keeps only this rank's piece"):
+            use()
+
+
+@on_ranks(2)
+def test_what_works_with_a_piece_goes_on_to(context: RankContext) -> None:
+    """Looking, comparing, writing element by element, freezing, copying, penalties."""
+    model = sharded()
+    plain = dict(nn.Sequential(Layer(), Layer()).named_parameters())
+    for name, listed in model.named_parameters():
+        owner, _, key = name.rpartition(".")
+        param = getattr(model.get_submodule(owner), key)
+        assert param is listed and isinstance(param, nn.Parameter) and isinstance(param, torch.Tensor)
+        assert repr(param).startswith("Parameter containing:\ntensor(")
+        assert type(copy.deepcopy(param)) is nn.Parameter
+        assert torch.equal(copy.deepcopy(param.data), param)
+        before = param.detach().clone()
+        with torch.no_grad():
+            param.mul_(2.0).add_(before)
+            torch._foreach_div_([param], 3.0)
+        torch.testing.assert_close(param.data, before, rtol=1e-6, atol=0.0)
+        param.data.lerp_(before, 0.5)
+        param.data = before.clone()
+        assert torch.equal(param, before) and not (param != before).any()
+        assert param.ndim == plain[name].ndim
+        assert param.sum().ndim == 0 and param.norm().item() >= 0.0
+        param.requires_grad_(False).requires_grad_(True)
+        (0.5 * param.pow(2).sum()).backward()
+        assert torch.equal(param.grad, param) and not param.grad.is_sparse
+        param.grad = None
+        file = io.BytesIO()
+        torch.save(param.data.to(torch.bfloat16).as_subclass(torch.Tensor), file)  # who says so has his piece
+        file.seek(0)
+        assert type(torch.load(file)) is torch.Tensor
+
+
+@on_ranks(2)
+def test_the_node_that_accumulates_is_found_as_ever(context: RankContext) -> None:
+    """torch.autograd.graph, DDP, Megatron-LM look for it in this way."""
+    weight = sharded()[0].linear.weight
+    for view in (weight.expand_as(weight), weight.view_as(weight), weight.view(-1)):
+        assert view.grad_fn.next_functions[0][0].variable is weight
+
+
+def penalised_step(penalty: Callable[[Any], torch.Tensor]) -> Callable[[nn.Module, Call], torch.Tensor]:
+    """Each rank has another factor: what comes of it is the mean, as of the loss."""
+
+    def step(model: nn.Module, call: Call) -> torch.Tensor:
+        loss = model(vector_batch(call.step, call.rank)).square().mean()
+        return call.backward(loss + 0.01 * (1 + call.rank) * penalty(model))
+
+    return step
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_penalties_are_those_of_whole_parameters(context: RankContext, penalty: str) -> None:
+    """Values, gradients and what training with them gives, through lists made before as well."""
+    assert_trains_like_plain(context, Stack, penalised_step(PENALTIES[penalty]))
+
+
+@on_ranks()
+@each_setting
+def test_penalties_in_each_setting(context: RankContext, settings: str) -> None:
+    """Before, between and behind passes, and while gradients accumulate."""
+
+    def step(model: Any, call: Call) -> torch.Tensor:
+        params = model.__dict__.setdefault("listed", list(model.parameters()))
+        before = sum(p.norm() for p in params)
+        losses = []
+        for part in range(2):
+            loss = model(vector_batch(2 * call.step + part, call.rank)).square().mean()
+            losses.append(call.backward(loss + 0.01 * (before if part else sum(p.abs().sum() for p in params))))
+        return losses[0] + losses[1]
+
+    assert_trains_like_plain(context, Stack, step, **SETTINGS[settings])
+
+
+@on_ranks(2)
+def test_what_is_asked_of_parameters_is_asked_of_the_whole(context: RankContext) -> None:
+    """Without a graph: logs, checks, averages."""
+    model = sharded()
+    plain = nn.Sequential(Layer(), Layer())
+    plain.load_state_dict(model.full_state_dict(rank0_only=False))
+    average = [p.detach().clone() for p in model.parameters()]
+    plain_average = [p.detach().clone() for p in plain.parameters()]
+    with torch.no_grad():
+        for mine, theirs in ((model, average), (plain, plain_average)):
+            for param, kept in zip(mine.parameters(), theirs, strict=True):
+                param.mul_(1.5)
+                kept.lerp_(param, 0.1)
+                kept.add_(torch.ones_like(param), alpha=0.5)
+    questions: list[Callable[[Any, Any], Any]] = [
+        lambda param, kept: param.norm(),
+        lambda param, kept: param.norm(math.inf),
+        lambda param, kept: param.mean(),
+        lambda param, kept: param.max() - param.data.min(),
+        lambda param, kept: kept.norm() / param.norm(),
+        lambda param, kept: kept.sum(),
+        lambda param, kept: (param > 0.1).sum(),
+        lambda param, kept: param.count_nonzero(),
+        lambda param, kept: float(torch.isfinite(param).all()),
+        lambda param, kept: float(torch.equal(param, param.clone())),
+        lambda param, kept: float(torch.equal(param, kept)),
+    ]
+    both = zip(model.parameters(), average, plain.parameters(), plain_average, strict=True)
+    for param, kept, plain_param, plain_kept in both:
+        for number, question in enumerate(questions):
+            mine, wanted = (
+                each.item() if isinstance(each := question(*of), torch.Tensor) else each
+                for of in ((param, kept), (plain_param, plain_kept))
+            )
+            assert mine == pytest.approx(wanted, rel=1e-5), number
+
+
+@on_ranks(2)
+def test_random_numbers_are_those_of_the_whole(context: RankContext) -> None:
+    """Noise and initialisations, of weights and gradients: no rank's piece gets what another's gets."""
+    model = sharded()
+    plain = nn.Sequential(Layer(), Layer())
+    plain.load_state_dict(model.full_state_dict(rank0_only=False))
+    for each in (model, plain):
+        each(torch.randn(4, DIM, generator=torch.Generator().manual_seed(3))).square().sum().backward()
+        torch.manual_seed(5)
+        with torch.no_grad():
+            for param in each.parameters():
+                param.add_(torch.randn_like(param), alpha=0.1)
+                param.grad.add_(torch.rand_like(param.grad))
+            each[0].linear.weight.normal_(std=0.5)
+            nn.init.trunc_normal_(each[0].linear.bias)
+        nn.init.uniform_(each[1].norm.weight)
+        nn.init.kaiming_uniform_(each[1].linear.weight)
+        for param in each.parameters():
+            param.grad.add_(param.detach())
+    wanted = {name: param.detach() for name, param in plain.named_parameters()}
+    for name, value in model.full_state_dict(rank0_only=False).items():
+        assert torch.equal(value, wanted[name]), name
+    with model.summon_full_params(with_grads=True):
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@on_ranks(2)
+def test_what_would_be_of_one_piece_raises(context: RankContext) -> None:
+    """By the parameter's name, and nothing has changed; through lists, with a graph and without."""
+    model = sharded()
+    named = dict(model.named_parameters())
+    weight, bias, other = named["0.linear.weight"], named["0.linear.bias"], named["0.table.weight"]
+    before = model.full_state_dict(rank0_only=False)
+    refused: dict[str, Callable[[], object]] = {
+        "softmax": lambda: weight.softmax(-1),
+        "var": lambda: weight.var(),
+        "std": lambda: torch.std(weight.detach()),
+        "norm of rows": lambda: weight.norm(dim=1),
+        "sum of columns": lambda: weight.sum(0),
+        "median": lambda: weight.median(),
+        "histogram": lambda: torch.histc(weight.detach()),
+        "a row": lambda: weight[0],
+        "an element": lambda: bias[0],
+        "writing a row": lambda: weight.data.__setitem__(0, 0.0),
+        "numpy": lambda: weight.detach().numpy(),
+        "a list": lambda: weight.tolist(),
+        "a number": lambda: weight.item(),
+        "backward of a piece": lambda: weight.square().backward(),
+        "others' elements": lambda: weight * other,
+        "written over with others'": lambda: weight.data.copy_(other),
+        "in a stack": lambda: torch.stack([weight, weight]),
+        "rows of a norm": lambda: torch.renorm(weight.detach(), 2, 0, 0.5),
+        "xavier": lambda: nn.init.xavier_uniform_(weight),
+        "orthogonal": lambda: nn.init.orthogonal_(weight),
+        "saved": lambda: torch.save(weight.detach().clone(), io.BytesIO()),
+        "saved whole": lambda: torch.save(weight, io.BytesIO()),
+        "saved by safetensors": lambda: save(named),
+        "saved, through data": lambda: save({name: param.data for name, param in named.items()}),
+        "saved, copies": lambda: save({"bias": bias.detach().clone()}),
+    }
+    for name, use in refused.items():
+        with pytest.raises(ShardingError) as raised:
+            use()
+        assert "linear" in str(raised.value) or "saved" in name, (name, raised.value)
+    after = model.full_state_dict(rank0_only=False)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@on_ranks(2)
+def test_weights_that_are_whole_for_a_while_can_be_computed_with(context: RankContext) -> None:
+    """Looked up before or inside."""
+    model, plain = sharded(), nn.Sequential(Layer(), Layer())
+    plain.load_state_dict(model.full_state_dict(rank0_only=False))
+    before, x = model[1].linear.weight, torch.randn(4, DIM)
+    with model.summon_full_params():
+        for weight in (before, model[1].linear.weight):
+            torch.testing.assert_close(F.linear(x, weight), F.linear(x, plain[1].linear.weight))
+    with pytest.raises(ShardingError, match="whole weight"):
+        F.linear(x, before)
+
+
+@on_ranks(2)
+def test_optimizers_step_on_plain_parameters(context: RankContext) -> None:
+    """torch's fast kernels are for these alone; behind the step they are pieces again, in older lists too."""
+    seen: list[type] = []
+
+    class Seen(torch.optim.AdamW):
+        def _init_group(self, group: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.extend(map(type, group["params"]))
+            return super()._init_group(group, *args, **kwargs)
+
+    model = sharded()
+    optimizer = Seen([model[0].linear.weight, model[1].norm.weight], lr=0.1)
+    before = model.full_state_dict(rank0_only=False)
+    model(torch.randn(4, DIM)).sum().backward()
+    listed = list(model.parameters())
+    assert nn.Parameter not in map(type, listed)
+    optimizer.step()
+    assert seen == [nn.Parameter, nn.Parameter]
+    assert nn.Parameter not in map(type, listed)
+    after = model.full_state_dict(rank0_only=False)
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {"0.linear.weight", "1.norm.weight"}
+    with pytest.raises(ShardingError, match="whole weight"):
+        F.linear(torch.randn(4, DIM), model[0].linear.weight)
+
+
+@on_ranks(2)
+def test_parameters_are_pieces_behind_a_step_that_failed(context: RankContext) -> None:
+    """Nobody tells when it has, so they are as soon as somebody asks for them."""
+
+    class Failing(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            """Seen by torch's hooks, as steps are."""
+            raise ValueError("out of luck")
+
+    model, x = sharded(), torch.randn(4, DIM)
+    listed = list(model.parameters())
+    looks: list[Callable[[], Any]] = [lambda: model[0].linear.weight, lambda: next(model.parameters())]
+    for look in looks:
+        model(x).sum().backward()
+        with pytest.raises(ValueError, match="out of luck"):
+            Failing(listed, lr=0.1).step()
+        with pytest.raises(ShardingError, match=r"linear\(\) takes '0\.linear\.weight' for a whole"):
+            F.linear(x, look())
+    with pytest.raises(ValueError, match="out of luck"):
+        Failing(listed, lr=0.1).step()
+    assert nn.Parameter in map(type, listed)
+    model(x).sum().backward()
+    assert nn.Parameter not in map(type, listed)
+
+
+@on_ranks(1)
+def test_one_rank_has_whole_weights(context: RankContext) -> None:
+    """Nothing is refused, and parameters are what they were."""
+    model, x = sharded(), torch.randn(4, DIM)
+    assert type(model[0].linear.weight) is nn.Parameter
+    assert F.linear(x, model[0].linear.weight).shape == x.shape
