@@ -65,6 +65,7 @@ PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "streamsha
 # By the same, where the tests that were collected have imported it: then ranks are going to. What has models in it asks
 # for a GPU when it is imported, and must not be here.
 PRELOADED_TOO = ["accelerate", "transformers", "torch._functorch.aot_autograd"]
+PRELOADED_LAST = ["tests.fork_origin"]
 GROUP_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_GROUP_TIMEOUT_S", "60"))
 RUN_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_RUN_TIMEOUT_S", "90"))
 # "default": shown. For a first run with other versions, or on another machine: what they warn of is not what is tested.
@@ -234,7 +235,8 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
     """Makes processes that have imported already what most tests need."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read when the fork server imports torch
     start = multiprocessing.get_context("forkserver")
-    start.set_forkserver_preload([*PRELOADED, *(module for module in PRELOADED_TOO if module in sys.modules)])
+    too = [module for module in PRELOADED_TOO if module in sys.modules]
+    start.set_forkserver_preload([*PRELOADED, *too, *PRELOADED_LAST])
     return start
 
 
