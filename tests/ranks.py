@@ -65,6 +65,7 @@ PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "streamsha
 # By the same, where the tests that were collected have imported it: then ranks are going to. What has models in it asks
 # for a GPU when it is imported, and must not be here.
 PRELOADED_TOO = ["accelerate", "transformers", "torch._functorch.aot_autograd"]
+PRELOADED_LAST = ["tests.fork_origin"]
 GROUP_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_GROUP_TIMEOUT_S", "60"))
 RUN_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_RUN_TIMEOUT_S", "90"))
 # "default": shown. For a first run with other versions, or on another machine: what they warn of is not what is tested.
@@ -175,13 +176,17 @@ def _answer(payload: bytes, store: Store) -> _Reply:
 
 
 _modules_frozen = 0
+_MOST_UNFROZEN = 20_000  # objects; torch alone has ten times as many
 
 
 def _collect_garbage() -> None:
-    """Collect, without looking through torch again each time: that took 0.2 s of every test."""
+    """Collect, without looking through torch again each time: that took 0.2 s of every test.
+
+    What is frozen may have been unfrozen since. To ask how much is walks through all of it; what is not is little.
+    """
     global _modules_frozen
     gc.collect()
-    if len(sys.modules) != _modules_frozen or not gc.get_freeze_count():
+    if len(sys.modules) != _modules_frozen or len(gc.get_objects(generation=2)) > _MOST_UNFROZEN:
         _modules_frozen = len(sys.modules)
         gc.freeze()
 
@@ -230,7 +235,8 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
     """Makes processes that have imported already what most tests need."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read when the fork server imports torch
     start = multiprocessing.get_context("forkserver")
-    start.set_forkserver_preload([*PRELOADED, *(module for module in PRELOADED_TOO if module in sys.modules)])
+    too = [module for module in PRELOADED_TOO if module in sys.modules]
+    start.set_forkserver_preload([*PRELOADED, *too, *PRELOADED_LAST])
     return start
 
 

@@ -13,7 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import PRELOADED, PRELOADED_TOO, RankContext, RankFailure, RankPool, on_ranks, open_pool
+from tests.ranks import (
+    PRELOADED,
+    PRELOADED_LAST,
+    PRELOADED_TOO,
+    RankContext,
+    RankFailure,
+    RankPool,
+    on_ranks,
+    open_pool,
+)
 
 
 def _sum_of_ranks(context: RankContext, offset: int) -> int:
@@ -132,6 +141,5 @@ for name in sys.argv[1:]:
 @pytest.mark.ranks
 def test_what_ranks_are_forked_from_does_not_look_for_a_gpu() -> None:
     """To ask whether there is one starts CUDA, which does not survive a fork: no rank could use it."""
-    subprocess.run(
-        [sys.executable, "-c", _REFUSING, *PRELOADED, *PRELOADED_TOO], cwd=Path(__file__).parent.parent, check=True
-    )
+    preloaded = [*PRELOADED, *PRELOADED_TOO, *PRELOADED_LAST]
+    subprocess.run([sys.executable, "-c", _REFUSING, *preloaded], cwd=Path(__file__).parent.parent, check=True)

@@ -49,8 +49,9 @@ INITIALISED = "_is_hf_initialized"
 
 def is_transformers_model(model: nn.Module) -> bool:
     """Whether `model` is of a transformers class."""
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+    # To ask transformers itself for the class would import it.
+    modeling_utils = sys.modules.get("transformers.modeling_utils")
+    return modeling_utils is not None and isinstance(model, modeling_utils.PreTrainedModel)
 
 
 def check_exportable(model: nn.Module) -> None:

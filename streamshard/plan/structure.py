@@ -58,30 +58,34 @@ def refuse_transforms() -> None:
             )
 
 
-def modules_of(root: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+def modules_of(root: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
     """What ``root.named_modules()`` gives for a class that leaves it alone: models leave parts out of their lists."""
-    yield from _walk("", root, set() if remove_duplicate else None)
+    found: list[tuple[str, nn.Module]] = []
+    _walk("", root, set() if remove_duplicate else None, found)
+    return found
 
 
-def _walk(prefix: str, module: nn.Module, seen: set[int] | None) -> Iterator[tuple[str, nn.Module]]:
+def _walk(prefix: str, module: nn.Module, seen: set[int] | None, found: list[tuple[str, nn.Module]]) -> None:
     if seen is not None:
         if id(module) in seen:
             return
         seen.add(id(module))
-    yield prefix, module
+    found.append((prefix, module))
     for key, child in module._modules.items():
         if child is not None:
-            yield from _walk(join_names(prefix, key), child, seen)
+            _walk(join_names(prefix, key), child, seen, found)
 
 
 def params_of(root: nn.Module) -> dict[str, nn.Parameter]:
     """Each parameter once, by its first name: what ``root.named_parameters()`` gives, likewise."""
-    names: dict[nn.Parameter, str] = {}
+    params: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
     for prefix, module in modules_of(root):
         for key, param in module._parameters.items():
-            if param is not None:
-                names.setdefault(param, join_names(prefix, key))
-    return {name: param for param, name in names.items()}
+            if param is not None and id(param) not in seen:
+                seen.add(id(param))
+                params[join_names(prefix, key)] = param
+    return params
 
 
 def modules_inside(module: nn.Module) -> Iterator[nn.Module]:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
 from streamshard.errors import ShardingError
+from tests.engine.test_kept_views import searching_what_is_new
 from tests.models import Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, full_weights, stack_step
@@ -371,6 +372,7 @@ def test_a_view_of_a_weight_that_is_passed_on_raises(
     for layer in model.layers:
         layer.make, layer.step = make, step
     model = StreamShard(model, precision=FP32, weight_slots=slots)
-    with pytest.raises(ShardingError, match=r"a view of parameter 'layers\.\d\.linear\.weight' was kept"):
+    view = r"a view of parameter 'layers\.\d\.linear\.weight' was kept"
+    with searching_what_is_new, pytest.raises(ShardingError, match=view):
         for number in range(2):
             stack_step(model, Call(number, context.rank, 2, 1.0))

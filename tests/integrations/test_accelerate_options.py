@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
 )
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import Precision, StreamShard, init_weights
+from streamshard.checkpoint.huggingface import is_transformers_model
 from streamshard.engine.handle import engine_of
 from streamshard.errors import ConfigError
 from streamshard.integrations import accelerate_launch
@@ -149,6 +152,13 @@ def test_other_libraries_are_imported_only_when_their_integration_is() -> None:
     code = f"import streamshard, sys; print([name for name in {others} if name in sys.modules])"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
     assert told.stdout == "[]\n"
+
+
+def test_a_model_of_no_such_library_imports_no_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers imports them all, which takes seconds, when it is asked for the class that they have in common."""
+    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))  # that knows of none
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
+    assert not is_transformers_model(nn.Linear(1, 1))
 
 
 # -- how processes are started -----------------------------------------------------------------------------------------
