@@ -6,7 +6,8 @@ Both hold fp32 weights and AdamW's moments, cut over the ranks. A round saves, l
 order drawn anew, after the disk has taken what was written before. Times are the slowest rank's; memory is what a rank
 has at the peak beside what it had before (anonymous and shared memory, not the file system's cache), the most of all
 ranks. Export: what lies on the disk is Hugging Face's layout; FSDP2's weights are gathered on rank 0 and given to
-``save_file``. Ratios are within a round.
+``save_file``. A pause is how long a save in the background takes to return; with a step: how much longer that and the
+next step take than a step. Ratios are within a round.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from streamshard import Precision, StreamShard, export_safetensors, load_checkpoint, save_checkpoint
-from streamshard.checkpoint import background
+from streamshard.checkpoint import host_copies
 
 SAMPLE_S = 0.001
 
@@ -79,10 +80,14 @@ class System:
     """
 
     def __init__(self, root: Path, model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
-        self.root, self.model, self.optimizer = root, model, optimizer
-        next_token_loss(model(tokens), tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        self.root, self.model, self.optimizer, self._tokens = root, model, optimizer, tokens
+        self.step()
+
+    def step(self) -> None:
+        """Train."""
+        next_token_loss(self.model(self._tokens), self._tokens).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def save(self) -> None:
         """Everything that training needs."""
@@ -212,6 +217,13 @@ def _timed(action: Callable[[], Any]) -> tuple[float, float, Any]:
     return float(most[0]), float(most[1]), result
 
 
+def _save_and_step(system: System) -> Callable[[], object]:
+    """What of a save in the background is not seen in the call is seen here: the step waits, or shares the cores."""
+    wait = system.save_in_background()
+    system.step()
+    return wait
+
+
 def _compare(arguments: argparse.Namespace, root: Path) -> None:
     systems = _build(root, arguments)
     rows: dict[str, dict[str, list[float]]] = {name: {} for name in systems}
@@ -238,6 +250,11 @@ def _compare(arguments: argparse.Namespace, root: Path) -> None:
             wait = note(name, "pause", system.save_in_background)
             note(name, "rest", wait)
             system.clear()
+            system.step()
+            note(name, "step", system.step)
+            wait = note(name, "pause_and_step", lambda system=system: _save_and_step(system))
+            wait()
+            system.clear()
         noise.end_round()
     cpu_s: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(cpu_s, noise.own_cpu_s())
@@ -250,6 +267,10 @@ def _report(
     rows: dict[str, dict[str, list[float]]],
     foreign_cores: list[float],
 ) -> None:
+    for own in rows.values():
+        own["pause_with_step_s"] = [
+            both - alone for both, alone in zip(own["pause_and_step_s"], own["step_s"], strict=True)
+        ]
     ratios = {
         f"{what}_of_fsdp2": summary(
             [a / b for a, b in zip(rows["streamshard"][what], rows["fsdp2"][what], strict=True)]
@@ -257,15 +278,16 @@ def _report(
         for what in rows["fsdp2"]
         if what.endswith("_s")
     }
-    ratios["pause_of_own_save"] = summary(
-        [a / b for a, b in zip(rows["streamshard"]["pause_s"], rows["streamshard"]["save_s"], strict=True)]
-    )
+    for name, own in rows.items():
+        for pause in ("pause", "pause_with_step"):
+            shares = [a / b for a, b in zip(own[f"{pause}_s"], own["save_s"], strict=True)]
+            ratios[f"{pause}_of_own_save, {name}"] = summary(shares)
     measured = {name: {what: summary(values) for what, values in own.items()} for name, own in rows.items()}
     for name, own in measured.items():
         print(name, {what: round(values["median"], 3) for what, values in own.items()})
     for what, values in ratios.items():
         print(f"{what}: {values['median']:.3f} ({values['median_low']:.3f} to {values['median_high']:.3f})")
-    kept_mib = sum(copy.nbytes for copies in background._copies.values() for copy in copies.values()) / 2**20
+    kept_mib = sum(copy.nbytes for copies in host_copies._memory.values() for copy in copies.values()) / 2**20
     print(f"copies that StreamShard keeps from save to save in the background: {kept_mib:.1f} MiB")
     settings = {"layers": arguments.layers, "width": arguments.width, "ranks": arguments.ranks}
     device = torch.device("cpu")

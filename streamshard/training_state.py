@@ -20,21 +20,21 @@ from streamshard.checkpoint.background import (
     BackgroundGroup,
     Saving,
     background_group,
-    copy_to_host,
     finish_running,
     run_in_background,
 )
-from streamshard.checkpoint.collect import collect
-from streamshard.checkpoint.directory import find_checkpoint, next_number
+from streamshard.checkpoint.collect import Collected, collect
+from streamshard.checkpoint.directory import checkpoint_name, find_checkpoint, next_number
+from streamshard.checkpoint.host_copies import HostCopies
 from streamshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
 from streamshard.checkpoint.parts import Parts, name_parts
-from streamshard.checkpoint.piece_file import Piece
 from streamshard.checkpoint.piece_files import PieceFiles
 from streamshard.checkpoint.restore import Plan, plan_restore
-from streamshard.checkpoint.save_job import SaveJob, plan_job
+from streamshard.checkpoint.save_job import plan_job
 from streamshard.checkpoint.writer import gather_from_all_ranks, run_on_all_ranks
 from streamshard.comm.ranks import Ranks
 from streamshard.config import parse_path
+from streamshard.engine.engine import Engine
 from streamshard.errors import CheckpointError, ConfigError, RankMismatchError, warn_user
 from streamshard.initialise import compute_buffers
 from streamshard.log import log, progress
@@ -122,8 +122,9 @@ def save_checkpoint(
         keep: how many of the newest checkpoints to keep; older ones are deleted once the new one is whole.
         step: the checkpoint's number, as in ``checkpoint-1000``; None is one more than the largest that is there. One
             that has this number already is replaced once the new one is whole.
-        wait: False: return once everything is copied to host memory, which is kept for the next time, and write in the
-            background.
+        wait: False: return once weights and values are copied to host memory, which is kept for the next time. The
+            optimizer's moments are copied until its next ``step()``, which waits for it; the rest happens in the
+            background. See `Saving`.
 
     Returns:
         The checkpoint's path; with ``wait=False`` a handle. A save that is running is waited for first.
@@ -148,10 +149,10 @@ def save_checkpoint(
     number = _agree(root, keep, step, wait, parts)
     group = None if wait else background_group(ranks)
     _say_what_is_lost(parts)
-    job = plan_job(root, number, keep, ranks, collect(parts))
+    collected = collect(parts)
     if group is not None:
-        return _write_in_background(job, parts, group, began)
-    path = job.write(ranks)
+        return _write_in_background(root, number, keep, parts.engine, collected, group, began)
+    path = plan_job(root, number, keep, ranks, collected).write(ranks)
     log.info("saved %s in %.1f s", path, time.perf_counter() - began)
     return path
 
@@ -236,21 +237,26 @@ def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Pa
     return number
 
 
-def _write_in_background(job: SaveJob, parts: Parts, group: BackgroundGroup, began: float) -> Saving:
-    """Copy what `job` writes, and let a thread write that."""
-    copied: list[Piece] = []
-    failure: Exception | None = None
-    try:
-        copied = copy_to_host(parts.engine, job.pieces)
-    except Exception as error:  # the other ranks hear of it where they meet next
-        failure = error
-    job = job._replace(pieces=copied)
+def _write_in_background(
+    root: Path,
+    number: int,
+    keep: int | None,
+    engine: Engine,
+    collected: Collected,
+    group: BackgroundGroup,
+    began: float,
+) -> Saving:
+    """Copy what is saved, and let a thread do the rest. Other ranks hear of what cannot be copied from that thread."""
+    copies = HostCopies(engine, collected.pieces, collected.moments)
+    collected = collected._replace(pieces=[])  # those of the run go as soon as they are copied
 
     def write() -> None:
-        path = job.write(group, failure=failure)
+        copied = run_on_all_ranks(group, f"save to {root}", copies.finish)
+        job = plan_job(root, number, keep, group, collected._replace(pieces=copied))
+        path = job.write(group, check=copies.check)
         log.info("saved %s in the background, %.1f s after the call", path, time.perf_counter() - began)
 
-    return run_in_background(Saving(job.path, write))
+    return run_in_background(Saving(root / checkpoint_name(number), copies, write))
 
 
 def _say_what_is_lost(parts: Parts) -> None:

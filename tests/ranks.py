@@ -78,6 +78,8 @@ FOREIGN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     (r"`torch\.jit\.\w+` is deprecated", DeprecationWarning),
     # Raised by torch.distributed.rpc when it starts, about its own group.
     (r"You are using a Backend .* as a ProcessGroup", UserWarning),
+    # Raised by torch where torchdata's loader is made.
+    (r"'set_vital' is deprecated", UserWarning),
     # Raised by PEFT, which asks a model of transformers for it.
     (r"`is_gradient_checkpointing` is deprecated", FutureWarning),
     # Ours, where a machine with GPUs runs the tests for CPUs.

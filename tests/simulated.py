@@ -93,6 +93,11 @@ class SimulatedEvent:
         stream.ticks += 1
         self.stream, self.tick = stream, stream.ticks
 
+    def synchronize(self) -> None:
+        """The host waits until it is reached."""
+        if self.stream is not None:
+            self.stream.run(self.tick)
+
 
 class SimulatedDevice:
     """What takes the place of ``torch.cuda``.

@@ -1,6 +1,6 @@
-"""Saving beside training: copies in host memory, a thread that writes them, and a group over which ranks talk there.
+"""Saving beside training: a thread that copies and writes, steps that wait for it, and a group over which ranks talk.
 
-Owns what outlives a call: the save that is running, of which there is one in a process, and the memory of the copies.
+Owns the save that is running, of which there is one in a process.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # not in stubs
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from streamshard.checkpoint.piece_file import Piece
+from streamshard.checkpoint.host_copies import HostCopies
 from streamshard.comm.ranks import Ranks
-from streamshard.device import has_streams, module_of
-from streamshard.engine.engine import Engine
+from streamshard.compiling import skip, untraced
 from streamshard.errors import CheckpointError
 from streamshard.log import log
 
-__all__ = ["BackgroundGroup", "Saving", "background_group", "copy_to_host", "finish_running", "run_in_background"]
+__all__ = ["BackgroundGroup", "Saving", "background_group", "finish_running", "run_in_background"]
 
 
 MADE_WITHIN = datetime.timedelta(seconds=20)  # a group, once ranks have met
@@ -35,14 +36,20 @@ WRITTEN_WITHIN = datetime.timedelta(minutes=30)  # how long the fastest rank wai
 
 
 class Saving:
-    """A checkpoint that is being written while training goes on.
+    """A checkpoint that is being written while training goes on, as it was at the call.
+
+    The optimizer's moments are copied while the next forward and backward run; the next ``step()`` waits until they
+    are. They may be replaced at any time. Writing to them in place before that step, ``wait()`` or ``done``, makes the
+    save fail with a `CheckpointError` that names them; writes that autograd does not count (``.data``, numpy) it cannot
+    see. Everything else is the caller's again at once.
 
     Attributes:
         path: where it will be.
     """
 
-    def __init__(self, path: Path, write: Callable[[], None]) -> None:
+    def __init__(self, path: Path, copies: HostCopies, write: Callable[[], None]) -> None:
         self.path = path
+        self._copies: HostCopies | None = copies
         self._error: BaseException | None = None
         self._is_told = False
         self._write = write
@@ -80,6 +87,12 @@ class Saving:
         if not isinstance(self._error, CheckpointError) or ranks.any_rank(not self._is_told):
             raise self._error
 
+    def let_step(self) -> None:
+        """Return when a step may change the state of optimizers."""
+        copies = self._copies
+        if copies is not None and not self.done:  # in a forked process no thread copies
+            copies.let_step()
+
     def _run(self) -> None:
         try:
             self._write()
@@ -88,10 +101,10 @@ class Saving:
             self._error = error
         finally:
             del self._write  # what it holds
+            self._copies = None
 
 
 _running: Saving | None = None
-_copies: weakref.WeakKeyDictionary[Engine, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
@@ -123,22 +136,14 @@ def finish_running(ranks: Ranks) -> None:
         saving.finish(ranks)
 
 
-def copy_to_host(engine: Engine, pieces: list[Piece]) -> list[Piece]:
-    """Copies in host memory, the same memory each time."""
-    kept, device = _copies.setdefault(engine, {}), engine.streams.device
-    copied = []
-    for piece in pieces:
-        copy = kept.get(piece.name)
-        if copy is None or copy.dtype != piece.data.dtype or copy.shape != piece.data.shape:
-            copy = torch.empty(piece.data.shape, dtype=piece.data.dtype, pin_memory=has_streams(device))
-            kept[piece.name] = copy
-        copy.copy_(piece.data, non_blocking=True)
-        copied.append(piece._replace(data=copy))
-    for name in kept.keys() - {piece.name for piece in pieces}:
-        del kept[name]
-    if has_streams(device):
-        module_of(device).synchronize(device)
-    return copied
+@skip
+def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Global hook before optimizer steps, of whichever: those that are not saved wait as well."""
+    if _running is not None:
+        untraced(_running.let_step)
+
+
+register_optimizer_step_pre_hook(before_step)
 
 
 class BackgroundGroup:
@@ -148,6 +153,7 @@ class BackgroundGroup:
         self.is_first = ranks.is_first
         self.replica = ranks.replica
         self.number = ranks.number
+        self.world_size = ranks.world_size
         self.total_size = ranks.total_size
         self._group = group
 

@@ -34,7 +34,7 @@ from streamshard.checkpoint.writer import gather_from_all_ranks
 from streamshard.comm.ranks import Ranks
 from streamshard.engine.engine import Engine
 from streamshard.errors import CheckpointError
-from streamshard.unit.optimizer_hooks import take_over_state
+from streamshard.unit.optimizer_hooks import sees_steps, take_over_state
 from streamshard.unit.shard import ParamShard
 
 __all__ = ["Collected", "collect"]
@@ -59,11 +59,13 @@ class Collected(NamedTuple):
         state: the JSON, which is the first rank's to write.
         differing: trees that are not the same on all ranks, which `state` does not have yet; by name, this rank's.
         pieces: this rank's, of tensors, which are its own memory, not copied.
+        moments: names of those that only steps change, steps which torch's hooks see.
     """
 
     state: dict[str, Any]
     differing: dict[str, Any]
     pieces: list[Piece]
+    moments: set[str]
 
 
 def collect(parts: Parts) -> Collected:
@@ -74,6 +76,7 @@ def collect(parts: Parts) -> Collected:
     """
     ranks = parts.engine.ranks
     pieces: list[Piece] = []
+    moments: set[str] = set()
     models: dict[str, Any] = {}
     optimizers: dict[str, _OptimizerState] = {}
     trees: dict[str, _Tree] = {}
@@ -87,10 +90,11 @@ def collect(parts: Parts) -> Collected:
 
     told = gather_from_all_ranks(ranks, "save", collect_here)
     saved_optimizers = {
-        name: each.collect([theirs.outlines[name] for theirs in told], pieces) for name, each in optimizers.items()
+        name: each.collect([theirs.outlines[name] for theirs in told], pieces, moments)
+        for name, each in optimizers.items()
     }
     same, differing = _collect_trees(trees, [theirs.digests for theirs in told], ranks, pieces)
-    return Collected({"models": models, "optimizers": saved_optimizers, "trees": same}, differing, pieces)
+    return Collected({"models": models, "optimizers": saved_optimizers, "trees": same}, differing, pieces, moments)
 
 
 def _collect_model(name: str, model: nn.Module, engine: Engine, pieces: list[Piece]) -> dict[str, Any]:
@@ -151,10 +155,11 @@ class _OptimizerState:
         self._others = encode(packed, f"{name}/others", self._tensors)
         self.outlines = outline_state([shard for _, shard in self._owners], optimizer, self._numbers)
 
-    def collect(self, by_rank: list[Outlines], pieces: list[Piece]) -> dict[str, Any]:
-        """The JSON, where every rank has said its outlines; `pieces` gain those of this rank."""
+    def collect(self, by_rank: list[Outlines], pieces: list[Piece], moments: set[str]) -> dict[str, Any]:
+        """The JSON, where every rank has said its outlines; `pieces` gain those of this rank, and `moments` names."""
         owners = {shard.param: (engine, shard) for engine, shard in self._owners}
         agreed = agree_on_outlines(by_rank, [shard for _, shard in self._owners], self._numbers)
+        are_seen = sees_steps(self._optimizer)
         state: dict[str, Any] = {}
         for param, number in self._numbers.items():
             param_name = self._names[param]
@@ -167,7 +172,10 @@ class _OptimizerState:
                 tensor = f"{prefix}/{key}"
                 is_moment = isinstance(value, Moment)
                 own[key] = {"$": "moment", "tensor": tensor} if is_moment else encode(value, tensor, self._tensors)
-            pieces.extend(_moments(prefix, self._optimizer, *owners[param]))
+            found = list(_moments(prefix, self._optimizer, *owners[param]))
+            pieces.extend(found)
+            if are_seen:
+                moments.update(piece.name for piece in found)
         if self._ranks.is_first:
             pieces.extend(_whole(tensor_name, tensor) for tensor_name, tensor in self._tensors.items())
         return {"class": class_name(self._optimizer), "groups": self._groups, "state": state, "others": self._others}

@@ -254,7 +254,7 @@ def from_dcp(
     pieces += [Piece(name, tuple(each.shape), 0, each.contiguous().view(-1)) for name, each in tensors.items()]
     number = next_number(root) if step is None else step
     state = {"models": models, "optimizers": optimizers, "trees": {}}
-    job = plan_job(root, number, None, Alone(), Collected(state, {}, pieces))
+    job = plan_job(root, number, None, Alone(), Collected(state, {}, pieces, set()))
 
     def data_of(name: str) -> torch.Tensor:
         return source.tensor(keys[name]).view(-1) if name in keys else tensors[name].contiguous().view(-1)

@@ -21,6 +21,7 @@ from streamshard.errors import CheckpointError
 from streamshard.log import log
 
 __all__ = [
+    "checkpoint_name",
     "checkpoints_in",
     "create_partial",
     "find_checkpoint",
@@ -83,6 +84,11 @@ def checkpoints_in(directory: Path) -> list[Path]:
     ]
 
 
+def checkpoint_name(number: int) -> str:
+    """Of the directory."""
+    return f"checkpoint-{number}"
+
+
 def next_number(directory: Path) -> int:
     """One more than the largest there is, of whatever is called like a checkpoint."""
     numbers = [int(match[1]) for path in _children(directory) if (match := _NAME.match(path.name))]
@@ -96,7 +102,7 @@ def create_partial(directory: Path, number: int) -> Path:
         CheckpointError: what is no checkpoint has its name, and would be lost.
     """
     os.makedirs(directory, exist_ok=True)
-    path = directory / _name(number)
+    path = directory / checkpoint_name(number)
     if os.path.lexists(path) and not (path / MANIFEST_NAME).exists() and not (path.is_dir() and not _children(path)):
         raise CheckpointError(
             f"{path} is there already, and is no checkpoint of this package: nothing is written over it; save with "
@@ -111,7 +117,7 @@ def create_partial(directory: Path, number: int) -> Path:
                 _try_to_delete(left)
             else:
                 os.replace(left, own)
-    partial = directory / f"{_name(number)}{PARTIAL}"
+    partial = directory / f"{checkpoint_name(number)}{PARTIAL}"
     try:
         os.mkdir(partial)
     except OSError:
@@ -138,7 +144,7 @@ def publish_checkpoint(partial: Path, manifest: Manifest, keep: int | None) -> P
         file.flush()
         os.fsync(descriptor)
     sync_directory(partial)
-    path = partial.with_name(_name(manifest.number))
+    path = partial.with_name(checkpoint_name(manifest.number))
     replaced = path.with_name(path.name + _REPLACED)
     try:
         if path.exists():
@@ -164,10 +170,6 @@ def _take_back(partial: Path, path: Path, replaced: Path) -> None:
         os.replace(path, partial)
     if replaced.exists() and not path.exists():
         os.replace(replaced, path)
-
-
-def _name(number: int) -> str:
-    return f"checkpoint-{number}"
 
 
 def _children(directory: Path) -> list[Path]:

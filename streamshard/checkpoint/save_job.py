@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from streamshard.checkpoint.collect import Collected
-from streamshard.checkpoint.directory import create_partial, publish_checkpoint, remove_partial
+from streamshard.checkpoint.directory import checkpoint_name, create_partial, publish_checkpoint, remove_partial
 from streamshard.checkpoint.manifest import FileRecord, Manifest, PieceRecord, TensorRecord
 from streamshard.checkpoint.piece_file import Piece, plan_piece_file, write_piece_file
 from streamshard.checkpoint.safetensors_file import FileLayout
-from streamshard.checkpoint.writer import Alone, RankGroup, gather_from_all_ranks, run_on_first_rank
-from streamshard.comm.ranks import Ranks
+from streamshard.checkpoint.writer import RankGroup, gather_from_all_ranks, run_on_first_rank
 from streamshard.errors import CheckpointError
 from streamshard.log import progress
 
@@ -41,20 +40,20 @@ class SaveJob(NamedTuple):
 
     @property
     def path(self) -> Path:
-        return self.root / f"checkpoint-{self.number}"
+        return self.root / checkpoint_name(self.number)
 
     def write(
         self,
         group: RankGroup,
         data_of: Callable[[str], torch.Tensor] | None = None,
-        failure: Exception | None = None,
+        check: Callable[[], object] = lambda: None,
     ) -> Path:
         """Write this rank's file, and let the first rank publish all of them. Collective.
 
         Args:
             group: the ranks.
             data_of: makes the data of a piece when it is written, by the name of its tensor; None: they have them.
-            failure: why this rank cannot write.
+            check: called once this rank's file is written; raises if that must not be published.
         """
         doing = f"save {self.path}"
         partial: Path | None = None
@@ -65,10 +64,10 @@ class SaveJob(NamedTuple):
             held = {piece.name: piece.data for piece in self.pieces}
 
             def write() -> FileRecord:
-                if failure is not None:
-                    raise failure
                 with progress(f"saving {self.path.name}", self.layout.size_bytes, shows=group.is_first) as advance:
-                    return write_piece_file(partial, self.layout, data_of or held.__getitem__, advance)
+                    record = write_piece_file(partial, self.layout, data_of or held.__getitem__, advance)
+                check()
+                return record
 
             records = gather_from_all_ranks(group, doing, write)
             run_on_first_rank(group, doing, lambda: publish_checkpoint(partial, self._manifest(records), self.keep))
@@ -86,9 +85,9 @@ class SaveJob(NamedTuple):
         return Manifest(self.number, len(records), self.replicas, versions, tuple(records), self.tensors, self.state)
 
 
-def plan_job(root: Path, number: int, keep: int | None, ranks: Ranks | Alone, collected: Collected) -> SaveJob:
+def plan_job(root: Path, number: int, keep: int | None, ranks: RankGroup, collected: Collected) -> SaveJob:
     """What each rank writes where. Collective: ranks meet once."""
-    state, differing, pieces = collected
+    state, differing, pieces, _ = collected
     name = f"rank-{ranks.number:05d}-of-{ranks.total_size:05d}.safetensors"
     layouts: list[FileLayout] = []
 

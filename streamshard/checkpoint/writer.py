@@ -76,6 +76,10 @@ class RankGroup(Protocol):
         """Which of them this rank is, from 0."""
 
     @property
+    def world_size(self) -> int:
+        """How many hold a copy of the model together."""
+
+    @property
     def total_size(self) -> int:
         """How many there are."""
 

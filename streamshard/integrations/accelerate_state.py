@@ -176,7 +176,9 @@ class LoaderState:
         if isinstance(sampler, _GoesOn):
             sampler.goes_on_with = torch.get_rng_state() if state["within"] else None
         if loader.use_stateful_dataloader and "stateful" in state:
-            loader.load_state_dict(state["stateful"])
+            # Behind an epoch its state is of use to a dataset alone; to pass over it draws a random number more.
+            is_over = state["stateful"].get("_iterator_finished") and not hasattr(loader.dataset, "state_dict")
+            loader.load_state_dict({} if is_over else state["stateful"])
 
 
 def _sampler_of(loader: Any) -> Any:

@@ -23,7 +23,7 @@ from streamshard.unit.pieces import Piece, StatePiece, piece_of, refuse_accelera
 from streamshard.unit.step_grads import end_step, set_aside, show_in
 from streamshard.unit.unreduced_grad import UnreducedGrad
 
-__all__ = ["NUMBERS", "before_step", "take_over_state"]
+__all__ = ["NUMBERS", "before_step", "sees_steps", "take_over_state"]
 
 NUMBERS = ("step", "eta", "mu", "mu_product")  # of a parameter that is one number itself, those that are no moments
 
@@ -130,6 +130,19 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The step itself is over. If it was the first, nothing unusual was seen in it."""
     finish_watching()
     untraced(end_step, _params_of(optimizer))
+
+
+def sees_steps(optimizer: Optimizer) -> bool:
+    """Whether hooks of torch run before each change that `optimizer` makes to its state.
+
+    They do not before a step of a wrapper, but before that of what is inside; nor when a device graph is replayed.
+    """
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return False
+    if getattr(type(optimizer).step, "hooked", False):  # torch marks what it has wrapped so
+        return True
+    inner = getattr(optimizer, "optimizer", None)
+    return isinstance(inner, Optimizer) and inner.state is optimizer.state and sees_steps(inner)
 
 
 def take_over_state(optimizer: Optimizer) -> None:

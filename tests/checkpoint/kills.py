@@ -92,25 +92,39 @@ class Counts(NamedTuple):
     slowest_s: float
 
 
-def _state(count: int) -> tuple[StreamShard, torch.optim.Optimizer]:
+class Fill(torch.optim.SGD):
+    """Every number becomes `count`, in a step, which waits for what is copied late.
+
+    Attributes:
+        count: what they become next.
+    """
+
+    count = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Weights and moments."""
+        for tensor in self.tensors():
+            tensor.fill_(self.count)
+
+    def tensors(self) -> list[Tensor]:
+        """All there are. Of a parameter of which a rank has nothing there is no state."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        moments = (self.state[param]["momentum_buffer"] for param in params if param.numel())
+        return [tensor.as_subclass(Tensor) for tensor in (*(param.data for param in params), *moments)]
+
+    def become(self, count: int) -> None:
+        """The state whose every number is `count`."""
+        self.count = count
+        self.step()
+
+
+def _state(count: int) -> tuple[StreamShard, Fill]:
     model: Any = StreamShard(Stack((DIM,) * 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = Fill(model.parameters(), lr=0.1, momentum=0.9)
     for param in model.parameters():
         optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
-    _become(model, optimizer, count)
+    optimizer.become(count)
     return model, optimizer
-
-
-def _tensors(model: StreamShard, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    # Of a parameter of which a rank has nothing there is no state.
-    moments = [optimizer.state[param]["momentum_buffer"] for param in model.parameters() if param.numel()]
-    return [tensor.as_subclass(Tensor) for tensor in (*(param.data for param in model.parameters()), *moments)]
-
-
-def _become(model: StreamShard, optimizer: torch.optim.Optimizer, count: int) -> None:
-    """The state whose every number is `count`."""
-    for tensor in _tensors(model, optimizer):
-        tensor.fill_(count)
 
 
 def _die_at(call: int) -> None:
@@ -144,7 +158,7 @@ def _run(rank: int, plan: Plan, directory: Path, notes: Path, port: int, prefix:
         # Each rank gives its own number: of another number of ranks only what was the same on all can be loaded.
         loaded = load_checkpoint(directory, model, optimizer)
         count = loaded["count"]
-        for tensor in _tensors(model, optimizer):
+        for tensor in optimizer.tensors():
             assert bool((tensor == count).all()), f"{loaded.path} mixes {count} with {tensor.unique()}"
     note = os.open(notes / f"rank-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     write = os.write
@@ -155,7 +169,7 @@ def _run(rank: int, plan: Plan, directory: Path, notes: Path, port: int, prefix:
             _die_at(plan.call)
         while True:
             count += 1
-            _become(model, optimizer, count)
+            optimizer.become(count)
             step = count % 3 if plan.replaces else None
             saving = save_checkpoint(
                 directory, model, optimizer, extra={"count": count}, keep=KEEP, step=step, wait=plan.waits
@@ -165,7 +179,7 @@ def _run(rank: int, plan: Plan, directory: Path, notes: Path, port: int, prefix:
             if plan.last and count % 4 == 0:
                 os._exit(HEARD)
             if not plan.waits and count % 4 == 0:
-                _become(model, optimizer, -count)
+                optimizer.become(-count)
                 saving.wait()  # type: ignore[union-attr]  # a handle
                 write(note, b"%d\n" % count)
     except (StreamShardError, RuntimeError) as error:
