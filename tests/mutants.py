@@ -2066,6 +2066,13 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "integrations/accelerate_state",
+        "what is left of an epoch that is over is given back",
+        "loader.load_state_dict({} if is_over else",
+        "loader.load_state_dict(",
+        "stateful_loader::test_a_prepared_one_goes_on_within_an_epoch",
+    ),
+    Mutant(
+        "integrations/accelerate_state",
         "an epoch that is gone on with is shuffled anew",
         "sampler.drawn_from if within else after",
         "after",
