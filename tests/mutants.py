@@ -1966,6 +1966,20 @@ MUTANTS: list[Mutant] = [
         "sharded_parameter::test_penalties_are_those_of_whole_parameters",
     ),
     Mutant(
+        "unit/sharded_tensor",
+        "of a whole tensor what belongs to a piece is cut for a transposed one",
+        "    is_cut = of is not None and piece.sharding.is_as_cut and of.shape != of.local_shape\n",
+        "    is_cut = of is not None and of.shape != of.local_shape\n",
+        "aligned_pieces::test_whole_tensors_are_cut_for_what_is_as_it_was_cut",
+    ),
+    Mutant(
+        "unit/sharded_tensor",
+        "what is written into a whole tensor is lost",
+        " or isinstance(value, ShardedTensor) or value is written:\n",
+        " or isinstance(value, ShardedTensor):\n",
+        "sharded_parameter::test_computing_with_a_piece_as_if_it_were_the_weight_names_the_parameter",
+    ),
+    Mutant(
         "unit/norms",
         "what reads a norm without asking gets this rank's part",
         "_nan(local.dtype, local.device).expand(local.shape).as_subclass(cls)",

@@ -41,25 +41,30 @@ class Sharding(NamedTuple):
         ranks: norms and sums are collectives of it.
         piece: of a parameter, or of its gradient; None of several, put one behind the other.
         is_weight: it is a parameter, or was computed from one.
-        has_rows: its first dimension is the whole's, cut; along the others nothing is missing (``align_pieces_to``).
+        is_as_cut: of the shape and order of the piece; not transposed, say.
         cuts: of several put one behind the other, where each begins and ends; only there it is cut again.
     """
 
     ranks: Ranks
     piece: Piece | None
     is_weight: bool
-    has_rows: bool = False
+    is_as_cut: bool = True
     cuts: frozenset[int] | None = None
+
+    @property
+    def has_rows(self) -> bool:
+        """Its first dimension is the whole's, cut; along the others nothing is missing (``align_pieces_to``)."""
+        return self.is_as_cut and self.piece is not None and self.piece.has_rows
 
     @staticmethod
     def of_grad(piece: Piece) -> Sharding:
         """A gradient's of the same elements as `piece`."""
-        return Sharding(piece.ranks, piece, False, piece.has_rows)
+        return Sharding(piece.ranks, piece, is_weight=False)
 
     @staticmethod
     def of_weight(piece: Piece) -> Sharding:
         """A parameter's."""
-        return Sharding(piece.ranks, piece, True, piece.has_rows)
+        return Sharding(piece.ranks, piece, is_weight=True)
 
 
 class ShardedTensor(torch.Tensor):
@@ -126,7 +131,7 @@ def _answer(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> A
     with _AsTensors():
         if kind is OpKind.ELEMENTWISE:
             _check_same_elements(func, args)
-            args, kwargs = _for_each_element(func, args, kwargs)
+            args, kwargs = _fit(func, args, kwargs)
             try:
                 result: Any = func(*args, **kwargs)
             except RuntimeError as error:
@@ -159,24 +164,31 @@ def _check_same_elements(func: Callable[..., Any], args: tuple[Any, ...]) -> Non
             )
 
 
-def _for_each_element(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """A number that is put together with pieces gets its gradient from those of all ranks."""
-    if not torch.is_grad_enabled():
+def _fit(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """What is put together with pieces, element by element: of a tensor of the whole's shape, what belongs to them."""
+    piece = _first_of(args, kwargs)
+    if piece.sharding.ranks.world_size == 1:
         return args, kwargs
+    written = args[0] if args and _is_in_place(func) else kwargs.get("out")
 
-    def replicated(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return type(value)(map(replicated, value)) if type(value) in (list, tuple) else value
-        if not isinstance(value, torch.Tensor) or isinstance(value, ShardedTensor) or not value.requires_grad:
-            return value
-        piece = _first_of(args, kwargs)
-        if piece.sharding.ranks.world_size == 1:
-            return value
-        if value.ndim:
-            _refuse_op(func, piece)  # a piece, or the same on all ranks?
-        return replicate(value, piece.sharding.ranks)
+    of = piece.sharding.piece
+    is_cut = of is not None and piece.sharding.is_as_cut and of.shape != of.local_shape
 
-    return replicated(args), {key: replicated(value) for key, value in kwargs.items()}
+    def fitted(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, ShardedTensor) or value is written:
+            return value
+        if torch.is_grad_enabled() and value.requires_grad:
+            if value.ndim:
+                _refuse_op(func, piece)  # a piece, or the same on all ranks?
+            return replicate(value, piece.sharding.ranks)
+        return of.cut(value) if of is not None and is_cut and value.shape == of.shape else value
+
+    return tuple(map(fitted, args)), {key: fitted(value) for key, value in kwargs.items()}
+
+
+def _is_in_place(func: Callable[..., Any]) -> bool:
+    name = func.__name__
+    return name.endswith("_") and not name.endswith("__") or name.startswith("__i")
 
 
 def _known(func: Callable[..., Any], result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -209,10 +221,10 @@ def _derived(func: Callable[..., Any], result: torch.Tensor, source: ShardedTens
         if func.__name__ == "__get__":  # ``_base``: the main grads
             return result
         _refuse_op(func, source)
-    has_rows = sharding.has_rows and result.shape == source.shape and result.stride() == source.stride()  # no .T
+    is_as_cut = sharding.is_as_cut and result.shape == source.shape and result.stride() == source.stride()  # no .T
     cuts = sharding.cuts if result.ndim == 1 else None
-    if has_rows is not sharding.has_rows or cuts is not sharding.cuts:
-        sharding = sharding._replace(has_rows=has_rows, cuts=cuts)
+    if is_as_cut is not sharding.is_as_cut or cuts is not sharding.cuts:
+        sharding = sharding._replace(is_as_cut=is_as_cut, cuts=cuts)
     return ShardedTensor.wrap(result, sharding)
 
 
@@ -268,6 +280,7 @@ def _reduce(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: M
     name, ranks = func.__name__, piece.sharding.ranks
     if len(args) > 1 and isinstance(args[1], torch.Tensor):
         _check_same_elements(func, args)
+        args, kwargs = _fit(func, args, kwargs)
         if name in ("max", "min"):
             return _known(func, func(*args, **kwargs), args, kwargs)
         if args[0].numel() != args[1].numel():
@@ -320,7 +333,7 @@ def _join(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Map
 
 
 def _in_vector(piece: ShardedTensor) -> Sharding:
-    return piece.sharding._replace(piece=None, has_rows=False, cuts=None)
+    return piece.sharding._replace(piece=None, is_as_cut=False, cuts=None)
 
 
 def _part(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -272,6 +272,27 @@ def test_a_square_of_rows_has_none_when_it_is_turned(context: RankContext) -> No
                 turned.sum(1)
 
 
+class Cube(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.weight**2).sum()
+
+
+@on_ranks(2)
+def test_whole_tensors_are_cut_for_what_is_as_it_was_cut(context: RankContext) -> None:
+    """For a transposed piece of rows, of the same shape, their rows would be others."""
+    model: Any = StreamShard(nn.Sequential(Cube(), Cube()), precision=FP32, align_pieces_to="row")
+    weight, whole = model[0].weight.detach(), torch.randn(8, 4, 4)
+    assert weight.shape == (4, 4, 4)
+    rows = whole.chunk(2)[context.rank]
+    assert torch.equal((weight * whole).as_subclass(torch.Tensor), weight.as_subclass(torch.Tensor) * rows)
+    with pytest.raises(ShardingError, match="whole weight"):
+        weight.transpose(1, 2) * whole.transpose(1, 2)
+
+
 # -- everything else --------------------------------------------------------------------------------------------------
 
 ALIGNMENTS: list[PieceAlignment] = [24, "row"]

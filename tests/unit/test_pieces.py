@@ -219,8 +219,9 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "list": lambda g: g.tolist(),
     "stacked": lambda g: torch.stack([g, g]),
     "beside others": lambda g: torch.cat([g.flatten(), torch.zeros(3)]),
-    "a whole mask": lambda g: g * torch.ones(16, 16),
-    "a whole mask, in place": lambda g: g.mul_(torch.ones(16, 16)),
+    "a mask of rows": lambda g: g * torch.ones(16, 2)[:, :1],
+    "a mask of columns, in place": lambda g: g.mul_(torch.ones(16)),
+    "a whole mask, transposed": lambda g: g.T * torch.ones(16, 16),
 }
 
 

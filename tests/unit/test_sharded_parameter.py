@@ -49,6 +49,9 @@ PENALTIES: dict[str, Callable[[Any], torch.Tensor]] = {
     "smallest": lambda model: sum(torch.amin(p) for p in model.parameters()),
     "norm of zeros": lambda model: sum((p - p.detach()).norm() for p in model.parameters()),
     "distance": lambda model: sum((p - _copies(model)[n]).norm() for n, p in model.named_parameters()),
+    "distance from what was before": lambda model: sum(
+        ((p - _before(n)).square() * (_before(n) > 0)).sum() for n, p in model.named_parameters()
+    ),
     "weighed squares": lambda model: sum(
         (_copies(model)[n].square() * (p - 1.0).square()).sum() for n, p in model.named_parameters()
     ),
@@ -71,6 +74,12 @@ def _copies(model: Any) -> dict[str, torch.Tensor]:
 
 def _some(model: Any) -> torch.Tensor:
     return sum((p.square().sum() + 0.5 * p.norm() for p in model.parameters()), torch.zeros(()))
+
+
+def _before(name: str) -> torch.Tensor:
+    """Of an unsharded model: starting points of fine-tuning, Fisher information, masks of pruning."""
+    shape = dict(Stack().named_parameters())[name].shape
+    return torch.arange(math.prod(shape)).view(shape).cos()
 
 
 def _logged(norm: torch.Tensor) -> torch.Tensor:
@@ -119,11 +128,12 @@ def test_computing_with_a_piece_as_if_it_were_the_weight_names_the_parameter(con
         "0.norm.weight": lambda: x * norm.weight,
         "norm.bias": lambda: torch.where(x > 0, x, norm.bias),
         "0.table.weight": lambda: torch.linalg.svd(table.weight),
-        "'0.table.weight'": lambda: table.weight.data.copy_(torch.zeros(DIM, DIM)),
+        "'0.table.weight'": lambda: table.weight.data.copy_(torch.zeros(DIM, 1)),
+        "'0.table.weight' ": lambda: torch.zeros(DIM, DIM).copy_(table.weight),
         "'0.norm.weight'": lambda: nn.Parameter(norm.weight),
     }
     for name, use in uses.items():
-        with pytest.raises(ShardingError, match=rf"{name}.*StreamShard keeps only this rank's piece"):
+        with pytest.raises(ShardingError, match=rf"{name.strip()}.*StreamShard keeps only this rank's piece"):
             use()
 
 
@@ -236,6 +246,29 @@ def test_what_is_asked_of_parameters_is_asked_of_the_whole(context: RankContext)
                 for of in ((param, kept), (plain_param, plain_kept))
             )
             assert mine == pytest.approx(wanted, rel=1e-5), number
+
+
+@on_ranks(2, 3)
+def test_what_is_whole_is_cut_for_pieces(context: RankContext) -> None:
+    """Weights copied by hand, masks, projections: of tensors that every rank has whole."""
+    model, plain = sharded(), nn.Sequential(Layer(), Layer())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for each, optimizer in zip((model, plain), optimizers, strict=True):
+        torch.manual_seed(3)
+        for param, shape in zip(each.parameters(), [param.shape for param in plain.parameters()], strict=True):
+            param.data.copy_(torch.randn(shape))
+        each(torch.randn(4, DIM)).square().mean().backward()
+        with torch.no_grad():
+            for param, shape in zip(each.parameters(), [param.shape for param in plain.parameters()], strict=True):
+                param.grad.mul_(torch.rand(shape) > 0.5)
+                param.grad -= torch.dot(param.grad.flatten(), param.flatten()) * torch.full(shape, 0.01)
+                param.lerp_(torch.ones(shape), 0.1)
+                param.clamp_(max=torch.rand(shape))
+                assert not torch.allclose(param, torch.zeros(shape))
+        optimizer.step()
+    wanted = {name: param.detach() for name, param in plain.named_parameters()}
+    for name, value in model.full_state_dict(rank0_only=False).items():
+        torch.testing.assert_close(value, wanted[name], msg=name)
 
 
 @on_ranks(2)
