@@ -32,7 +32,7 @@ def test_a_replica_that_differs_is_named(context: RankContext) -> None:
     model.check_weights()
     name = "layers.1.linear.weight"
     if context.rank == 2:
-        weight = dict(model.named_parameters())[name].data.view(torch.int32)
+        weight = model.get_parameter(name).as_subclass(torch.Tensor).detach().view(torch.int32)  # this rank's
         weight.view(-1)[0] ^= 1
     with pytest.raises(RankMismatchError, match=rf"'{name}' is not the same.*\[2, 3\] have others"):
         model.check_weights()
