@@ -1481,14 +1481,14 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/hooks",
         "a layer's outputs are not watched",
-        "        _untraced(_watch_outputs, output, args, _Need(engine, use))\n",
+        "        untraced(_watch_outputs, output, args, _Need(engine, use))\n",
         "        pass\n",
         "cases_passes cases_graphs",
     ),
     Mutant(
         "engine/hooks",
         "the root's outputs are not watched",
-        "        _untraced(_watch_outputs, output, (), _BeginBackward(engine, pass_))\n",
+        "        untraced(_watch_outputs, output, (), _BeginBackward(engine, pass_))\n",
         "        pass\n",
         "cases_execution cases_graphs",
     ),
@@ -1919,8 +1919,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/sharded_tensor",
         "a weight of another shape is broadcast as if the piece were the whole",
-        "    _explain(func, error, args, kwargs)\n                    raise\n",
-        "    raise\n",
+        "                _explain(func, error, args, kwargs)\n                raise\n",
+        "                raise\n",
         "sharded_parameter::test_computing_with_a_piece_as_if_it_were_the_weight_names_the_parameter",
     ),
     Mutant(
@@ -1961,15 +1961,15 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/sharded_tensor",
         "a number that weighs pieces has the gradient of this rank's alone",
-        "        return replicate(value, piece.sharding.ranks)\n",
-        "        return value\n",
+        "            return replicate(value, ranks)\n",
+        "            return value\n",
         "sharded_parameter::test_penalties_are_those_of_whole_parameters",
     ),
     Mutant(
         "unit/sharded_tensor",
         "of a whole tensor what belongs to a piece is cut for a transposed one",
-        "    is_cut = of is not None and piece.sharding.is_as_cut and of.shape != of.local_shape\n",
-        "    is_cut = of is not None and of.shape != of.local_shape\n",
+        " if piece.sharding.is_as_cut else None\n",
+        "\n",
         "aligned_pieces::test_whole_tensors_are_cut_for_what_is_as_it_was_cut",
     ),
     Mutant(
@@ -2013,6 +2013,13 @@ MUTANTS: list[Mutant] = [
         "        return _mean_over_ranks(grad, ctx.ranks) * share, None, None\n",
         "        return grad * share, None, None\n",
         "sharded_parameter::test_penalties_are_those_of_whole_parameters",
+    ),
+    Mutant(
+        "unit/global_ops",
+        "of a whole tensor only this rank's elements get a gradient",
+        "        ctx.ranks.all_reduce(whole)\n        return whole, None, None, None\n",
+        "        return whole, None, None, None\n",
+        "sharded_parameter::test_what_is_whole_gets_all_of_its_gradient",
     ),
     Mutant(
         "unit/global_ops",

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from streamshard.comm.ranks import Ranks
 
-__all__ = ["global_extreme", "global_mean", "global_norm", "global_sum", "replicate"]
+__all__ = ["global_extreme", "global_mean", "global_norm", "global_sum", "part_of", "replicate"]
 
 
 def global_sum(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -82,6 +82,30 @@ def replicate(number: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """
     replicated: torch.Tensor = _Replicate.apply(number, ranks)  # type: ignore[no-untyped-call]
     return replicated
+
+
+def part_of(whole: torch.Tensor, start: int, stop: int, ranks: Ranks) -> torch.Tensor:
+    """[stop - start]: this rank's elements of `whole`, flattened, which every rank has. Collective in backward.
+
+    All elements get their gradient on all ranks, put together from what flows back to the ranks' own parts.
+    """
+    part: torch.Tensor = _PartOf.apply(whole, start, stop, ranks)  # type: ignore[no-untyped-call]
+    return part
+
+
+class _PartOf(Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, start: int, stop: int, ranks: Ranks) -> torch.Tensor:
+        ctx.shape, ctx.start, ctx.stop, ctx.ranks = whole.shape, start, stop, ranks
+        return whole.reshape(-1)[start:stop].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        whole = grad.new_zeros(ctx.shape)
+        whole.view(-1)[ctx.start : ctx.stop] = grad
+        ctx.ranks.all_reduce(whole)
+        return whole, None, None, None
 
 
 class _Replicate(Function):

@@ -23,7 +23,7 @@ from streamshard.comm.ranks import Ranks
 from streamshard.compiling import skip, untraced
 from streamshard.errors import ShardingError
 from streamshard.unit.first_step import refuse_stepping
-from streamshard.unit.global_ops import global_extreme, global_mean, global_sum, replicate
+from streamshard.unit.global_ops import global_extreme, global_mean, global_sum, part_of, replicate
 from streamshard.unit.norms import PartialNorm, local_norm
 from streamshard.unit.op_kinds import OpKind, kind_of
 from streamshard.unit.pieces import Piece, StatePiece
@@ -171,17 +171,19 @@ def _fit(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> tupl
         return args, kwargs
     written = args[0] if args and _is_in_place(func) else kwargs.get("out")
 
-    of = piece.sharding.piece
-    is_cut = of is not None and piece.sharding.is_as_cut and of.shape != of.local_shape
+    ranks, of = piece.sharding.ranks, piece.sharding.piece if piece.sharding.is_as_cut else None
 
     def fitted(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, ShardedTensor) or value is written:
             return value
-        if torch.is_grad_enabled() and value.requires_grad:
-            if value.ndim:
-                _refuse_op(func, piece)  # a piece, or the same on all ranks?
-            return replicate(value, piece.sharding.ranks)
-        return of.cut(value) if of is not None and is_cut and value.shape == of.shape else value
+        is_differentiated = torch.is_grad_enabled() and value.requires_grad
+        if is_differentiated and not value.ndim:
+            return replicate(value, ranks)
+        if of is None or value.shape != of.shape:
+            return value
+        if is_differentiated:
+            return part_of(value, of.start, of.stop, ranks).view(of.local_shape)
+        return value if of.shape == of.local_shape else of.cut(value)
 
     return tuple(map(fitted, args)), {key: fitted(value) for key, value in kwargs.items()}
 

@@ -387,7 +387,7 @@ def _in_child(function: Callable[[], Any], meanwhile: Callable[[], None] = lambd
 
 
 def _values(model: nn.Module) -> list[list[float]]:
-    return [param.detach().flatten().tolist() for param in model.parameters()]
+    return [param.detach().as_subclass(torch.Tensor).flatten().tolist() for param in model.parameters()]
 
 
 def _fill(model: nn.Module, value: float) -> None:

@@ -271,6 +271,23 @@ def test_what_is_whole_is_cut_for_pieces(context: RankContext) -> None:
         torch.testing.assert_close(value, wanted[name], msg=name)
 
 
+@on_ranks(2, 3)
+def test_what_is_whole_gets_all_of_its_gradient(context: RankContext) -> None:
+    """Another model's parameters, which every rank has: proximal terms, averages that learn."""
+    model, other, plain, plain_other = sharded(), *(nn.Sequential(Layer(), Layer()) for _ in range(3))
+    plain.load_state_dict(model.full_state_dict(rank0_only=False))
+    plain_other.load_state_dict(other.state_dict())
+    for mine, theirs in ((model, other), (plain, plain_other)):
+        pairs = list(zip(mine.parameters(), theirs.parameters(), strict=True))
+        sum(((p - 2.0 * q) * (q.detach() > 0)).square().sum() for p, q in pairs).backward()
+        sum((q * p).sum() * q.norm() for p, q in pairs).backward()
+    for name, param in other.named_parameters():
+        torch.testing.assert_close(param.grad, plain_other.get_parameter(name).grad)
+    with model.summon_full_params(with_grads=True):
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(param.grad, plain.get_parameter(name).grad)
+
+
 @on_ranks(2)
 def test_random_numbers_are_those_of_the_whole(context: RankContext) -> None:
     """Noise and initialisations, of weights and gradients: no rank's piece gets what another's gets."""
