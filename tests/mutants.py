@@ -1919,8 +1919,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/sharded_tensor",
         "a weight of another shape is broadcast as if the piece were the whole",
-        "                _explain(func, error, args, kwargs)\n                raise\n",
-        "                raise\n",
+        "            _explain(func, error, args, kwargs)\n            raise\n",
+        "            raise\n",
         "sharded_parameter::test_computing_with_a_piece_as_if_it_were_the_weight_names_the_parameter",
     ),
     Mutant(

@@ -626,7 +626,9 @@ class Engine:
         self._is_delivering = True
         try:
             for param in given:  # last: a hook may step and clear the gradient
-                for hook in (param._post_accumulate_grad_hooks or {}).values():
+                with torch._C.DisableTorchFunctionSubclass():
+                    hooks = param._post_accumulate_grad_hooks
+                for hook in (hooks or {}).values():
                     hook(param)
         finally:
             self._is_delivering = False

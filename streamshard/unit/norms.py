@@ -51,14 +51,14 @@ class PartialNorm(torch.Tensor):
     def _answer(cls, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         kind = kind_of(func)
         with _AsTensors():
-            if kind is OpKind.QUESTION and func.__name__ not in _PRINTING:
+            if kind is OpKind.QUESTION and func.__name__ not in _PRINTING:  # of its form
                 return func(*_swap(args, _local_of), **_swap(kwargs, _local_of))
             parts = list(args[0]) if func is torch.stack else args[:1]
             first = parts[0] if parts else None
             if isinstance(first, cls) and all(isinstance(part, cls) and part._adds_to(first) for part in parts):
                 if func in _PARTIAL:
                     local = func(*_swap(args, _local_of), **_swap(kwargs, _local_of))
-                    return cls.wrap(local, first.order, first.ranks)
+                    return first if local is first.local else cls.wrap(local, first.order, first.ranks)
                 if kind is OpKind.NORM and _is_norm_of_all(func, args, kwargs):
                     return global_norm(torch.linalg.vector_norm(first.local, first.order), first.order, first.ranks)
             args, kwargs = _swap(args, _whole_of), _swap(kwargs, _whole_of)

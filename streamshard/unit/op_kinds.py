@@ -88,9 +88,9 @@ _QUESTIONS = _names(
 )
 _QUESTIONED = _names(  # attributes; those that are tensors are elementwise
     """
-    _has_symbolic_sizes_strides _python_dispatch _version device dtype grad_fn is_cpu is_cuda is_leaf is_meta is_mkldnn
-    is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr is_xla is_xpu itemsize layout name nbytes ndim
-    output_nr requires_grad retains_grad shape
+    _backward_hooks _cdata _has_symbolic_sizes_strides _post_accumulate_grad_hooks _python_dispatch _version device
+    dtype grad_fn is_cpu is_cuda is_leaf is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr
+    is_xla is_xpu itemsize layout name nbytes ndim output_nr requires_grad retains_grad shape
     """
 )
 _SHAPES = _names("__len__ dim ndim ndimension numel shape size stride")

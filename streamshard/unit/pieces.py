@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import MutableMapping
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.serialization import register_package
-from torch.utils.weak import WeakIdKeyDictionary
 
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import ShardingError
@@ -55,23 +53,24 @@ class Piece(NamedTuple):
         return whole.detach().reshape(-1)[self.start : self.stop].clone().view(self.local_shape)
 
 
-_pieces: MutableMapping[torch.Tensor, Piece] = WeakIdKeyDictionary()
+_PIECE = "_streamshard_piece"  # among the attributes of a parameter: asked for in each of its steps
 
 
 def remember_piece(param: nn.Parameter, piece: Piece) -> None:
     """`param` holds `piece` from now on."""
     if piece.ranks.world_size > 1:
-        _pieces[param] = piece
+        setattr(param, _PIECE, piece)
 
 
 def forget_piece(param: nn.Parameter) -> None:
     """`param` is whole, for a while."""
-    _pieces.pop(param, None)
+    if piece_of(param) is not None:
+        delattr(param, _PIECE)
 
 
 def piece_of(param: torch.Tensor) -> Piece | None:
     """What `param` is a piece of; None if it is none."""
-    return _pieces.get(param) if _pieces else None
+    return getattr(param, _PIECE, None)
 
 
 def whole_numel(param: torch.Tensor) -> int:

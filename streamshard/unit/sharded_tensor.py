@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -127,22 +127,27 @@ class ShardedTensor(torch.Tensor):
 
 def _answer(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     """All behind this runs without __torch_function__."""
-    kind = kind_of(func)
+    kind, piece = kind_of(func), _first_of(args, kwargs)
     with _AsTensors():
-        if kind is OpKind.ELEMENTWISE:
-            _check_same_elements(func, args)
-            args, kwargs = _fit(func, args, kwargs)
-            try:
-                result: Any = func(*args, **kwargs)
-            except RuntimeError as error:
-                _explain(func, error, args, kwargs)
-                raise
-            return _known(func, result, args, kwargs)
-        piece = _first_of(args, kwargs)
         if piece.sharding.ranks.world_size == 1:
             return func(*args, **kwargs)
-        answer: Callable[..., Any] = _ANSWERS.get(kind, _refuse_op)
-        return answer(func, piece, args, kwargs)
+        if kind is not OpKind.ELEMENTWISE:
+            answer: Callable[..., Any] = _ANSWERS.get(kind, _refuse_op)
+            return answer(func, piece, args, kwargs)
+        if not args or args[0] is not piece or any(_has_elements(value) for value in (*args[1:], *kwargs.values())):
+            _check_same_elements(func, args)
+            args, kwargs = _fit(func, piece, args, kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            _explain(func, error, args, kwargs)
+            raise
+        return _known(func, result, args, kwargs)
+
+
+def _has_elements(value: Any) -> bool:
+    """Others than a number, of which nobody asks for a gradient."""
+    return isinstance(value, torch.Tensor) and (value.ndim > 0 or value.requires_grad)
 
 
 def _check_same_elements(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -154,8 +159,6 @@ def _check_same_elements(func: Callable[..., Any], args: tuple[Any, ...]) -> Non
         if first is None:
             first = piece
         elif (first.shape, first.start, first.stop) != (piece.shape, piece.start, piece.stop):
-            if piece.ranks.world_size == 1:
-                return
             raise ShardingError(
                 f"{_name_of(func)}() of {first.name!r} and {piece.name!r}, or what was computed from them, outside of "
                 f"a forward: of the first this rank has the elements {first.start} to {first.stop} of {first.shape}, "
@@ -164,11 +167,10 @@ def _check_same_elements(func: Callable[..., Any], args: tuple[Any, ...]) -> Non
             )
 
 
-def _fit(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+def _fit(
+    func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]
+) -> tuple[Any, Mapping[str, Any]]:
     """What is put together with pieces, element by element: of a tensor of the whole's shape, what belongs to them."""
-    piece = _first_of(args, kwargs)
-    if piece.sharding.ranks.world_size == 1:
-        return args, kwargs
     written = args[0] if args and _is_in_place(func) else kwargs.get("out")
 
     ranks, of = piece.sharding.ranks, piece.sharding.piece if piece.sharding.is_as_cut else None
@@ -217,8 +219,6 @@ def _known(func: Callable[..., Any], result: Any, args: tuple[Any, ...], kwargs:
 def _derived(func: Callable[..., Any], result: torch.Tensor, source: ShardedTensor) -> torch.Tensor:
     """`result` has an element for each of `source`."""
     sharding = source.sharding
-    if sharding.ranks.world_size == 1:
-        return result
     if result.numel() != source.numel():
         if func.__name__ == "__get__":  # ``_base``: the main grads
             return result
@@ -282,7 +282,7 @@ def _reduce(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: M
     name, ranks = func.__name__, piece.sharding.ranks
     if len(args) > 1 and isinstance(args[1], torch.Tensor):
         _check_same_elements(func, args)
-        args, kwargs = _fit(func, args, kwargs)
+        args, kwargs = _fit(func, piece, args, kwargs)
         if name in ("max", "min"):
             return _known(func, func(*args, **kwargs), args, kwargs)
         if args[0].numel() != args[1].numel():
@@ -316,11 +316,11 @@ def _is_given(value: object) -> bool:
 
 def _is_of_rows(piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any], position: int) -> bool:
     """Whether a reduction, with `dim` as argument number `position`, is within each row: this rank has these whole."""
+    if not piece.sharding.has_rows:
+        return False
     dim = args[position] if len(args) > position else kwargs.get("dim", kwargs.get("axis"))
     dims = dim if isinstance(dim, tuple | list) else (dim,)
-    is_within = (
-        piece.sharding.has_rows and len(dims) > 0 and all(type(each) is int and each % piece.ndim for each in dims)
-    )
+    is_within = len(dims) > 0 and all(type(each) is int and each % piece.ndim for each in dims)
     return is_within and kwargs.get("out") is None
 
 
@@ -433,7 +433,7 @@ def _explain(func: Callable[..., Any], error: RuntimeError, args: Any, kwargs: M
         return
     piece = _first_of(args, kwargs)
     given = [value for value in flat((*args, *kwargs.values())) if isinstance(value, torch.Tensor) and value.ndim]
-    if piece.sharding.ranks.world_size == 1 or all(value.shape == piece.shape for value in given):
+    if all(value.shape == piece.shape for value in given):
         return
     if piece.sharding.is_weight:
         _refuse_op(func, piece)
@@ -449,7 +449,9 @@ def _name_of(func: Callable[..., Any]) -> str:
     return func.__name__.strip("_")
 
 
-def _first_of(args: Iterable[Any], kwargs: Mapping[str, Any]) -> ShardedTensor:
+def _first_of(args: Any, kwargs: Mapping[str, Any]) -> ShardedTensor:
+    if args and isinstance(args[0], ShardedTensor):
+        return args[0]
     return next(value for value in flat((*args, *kwargs.values())) if isinstance(value, ShardedTensor))
 
 
