@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
+import weakref
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
@@ -53,24 +55,32 @@ class Piece(NamedTuple):
         return whole.detach().reshape(-1)[self.start : self.stop].clone().view(self.local_shape)
 
 
-_PIECE = "_streamshard_piece"  # among the attributes of a parameter: asked for in each of its steps
+# By ids of parameters, asked for in each of their steps. Their attributes are those of compute views as well.
+_pieces: dict[int, Piece] = {}
+_params: dict[int, weakref.ref[nn.Parameter]] = {}  # of those that have had one
 
 
 def remember_piece(param: nn.Parameter, piece: Piece) -> None:
     """`param` holds `piece` from now on."""
     if piece.ranks.world_size > 1:
-        setattr(param, _PIECE, piece)
+        _pieces[id(param)] = piece
+        if id(param) not in _params:
+            _params[id(param)] = weakref.ref(param, functools.partial(_let_go, id(param)))
+
+
+def _let_go(number: int, param: weakref.ref[nn.Parameter]) -> None:
+    _pieces.pop(number, None)
+    del _params[number]
 
 
 def forget_piece(param: nn.Parameter) -> None:
     """`param` is whole, for a while."""
-    if piece_of(param) is not None:
-        delattr(param, _PIECE)
+    _pieces.pop(id(param), None)
 
 
 def piece_of(param: torch.Tensor) -> Piece | None:
     """What `param` is a piece of; None if it is none."""
-    return getattr(param, _PIECE, None)
+    return _pieces.get(id(param))
 
 
 def whole_numel(param: torch.Tensor) -> int:

@@ -172,7 +172,6 @@ def _fit(
 ) -> tuple[Any, Mapping[str, Any]]:
     """What is put together with pieces, element by element: of a tensor of the whole's shape, what belongs to them."""
     written = args[0] if args and _is_in_place(func) else kwargs.get("out")
-
     ranks, of = piece.sharding.ranks, piece.sharding.piece if piece.sharding.is_as_cut else None
 
     def fitted(value: Any) -> Any:
