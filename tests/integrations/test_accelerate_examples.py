@@ -70,6 +70,7 @@ def _same_as_ddp(context: RankContext, name: str, **arguments: Any) -> list[floa
         "gradient_accumulation_for_autoregressive_models",
         "memory",
         "multi_process_metrics",
+        "schedule_free",
     ],
 )
 def test_it_gives_what_it_gives_with_ddp(context: RankContext, name: str) -> None:
