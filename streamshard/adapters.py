@@ -25,15 +25,15 @@ from torch import nn
 from streamshard.checkpoint.disk_layout import saved_names
 from streamshard.checkpoint.writer import run_on_all_ranks
 from streamshard.engine.engine import Engine
-from streamshard.engine.handle import Uncopyable, engine_at_rest, engine_of, handle_of
+from streamshard.engine.handle import Uncopyable, engine_at_rest, engine_of
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.full import summon
 from streamshard.plan.structure import modules_inside
-from streamshard.unit.pieces import piece_of, whole_numel
+from streamshard.unit.pieces import piece_of
 from streamshard.unit.shard import ParamShard, SegmentShard
 from streamshard.unit.sharded_parameter import be_piece, be_whole, data_of
 
-__all__ = ["adapt_methods", "count_params", "is_peft_model", "save_adapters"]
+__all__ = ["adapt_methods", "is_peft_model", "save_adapters"]
 
 _BASES = {"base_layer", "original_module", "model", "base_model"}  # children of PEFT's modules that are not its own
 
@@ -45,34 +45,14 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def adapt_methods(model: nn.Module) -> None:
-    """Let methods that need whole weights have them, or count them: classes of a sharded model are ours by now."""
-    transformers: Any = sys.modules.get("transformers.modeling_utils")
-    kind: Any
-    for module in modules_inside(model) if transformers is not None else ():
-        if isinstance(module, transformers.PreTrainedModel) and handle_of(module) is not None:
-            kind = type(module)
-            if kind.num_parameters is transformers.PreTrainedModel.num_parameters:  # not the user's own
-                kind.num_parameters = count_params
+    """Let methods of a PeftModel that need whole weights have them: the class of a sharded model is ours by now."""
     if not is_peft_model(model):
         return
-    kind = type(model)
-    kind.get_nb_trainable_parameters = _count_both
+    kind: Any = type(model)
     kind.save_pretrained = _save_pretrained
     for name, does in _NEED_WHOLE.items():
         if hasattr(model, name):  # not where prompts are learnt
             setattr(kind, name, functools.partialmethod(does, name))
-
-
-def count_params(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """Whole parameters, as ``num_parameters`` of transformers' models counts them."""
-    embeddings: set[str] = set()
-    if exclude_embeddings:
-        embeddings = {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, nn.Embedding)}
-    return sum(
-        whole_numel(param)
-        for name, param in model.named_parameters()
-        if name not in embeddings and (param.requires_grad or not only_trainable)
-    )
 
 
 def save_adapters(
@@ -112,11 +92,6 @@ def save_adapters(
 
 
 # -- methods of a PeftModel ---------------------------------------------------------------------------------------
-
-
-def _count_both(self: Any) -> tuple[int, int]:
-    """``get_nb_trainable_parameters``: those that train, and all, whole; ``print_trainable_parameters`` asks for it."""
-    return count_params(self, only_trainable=True), count_params(self)
 
 
 def _save_pretrained(self: Any, save_directory: str, safe_serialization: bool = True, *args: Any, **given: Any) -> None:

@@ -24,7 +24,8 @@ from streamshard.unit.global_ops import global_norm
 from streamshard.unit.pieces import piece_of
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_parameter import be_piece, be_whole, data_of
-from streamshard.unit.sharded_tensor import ShardedTensor, Sharding
+from streamshard.unit.sharded_tensor import ShardedTensor
+from streamshard.unit.sharding import Sharding
 from streamshard.unit.unreduced_grad import UnreducedGrad
 
 __all__ = ["clip_grads", "gather_state_dict", "summon"]
@@ -162,7 +163,7 @@ class _Summoned:
             else:
                 if grad is None:
                     what = shard.what(self._engine.ranks)
-                    grad = ShardedTensor.wrap(torch.empty_like(piece), Sharding.of_grad(what))
+                    grad = ShardedTensor.wrap(torch.empty_like(piece), Sharding.of_piece(what, is_weight=False))
                 grad.view(-1).copy_(whole.detach().reshape(-1)[local])
             self._sharded[index] = _Sharded(shard, piece, grad)
         self._meet_next_pass()

@@ -134,6 +134,11 @@ def adamw(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
 
 
+def piece_of(tensor: Tensor) -> Tensor:
+    """The piece alone of a sharded parameter or gradient: its elements on this rank, on the same memory."""
+    return tensor.detach().as_subclass(Tensor)
+
+
 def full_grads(model: nn.Module) -> dict[str, Tensor | None]:
     """Gradients by name, full shapes; of a sharded model they are collected from all ranks."""
     if isinstance(model, StreamShard):

@@ -18,6 +18,7 @@ from streamshard.engine.engine import Engine
 from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.unit.optimizer_hooks import NUMBERS, take_over_state
 from streamshard.unit.shard import ParamShard
+from streamshard.unit.sharded_tensor import ShardedTensor
 
 __all__ = [
     "Moment",
@@ -248,6 +249,8 @@ def names_of_moments(shards: Sequence[ParamShard], optimizer: Optimizer) -> list
 def moment_of(shard: ParamShard, optimizer: Optimizer, name: str) -> torch.Tensor | None:
     """State `name` of a parameter, in its sharded shape; None if it has none that has an element for each of its."""
     value = optimizer.state.get(shard.param, {}).get(name)
+    if isinstance(value, ShardedTensor):  # made by the optimizer's constructor
+        value = value.as_subclass(torch.Tensor)
     return value if isinstance(value, torch.Tensor) and value.shape == shard.piece.shape else None
 
 

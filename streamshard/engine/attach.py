@@ -15,7 +15,7 @@ from streamshard.engine.away import Home, ShardedParameters, UnitParam, let_keep
 from streamshard.engine.engine import EDGE, Engine
 from streamshard.engine.handle import Handle
 from streamshard.engine.hooks import compute_in_fp32, watch
-from streamshard.engine.outside import BeforeSaving, LoadWhole, before_saving_all, mark_pieces
+from streamshard.engine.outside import BeforeSaving, LoadWhole, before_saving_all
 from streamshard.errors import StateError
 from streamshard.plan.discovery import FoundUnit, owners_of
 from streamshard.plan.fp32 import InFp32
@@ -67,10 +67,6 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         if module._parameters:
             module.register_load_state_dict_pre_hook(LoadWhole(engine))
             module.register_state_dict_pre_hook(BeforeSaving(engine))
-        if module._parameters and not engine.is_alone:
-            hook = module.register_state_dict_post_hook(mark_pieces)
-            # First, so that what other hooks make of a piece is known as one too, under whatever name.
-            module._state_dict_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]  # an OrderedDict
     root.register_state_dict_pre_hook(before_saving_all)
     structure = Structure(root)
     engine.casts.check_structure = _weakly(structure)

@@ -34,8 +34,8 @@ class GradCheck:
         Raises:
             GradientError: names the first such parameter and says what its gradient holds. Gradients stay as they are.
         """
-        grads = [(index, shard.param.grad) for index, shard in enumerate(self._params)]
-        filled = [(index, grad.as_subclass(torch.Tensor)) for index, grad in grads if grad is not None and grad.numel()]
+        grads = [(index, shard.param.grad) for index, shard in enumerate(self._params) if shard.local.numel]
+        filled = [(index, grad.as_subclass(torch.Tensor)) for index, grad in grads if grad is not None]
         # The maximum norm of finite numbers is finite, an inf or nan among them survives in it.
         peaks = [torch.zeros((), device=self._ranks.streams.device)] * len(self._params)
         if filled:

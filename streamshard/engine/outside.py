@@ -15,10 +15,12 @@ from streamshard.engine.engine import Engine
 from streamshard.engine.handle import engine_of
 from streamshard.errors import ShardingError
 from streamshard.plan.structure import join_names, modules_of
-from streamshard.unit.pieces import StatePiece, piece_of, refuse_accelerate
+from streamshard.unit.pieces import piece_of, refuse_accelerate
 from streamshard.unit.sharded_parameter import be_sharded
+from streamshard.unit.sharded_tensor import ShardedTensor
+from streamshard.unit.sharding import Sharding
 
-__all__ = ["BeforeSaving", "LoadWhole", "OutsideParameters", "before_saving_all", "mark_pieces"]
+__all__ = ["BeforeSaving", "LoadWhole", "OutsideParameters", "before_saving_all"]
 
 
 class OutsideParameters(dict[str, Any]):
@@ -81,6 +83,9 @@ class BeforeSaving:
                 "beside one: layers hold gathered weights, in memory that takes turns. Call it between steps"
             )
         self._engine.refuse_empty("state_dict()")
+        for param in module._parameters.values():
+            if param is not None:
+                be_sharded(param)  # if a step has failed
 
 
 def before_saving_all(root: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -88,14 +93,6 @@ def before_saving_all(root: nn.Module, prefix: str, keep_vars: bool) -> None:
     accelerate writes leave out what does."""
     if not engine_of(root).is_whole:
         refuse_accelerate()
-
-
-def mark_pieces(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
-    """After ``state_dict()``: what is a piece says so."""
-    for key, param in module._parameters.items():
-        value = state_dict.get(prefix + key)
-        if param is not None and isinstance(value, torch.Tensor) and piece_of(param) is not None:
-            state_dict[prefix + key] = value.as_subclass(StatePiece)
 
 
 class LoadWhole:
@@ -133,10 +130,11 @@ class LoadWhole:
                     "away, whole tensors are cut into pieces and copied"
                 )
             if param.shape == value.shape:
-                continue  # a piece for a piece, or inside summon_full_params the whole for the whole
+                continue  # the whole, of which a piece takes its part
             what = shard.what(self._engine.ranks)
-            if tuple(value.shape) == what.shape:
-                state_dict[name] = what.cut(value)
+            if tuple(value.shape) == what.local_shape and piece_of(param) is not None:
+                piece = value.as_subclass(torch.Tensor).detach()
+                state_dict[name] = ShardedTensor.wrap(piece, Sharding.of_piece(what, is_weight=True))
                 continue
             errors.append(
                 f"StreamShard: {shard.name!r} has shape {what.shape}, in the state dict it has {tuple(value.shape)}. "

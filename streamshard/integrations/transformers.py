@@ -11,7 +11,6 @@ is written into a directory of another name, which gets its own when everything 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import warnings
@@ -26,7 +25,6 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, trainer_utils
 
-from streamshard.adapters import count_params
 from streamshard.api import (
     export_safetensors,
     full_optimizer_state_dict,
@@ -47,7 +45,6 @@ _SCHEDULER = "scheduler.pt"
 _STATE = "trainer_state.json"
 _ARGUMENTS = "training_args.bin"
 _MAX_SHARD_SIZE = "50GB"  # what save_pretrained splits at when it is not told
-_COUNT = "  Number of trainable parameters = "  # what Trainer's line in the log begins with
 _FULL_EVAL = {"bf16_full_eval": torch.bfloat16, "fp16_full_eval": torch.float16}
 _NO_FULL_EVAL = (
     "bf16_full_eval and fp16_full_eval cast the whole model, and main weights that train are fp32: train with bf16 or "
@@ -144,14 +141,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         if _full_eval_dtype(self.args) is not None:
             raise ConfigError(_NO_FULL_EVAL)
-        with _counting(lambda: self.get_num_trainable_parameters()):
-            return super()._inner_training_loop(*args, **kwargs)
-
-    # -- counting -----------------------------------------------------------------------------------------------------
-
-    def get_num_trainable_parameters(self) -> int:
-        """Of the whole model, not of this rank's pieces."""
-        return count_params(self.model, only_trainable=True)
+        return super()._inner_training_loop(*args, **kwargs)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -403,23 +393,6 @@ class _Checkpoint:
                 os.replace(replaced, self.path)
             raise
         shutil.rmtree(self.staging, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _counting(count: Callable[[], int]) -> Iterator[None]:
-    """Inside, the line in Trainer's log that counts parameters says `count()`: Trainer asks each for its size."""
-
-    def correct(record: logging.LogRecord) -> bool:
-        if isinstance(record.msg, str) and record.msg.startswith(_COUNT):
-            record.msg = f"{_COUNT}{count():,}"
-        return True
-
-    log = logging.getLogger(Trainer.__module__)
-    log.addFilter(correct)
-    try:
-        yield
-    finally:
-        log.removeFilter(correct)
 
 
 def _refuse(args: Any) -> None:

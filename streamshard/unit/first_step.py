@@ -1,22 +1,18 @@
 """The first step of an optimizer is watched: one that takes norms, sums or products of gradients needs whole ones.
 
-Whether a step is under way is asked of the stack: torch calls a hook before each step and one after it, but none after
-one that an exception has left, and what is watched must not go on to whatever takes a norm next. What a step calls and
-is not its own, the user's closure, takes the watch off for as long as it runs.
+What is watched are the gradients that it sees, and what it computes from them (`streamshard.unit.sharded_tensor`'s
+StepTensor): those that its closure makes, and takes norms of, are others.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Iterator
 from typing import NoReturn
 
 from torch.optim import Optimizer
 
 from streamshard.errors import ShardingError
 
-__all__ = ["finish_watching", "refuse_optimizer", "refuse_stepping", "start_watching", "unwatched"]
+__all__ = ["finish_watching", "refuse_in_first_step", "refuse_optimizer", "start_watching"]
 
 _stepping: list[Optimizer] = []  # in their first step, or left by an exception
 
@@ -31,16 +27,6 @@ def finish_watching() -> None:
     _stepping.clear()
 
 
-@contextlib.contextmanager
-def unwatched() -> Iterator[None]:
-    """What runs inside is no optimizer's doing, though called by one: a closure may clip gradients."""
-    stepping, _stepping[:] = _stepping[:], []
-    try:
-        yield
-    finally:
-        _stepping[:] = stepping
-
-
 def refuse_optimizer(name: str) -> NoReturn:
     """Raise: an optimizer of class `name` looks at more than one element at a time."""
     raise ShardingError(
@@ -49,13 +35,7 @@ def refuse_optimizer(name: str) -> NoReturn:
     )
 
 
-def refuse_stepping() -> None:
-    """Raise if this is called from inside the first step of an optimizer."""
-    if not _stepping:
-        return
-    optimizer, frame = _stepping[-1], inspect.currentframe()
-    while frame is not None:
-        if frame.f_locals.get("self") is optimizer:
-            refuse_optimizer(type(optimizer).__name__)
-        frame = frame.f_back
-    _stepping.clear()
+def refuse_in_first_step() -> None:
+    """Raise if a first step is under way: called for what steps alone get."""
+    if _stepping:
+        refuse_optimizer(type(_stepping[-1]).__name__)

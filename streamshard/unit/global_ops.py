@@ -8,6 +8,7 @@ flows back to such a number is averaged over ranks (a collective in backward), a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -84,28 +85,31 @@ def replicate(number: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return replicated
 
 
-def part_of(whole: torch.Tensor, start: int, stop: int, ranks: Ranks) -> torch.Tensor:
-    """[stop - start]: this rank's elements of `whole`, flattened, which every rank has. Collective in backward.
+def part_of(whole: torch.Tensor, runs: Sequence[tuple[int, int]], ranks: Ranks) -> torch.Tensor:
+    """Of `whole`, flattened, which every rank has, this rank's elements, in one dimension. Collective in backward.
 
     All elements get their gradient on all ranks, put together from what flows back to the ranks' own parts.
     """
-    part: torch.Tensor = _PartOf.apply(whole, start, stop, ranks)  # type: ignore[no-untyped-call]
+    part: torch.Tensor = _PartOf.apply(whole, runs, ranks)  # type: ignore[no-untyped-call]
     return part
 
 
 class _PartOf(Function):
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, start: int, stop: int, ranks: Ranks) -> torch.Tensor:
-        ctx.shape, ctx.start, ctx.stop, ctx.ranks = whole.shape, start, stop, ranks
-        return whole.reshape(-1)[start:stop].clone()
+    def forward(ctx: Any, whole: torch.Tensor, runs: Sequence[tuple[int, int]], ranks: Ranks) -> torch.Tensor:
+        ctx.shape, ctx.runs, ctx.ranks = whole.shape, runs, ranks
+        flat = whole.reshape(-1)
+        return torch.cat([flat[start:stop] for start, stop in runs] or [flat[:0]])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         whole = grad.new_zeros(ctx.shape)
-        whole.view(-1)[ctx.start : ctx.stop] = grad
+        parts = grad.split([stop - start for start, stop in ctx.runs])
+        for (start, stop), part in zip(ctx.runs, parts, strict=True):
+            whole.view(-1)[start:stop] = part
         ctx.ranks.all_reduce(whole)
-        return whole, None, None, None
+        return whole, None, None
 
 
 class _Replicate(Function):

@@ -24,7 +24,8 @@ from streamshard.plan.memory import Category
 from streamshard.plan.segments import PlannedSegment
 from streamshard.unit.buffers import GradSlot, Ledger
 from streamshard.unit.shard import ParamShard
-from streamshard.unit.sharded_tensor import ShardedTensor, Sharding
+from streamshard.unit.sharded_tensor import ShardedTensor
+from streamshard.unit.sharding import Sharding
 from streamshard.unit.step_grads import end_step
 from streamshard.unit.unreduced_grad import UnreducedGrad
 
@@ -76,6 +77,13 @@ class ParamGrad:
         self.parked: torch.Tensor | None = None
         self.node: Any = None
 
+    @property
+    def whole(self) -> torch.Tensor:
+        """On the meta device, of the form of the whole gradient."""
+        whole = self.in_main.sharding.whole
+        assert whole is not None
+        return whole
+
     def take(self) -> None:
         """Move what ``.grad`` holds into the main grads.
 
@@ -83,7 +91,7 @@ class ParamGrad:
         grads are about to be written.
         """
         piece, grad = self.in_main, self.shard.param.grad
-        if sys.getrefcount(piece) > _OWN_REFERENCES and grad is not piece and piece.numel():
+        if sys.getrefcount(piece) > _OWN_REFERENCES and grad is not piece and self.shard.local.numel:
             self.disown()
         self.is_kept = grad is not None
         if grad is not None:
@@ -173,7 +181,7 @@ class SegmentGrads:
             layout = grad.shard.layout
             grad.in_slot = flat.narrow(0, layout.offset, layout.numel).view(layout.shape)
             grad.in_main = ShardedTensor.wrap(
-                grad.shard.shaped(self.main), Sharding.of_grad(grad.shard.what(self._ranks))
+                grad.shard.shaped(self.main), Sharding.of_piece(grad.shard.what(self._ranks), is_weight=False)
             )
             grad.has_room = True
 
@@ -404,7 +412,7 @@ class UnitGrads:
                 if grad.is_used or grad.is_kept:
                     if grad.node is None:
                         self._watch_own(grad, segment)
-                    stand_in = UnreducedGrad.wrap(grad.in_main, grad.shard.name)
+                    stand_in = UnreducedGrad.wrap(grad.in_main, grad.shard.name, grad.whole)
                     stand_in.on_zero = _forgetting(grad)
                     grad.stand_in = param.grad = stand_in
 

@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["OpKind", "asks_for_shape", "kind_of"]
+__all__ = ["OpKind", "is_attribute", "kind_of"]
 
 
 class OpKind(enum.Enum):
     """What an operation makes of pieces."""
 
-    ELEMENTWISE = "an element for each of the piece's, that depends on no other; or the piece in another shape"
-    QUESTION = "about shape, dtype or memory; nothing is computed"
+    ELEMENTWISE = "an element for each of the piece's, that depends on no other"
+    VIEW = "the same elements in another shape"
+    FORM = "a question about shape"
+    QUESTION = "another, about dtype, autograd or memory; nothing is computed"
+    GRADIENT = "gradients, of pieces"
     RANDOM = "every element is drawn anew, whatever it was"
     NORM = "a vector norm of one piece"
     FOREACH_NORM = "one norm for each of several pieces"
@@ -27,7 +30,7 @@ class OpKind(enum.Enum):
     JOIN = "pieces one behind the other"
     PART = "some elements, by place"
     ASSIGNMENT = "some elements are overwritten"
-    NUMBER = "the value of the only element"
+    NUMBER = "the value of the only element, or its text"
     OTHER = "elements are mixed, or leave torch"
 
 
@@ -62,12 +65,16 @@ _DUNDERS = {
 # Those that torch's tag leaves out: other names, copies, views that keep all elements, what draws by what it is given.
 _ELEMENTWISE = _names(
     """
-    absolute adjoint alias arccos arccosh arcsin arcsinh arctan arctan2 arctanh bernoulli bfloat16 bool clone conj
-    contiguous copy cpu cuda data detach divide double dropout empty_like expand expand_as fill flatten float
-    floor_divide full_like greater greater_equal half int isclose isreal less less_equal logical_and long movedim
-    multiply negative normal not_equal ones_like permute pin_memory ravel requires_grad reshape reshape_as resolve_conj
-    resolve_neg squeeze subtract swapaxes swapdims t to to_dense transpose type type_as unflatten unsqueeze view
-    view_as where zero zeros_like
+    absolute alias arccos arccosh arcsin arcsinh arctan arctan2 arctanh bfloat16 bool clone conj contiguous copy cpu
+    cuda data detach divide double empty_like fill float floor_divide full_like greater greater_equal half int isclose
+    isreal less less_equal logical_and long multiply negative not_equal ones_like pin_memory requires_grad resolve_conj
+    resolve_neg subtract to to_dense type type_as where zero zeros_like
+    """
+)
+_VIEWS = _names(
+    """
+    adjoint expand expand_as flatten moveaxis movedim permute ravel reshape reshape_as squeeze swapaxes swapdims t
+    transpose unflatten unsqueeze view view_as H T mH mT
     """
 )
 _RANDOM = _names(
@@ -78,27 +85,26 @@ _RANDOM = _names(
 )
 _QUESTIONS = _names(
     """
-    __dir__ __format__ __hash__ __len__ __repr__ __str__ _has_compatible_shallow_copy_type _is_view _is_zerotensor
-    data_ptr dim dim_order element_size get_device has_names is_coalesced is_complex is_conj is_contiguous is_cuda
-    is_floating_point is_inference is_neg is_pinned is_quantized is_same_size is_set_to is_shared is_signed
-    is_sparse ndimension nelement new_empty new_full new_ones new_tensor new_zeros numel record_stream
-    register_hook register_post_accumulate_grad_hook result_type retain_grad share_memory_ size storage
-    storage_offset stride untyped_storage
+    __dir__ __hash__ __repr__ __str__ _has_compatible_shallow_copy_type _is_view _is_zerotensor
+    data_ptr dim_order element_size get_device has_names is_coalesced is_complex is_conj is_contiguous is_cuda
+    is_floating_point is_inference is_neg is_pinned is_quantized is_set_to is_shared is_signed is_sparse new_empty
+    new_full new_ones new_tensor new_zeros record_stream register_hook register_post_accumulate_grad_hook result_type
+    retain_grad share_memory_ storage storage_offset untyped_storage
     """
 )
 _QUESTIONED = _names(  # attributes; those that are tensors are elementwise
     """
     _backward_hooks _cdata _has_symbolic_sizes_strides _post_accumulate_grad_hooks _python_dispatch _version device
     dtype grad_fn is_cpu is_cuda is_leaf is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr
-    is_xla is_xpu itemsize layout name nbytes ndim output_nr requires_grad retains_grad shape
+    is_xla is_xpu itemsize layout name output_nr requires_grad retains_grad
     """
 )
-_SHAPES = _names("__len__ dim ndim ndimension numel shape size stride")
+_FORMS = _names("__len__ dim is_same_size nbytes ndim ndimension nelement numel shape size stride")
 _NORMS = frozenset((torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm))
 _REDUCTIONS = _names("sum nansum mean max min amax amin any all count_nonzero dot vdot equal allclose")
 _JOINS = frozenset(("cat", "concat", "concatenate", "hstack"))
-_NUMBERS = frozenset(("item", "__float__", "__int__", "__bool__", "__index__"))
-_PARTS = frozenset(("__getitem__", "narrow", "split", "split_with_sizes"))
+_NUMBERS = _names("item __float__ __int__ __bool__ __index__ __format__")
+_PARTS = _names("__getitem__ chunk narrow select split split_with_sizes unbind")
 
 _kinds: dict[Callable[..., Any], OpKind] = {}
 
@@ -111,9 +117,9 @@ def kind_of(func: Callable[..., Any]) -> OpKind:
     return kind
 
 
-def asks_for_shape(func: Callable[..., Any]) -> bool:
-    """Whether `func` is a question about size, or its answer depends on it."""
-    return func.__name__ in _SHAPES or _attribute(func) in _SHAPES
+def is_attribute(func: Callable[..., Any], *names: str) -> bool:
+    """Whether `func` reads an attribute of one of these names."""
+    return _attribute(func) in names
 
 
 def _attribute(func: Callable[..., Any]) -> str:
@@ -122,7 +128,9 @@ def _attribute(func: Callable[..., Any]) -> str:
 
 
 def _kind_by_name(func: Callable[..., Any], name: str) -> OpKind:
-    if func in (torch.autograd.grad, torch.autograd.backward):  # what they are asked of are pieces like others
+    if func is torch.autograd.grad:
+        return OpKind.GRADIENT
+    if func is torch.autograd.backward:
         return OpKind.QUESTION
     if name in _RANDOM:
         return OpKind.RANDOM
@@ -134,6 +142,10 @@ def _kind_by_name(func: Callable[..., Any], name: str) -> OpKind:
         return OpKind.NON_FINITE_CHECK
     if name in _QUESTIONS or _attribute(func) in _QUESTIONED:
         return OpKind.QUESTION
+    if name in _FORMS or _attribute(func) in _FORMS:
+        return OpKind.FORM
+    if name.rstrip("_") in _VIEWS or _attribute(func) in _VIEWS:
+        return OpKind.VIEW
     if name in _REDUCTIONS:
         return OpKind.REDUCTION
     if name in _JOINS:

@@ -20,6 +20,7 @@ from streamshard.compiling import is_compiling, skip, untraced
 from streamshard.errors import ShardingError
 from streamshard.unit.first_step import finish_watching, refuse_optimizer, start_watching
 from streamshard.unit.pieces import Piece, StatePiece, piece_of, refuse_accelerate
+from streamshard.unit.sharded_tensor import ShardedTensor
 from streamshard.unit.step_grads import end_step, set_aside, show_in
 from streamshard.unit.unreduced_grad import UnreducedGrad
 
@@ -154,7 +155,7 @@ def take_over_state(optimizer: Optimizer) -> None:
     for param in _params_of(optimizer):
         piece, values = piece_of(param), optimizer.state.get(param)
         if piece is not None and values:
-            values.update(_cut(optimizer, piece, param, values))
+            values.update(_cut(optimizer, piece, values))
 
 
 def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -168,12 +169,12 @@ def _check_grads(params: list[torch.Tensor]) -> None:
             grad.refuse("an optimizer's step")
 
 
-def _cut(optimizer: Optimizer, piece: Piece, param: torch.Tensor, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Those of the `values` kept for `param` that are to be replaced by pieces of them."""
+def _cut(optimizer: Optimizer, piece: Piece, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Those of the `values` kept for a parameter that are to be replaced by pieces of them."""
     changed: dict[str, torch.Tensor] = {}
     others = []
     for name, value in values.items():
-        if not isinstance(value, torch.Tensor) or value.shape == param.shape:
+        if not isinstance(value, torch.Tensor) or type(value) is ShardedTensor or value.shape == piece.local_shape:
             continue
         if is_traceable_wrapper_subclass(value):
             others.append(name)
@@ -184,7 +185,7 @@ def _cut(optimizer: Optimizer, piece: Piece, param: torch.Tensor, values: Mappin
         elif value.ndim:
             raise ShardingError(
                 f"optimizer state {name!r} of {piece.name!r} has shape {tuple(value.shape)}: wanted {piece.shape}, the "
-                f"whole, or {tuple(param.shape)}, this rank's piece. State of another number of ranks is collected by "
+                f"whole, or {piece.local_shape}, this rank's piece. State of another number of ranks is collected by "
                 "full_optimizer_state_dict there and loaded by load_optimizer_state_dict"
             )
     quantized = [name for name in others if tuple(values[name].shape) == piece.shape]
@@ -228,7 +229,7 @@ def _cut_loaded_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
     for number, param in zip(numbers, _params_of(optimizer), strict=False):  # torch compares their numbers
         piece, values = piece_of(param), plain["state"].get(number)
         if piece is not None and values:
-            values.update(_cut(optimizer, piece, param, values))
+            values.update(_cut(optimizer, piece, values))
     return plain
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import sys
 import weakref
 from typing import Any, NamedTuple, NoReturn
@@ -26,7 +25,6 @@ __all__ = [
     "refuse_pickle",
     "refuse_saving",
     "remember_piece",
-    "whole_numel",
 ]
 
 
@@ -83,17 +81,12 @@ def piece_of(param: torch.Tensor) -> Piece | None:
     return _pieces.get(id(param))
 
 
-def whole_numel(param: torch.Tensor) -> int:
-    """How many elements `param` has, or what it is a piece of."""
-    piece = piece_of(param)
-    return param.numel() if piece is None else math.prod(piece.shape)
-
-
 def refuse_pickle(piece: Piece) -> NoReturn:
     """Raise: nothing that holds `piece` alone is a checkpoint."""
     raise ShardingError(
-        f"parameter {piece.name!r} is one rank's piece of {piece.shape} and is not saved as if it were whole: use "
-        "model.full_state_dict() or streamshard.export_safetensors(model, directory), called on all ranks"
+        f"parameter {piece.name!r} is one rank's piece of {piece.shape} and is not saved as if it were whole. Call on "
+        "all ranks instead, to save a run, streamshard.save_checkpoint(directory, model, optimizer), for whole weights "
+        "model.full_state_dict() or streamshard.export_safetensors(model, directory)"
     )
 
 
@@ -147,9 +140,9 @@ register_package(0, _refuse_storage, lambda storage, location: None)  # before t
 
 
 class StatePiece(torch.Tensor):
-    """This rank's piece of a weight in a state dict: fine to copy, compare and load again, an error to save.
+    """This rank's piece of an optimizer's state: fine to copy, compare and load again, an error to save.
 
-    ``torch.save(model.state_dict())`` or ``save_pretrained`` would leave a file that holds 1/N of the model.
+    ``torch.save(optimizer.state_dict())`` would leave a file that holds 1/N of the state.
     """
 
     def __deepcopy__(self, memo: object) -> StatePiece:

@@ -20,9 +20,9 @@ from torch import nn
 
 from streamshard.compiling import skip
 from streamshard.errors import ShardingError
-from streamshard.unit.op_kinds import asks_for_shape
 from streamshard.unit.pieces import Piece, forget_piece, piece_of, refuse_pickle, remember_piece
-from streamshard.unit.sharded_tensor import ShardedTensor, Sharding
+from streamshard.unit.sharded_tensor import ShardedTensor, StepTensor, be_known
+from streamshard.unit.sharding import Sharding
 
 __all__ = ["ShardedParameter", "be_piece", "be_plain", "be_sharded", "be_whole", "data_of"]
 
@@ -43,7 +43,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     @property
     def sharding(self) -> Sharding:  # type: ignore[override]  # others are told
         """What it is of the whole."""
-        return Sharding.of_weight(self.piece)
+        return Sharding.of_piece(self.piece, is_weight=True)
 
     @property
     def piece(self) -> Piece:
@@ -76,12 +76,16 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
             grad: torch.Tensor | None = _grad.__get__(self)
             if type(grad) is torch.Tensor:
                 self._recognise(grad)
+            elif type(grad) is StepTensor:  # left by a step that failed
+                be_known(grad)
             return grad
 
     @grad.setter
     @skip
     def grad(self, grad: torch.Tensor | None) -> None:
         with _AsTensors():
+            if type(grad) is torch.Tensor and grad.shape != self.shape:
+                self._cut(grad)
             _grad.__set__(self, grad)
             if type(grad) is torch.Tensor:
                 self._recognise(grad)
@@ -94,19 +98,30 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     def _recognise(self, grad: torch.Tensor) -> None:
         """The user may have put it there and keep it: he takes norms of it, and changes it in place."""
         if grad.shape == self.shape:
-            ShardedTensor.wrap(grad, Sharding.of_grad(self.piece))
+            ShardedTensor.wrap(grad, Sharding.of_piece(self.piece, is_weight=False))
+
+    def _cut(self, grad: torch.Tensor) -> None:
+        """A gradient of the whole's shape is this rank's piece of it from now on, wherever the user keeps it."""
+        piece = self.piece
+        if tuple(grad.shape) != piece.shape:
+            return  # torch says what it thinks of it
+        if grad._is_view() or grad.untyped_storage().nbytes() != grad.nbytes:
+            raise ShardingError(
+                f"the gradient of {piece.name!r} was set to a part of a buffer of your own, of the whole's shape "
+                f"{piece.shape}: this rank keeps {piece.local_shape} of it, which would no longer be the buffer's. Set "
+                "a clone() of it"
+            )
+        grad.data = piece.cut(grad)
 
     @classmethod
     @skip  # compiled functions break here: what other ranks have is not in their graphs
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """As any piece's, but for what is about to take its shape for the whole's."""
+        """As any piece's, but for what would make another parameter of it."""
         caller = sys._getframe(1)
         if caller.f_code is _NEW_PARAMETER:  # torch would ask for another detach()
             _refuse("nn.Parameter", args[0])
-        if caller.f_globals.get("__name__") == "torch.nn.init" and asks_for_shape(func):
-            _refuse(caller.f_code.co_name.removeprefix("_no_grad_"), args[0])
         return super().__torch_function__(func, types, args, kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch allows contents

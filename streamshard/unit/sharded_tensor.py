@@ -1,74 +1,40 @@
 """Gradients and weights that know that they are pieces: what is asked of them is answered for the whole, or refused.
 
 ``torch.nn.utils.clip_grad_norm_`` on sharded parameters would silently clip each rank by its own piece, and a penalty
-``weight.norm()`` would train with that of the piece. A `ShardedTensor` answers every norm with a `PartialNorm`, which
-stays local while norms are stacked and is summed over ranks, once, when somebody takes the norm of the norms or looks
-at the value. What is computed from it element by element is a `ShardedTensor` too, sums and maxima are those of all
-ranks, and whatever else would take the piece for the whole raises. All of it may be differentiated (see
-`streamshard.unit.global_ops`).
+``weight.norm()`` would train with that of the piece. A `ShardedTensor` is, to whoever asks, as large as the whole. It
+answers every norm with a `PartialNorm`, which stays local while norms are stacked and is summed over ranks, once, when
+somebody takes the norm of the norms or looks at the value. What is computed from it element by element, views of it,
+rows and slices are `ShardedTensor` too, sums and maxima are those of all ranks, and whatever else would take the piece
+for the whole raises. All of it may be differentiated (see `streamshard.unit.global_ops`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, cast
 
 import torch
 
-from streamshard.comm.ranks import Ranks
 from streamshard.compiling import skip, untraced
 from streamshard.errors import ShardingError
-from streamshard.unit.first_step import refuse_stepping
+from streamshard.unit.first_step import refuse_in_first_step
 from streamshard.unit.global_ops import global_extreme, global_mean, global_sum, part_of, replicate
 from streamshard.unit.norms import PartialNorm, local_norm
-from streamshard.unit.op_kinds import OpKind, kind_of
-from streamshard.unit.pieces import Piece, StatePiece
+from streamshard.unit.op_kinds import OpKind, is_attribute, kind_of
+from streamshard.unit.pieces import StatePiece
+from streamshard.unit.sharding import Sharding
 from streamshard.unit.unreduced_grad import UnreducedGrad, flat
 
-__all__ = ["ShardedTensor"]
+__all__ = ["ShardedTensor", "StepTensor", "be_known"]
 
 _AsTensors = torch._C.DisableTorchFunctionSubclass
 
 
-class Sharding(NamedTuple):
-    """What a `ShardedTensor` has of the whole.
-
-    Attributes:
-        ranks: norms and sums are collectives of it.
-        piece: of a parameter, or of its gradient; None of several, put one behind the other.
-        is_weight: it is a parameter, or was computed from one.
-        is_as_cut: of the shape and order of the piece; not transposed, say.
-        cuts: of several put one behind the other, where each begins and ends; only there it is cut again.
-    """
-
-    ranks: Ranks
-    piece: Piece | None
-    is_weight: bool
-    is_as_cut: bool = True
-    cuts: frozenset[int] | None = None
-
-    @property
-    def has_rows(self) -> bool:
-        """Its first dimension is the whole's, cut; along the others nothing is missing (``align_pieces_to``)."""
-        return self.is_as_cut and self.piece is not None and self.piece.has_rows
-
-    @staticmethod
-    def of_grad(piece: Piece) -> Sharding:
-        """A gradient's of the same elements as `piece`."""
-        return Sharding(piece.ranks, piece, is_weight=False)
-
-    @staticmethod
-    def of_weight(piece: Piece) -> Sharding:
-        """A parameter's."""
-        return Sharding(piece.ranks, piece, is_weight=True)
-
-
 class ShardedTensor(torch.Tensor):
-    """This rank's piece of a gradient, a weight, or of what was computed from them: an element for each of the whole's.
+    """This rank's piece of a gradient, a weight, or of what was computed from them.
 
     A gradient is fp32, of the shape of the sharded parameter, a view of the main grads.
 
@@ -97,12 +63,13 @@ class ShardedTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """See `streamshard.unit.op_kinds` for what is told apart."""
-        if kind_of(func) is OpKind.QUESTION:  # first: torch asks each gradient for several things in each step
+        kind = kind_of(func)
+        if kind is OpKind.QUESTION:  # first: torch asks each gradient for several things in each step
             with _AsTensors():
                 return func(*args, **(kwargs or {}))
         if UnreducedGrad in types or PartialNorm in types:
             return NotImplemented  # they answer it: a list of both is no list of ours, and a norm is reduced first
-        return untraced(_answer, func, args, kwargs or {})
+        return untraced(_answer, kind, func, args, kwargs or {})
 
     def data_ptr(self) -> int:
         """The address of its first element; safetensors writes to files what is there, and asks for nothing else."""
@@ -113,7 +80,7 @@ class ShardedTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: object) -> ShardedTensor:
         """Optimizers keep clones of gradients, and people copy their state."""
-        return ShardedTensor.wrap(self.as_subclass(torch.Tensor).detach().clone(), self.sharding)
+        return _like(self, self.as_subclass(torch.Tensor).detach().clone(), self.sharding)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """One rank's is whole and saved as a tensor; a piece is not saved as if it were the whole."""
@@ -122,71 +89,155 @@ class ShardedTensor(torch.Tensor):
         self.as_subclass(StatePiece).refuse()
 
 
+class StepTensor(ShardedTensor):
+    """A gradient while an optimizer steps, and what the optimizer computes from it and keeps: of the piece's shape.
+
+    Parameters are plain pieces meanwhile, for torch's fast kernels, and so are tensors made by their shapes.
+    """
+
+
+def be_known(grad: torch.Tensor) -> None:
+    """A StepTensor is a ShardedTensor again."""
+    grad.__class__ = ShardedTensor
+
+
+def _like(source: ShardedTensor, piece: torch.Tensor, sharding: Sharding) -> ShardedTensor:
+    """`piece` is what `source` is: a StepTensor, if that is one."""
+    tensor = ShardedTensor.wrap(piece, sharding)
+    if type(source) is StepTensor:
+        tensor.__class__ = StepTensor
+    return tensor
+
+
 # -- what comes of a piece --------------------------------------------------------------------------------------------
 
 
-def _answer(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _answer(kind: OpKind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     """All behind this runs without __torch_function__."""
-    kind, piece = kind_of(func), _first_of(args, kwargs)
+    piece = _first_of(args, kwargs)
     with _AsTensors():
         if piece.sharding.ranks.world_size == 1:
             return func(*args, **kwargs)
-        if kind is not OpKind.ELEMENTWISE:
-            answer: Callable[..., Any] = _ANSWERS.get(kind, _refuse_op)
-            return answer(func, piece, args, kwargs)
-        if not args or args[0] is not piece or any(_has_elements(value) for value in (*args[1:], *kwargs.values())):
-            _check_same_elements(func, args)
-            args, kwargs = _fit(func, piece, args, kwargs)
-        try:
-            result = func(*args, **kwargs)
-        except RuntimeError as error:
-            _explain(func, error, args, kwargs)
-            raise
-        return _known(func, result, args, kwargs)
+        answer: Callable[..., Any] = _ANSWERS.get(kind, _refuse_op)
+        return answer(func, piece, args, kwargs)
+
+
+def _watch(piece: ShardedTensor) -> None:
+    """An optimizer takes a number of many elements."""
+    if type(piece) is StepTensor:
+        refuse_in_first_step()
+
+
+def _elementwise(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    others = (*args[1:], *kwargs.values())
+    is_alone = args and (args[0] is piece or type(args[0]) is list) and not any(map(_has_elements, others))
+    if not is_alone and func.__name__ in ("to", "type_as"):  # of another's dtype and device alone
+        result = func(args[0], *map(_as_plain, args[1:]), **{key: _as_plain(value) for key, value in kwargs.items()})
+        return _known(func, result, args, {}) if args[0] is piece else result
+    if not is_alone and not (type(piece) is StepTensor and func.__name__.startswith("_foreach_")):
+        args, kwargs = _fit(func, args, kwargs)
+    return _known(func, func(*args, **kwargs), args, kwargs)
 
 
 def _has_elements(value: Any) -> bool:
     """Others than a number, of which nobody asks for a gradient."""
-    return isinstance(value, torch.Tensor) and (value.ndim > 0 or value.requires_grad)
+    if isinstance(value, torch.Tensor):
+        return value.ndim > 0 or value.requires_grad
+    return isinstance(value, list | tuple) and any(map(_has_elements, value))
 
 
-def _check_same_elements(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Pieces of several parameters that are put together element by element have to be cut alike."""
-    first: Piece | None = None
-    for value in args:
-        if not isinstance(value, ShardedTensor) or (piece := value.sharding.piece) is None:
-            continue
-        if first is None:
-            first = piece
-        elif (first.shape, first.start, first.stop) != (piece.shape, piece.start, piece.stop):
-            raise ShardingError(
-                f"{_name_of(func)}() of {first.name!r} and {piece.name!r}, or what was computed from them, outside of "
-                f"a forward: of the first this rank has the elements {first.start} to {first.stop} of {first.shape}, "
-                f"of the second {piece.start} to {piece.stop} of {piece.shape}. Compute with both in the model's "
-                "forward, or inside `with model.summon_full_params():`"
-            )
+def _as_plain(value: Any) -> Any:
+    return value.as_subclass(torch.Tensor) if isinstance(value, ShardedTensor) else value
 
 
-def _fit(
-    func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]
-) -> tuple[Any, Mapping[str, Any]]:
-    """What is put together with pieces, element by element: of a tensor of the whole's shape, what belongs to them."""
-    written = args[0] if args and _is_in_place(func) else kwargs.get("out")
-    ranks, of = piece.sharding.ranks, piece.sharding.piece if piece.sharding.is_as_cut else None
+def _fit(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """What is put together element by element: of what every rank has whole, what belongs to its piece.
 
-    def fitted(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or isinstance(value, ShardedTensor) or value is written:
+    Raises:
+        ShardingError: this rank has other elements of one piece than of another, or a shape goes with neither.
+    """
+    if not func.__name__.startswith("_foreach_"):
+        written = args[0] if args and _is_in_place(func) else kwargs.get("out")
+        fitted = _Fit(func, (*args, *kwargs.values()), written)
+        return tuple(map(fitted, args)), {key: fitted(value) for key, value in kwargs.items()}
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
+    in_place = args[0] if _is_in_place(func) else None
+    fits = [_Fit(func, values, values[0] if in_place else None) for values in zip(*lists, strict=False)]
+
+    def each(value: Any) -> Any:
+        if value is in_place or not (isinstance(value, list | tuple) and len(value) == len(fits)):
             return value
+        return [fitted(item) for fitted, item in zip(fits, value, strict=True)]
+
+    return tuple(map(each, args)), {key: each(value) for key, value in kwargs.items()}
+
+
+class _Fit:
+    """Makes what is put together by `func` with the largest piece of `values` fit it; `written` is changed in place."""
+
+    def __init__(self, func: Callable[..., Any], values: Sequence[Any], written: Any) -> None:
+        self._func = func
+        self._written = written
+        pieces = [value for value in values if isinstance(value, ShardedTensor)]
+        self._target: ShardedTensor | None = None
+        if isinstance(written, ShardedTensor):
+            self._target = written
+        elif pieces:
+            self._target = max(pieces, key=torch.Tensor.numel)
+            if isinstance(written, torch.Tensor) and written.shape != self._target.shape:
+                _refuse_op(func, self._target)
+
+    def __call__(self, value: Any) -> Any:
+        target = self._target
+        if target is None or not isinstance(value, torch.Tensor) or value is target or value is self._written:
+            return value
+        if isinstance(value, ShardedTensor):
+            self._check_same(value)
+            is_other_form = value.shape != target.shape and value.numel() == target.numel()
+            return value.view(target.shape) if is_other_form else value
+        ranks, sharding = target.sharding.ranks, target.sharding
         is_differentiated = torch.is_grad_enabled() and value.requires_grad
         if is_differentiated and not value.ndim:
             return replicate(value, ranks)
-        if of is None or value.shape != of.shape:
+        is_whole = sharding.whole is not None and value.shape == sharding.whole.shape
+        if type(target) is StepTensor and not is_whole:
+            return value  # in forms of pieces
+        if not is_differentiated and (value.numel() == 1 or value.shape == target.shape):
+            if value.numel() > 1 and not is_whole and sharding.is_off_rows(value.shape):
+                _refuse_op(self._func, target)
             return value
+        if not sharding.takes(value.shape) or target.shape != sharding.local_shape:
+            if value.shape == target.shape:
+                return value
+            _refuse_op(self._func, target)
         if is_differentiated:
-            return part_of(value, of.start, of.stop, ranks).view(of.local_shape)
-        return value if of.shape == of.local_shape else of.cut(value)
+            whole = value.expand(sharding.whole.shape)  # type: ignore[union-attr]  # it takes the shape
+            return part_of(whole, sharding.runs, ranks).view(target.shape)
+        return sharding.cut(value)
 
-    return tuple(map(fitted, args)), {key: fitted(value) for key, value in kwargs.items()}
+    def _check_same(self, value: ShardedTensor) -> None:
+        target = self._target
+        assert target is not None
+        mine, other = target.sharding, value.sharding
+        if mine is other or mine.is_like(other) or other.has_rows_of(mine):
+            return
+        (first, its), (second, others) = (_elements_of(each) for each in (mine, other))
+        if its == others:  # in another order
+            _refuse_op(self._func, target)
+        raise ShardingError(
+            f"{_name_of(self._func)}() of {first} and {second}, or what was computed from them, outside of a forward: "
+            f"of the first this rank has the elements {its}, of the second {others}. Compute with both in the model's "
+            "forward, or inside `with model.summon_full_params():`"
+        )
+
+
+def _elements_of(sharding: Sharding) -> tuple[str, str]:
+    runs = ", ".join(f"{start} to {stop}" for start, stop in sharding.runs[:3])
+    return repr(sharding.name) if sharding.name else "several parameters", f"{runs} of {_shape_of(sharding)}"
+
+
+def _shape_of(sharding: Sharding) -> object:
+    return "those selected" if sharding.whole is None else tuple(sharding.whole.shape)
 
 
 def _is_in_place(func: Callable[..., Any]) -> bool:
@@ -217,16 +268,85 @@ def _known(func: Callable[..., Any], result: Any, args: tuple[Any, ...], kwargs:
 
 def _derived(func: Callable[..., Any], result: torch.Tensor, source: ShardedTensor) -> torch.Tensor:
     """`result` has an element for each of `source`."""
-    sharding = source.sharding
-    if result.numel() != source.numel():
-        if func.__name__ == "__get__":  # ``_base``: the main grads
-            return result
-        _refuse_op(func, source)
-    is_as_cut = sharding.is_as_cut and result.shape == source.shape and result.stride() == source.stride()  # no .T
-    cuts = sharding.cuts if result.ndim == 1 else None
-    if is_as_cut is not sharding.is_as_cut or cuts is not sharding.cuts:
-        sharding = sharding._replace(is_as_cut=is_as_cut, cuts=cuts)
-    return ShardedTensor.wrap(result, sharding)
+    if result.shape == source.shape:
+        return _like(source, result, source.sharding)
+    if func.__name__ == "__get__":  # ``_base``: the main grads
+        return result
+    _refuse_op(func, source)
+
+
+def _form(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """A question about size: of the whole, but in an optimizer's step."""
+    if type(piece) is StepTensor:
+        return func(*args, **kwargs)
+    if is_attribute(func, "nbytes"):
+        return _whole_of(piece).numel() * piece.itemsize
+    return func(*map(_whole_of, args), **{key: _whole_of(value) for key, value in kwargs.items()})
+
+
+def _whole_of(value: Any) -> Any:
+    """On the meta device."""
+    if not isinstance(value, ShardedTensor):
+        return value
+    if value.sharding.whole is None:
+        refuse_selected(value)
+    return value.sharding.whole
+
+
+def _view(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """The same elements in another form, of the whole's."""
+    if args[0] is not piece:  # what every rank has, in the form of a piece
+        whole = piece.sharding.whole
+        is_whole = whole is not None and type(piece) is not StepTensor and args[0].numel() == whole.numel()
+        return func(*map(_whole_of if is_whole else _as_plain, args), **kwargs)
+    if any(isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values())):
+        return _elementwise(func, piece, args, kwargs)
+    sharding = piece.sharding
+    if func.__name__.endswith("_") and func.__name__ != "__get__" or sharding.whole is None:
+        _refuse_op(func, piece)
+    if type(piece) is StepTensor:
+        result = func(*map(_as_plain, args), **kwargs)
+        if result.numel() != piece.numel():
+            _refuse_op(func, piece)
+        is_same = result.shape == piece.shape and result.stride() == piece.stride()
+        return _like(piece, result, sharding if is_same else sharding.selected())
+    whole = func(*map(_whole_of, args), **kwargs)
+    if whole.numel() != sharding.whole.numel():
+        _refuse_op(func, piece)
+    if sharding.is_in_order and whole.is_contiguous():
+        if whole.shape == sharding.whole.shape:
+            return ShardedTensor.wrap(piece.view(piece.shape), sharding)
+        viewed = sharding.viewed(whole)
+        return ShardedTensor.wrap(piece.reshape(viewed.local_shape), viewed)
+    if func.__name__ not in _EXCHANGES and not is_attribute(func, *_EXCHANGES):
+        _refuse_op(func, piece)
+    return ShardedTensor.wrap(func(*args, **kwargs), sharding.viewed(whole))
+
+
+_EXCHANGES = (
+    "permute",
+    "transpose",
+    "t",
+    "swapaxes",
+    "swapdims",
+    "movedim",
+    "moveaxis",
+    "adjoint",
+    "T",
+    "mT",
+    "H",
+    "mH",
+)
+
+
+def _gradients(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """``torch.autograd.grad``: what is asked for pieces are pieces, the zeros that torch makes of nothing too."""
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    grads = func(*args, **kwargs)
+    for given, grad in zip((inputs,) if isinstance(inputs, torch.Tensor) else inputs, grads, strict=True):
+        if isinstance(given, ShardedTensor) and type(grad) is torch.Tensor:
+            ShardedTensor.wrap(grad, given.sharding._replace(is_weight=False))
+    return grads
 
 
 def _draw(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -234,30 +354,30 @@ def _draw(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Map
 
     Each rank's own would be the same numbers for all pieces then.
     """
-    of = piece.sharding.piece
-    if of is None or not piece.is_contiguous():
+    sharding = piece.sharding
+    if not sharding.is_in_order or not piece.is_contiguous():
         _refuse_op(func, piece)
-    whole = torch.empty(of.shape, dtype=piece.dtype, device=piece.device)
+    whole = torch.empty(sharding.whole.shape, dtype=piece.dtype, device=piece.device)  # type: ignore[union-attr]
     args = [whole if value is piece else value for value in args]
     drawn = func(*args, **{key: whole if value is piece else value for key, value in kwargs.items()})
-    mine = of.cut(drawn).view(piece.shape)
+    mine = sharding.cut(drawn).view(piece.shape)
     if not func.__name__.endswith("_"):
-        return ShardedTensor.wrap(mine.requires_grad_(drawn.requires_grad), piece.sharding)
+        return _like(piece, mine.requires_grad_(drawn.requires_grad), sharding)
     with torch.no_grad() if getattr(func, "__module__", "") == "torch.nn.init" else contextlib.nullcontext():
         piece.copy_(mine)
     return piece
 
 
 def _foreach_norms(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    refuse_stepping()
+    _watch(piece)
     order = _order_of(func, piece, args, kwargs)
     return [_norm_of(item, order) if isinstance(item, ShardedTensor) else local_norm(item, order) for item in args[0]]
 
 
 def _norm(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
     if _is_of_rows(piece, args, kwargs, 2):
-        return _of_rows(func(*args, **kwargs), piece)
-    refuse_stepping()
+        return _of_rows(func, piece, args, kwargs)
+    _watch(piece)
     return _norm_of(piece, _order_of(func, piece, args, kwargs))
 
 
@@ -271,26 +391,26 @@ def _norm_of(piece: ShardedTensor, order: float) -> torch.Tensor:
     return PartialNorm.wrap(local_norm(local, order), order, ranks)
 
 
-def _of_rows(result: torch.Tensor, piece: ShardedTensor) -> ShardedTensor:
+def _of_rows(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> ShardedTensor:
     """One number for each row that this rank has."""
-    return ShardedTensor.wrap(result, _in_vector(piece))
+    whole = func(_whole_of(piece), *args[1:], **kwargs)
+    return _like(piece, func(*args, **kwargs), piece.sharding.of_rows(whole))
 
 
 def _reduce(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """One number over all ranks. A collective, like the value of a norm."""
     name, ranks = func.__name__, piece.sharding.ranks
     if len(args) > 1 and isinstance(args[1], torch.Tensor):
-        _check_same_elements(func, args)
-        args, kwargs = _fit(func, piece, args, kwargs)
+        args, kwargs = _fit(func, args, kwargs)
         if name in ("max", "min"):
             return _known(func, func(*args, **kwargs), args, kwargs)
         if args[0].numel() != args[1].numel():
             _refuse_op(func, piece)
     elif any(_is_given(value) for value in (*args[1:], *(kwargs[key] for key in kwargs if key in _ALONG))):
         if name not in ("max", "min") and _is_of_rows(piece, args, kwargs, 1):
-            return _of_rows(func(*args, **kwargs), piece)
+            return _of_rows(func, piece, args, kwargs)
         _refuse_op(func, piece)  # along a dimension, of which a piece has none
-    refuse_stepping()
+    _watch(piece)
     local = piece.as_subclass(torch.Tensor)
     if name in ("max", "min", "amax", "amin"):
         return global_extreme(local, largest="max" in name, ranks=ranks)
@@ -325,71 +445,87 @@ def _is_of_rows(piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any], posi
 
 def _join(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
     """Flat pieces one behind the other, for projections and flat vectors: each rank's part of the whole vector."""
-    refuse_stepping()
+    _watch(piece)
     parts = list(args[0] if args else kwargs["tensors"])
-    if not all(isinstance(part, ShardedTensor) and part.ndim == 1 for part in parts):
+    if not all(isinstance(part, ShardedTensor) and part.ndim == 1 and part.sharding.is_in_order for part in parts):
         _refuse_op(func, piece)
-    cuts = frozenset(itertools.accumulate((part.numel() for part in parts), initial=0))
-    return ShardedTensor.wrap(func(*args, **kwargs), _in_vector(piece)._replace(cuts=cuts))
-
-
-def _in_vector(piece: ShardedTensor) -> Sharding:
-    return piece.sharding._replace(piece=None, is_as_cut=False, cuts=None)
+    return _like(piece, func(*args, **kwargs), Sharding.joined([part.sharding for part in parts]))
 
 
 def _part(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Elements by place: of several pieces in one vector, one of them; else what does not go by place, or one."""
+    """Elements by place: rows, a slice of a vector, one of them; what this rank has of them, which may be none."""
     if args[0] is not piece:  # elements of something else, at places that come of a piece
         _refuse_op(func, piece)
-    try:
-        result = func(*args, **kwargs)
-    except IndexError:  # the whole may have it
+    if func.__name__ == "__getitem__" and _is_mask(args[1]):
+        chosen = piece.as_subclass(torch.Tensor)[_fitted_mask(func, piece, args[1])]
+        return _like(piece, chosen, piece.sharding.selected())
+    if type(piece) is StepTensor:
         _refuse_op(func, piece)
-    cuts: list[int] = []
-    if func.__name__ == "narrow":
-        start = args[2] if len(args) > 2 else kwargs["start"]
-        cuts = [start, start + result.numel()]
-    elif func.__name__ != "__getitem__":
-        cuts = list(itertools.accumulate(part.numel() for part in result))
-    elif _is_one_element(args[1], piece) and not piece.sharding.is_weight:
-        return result.as_subclass(torch.Tensor)
-    elif not _is_everything_or_mask(args[1], piece):
-        if not isinstance(args[1], slice) or args[1].step not in (None, 1):
-            _refuse_op(func, piece)
-        cuts = list(args[1].indices(piece.shape[0])[:2])
-    whole = piece.sharding.cuts
-    if cuts and (whole is None or not whole.issuperset(cuts)):
+    wholes = func(_whole_of(piece), *args[1:], **kwargs)
+    if isinstance(wholes, torch.Tensor):
+        return _part_of(func, piece, wholes)
+    return type(wholes)(_part_of(func, piece, whole) for whole in wholes)
+
+
+def _part_of(func: Callable[..., Any], piece: ShardedTensor, whole: torch.Tensor) -> ShardedTensor:
+    # Neither inference mode nor no_grad keep a tensor's base.
+    is_view = whole.untyped_storage()._cdata == _whole_of(piece).untyped_storage()._cdata
+    part = piece.sharding.part(whole) if is_view else None
+    if part is None:
         _refuse_op(func, piece)
-    sharding = _in_vector(piece)
-    if isinstance(result, torch.Tensor):
-        return ShardedTensor.wrap(result, sharding)
-    return type(result)(ShardedTensor.wrap(part, sharding) for part in result)
+    start, stop, sharding = part
+    return ShardedTensor.wrap(piece.reshape(-1)[start:stop].view(sharding.local_shape), sharding)
 
 
 def _assign(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """``grad[mask] = 0``. Rows would be others on every rank; one element is this rank's, for experiments."""
-    is_one = _is_one_element(args[1], args[0]) and not piece.sharding.is_weight
-    if not _is_everything_or_mask(args[1], args[0]) and not is_one:
+    """``grad[mask] = 0``, ``weight.data[3] = 1``: where this rank has what is written over."""
+    target, index, value = args
+    if target is not piece:
         _refuse_op(func, piece)
-    return func(*args, **kwargs)
+    if _is_mask(index):
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            _refuse_op(func, piece)
+        return func(piece, _fitted_mask(func, piece, index), value)
+    if type(piece) is StepTensor and index is not Ellipsis and index != slice(None):
+        _refuse_op(func, piece)
+    part = piece if type(piece) is StepTensor else _part(torch.Tensor.__getitem__, piece, (piece, index), {})
+    if not isinstance(value, torch.Tensor):
+        part.fill_(value)
+        return None
+    if value.ndim > part.ndim:
+        _refuse_op(func, piece)
+    _, fitted = _fit(torch.Tensor.copy_, (part, value), {})[0]
+    part.copy_(fitted)
+    return None
 
 
 def _number(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Of a parameter that is one number: there is one rank that has it."""
-    if piece.numel() != 1:
+    """Of what is one number: one rank has it. Collective, but in an optimizer's step, which others do not take."""
+    whole = piece.sharding.whole
+    is_local = type(piece) is StepTensor or func.__name__ == "__format__" and whole is not None and whole.ndim > 0
+    if is_local and (piece.numel() == 1 or func.__name__ == "__format__"):
+        return func(*args, **kwargs)
+    if is_local or whole is None or whole.numel() != 1:
         _refuse_op(func, piece)
-    return func(*args, **kwargs)
+    total = global_sum(piece.as_subclass(torch.Tensor).detach().sum(dtype=torch.float64), piece.sharding.ranks)
+    return func(total.to(piece.dtype), *args[1:], **kwargs)
 
 
-def _is_everything_or_mask(index: Any, tensor: torch.Tensor) -> bool:
-    if isinstance(index, torch.Tensor):
-        return index.dtype is torch.bool and index.shape == tensor.shape
-    return index is Ellipsis or index == slice(None)
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype is torch.bool
 
 
-def _is_one_element(index: Any, tensor: torch.Tensor) -> bool:
-    indices = index if isinstance(index, tuple) else (index,)
-    return len(indices) == tensor.ndim and all(type(each) is int for each in indices)
+def _fitted_mask(func: Callable[..., Any], piece: ShardedTensor, mask: torch.Tensor) -> torch.Tensor:
+    """Of one element for each of the whole's; masks of rows choose rows."""
+    sharding = piece.sharding
+    if isinstance(mask, ShardedTensor):
+        fitted: torch.Tensor = _as_plain(_fit(func, (piece, mask), {})[0][1])
+        return fitted
+    if sharding.is_in_order and mask.shape == sharding.whole.shape:  # type: ignore[union-attr]  # in order
+        return sharding.cut(mask).view(piece.shape)
+    if mask.shape != piece.shape:
+        _refuse_op(func, piece)
+    return mask
 
 
 def _check_finite(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -400,48 +536,39 @@ def _check_finite(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwa
 
 
 _WHAT_IS_RIGHT = (
-    "What works element by element is right, and so are vector norms, sum, mean, max, min, any, all and dot of all "
-    "elements (collectives), and torch.cat of flattened ones"
+    "What works element by element is right, and so are rows and slices, vector norms, sum, mean, max, min, any, all "
+    "and dot of all elements (collectives), and torch.cat of flattened ones"
 )
 
 
 def _refuse_op(
     func: Callable[..., Any], piece: ShardedTensor, args: Any = (), kwargs: Mapping[str, Any] | None = None
 ) -> NoReturn:
-    refuse_stepping()
-    name, of = _name_of(func), piece.sharding.piece
-    if piece.sharding.is_weight:
-        it, kept = ("several parameters", "pieces") if of is None else (repr(of.name), f"piece of {of.shape}")
+    _watch(piece)
+    name, of, local = _name_of(func), piece.sharding, tuple(piece.shape)
+    if of.is_weight:
+        it, kept = (repr(of.name), f"piece of {_shape_of(of)}") if of.name else ("several parameters", "pieces")
         raise ShardingError(
             f"{name}() takes {it} for a whole weight outside of a forward of its model, where StreamShard keeps only "
-            f"this rank's {kept}, {tuple(piece.shape)}. {_WHAT_IS_RIGHT}. Else call the model, or the layer that is a "
-            "unit (on all ranks), or compute inside `with model.summon_full_params():`; .as_subclass(torch.Tensor) is "
-            "the piece alone"
+            f"this rank's {kept}, {local}. {_WHAT_IS_RIGHT}. Else call the model, or the layer that is a unit (on all "
+            "ranks), or compute inside `with model.summon_full_params():`; torch.zeros_like(p) is a piece to write to, "
+            ".as_subclass(torch.Tensor) the piece alone"
         )
-    it = "of a gradient" if of is None else f"of the gradient of {of.name!r}"
+    it = f"of the gradient of {of.name!r}" if of.name else "of a gradient"
     raise ShardingError(
-        f"{name}() {it}: this rank has one piece of it, {tuple(piece.shape)}, and would answer for that piece alone. "
+        f"{name}() {it}: this rank has one piece of it, {local}, and would answer for that piece alone. "
         f"{_WHAT_IS_RIGHT}. Look at whole gradients inside model.summon_full_params(with_grads=True); "
-        "grad.as_subclass(torch.Tensor) is the piece alone"
+        "torch.zeros_like(p) is a piece to write to, grad.as_subclass(torch.Tensor) the piece alone"
     )
 
 
-def _explain(func: Callable[..., Any], error: RuntimeError, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise a better error if the reason may be that something is a piece."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return
-    piece = _first_of(args, kwargs)
-    given = [value for value in flat((*args, *kwargs.values())) if isinstance(value, torch.Tensor) and value.ndim]
-    if all(value.shape == piece.shape for value in given):
-        return
-    if piece.sharding.is_weight:
-        _refuse_op(func, piece)
-    shapes = ", ".join(str(tuple(value.shape)) for value in given[:3])
+def refuse_selected(piece: ShardedTensor) -> NoReturn:
+    """Raise: how many elements all ranks have of what a mask selected is known to none."""
+    what = f"{'' if piece.sharding.is_weight else 'the gradient of '}{piece.sharding.name!r}"
     raise ShardingError(
-        f"{_name_of(func)}() of a gradient, with shapes {shapes}: this rank has one piece of it, {tuple(piece.shape)}, "
-        f"and what is put together with it must be such a piece too: {error}. Whole gradients are there inside "
-        "model.summon_full_params(writeback=True, with_grads=True)"
-    ) from error
+        f"the size of what a mask selects of {what} is asked for: each rank has selected of its own piece. The sum of "
+        "the mask is the number of elements on all ranks"
+    )
 
 
 def _name_of(func: Callable[..., Any]) -> str:
@@ -455,6 +582,10 @@ def _first_of(args: Any, kwargs: Mapping[str, Any]) -> ShardedTensor:
 
 
 _ANSWERS: Mapping[OpKind, Callable[..., Any]] = {
+    OpKind.ELEMENTWISE: _elementwise,
+    OpKind.FORM: _form,
+    OpKind.VIEW: _view,
+    OpKind.GRADIENT: _gradients,
     OpKind.RANDOM: _draw,
     OpKind.NORM: _norm,
     OpKind.FOREACH_NORM: _foreach_norms,

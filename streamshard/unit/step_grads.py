@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from streamshard.unit.first_step import unwatched
 from streamshard.unit.pieces import piece_of
 from streamshard.unit.sharded_parameter import be_plain, be_sharded
-from streamshard.unit.sharded_tensor import ShardedTensor
+from streamshard.unit.sharded_tensor import ShardedTensor, StepTensor, be_known
 
 __all__ = ["end_step", "set_aside", "show_in"]
 
@@ -51,15 +51,21 @@ def set_aside(params: Sequence[torch.Tensor], *, plain: bool) -> None:
             if plain:
                 _aside[param] = grad
                 param.grad = grad.as_subclass(torch.Tensor)
+            else:
+                grad.__class__ = StepTensor
     torch.autograd.graph.increment_version(written)
 
 
 def end_step(params: Iterable[torch.Tensor]) -> None:
     """Parameters and gradients know again what they are: after the step; if it has failed, when somebody asks."""
     for param in params:
-        grad = _aside.pop(param, None) if _aside else None
-        if grad is not None and (param.grad is not None or not param.numel()):
+        if type(param) is not nn.Parameter:
+            continue
+        seen, grad = param.grad, _aside.pop(param, None) if _aside else None
+        if grad is not None and (seen is not None or not param.numel()):
             param.grad = grad
+        elif type(seen) is StepTensor:
+            be_known(seen)
         be_sharded(param)
 
 
@@ -70,8 +76,7 @@ def show_in(closure: Callable[[], Any], params: Iterable[torch.Tensor], *, plain
     def shown() -> Any:
         end_step(mine)
         try:
-            with unwatched():
-                return closure()
+            return closure()
         finally:
             set_aside(mine, plain=plain)
 

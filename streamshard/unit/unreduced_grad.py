@@ -8,11 +8,12 @@ from typing import Any, NoReturn
 import torch
 
 from streamshard.errors import ShardingError
+from streamshard.unit.op_kinds import OpKind, kind_of
 
 __all__ = ["UnreducedGrad", "flat"]
 
 # What Optimizer.zero_grad and printing ask.
-_QUESTIONS = ("__get__", "requires_grad_", "detach_", "dim", "size", "numel", "data_ptr", "is_floating_point")
+_QUESTIONS = ("__get__", "requires_grad_", "detach_", "data_ptr", "is_floating_point")
 
 
 class UnreducedGrad(torch.Tensor):
@@ -26,13 +27,14 @@ class UnreducedGrad(torch.Tensor):
 
     on_zero: Callable[[], None]
     param_name: str
+    whole: torch.Tensor
 
     @classmethod
-    def wrap(cls, piece: torch.Tensor, name: str) -> UnreducedGrad:
-        """A stand-in of the shape of `piece`, for messages that of parameter `name`."""
+    def wrap(cls, piece: torch.Tensor, name: str, whole: torch.Tensor) -> UnreducedGrad:
+        """A stand-in of the shape of `piece`, for messages that of parameter `name`, of the form of `whole`."""
         with torch._C.DisableTorchFunctionSubclass():
             stand_in = piece.detach().as_subclass(cls)
-        stand_in.param_name = name
+        stand_in.param_name, stand_in.whole = name, whole
         return stand_in
 
     @classmethod
@@ -48,6 +50,8 @@ class UnreducedGrad(torch.Tensor):
                 else:
                     grad.zero_()
             return args[0]
+        if kind_of(func) is OpKind.FORM:
+            return func(args[0].whole, *args[1:], **(kwargs or {}))
         if name in _QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))

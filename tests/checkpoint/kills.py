@@ -34,6 +34,7 @@ from streamshard import StreamShard, latest, load_checkpoint, save_checkpoint
 from streamshard.errors import StreamShardError
 from tests.models import DIM, Stack
 from tests.ranks import forkserver
+from tests.reference import piece_of
 
 __all__ = ["Counts", "kill_often", "main"]
 
@@ -109,7 +110,7 @@ class Fill(torch.optim.SGD):
     def tensors(self) -> list[Tensor]:
         """All there are. Of a parameter of which a rank has nothing there is no state."""
         params = [param for group in self.param_groups for param in group["params"]]
-        moments = (self.state[param]["momentum_buffer"] for param in params if param.numel())
+        moments = (self.state[param]["momentum_buffer"] for param in params if piece_of(param).numel())
         return [tensor.as_subclass(Tensor) for tensor in (*(param.data for param in params), *moments)]
 
     def become(self, count: int) -> None:

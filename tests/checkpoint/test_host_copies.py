@@ -22,7 +22,7 @@ from streamshard.errors import CheckpointError
 from streamshard.unit.optimizer_hooks import sees_steps
 from tests.checkpoint.runs import Run, start, steps, weights_of
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, assert_same
+from tests.reference import EXACT, assert_same, piece_of
 from tests.simulated import simulated_device
 
 WAIT_S = 60.0  # for another thread; only where a test fails
@@ -74,7 +74,7 @@ def _state_of(run: Run) -> dict[str, torch.Tensor]:
         f"{number}/{key}": value.detach().as_subclass(torch.Tensor).clone()
         for number, param in enumerate(run.model.parameters())
         for key, value in run.optimizer.state[param].items()
-        if param.numel()
+        if piece_of(param).numel()
     }
     return {**weights_of(run), **moments}
 
@@ -94,7 +94,7 @@ def test_a_step_right_after_the_call_waits(context: RankContext, tmp_path: Path,
     if is_compiled:
         run.optimizer.step = torch.compile(run.optimizer.step, backend="eager")  # type: ignore[method-assign]
     saving, copies = _save(tmp_path, run)
-    assert len(copies._late) == 2 * sum(param.numel() > 0 for param in run.model.parameters())
+    assert len(copies._late) == 2 * sum(piece_of(param).numel() > 0 for param in run.model.parameters())
     steps(run, 2, 4)
     copies.may_copy.set()  # for a step that has not asked
     _assert_holds(saving.wait(), wanted)
@@ -124,7 +124,7 @@ def _writing_once(may_write: threading.Event) -> Iterator[None]:
 
 
 def _zero_one(run: Run) -> None:
-    param = next(param for param in run.model.parameters() if param.numel())
+    param = next(param for param in run.model.parameters() if piece_of(param).numel())
     run.optimizer.state[param]["exp_avg"].zero_()
 
 

@@ -36,6 +36,7 @@ from tests.reference import (
     full_grads,
     full_weights,
     lm_step,
+    piece_of,
     stack_step,
 )
 
@@ -132,7 +133,7 @@ def test_pieces_begin_where_blocks_do(context: RankContext) -> None:
         assert local.start % 16 == 0
         assert local.stop % 16 == 0 or local.stop == whole[name].numel()
         assert torch.equal(param.detach().flatten(), whole[name].flatten()[local.start : local.stop])
-        assert param.shape == (*[1] * (whole[name].ndim - 1), local.numel)
+        assert piece_of(param).shape == (*[1] * (whole[name].ndim - 1), local.numel)
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -201,13 +202,13 @@ def test_pieces_have_the_shape_of_rows(context: RankContext) -> None:
         rows = whole[name].flatten(1) if whole[name].ndim > 1 else whole[name][:, None]
         first, last = ranges[name].start // rows.shape[1], ranges[name].stop // rows.shape[1]
         assert torch.equal(param.detach(), whole[name][first:last])
-        assert param.grad.shape == param.shape
+        assert param.grad.shape == param.shape == whole[name].shape
         wanted = grads[name]
         assert wanted is not None
         assert torch.equal(param.grad.as_subclass(Tensor), wanted[first:last])
     optimizer.step()
     for param, values in optimizer.state.items():
-        assert values["exp_avg"].shape == param.shape
+        assert values["exp_avg"].shape == piece_of(param).shape
 
 
 @on_ranks(2)
@@ -219,7 +220,8 @@ def test_gradients_written_back_have_rows(context: RankContext) -> None:
             param.grad = torch.full_like(param, 2.0)
     for param in model.parameters():
         if param.ndim > 1:
-            assert torch.equal(param.grad.sum(1).as_subclass(Tensor), torch.full(param.shape[:1], 2.0 * param.shape[1]))
+            rows, columns = piece_of(param).shape
+            assert torch.equal(piece_of(param.grad.sum(1)), torch.full((rows,), 2.0 * columns))
 
 
 @on_ranks(2)
@@ -261,7 +263,7 @@ def test_a_square_of_rows_has_none_when_it_is_turned(context: RankContext) -> No
     """Its shape is what it was."""
     model: Any = StreamShard(TinyLM(), precision=FP32, align_pieces_to="row")
     lm_step(model, Call(0, 0, 1, 1.0))
-    squares = [param.grad for param in model.parameters() if param.ndim == 2 and len(set(param.shape)) == 1]
+    squares = [param.grad for param in model.parameters() if param.ndim == 2 and len(set(piece_of(param).shape)) == 1]
     heard: list[Any] = [None] * context.world_size
     dist.all_gather_object(heard, len(squares))
     assert sum(heard), "there is nothing to see"
@@ -286,7 +288,7 @@ def test_whole_tensors_are_cut_for_what_is_as_it_was_cut(context: RankContext) -
     """For a transposed piece of rows, of the same shape, their rows would be others."""
     model: Any = StreamShard(nn.Sequential(Cube(), Cube()), precision=FP32, align_pieces_to="row")
     weight, whole = model[0].weight.detach(), torch.randn(8, 4, 4)
-    assert weight.shape == (4, 4, 4)
+    assert piece_of(weight).shape == (4, 4, 4)
     rows = whole.chunk(2)[context.rank]
     assert torch.equal((weight * whole).as_subclass(torch.Tensor), weight.as_subclass(torch.Tensor) * rows)
     with pytest.raises(ShardingError, match="whole weight"):

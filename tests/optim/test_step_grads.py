@@ -20,7 +20,7 @@ from streamshard.optim import distributed
 from streamshard.unit.sharded_tensor import ShardedTensor
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, assert_same, assert_trains_like_plain, full_weights, stack_step
+from tests.reference import EXACT, FP32, Call, assert_same, assert_trains_like_plain, full_weights, piece_of, stack_step
 
 
 class _Foreign(Optimizer):
@@ -93,7 +93,7 @@ def test_kernels_over_lists_of_tensors_meet_no_empty_ones(context: RankContext) 
     """They would leave out what comes before, or write where nobody asked them to."""
     model = assert_trains_like_plain(context, Stack, stack_step, optimizer=lambda m: _FusedLists(m.parameters()))
     heard: list[Any] = [None] * context.world_size
-    dist.all_gather_object(heard, [param.numel() for param in model.parameters()])
+    dist.all_gather_object(heard, [piece_of(param).numel() for param in model.parameters()])
     assert any(numel == 0 for numels in heard for numel in numels), "there is nothing to see"
 
 
@@ -109,7 +109,9 @@ def test_empty_pieces_have_gradients_outside_of_steps(context: RankContext) -> N
         assert len(norms) == len(grads)
         assert _alike(norms, context)
         optimizer.step()
-        assert [grad is None for grad in optimizer.seen] == [not param.numel() for param in model.parameters()]
+        assert [grad is None for grad in optimizer.seen] == [
+            not piece_of(param).numel() for param in model.parameters()
+        ]
         assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
         assert _norms(model) == norms
         optimizer.zero_grad()
@@ -160,7 +162,7 @@ def test_a_closure_sees_and_makes_all_gradients(context: RankContext, by_name: b
     for number in range(3):
         call: Any = {"closure": lambda number=number: closure(number)}
         optimizer.step(**call) if by_name else optimizer.step(call["closure"])
-        assert [grad is None for grad in optimizer.seen] == [not param.numel() for param in params]
+        assert [grad is None for grad in optimizer.seen] == [not piece_of(param).numel() for param in params]
         assert not any(param.grad is None for param in params)
     theirs = _Foreign(plain.parameters())
     for number in range(3):
@@ -211,7 +213,7 @@ def test_a_step_that_failed_can_be_made_again(context: RankContext, package: str
     model.clip_grad_norm_(0.5)
     with pytest.raises(FloatingPointError):
         optimizer.step()
-    assert any(param.grad is None for param in params) or all(param.numel() for param in params)
+    assert any(param.grad is None for param in params) or all(piece_of(param).numel() for param in params)
     if adds:
         _backward(model, 1)
         assert {type(param.grad) for param in params} == {ShardedTensor}
@@ -236,7 +238,7 @@ def test_nothing_is_kept_for_empty_pieces(context: RankContext) -> None:
             _backward(each)
             stepped.step()
             stepped.zero_grad()
-    assert set(optimizer.state) == {param for param in model.parameters() if param.numel()}
+    assert set(optimizer.state) == {param for param in model.parameters() if piece_of(param).numel()}
     found = full_optimizer_state_dict(model, optimizer, rank0_only=False)
     wanted = theirs.state_dict()
     assert list(found["state"]) == list(wanted["state"])
@@ -375,7 +377,7 @@ def test_pieces_of_quantized_state_are_copied_but_not_saved(context: RankContext
         torch.save(optimizer.state_dict(), io.BytesIO())
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for param in model.parameters():
-        if param.numel():
+        if piece_of(param).numel():
             moment = optimizer.state[param]["moment"]
             assert {type(moment.a), type(moment.b)} == {Tensor}
             assert_same({"b": moment.b}, {"b": torch.full_like(param, 2.0)}, "moment", EXACT)

@@ -284,7 +284,7 @@ def test_a_parameter_used_by_no_rank_has_no_gradient_outside_summon_either(conte
     grads = {name: p.grad for name, p in model.named_parameters()}
     for name, grad in grads.items():
         unused = "branches.1" in name or "spare" in name or "unused_edge" in name
-        assert (grad is None) is unused or dict(model.named_parameters())[name].numel() == 0, name
+        assert (grad is None) is unused, name
 
 
 # ---------------------------------------------------------------------------------------------- experts

@@ -16,7 +16,7 @@ from streamshard import StreamShard
 from streamshard.errors import StreamShardError
 from tests.models import NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_same, counted_collectives, full_grads, lm_step, sgd, stack_step
+from tests.reference import FP32, Call, assert_same, counted_collectives, full_grads, lm_step, piece_of, sgd, stack_step
 
 
 @on_ranks(1, 2)
@@ -114,7 +114,7 @@ def test_outside_forward_parameters_are_fp32_shards_with_as_many_dims(context: R
             assert shard.dtype == torch.float32, name
             assert shard.ndim == whole.ndim, name
             assert shard.grad is None or shard.grad.shape == shard.shape, name
-            total = torch.tensor(shard.numel())
+            total = torch.tensor(piece_of(shard).numel())
             dist.all_reduce(total)
             assert int(total) == whole.numel(), name
         lm_step(model, Call(0, context.rank, context.world_size, 1.0))

@@ -28,6 +28,7 @@ from tests.reference import (
     full_grads,
     full_weights,
     lm_step,
+    piece_of,
     sgd,
     stack_step,
 )
@@ -291,9 +292,9 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks(context: RankContext
     """One bad element on one rank's piece: every rank's norm says so."""
     model: Any = StreamShard(TinyLM(), precision=FP32)
     lm_step(model, Call(0, context.rank, 2, 1.0))
-    biggest = max((p for p in model.parameters() if p.grad is not None), key=lambda p: p.numel())
     if context.rank == 1:
-        biggest.grad.view(-1)[0] = value
+        biggest = max(model.parameters(), key=lambda p: piece_of(p).numel())
+        piece_of(biggest.grad).view(-1)[0] = value
     with pytest.raises(RuntimeError, match="non-finite"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
     total = model.clip_grad_norm_(1.0)
@@ -422,7 +423,7 @@ def test_an_optimizers_state_is_as_large_as_the_shards(context: RankContext) -> 
     for p in model.parameters():
         for name in ("exp_avg", "exp_avg_sq"):
             if p in optimizer.state:
-                assert optimizer.state[p][name].shape == p.shape
+                assert optimizer.state[p][name].shape == piece_of(p).shape
 
 
 @on_ranks(2)
@@ -467,8 +468,8 @@ def test_a_gradient_scaler_skips_the_step_on_all_ranks_or_raises(context: RankCo
     x = vector_batch(0, context.rank)
     scaler.scale(model(x).float().square().mean()).backward()
     if context.rank == context.world_size - 1:
-        biggest = max((p for p in model.parameters() if p.grad is not None), key=lambda p: p.numel())
-        biggest.grad.view(-1)[0] = math.inf
+        biggest = max(model.parameters(), key=lambda p: piece_of(p).numel())
+        piece_of(biggest.grad).view(-1)[0] = math.inf
     try:
         scaler.step(optimizer)
         scaler.update()

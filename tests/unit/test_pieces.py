@@ -69,6 +69,31 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "count": lambda g: float(torch.count_nonzero(g)),
     "dot": lambda g: torch.dot(g.flatten(), 2 * g.flatten()),
     "equal": lambda g: float(torch.equal(g, 2 * g)),
+    "size": lambda g: sum(g.shape) + g.numel() + len(g) + g.size(0) + g.dim() + g.nbytes + g.flatten().shape[0],
+    "a row": lambda g: g[len(g) // 2].norm(),
+    "rows": lambda g: g[1:].abs().sum() + g[1:].numel(),
+    "the last row": lambda g: g[-1].square().sum(),
+    "some elements": lambda g: g.view(-1)[len(g) // 2 : 7].abs().sum(),
+    "an element's text": lambda g: float(f"{g.flatten()[-1]:.9f}"),
+    "of another's dtype": lambda g: g.to(torch.zeros(1, dtype=torch.float64)).norm() + g.type_as(g.double()).sum(),
+    "others of its dtype": lambda g: (g + _noise(g.shape).double().type_as(g)).sum() + torch.ones(3).to(g).sum(),
+    "an element": lambda g: g.flatten()[-1] * 3.0,
+    "the largest of halves": lambda g: sum(half.max() for half in g.flatten().chunk(2)),
+    "by rows": lambda g: sum(row.norm() for row in g.unbind()),
+    "scaled by rows": lambda g: (g * torch.arange(len(g)).view(-1, *[1] * (g.ndim - 1))).abs().sum(),
+    "a mask of columns": lambda g: (g * torch.arange(g.shape[-1])).square().sum(),
+    "a whole mask": lambda g: g[_noise(g.shape) > 0.5].abs().sum(),
+    "overwritten": lambda g: _in_place(
+        g.clone(), lambda copied: copied.__setitem__(slice(len(g) // 2, None), 0.5)
+    ).norm(),
+    "overwritten where": lambda g: _in_place(g.clone(), lambda copied: copied.__setitem__(copied > 0, 0.5)).norm(),
+    "overwritten by others": lambda g: _in_place(
+        g.clone(), lambda copied: copied.__setitem__(0, _noise(copied.shape[1:]))
+    ).norm(),
+    "with noise of its shape": lambda g: (g + _noise(g.shape)).norm(),
+    "in its own shape": lambda g: (g.view(g.shape[0], -1).reshape(g.shape) - 0.5).view(g.numel()).norm(),
+    "transposed": lambda g: (g.T + g.T).T.norm() if g.ndim == 2 else g.norm(),
+    "with more dimensions": lambda g: (g[None] + g.unsqueeze(0)).squeeze(0).norm(),
     "close": lambda g: float(torch.allclose(g, g + 1e-12)),
 }
 
@@ -80,6 +105,10 @@ def test_numbers_of_a_gradient_are_of_all_ranks(context: RankContext) -> None:
     for name, number in NUMBERS.items():
         for ours, theirs in zip(_grads(model), _grads(plain), strict=True):
             assert float(number(ours)) == pytest.approx(float(number(theirs)), rel=1e-5, abs=1e-7), name
+
+
+def _noise(shape: torch.Size) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(3))
 
 
 # Of gradients and their norms: gradients.
@@ -154,10 +183,11 @@ def test_attributes_of_a_gradient_are_questions_or_pieces(context: RankContext) 
     for name in ("T", "data", "mT", "real", *ASKED):
         getter = inspect.getattr_static(Tensor, name).__get__
         is_tensor = isinstance(getattr(piece, name), Tensor)
-        assert kind_of(getter) is (OpKind.ELEMENTWISE if is_tensor else OpKind.QUESTION), name
+        wanted = {"T": OpKind.VIEW, "mT": OpKind.VIEW, "ndim": OpKind.FORM, "shape": OpKind.FORM}
+        assert kind_of(getter) is wanted.get(name, OpKind.ELEMENTWISE if is_tensor else OpKind.QUESTION), name
         if is_tensor:
             assert type(getattr(grad, name)) is ShardedTensor, name
-        else:
+        elif name != "shape":
             assert getattr(grad, name) == getattr(piece, name), name
 
 
@@ -199,9 +229,9 @@ def test_projected_gradients_are_clipped_and_stepped_like_plain_ones(context: Ra
 
 
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
-    "a row": lambda g: g[0],
-    "some elements": lambda g: g.view(-1)[:3],
-    "rows overwritten": lambda g: g.__setitem__(slice(0, 1), 0.0),
+    "columns": lambda g: g[:, :3],
+    "every other element": lambda g: g.view(-1)[::2],
+    "columns overwritten": lambda g: g.__setitem__((slice(None), 0), 0.0),
     "sum along a dimension": lambda g: g.sum(-1),
     "norm along a dimension": lambda g: g.norm(dim=-1),
     "spectral norm": lambda g: torch.linalg.norm(g, 2),
@@ -219,8 +249,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "list": lambda g: g.tolist(),
     "stacked": lambda g: torch.stack([g, g]),
     "beside others": lambda g: torch.cat([g.flatten(), torch.zeros(3)]),
-    "a mask of rows": lambda g: g * torch.ones(16, 2)[:, :1],
-    "a mask of columns, in place": lambda g: g.mul_(torch.ones(16)),
+    "more dimensions": lambda g: g * torch.ones(1, 16, 16),
     "a whole mask, transposed": lambda g: g.T * torch.ones(16, 16),
 }
 

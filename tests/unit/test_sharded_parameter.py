@@ -17,7 +17,7 @@ from torch import nn
 from streamshard import Precision, ShardingError, StreamShard
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import SETTINGS, Call, assert_trains_like_plain, each_setting
+from tests.reference import SETTINGS, Call, assert_trains_like_plain, each_setting, piece_of
 
 FP32 = Precision(param_dtype=torch.float32)
 DIM = 8
@@ -56,6 +56,12 @@ PENALTIES: dict[str, Callable[[Any], torch.Tensor]] = {
         (_copies(model)[n].square() * (p - 1.0).square()).sum() for n, p in model.named_parameters()
     ),
     "dot": lambda model: sum(torch.dot(p.flatten(), p.detach().flatten()) for p in model.parameters()),
+    "by size": lambda model: sum(p.square().sum() / p.numel() + p.norm() / p.shape[0] for p in model.parameters()),
+    "of rows": lambda model: sum(p[len(p) // 2 :].norm() + p[-1].square().mean() for p in model.parameters()),
+    "of an element": lambda model: sum(p.flatten()[-1].abs().sum() for p in model.parameters()),
+    "of scaled rows": lambda model: sum((p * _rows(p)).square().sum() for p in model.parameters()),
+    "of views": lambda model: sum((p.view(-1) * p.data.reshape(p.numel())).abs().sum() for p in model.parameters()),
+    "of a transposed weight": lambda model: sum((p.T + 1.0).norm() for p in model.parameters() if p.ndim == 2),
     "of one weight": lambda model: model.layers[1].linear.weight.norm().log(),
     "of two weights": lambda model: model.layers[0].linear.weight.sum() * model.layers[2].linear.bias.norm(),
     "of alike weights": lambda model: (model.layers[0].linear.weight - model.layers[1].linear.weight).norm(),
@@ -86,6 +92,10 @@ def _logged(norm: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         assert norm.item() >= 0.0
     return norm
+
+
+def _rows(param: Any) -> torch.Tensor:
+    return torch.arange(param.shape[0]).view(-1, *[1] * (param.ndim - 1)).cos()
 
 
 def _first_of_vector(model: Any) -> torch.Tensor:
@@ -128,7 +138,7 @@ def test_computing_with_a_piece_as_if_it_were_the_weight_names_the_parameter(con
         "0.norm.weight": lambda: x * norm.weight,
         "norm.bias": lambda: torch.where(x > 0, x, norm.bias),
         "0.table.weight": lambda: torch.linalg.svd(table.weight),
-        "'0.table.weight'": lambda: table.weight.data.copy_(torch.zeros(DIM, 1)),
+        "'0.table.weight'": lambda: table.weight.data.copy_(torch.zeros(DIM, 3)),
         "'0.table.weight' ": lambda: torch.zeros(DIM, DIM).copy_(table.weight),
         "'0.norm.weight'": lambda: nn.Parameter(norm.weight),
     }
@@ -263,6 +273,8 @@ def test_what_is_whole_is_cut_for_pieces(context: RankContext) -> None:
                 param.grad.mul_(torch.rand(shape) > 0.5)
                 param.grad -= torch.dot(param.grad.flatten(), param.flatten()) * torch.full(shape, 0.01)
                 param.lerp_(torch.ones(shape), 0.1)
+                torch._foreach_mul_([param], [torch.rand(shape)])
+                param.copy_(torch._foreach_add([param, param], [torch.rand(shape), param])[0])
                 param.clamp_(max=torch.rand(shape))
                 assert not torch.allclose(param, torch.zeros(shape))
         optimizer.step()
@@ -305,6 +317,8 @@ def test_random_numbers_are_those_of_the_whole(context: RankContext) -> None:
             nn.init.trunc_normal_(each[0].linear.bias)
         nn.init.uniform_(each[1].norm.weight)
         nn.init.kaiming_uniform_(each[1].linear.weight)
+        nn.init.xavier_normal_(each[1].table.weight)
+        nn.init.orthogonal_(each[0].table.weight)
         for param in each.parameters():
             param.grad.add_(param.detach())
     wanted = {name: param.detach() for name, param in plain.named_parameters()}
@@ -330,9 +344,13 @@ def test_what_would_be_of_one_piece_raises(context: RankContext) -> None:
         "sum of columns": lambda: weight.sum(0),
         "median": lambda: weight.median(),
         "histogram": lambda: torch.histc(weight.detach()),
-        "a row": lambda: weight[0],
-        "an element": lambda: bias[0],
-        "writing a row": lambda: weight.data.__setitem__(0, 0.0),
+        "columns": lambda: weight[:, :3],
+        "every other row": lambda: weight[::2],
+        "rows by numbers": lambda: weight[torch.tensor([2, 1])],
+        "rows by a mask": lambda: weight[torch.arange(DIM) > 3],
+        "writing a column": lambda: weight.data.__setitem__((slice(None), 0), 0.0),
+        "writing to what is whole": lambda: torch.zeros(DIM, DIM).add_(weight.detach()),
+        "rows of others' elements": lambda: weight[2] * other[2],
         "numpy": lambda: weight.detach().numpy(),
         "a list": lambda: weight.tolist(),
         "a number": lambda: weight.item(),
@@ -341,8 +359,10 @@ def test_what_would_be_of_one_piece_raises(context: RankContext) -> None:
         "written over with others'": lambda: weight.data.copy_(other),
         "in a stack": lambda: torch.stack([weight, weight]),
         "rows of a norm": lambda: torch.renorm(weight.detach(), 2, 0, 0.5),
-        "xavier": lambda: nn.init.xavier_uniform_(weight),
-        "orthogonal": lambda: nn.init.orthogonal_(weight),
+        "eye": lambda: nn.init.eye_(weight),
+        "noise of its values": lambda: torch.bernoulli(weight.detach().abs()),
+        "dropout": lambda: F.dropout(weight),
+        "size of what a mask selects": lambda: weight[weight > 0].numel(),
         "saved": lambda: torch.save(weight.detach().clone(), io.BytesIO()),
         "saved whole": lambda: torch.save(weight, io.BytesIO()),
         "saved by safetensors": lambda: save(named),
@@ -352,9 +372,39 @@ def test_what_would_be_of_one_piece_raises(context: RankContext) -> None:
     for name, use in refused.items():
         with pytest.raises(ShardingError) as raised:
             use()
+            pytest.fail(name)
         assert "linear" in str(raised.value) or "saved" in name, (name, raised.value)
     after = model.full_state_dict(rank0_only=False)
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+class Narrow(nn.Module):
+    """Among four ranks two have pieces that are as long as a row, and parts of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(2 * DIM))
+        self.rows = nn.Parameter(torch.randn(3, 4 * DIM))
+        self.last = nn.Parameter(torch.randn(2 * DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.rows.sum() + self.bias.sum() + self.last.sum()
+
+
+@on_ranks(2, 4)
+def test_a_row_as_long_as_a_piece_is_not_taken_for_one(context: RankContext) -> None:
+    """Both are put together with pieces: moments of pieces' shapes, and rows that every rank has."""
+    model, plain = StreamShard(nn.Sequential(Narrow(), Narrow()), precision=FP32), nn.Sequential(Narrow(), Narrow())
+    plain.load_state_dict(model.full_state_dict(rank0_only=False))
+    row, mine = torch.arange(4.0 * DIM)[None], model.local_ranges()["0.rows"]
+    ours, wanted = model[0].rows, (plain[0].rows * row).flatten()[mine.start : mine.stop]
+    if (context.world_size, context.rank) in ((4, 1), (4, 2)):
+        assert mine.start % (4 * DIM) and piece_of(ours).shape == row.shape
+        with pytest.raises(ShardingError, match=r"0\.rows"):
+            ours * row
+    else:
+        assert torch.equal(piece_of(ours * row).flatten(), wanted)
+        assert torch.equal(piece_of(ours + piece_of(ours).clone()), 2.0 * piece_of(ours))
 
 
 @on_ranks(2)
@@ -418,8 +468,95 @@ def test_parameters_are_pieces_behind_a_step_that_failed(context: RankContext) -
     with pytest.raises(ValueError, match="out of luck"):
         Failing(listed, lr=0.1).step()
     assert nn.Parameter in map(type, listed)
+    with pytest.raises(ShardingError, match="holds one rank.s pieces"):
+        torch.save(model.state_dict()["0.linear.weight"].clone(), io.BytesIO())
+    with pytest.raises(ValueError, match="out of luck"):
+        Failing(listed, lr=0.1).step()
     model(x).sum().backward()
     assert nn.Parameter not in map(type, listed)
+
+
+def _sizes(param: Any) -> tuple[Any, ...]:
+    flat = param.flatten()
+    questions = (param.shape, param.size(), param.size(0), param.numel(), param.nelement(), len(param), param.dim())
+    rest = (param.ndim, param.stride(), param.nbytes, param.data.shape, param.detach()[0].shape, flat[2:].numel())
+    return (*questions, *rest, *nn.init._calculate_fan_in_and_fan_out(param)) if param.ndim > 1 else (*questions, *rest)
+
+
+@on_ranks(2, 3)
+def test_sizes_are_those_of_the_whole(context: RankContext) -> None:
+    """Of weights, gradients, those that wait, and what has been computed from them, on every rank."""
+    model, plain = sharded(), nn.Sequential(Layer(), Layer())
+    wanted = [_sizes(param) for param in plain.parameters()]
+    x = torch.randn(4, DIM)
+    model(x).sum().backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        params = list(model.parameters())
+        assert [_sizes(param) for param in params] == wanted
+        assert [_sizes(param.grad) for param in params] == wanted
+        assert [_sizes(2.0 * param.detach()) for param in params] == wanted
+        assert [_sizes(copy.deepcopy(param.grad)) for param in params] == wanted
+        optimizer.step()
+    with model.no_sync():
+        model(x).sum().backward()
+        assert [param.grad.shape for param in model.parameters()] == [param.shape for param in plain.parameters()]
+    assert nn.utils.parameters_to_vector(model.parameters()).numel() == sum(p.numel() for p in plain.parameters())
+    decayed = {name for name, param in model.named_parameters() if param.dim() > 1 and param.shape[0] == DIM}
+    assert decayed == {name for name, param in plain.named_parameters() if param.dim() > 1}
+
+
+@on_ranks(2)
+def test_gradients_that_wait_have_the_sizes_of_the_whole(context: RankContext) -> None:
+    """Those that stay in their slots."""
+    torch.manual_seed(0)
+    model = StreamShard(nn.Sequential(Layer(), Layer()), precision=FP32, grad_slots="all")
+    with model.no_sync():
+        model(torch.randn(4, DIM)).sum().backward()
+    for param in model.parameters():
+        assert param.grad.shape == param.shape and param.grad.numel() == param.numel()
+
+
+@on_ranks(2)
+def test_whole_gradients_are_cut_where_they_are_put(context: RankContext) -> None:
+    """The very tensor, unless it is a part of a buffer, which would be one no longer."""
+    model = sharded()
+    weight = model[0].linear.weight
+    whole = torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(4))
+    kept = whole.clone()
+    weight.grad = kept
+    kept.mul_(2.0)
+    assert weight.grad is kept and kept.shape == (DIM, DIM)
+    assert float(weight.grad.norm()) == pytest.approx(float(2.0 * whole.norm()))
+    for part in (torch.zeros(2, DIM, DIM)[0], torch.zeros(DIM * DIM).view(DIM, DIM)):
+        with pytest.raises(ShardingError, match=r"gradient of '0\.linear\.weight' was set to a part of a buffer"):
+            weight.grad = part
+    assert weight.grad is kept
+
+
+@on_ranks(2)
+def test_what_is_written_by_place_is_written_where_it_is(context: RankContext) -> None:
+    """Rows, slices, elements, masks; of weights, and of vectors put together of several."""
+    model, plain = sharded(), nn.Sequential(Layer(), Layer())
+    plain.load_state_dict(model.full_state_dict(rank0_only=False))
+    for each in (model, plain):
+        weight, bias, table = each[0].linear.weight, each[0].linear.bias, each[1].table.weight
+        with torch.no_grad():
+            weight[3] = 0.5
+            weight[5:7] *= 2.0
+            weight.data[0, 2] = -1.0
+            bias[1:3].fill_(0.25)
+            bias.data[-1] += 3.0
+            table[:4] = torch.arange(4.0 * DIM).view(4, DIM)
+            table[table < 0] = 0.125
+            table[torch.eye(DIM) > 0] = 7.0
+            for row in each[1].linear.weight.split(2):
+                row.clamp_(-0.1, 0.1)
+            vector = nn.utils.parameters_to_vector(each.parameters())
+            nn.utils.vector_to_parameters(0.5 * vector, each.parameters())
+    wanted = {name: param.detach() for name, param in plain.named_parameters()}
+    for name, value in model.full_state_dict(rank0_only=False).items():
+        assert torch.equal(value, wanted[name]), name
 
 
 @on_ranks(1)
