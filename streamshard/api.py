@@ -58,12 +58,13 @@ class StreamShard(Uncopyable):
         module: the model, the same on every rank, on the CPU or one accelerator. From the CPU it moves to this rank's
             accelerator if there is one that the process group can serve, unless `mesh` is one of CPUs. Parameters and
             buffers on the meta device get room there, and are empty: `load_safetensors` or `init_weights` fills them.
-        units: what is gathered and reduced together: module classes, modules, names, a predicate ``(module)`` or
-            ``(name, module)``, or None: the repeated children of every ModuleList, ModuleDict or Sequential that holds
-            a twentieth of the weights (embeddings not counted) or a million parameters a child, and beside these
-            layers what is large, if its parameters are not tied: a transformers model's input and output embeddings,
-            and modules with half as many parameters as a layer. The rest forms the edge unit; warns if that is more
-            than a quarter of the weights.
+        units: what is gathered and reduced together: module classes or modules, or names of either
+            (``"LlamaDecoderLayer"``, ``"lm_head"``), one or several; a predicate ``(module)`` or ``(name, module)``; or
+            None: the repeated children of every ModuleList, ModuleDict or Sequential that holds a twentieth of the
+            weights (embeddings not counted) or a million parameters a child, and beside these layers what is large, if
+            its parameters are not tied: a transformers model's input and output embeddings, and modules with half as
+            many parameters as a layer. The rest forms the edge unit; warns if that is more than a quarter of the
+            weights.
         mesh: a 1-D DeviceMesh or a process group to shard over, or a 2-D DeviceMesh, replicate x shard: shards within
             the second axis, averages gradients over the first (hybrid sharding). None takes the default group, made
             from the launcher's environment if there is none.
