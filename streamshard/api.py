@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,18 @@ __all__ = [
     "load_optimizer_state_dict",
     "load_safetensors",
 ]
+
+
+class _Options:
+    """What ``inspect.signature`` and ``help`` say of `StreamShard`, and of it alone.
+
+    Its ``__new__`` takes whatever the user's classes take, which derive from it once their models are sharded.
+    """
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        if owner is not StreamShard:
+            raise AttributeError("__signature__")
+        return _SIGNATURE
 
 
 class StreamShard(Uncopyable):
@@ -96,16 +108,22 @@ class StreamShard(Uncopyable):
         ShardingError, UnitError, ConfigError, RankMismatchError: before anything is allocated or changed.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    __signature__ = _Options()
+
+    if TYPE_CHECKING:  # what editors and type checkers see; else this is nn.Module's
+
+        def __getattr__(self, name: str) -> Any:
+            """What the user's class has."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> StreamShard:
         if cls is StreamShard:
             try:
-                given = _SIGNATURE.bind(None, *args, **kwargs).arguments  # an error that knows what may be given
+                given = _SIGNATURE.bind(*args, **kwargs).arguments  # an error that knows what may be given
             except TypeError as error:
                 raise TypeError(f"StreamShard(): {error}") from None
-            del given["self"]
             with leave_inference_mode(), leave_meta_device():
-                return shard_model(StreamShard, **given)
-        return super().__new__(cls, *args, **kwargs)
+                return cast(StreamShard, shard_model(StreamShard, **given))
+        return cast(StreamShard, super().__new__(cls, *args, **kwargs))
 
     def __init__(
         self,
@@ -321,7 +339,7 @@ class _NotForDDP:
         )
 
 
-_SIGNATURE = inspect.signature(StreamShard.__init__)
+_SIGNATURE = inspect.Signature(list(inspect.signature(StreamShard.__init__).parameters.values())[1:])
 
 
 def export_safetensors(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import inspect
+import pydoc
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from streamshard import StreamShard
+from streamshard.config import Settings
 from streamshard.errors import StreamShardError
 from tests.models import NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
@@ -60,6 +63,25 @@ def test_forward_keeps_its_signature(context: RankContext) -> None:
     StreamShard(model, precision=FP32)
     assert inspect.signature(model.forward) == bound
     assert inspect.signature(type(model).forward) == unbound
+
+
+def test_streamshard_says_which_options_it_has() -> None:
+    """To help() and to editors that ask; with the defaults that count when an option is left out."""
+    parameters = inspect.signature(StreamShard).parameters
+    assert list(parameters)[:3] == ["module", "units", "mesh"]
+    defaults = {field.name: field.default for field in dataclasses.fields(Settings)} | {"precision": None}
+    options = list(parameters.values())[3:]
+    assert {option.name: option.default for option in options} == defaults
+    assert {option.kind for option in options} == {inspect.Parameter.KEYWORD_ONLY}
+    assert "weight_slots: 'SlotCount' = 2" in pydoc.plain(pydoc.render_doc(StreamShard)).split("Shard a model")[0]
+
+
+@on_ranks(1)
+def test_a_sharded_model_does_not_take_streamshards_options(context: RankContext) -> None:
+    """Neither it nor its class, though that derives from StreamShard."""
+    model = StreamShard(TinyLM(), precision=FP32)
+    for called in (model, type(model)):
+        assert "weight_slots" not in inspect.signature(called).parameters
 
 
 @on_ranks(1, 2)
