@@ -9,13 +9,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from streamshard.checkpoint.describe import describe, saved_at, shown_bytes, tensor_lines, total_bytes
-from streamshard.checkpoint.directory import checkpoints_in
-from streamshard.checkpoint.manifest import MANIFEST_NAME, Manifest, check_sizes, read_manifest
+from streamshard.checkpoint.describe import (
+    describe,
+    describe_weights,
+    saved_at,
+    shown_bytes,
+    stored_lines,
+    tensor_lines,
+    total_bytes,
+)
+from streamshard.checkpoint.directory import checkpoints_in, no_checkpoint
+from streamshard.checkpoint.foreign import holds_weights
+from streamshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
 from streamshard.checkpoint.offline import export_checkpoint
 from streamshard.checkpoint.piece_files import PieceFiles
+from streamshard.checkpoint.safetensors_file import SUMS_NAME
+from streamshard.checkpoint.stored_files import read_directory
 from streamshard.checkpoint.writer import Alone
 from streamshard.errors import CheckpointError, ConfigError, StreamShardError
+from streamshard.log import progress
 
 __all__ = ["main"]
 
@@ -35,7 +47,8 @@ examples:
 
 _INSPECT = """\
 Say what a checkpoint holds, and compare every byte of it with the checksums that were written with it. Of a directory
-of checkpoints, a line for each; "latest" is the one that load_checkpoint would take.
+of checkpoints, a line for each; "latest" is the one that load_checkpoint would take. An export, or another Hugging Face
+directory, is shown too, and verified if it has checksums (model.safetensors.sha256).
 
 Ends with 0 if all that was looked at is as it was written, else with 1."""
 
@@ -44,6 +57,7 @@ examples:
   streamshard inspect runs/llama
   streamshard inspect runs/llama/checkpoint-1000 --tensors
   streamshard inspect runs/llama/checkpoint-1000 --no-verify     only names and sizes of files are looked at
+  streamshard inspect llama-hf                                   an export
 """
 
 _EXPORT = """\
@@ -114,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=short, description=about, epilog=examples, formatter_class=_Formatter)
 
     inspect = command("inspect", "what is in a checkpoint, and is it sound", _INSPECT, _INSPECT_EXAMPLES)
-    inspect.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a directory of them")
+    inspect.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, a directory of them, or an export")
     inspect.add_argument("--tensors", action="store_true", help="list all tensors: name, dtype, shape")
     inspect.add_argument("--no-verify", action="store_true", help="do not read the files to verify them")
     inspect.set_defaults(run=_inspect)
@@ -153,12 +167,11 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 def _inspect(arguments: argparse.Namespace) -> None:
     root: Path = arguments.directory
     found = checkpoints_in(root)
-    if not found:
-        what = "holds no checkpoint" if root.is_dir() else "is no directory"
-        raise CheckpointError(
-            f"{root} {what}: wanted a directory with a {MANIFEST_NAME}, or one that holds such directories"
-        )
-    if found[0] == root:
+    if not found and holds_weights(root):
+        _inspect_weights(root, arguments)
+    elif not found:
+        raise no_checkpoint(root)
+    elif found[0] == root:
         _inspect_one(root, arguments)
     else:
         _inspect_several(found, verifies=not arguments.no_verify)
@@ -178,6 +191,26 @@ def _inspect_one(path: Path, arguments: argparse.Namespace) -> None:
     print(
         "not verified: files have the sizes they should have" if arguments.no_verify else "verified: all is as written"
     )
+
+
+def _inspect_weights(root: Path, arguments: argparse.Namespace) -> None:
+    with read_directory(root) as stored:
+        print(f"{root} is a Hugging Face directory")
+        for line in describe_weights(stored):
+            print(f"  {line}")
+        if arguments.tensors:
+            print("tensors")
+            for line in stored_lines(stored):
+                print(f"  {line}")
+        sys.stdout.flush()
+        if stored.sums and not arguments.no_verify:
+            with progress(f"verifying {root.name}", sum(stored.sizes_bytes), shows=True) as advance:
+                stored.verify(0, 1, advance)
+            stored.check_unchanged()
+            print("verified: all is as written")
+        else:
+            why = "" if arguments.no_verify else f"there are no checksums ({SUMS_NAME}); "
+            print(f"not verified: {why}files have the sizes they should have")
 
 
 def _inspect_several(paths: Sequence[Path], *, verifies: bool) -> None:
