@@ -28,6 +28,7 @@ from streamshard.full import clip_grads, gather_state_dict, summon
 from streamshard.initialise import compute_buffers, initialise
 from streamshard.inspect.hashes import compare_weights
 from streamshard.inspect.memory import MemoryReport, report_memory
+from streamshard.inspect.summary import summarise
 from streamshard.join import UnevenHook, UnevenInputs
 from streamshard.optim.wrapper import engine_of_both
 from streamshard.plan.discovery import UnitsArgument
@@ -295,6 +296,13 @@ class StreamShard(Uncopyable):
         """Bytes the engine holds on this rank by category, beside the formula. Printable."""
         engine = engine_of(self)
         return report_memory(engine)
+
+    def __repr__(self) -> str:
+        # As extra_repr() would have it, which is the user's own.
+        lines = super().__repr__().split("\n")
+        if (handle := handle_of(self)) is not None:
+            lines[1:1] = [f"  {line}" for line in summarise(handle.engine, self)]
+        return "\n".join(lines)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module. After an exception in backward this puts the sharded parameters back first."""

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import StreamShard
+from streamshard import Precision, StreamShard
 from streamshard.config import Settings
 from streamshard.errors import StreamShardError
 from tests.models import NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
@@ -272,10 +273,43 @@ def test_casting_a_sharded_model_raises_or_changes_nothing(context: RankContext,
 
 @on_ranks(2)
 def test_printing_the_model_works(context: RankContext) -> None:
-    """`repr` shows the modules under their own names."""
-    text = repr(StreamShard(TinyLM(), precision=FP32))
-    assert text.startswith("TinyLM(")
-    assert "(embedding): Embedding(" in text
+    """`repr` shows what it showed, and after the model's name how it is sharded."""
+    plain = repr(TinyLM()).splitlines()
+    settings = {"units": ["Block", "head"], "weight_slots": 3, "precision": Precision(grad_dtype=torch.bfloat16)}
+    lines = repr(StreamShard(TinyLM(), **settings)).splitlines()
+    assert lines[:3] == [
+        "TinyLM(",
+        "  StreamShard: 10,592 numbers over 2 ranks; units: 4 x Block, Linear and the edge unit",
+        "  weight_slots=3, grad_slots=2; computes in bfloat16, gradients in bfloat16, summed in float32",
+    ]
+    assert lines[:1] + lines[3:] == plain
+
+
+class Terse(Stack):
+    """With words of its own."""
+
+    def __repr__(self) -> str:
+        return "terse"
+
+
+@on_ranks(1)
+def test_what_a_model_says_of_itself_stays(context: RankContext) -> None:
+    """In one line; how it is sharded follows."""
+    lines = repr(StreamShard(Terse(), precision=FP32, memory_budget="1GB")).splitlines()
+    assert lines[0] == "terse"
+    assert lines[1].startswith("  StreamShard: ")
+    assert " over 1 rank; units: " in lines[1]
+    assert (
+        lines[2]
+        == "  weight_slots='all', grad_slots='all'; computes in float32, gradients in float32, summed in float32"
+    )
+
+
+@on_ranks(4)
+def test_printing_counts_replicas(context: RankContext) -> None:
+    """Beside the ranks of each."""
+    model = StreamShard(Stack(), mesh=init_device_mesh("cpu", (2, 2)), precision=FP32)
+    assert "over 2 ranks in each of 2 replicas; units: " in repr(model)
 
 
 @on_ranks(1, 2)
