@@ -358,12 +358,23 @@ def test_help_has_examples_that_are_accepted(capsys: pytest.CaptureFixture[str])
         with pytest.raises(SystemExit) as left:
             main([*command, "--help"])
         assert left.value.code == 0
-        examples = capsys.readouterr().out.split("examples:\n")[1].splitlines()
+        examples = capsys.readouterr().out.split("examples:\n")[1].split("\n\n")[0].splitlines()
         for example in filter(None, examples):
-            words = example.strip().split("   ")[0].split()
+            words = example.strip().split("  ")[0].split()
             assert words[0] == "streamshard"
             assert main(words[1:]) == 1  # there is no such checkpoint
             capsys.readouterr()
+
+
+@pytest.mark.parametrize("command", [[], ["inspect"], ["export"], ["convert"]])
+def test_help_fits_a_terminal(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 80 columns; argparse wraps the options, the texts are as they are written."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 def test_it_is_a_program(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
