@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from streamshard.full import clip_grads, gather_state_dict, summon
 from streamshard.initialise import compute_buffers, initialise
 from streamshard.inspect.hashes import compare_weights
 from streamshard.inspect.memory import MemoryReport, report_memory
+from streamshard.inspect.summary import summarise
 from streamshard.join import UnevenHook, UnevenInputs
 from streamshard.optim.wrapper import engine_of_both
 from streamshard.plan.discovery import UnitsArgument
@@ -44,6 +45,18 @@ __all__ = [
 ]
 
 
+class _Options:
+    """What ``inspect.signature`` and ``help`` say of `StreamShard`, and of it alone.
+
+    Its ``__new__`` takes whatever the user's classes take, which derive from it once their models are sharded.
+    """
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        if owner is not StreamShard:
+            raise AttributeError("__signature__")
+        return _SIGNATURE
+
+
 class StreamShard(Uncopyable):
     """Shard a model in place and stream its layers through two buffers. Returns the same object.
 
@@ -58,12 +71,13 @@ class StreamShard(Uncopyable):
         module: the model, the same on every rank, on the CPU or one accelerator. From the CPU it moves to this rank's
             accelerator if there is one that the process group can serve, unless `mesh` is one of CPUs. Parameters and
             buffers on the meta device get room there, and are empty: `load_safetensors` or `init_weights` fills them.
-        units: what is gathered and reduced together: module classes, modules, names, a predicate ``(module)`` or
-            ``(name, module)``, or None: the repeated children of every ModuleList, ModuleDict or Sequential that holds
-            a twentieth of the weights (embeddings not counted) or a million parameters a child, and beside these
-            layers what is large, if its parameters are not tied: a transformers model's input and output embeddings,
-            and modules with half as many parameters as a layer. The rest forms the edge unit; warns if that is more
-            than a quarter of the weights.
+        units: what is gathered and reduced together: module classes or modules, or names of either
+            (``"LlamaDecoderLayer"``, ``"lm_head"``), one or several; a predicate ``(module)`` or ``(name, module)``; or
+            None: the repeated children of every ModuleList, ModuleDict or Sequential that holds a twentieth of the
+            weights (embeddings not counted) or a million parameters a child, and beside these layers what is large, if
+            its parameters are not tied: a transformers model's input and output embeddings, and modules with half as
+            many parameters as a layer. The rest forms the edge unit; warns if that is more than a quarter of the
+            weights.
         mesh: a 1-D DeviceMesh or a process group to shard over, or a 2-D DeviceMesh, replicate x shard: shards within
             the second axis, averages gradients over the first (hybrid sharding). None takes the default group, made
             from the launcher's environment if there is none.
@@ -95,16 +109,22 @@ class StreamShard(Uncopyable):
         ShardingError, UnitError, ConfigError, RankMismatchError: before anything is allocated or changed.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    __signature__ = _Options()
+
+    if TYPE_CHECKING:  # what editors and type checkers see; else this is nn.Module's
+
+        def __getattr__(self, name: str) -> Any:
+            """What the user's class has."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> StreamShard:
         if cls is StreamShard:
             try:
-                given = _SIGNATURE.bind(None, *args, **kwargs).arguments  # an error that knows what may be given
+                given = _SIGNATURE.bind(*args, **kwargs).arguments  # an error that knows what may be given
             except TypeError as error:
                 raise TypeError(f"StreamShard(): {error}") from None
-            del given["self"]
             with leave_inference_mode(), leave_meta_device():
-                return shard_model(StreamShard, **given)
-        return super().__new__(cls, *args, **kwargs)
+                return cast(StreamShard, shard_model(StreamShard, **given))
+        return cast(StreamShard, super().__new__(cls, *args, **kwargs))
 
     def __init__(
         self,
@@ -277,6 +297,13 @@ class StreamShard(Uncopyable):
         engine = engine_of(self)
         return report_memory(engine)
 
+    def __repr__(self) -> str:
+        # As extra_repr() would have it, which is the user's own.
+        lines = super().__repr__().split("\n")
+        if (handle := handle_of(self)) is not None:
+            lines[1:1] = [f"  {line}" for line in summarise(handle.engine, self)]
+        return "\n".join(lines)
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module. After an exception in backward this puts the sharded parameters back first."""
         handle = handle_of(self)
@@ -320,7 +347,7 @@ class _NotForDDP:
         )
 
 
-_SIGNATURE = inspect.signature(StreamShard.__init__)
+_SIGNATURE = inspect.Signature(list(inspect.signature(StreamShard.__init__).parameters.values())[1:])
 
 
 def export_safetensors(

@@ -9,75 +9,108 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from streamshard.checkpoint.describe import describe, saved_at, shown_bytes, tensor_lines, total_bytes
-from streamshard.checkpoint.directory import checkpoints_in
-from streamshard.checkpoint.manifest import MANIFEST_NAME, Manifest, check_sizes, read_manifest
+from streamshard.checkpoint.describe import (
+    describe,
+    describe_weights,
+    saved_at,
+    shown_bytes,
+    stored_lines,
+    tensor_lines,
+    total_bytes,
+)
+from streamshard.checkpoint.directory import checkpoints_in, no_checkpoint
+from streamshard.checkpoint.foreign import holds_weights
+from streamshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
 from streamshard.checkpoint.offline import export_checkpoint
 from streamshard.checkpoint.piece_files import PieceFiles
+from streamshard.checkpoint.safetensors_file import SUMS_NAME
+from streamshard.checkpoint.stored_files import read_directory
 from streamshard.checkpoint.writer import Alone
 from streamshard.errors import CheckpointError, ConfigError, StreamShardError
+from streamshard.log import progress
 
 __all__ = ["main"]
 
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 
+# Lines of 80 characters at most, as terminals have them.
+
 _ABOUT = """\
-Look at checkpoints made by streamshard.save_checkpoint, and turn them into something else. No GPU, no process group and
-no model code is needed."""
+Look at checkpoints, export their weights for Hugging Face, convert them from
+and to FSDP2's. No GPU, no process group and no model code is needed.
+
+A checkpoint is what streamshard.save_checkpoint("runs/llama", ...) writes, and
+accelerator.save_state of StreamShardAccelerator: a directory such as
+runs/llama/checkpoint-1000. Of runs/llama, export and convert take the latest."""
 
 _EXAMPLES = """\
 examples:
-  streamshard inspect runs/llama                         which checkpoints there are, and whether they are sound
-  streamshard inspect runs/llama/checkpoint-1000         what is in one
-  streamshard export runs/llama llama-hf                 the latest one's weights, for from_pretrained
-  streamshard convert runs/llama llama-dcp --to dcp      weights and optimizer, for FSDP2
+  streamshard inspect runs/llama                     which checkpoints there are
+  streamshard inspect runs/llama/checkpoint-1000     what is in one
+  streamshard export runs/llama llama-hf             for from_pretrained
+  streamshard convert runs/llama llama-dcp --to dcp  for FSDP2: dcp.load
+
+streamshard COMMAND --help has the options of each. Exit codes: 0 all is well,
+1 an error (one line on standard error), 2 arguments that cannot work.
 """
 
 _INSPECT = """\
-Say what a checkpoint holds, and compare every byte of it with the checksums that were written with it. Of a directory
-of checkpoints, a line for each; "latest" is the one that load_checkpoint would take.
+Say what a checkpoint holds, and compare every byte of it with the checksums
+that were written with it. Of a directory of checkpoints, a line for each;
+"latest" is the one that load_checkpoint would take. An export, or another
+Hugging Face directory, is shown too, and verified if checksums are beside it
+(model.safetensors.sha256).
 
 Ends with 0 if all that was looked at is as it was written, else with 1."""
 
 _INSPECT_EXAMPLES = """\
 examples:
-  streamshard inspect runs/llama
+  streamshard inspect runs/llama                                 all of them
   streamshard inspect runs/llama/checkpoint-1000 --tensors
-  streamshard inspect runs/llama/checkpoint-1000 --no-verify     only names and sizes of files are looked at
+  streamshard inspect runs/llama/checkpoint-1000 --no-verify     quick
+  streamshard inspect llama-hf                                   an export
 """
 
 _EXPORT = """\
-Write a model's weights as a Hugging Face directory: safetensors files, which are, byte for byte, what
-export_safetensors would have written during the run, and the config if it is a model of transformers.
-The checkpoint is verified first. Memory: a few MB, whatever the model's size."""
+Write a model's weights as a Hugging Face directory: safetensors files, and the
+config if it is a model of transformers. They are, byte for byte, what
+export_safetensors would have written when the checkpoint was saved;
+from_pretrained("OUT") and load_safetensors(model, "OUT") read them.
+The checkpoint is verified first. Memory: a few MB, however large the model."""
 
 _EXPORT_EXAMPLES = """\
 examples:
-  streamshard export runs/llama llama-hf                                the latest checkpoint
+  streamshard export runs/llama llama-hf                     the latest one
   streamshard export runs/llama/checkpoint-1000 llama-hf --dtype bfloat16
-  streamshard export runs/ppo policy-hf --model policy                  of save_checkpoint(..., {"policy": ..., ...})
+  streamshard export runs/ppo policy-hf --model policy       one of several
 """
 
 
 _CONVERT = """\
-Turn a checkpoint into a directory of torch.distributed.checkpoint (DCP), or such a directory into a checkpoint: with
-weights and the optimizer's state, as FSDP2's get_state_dict and set_state_dict have them, so that training goes on
-there, or here. Schedulers and other state are left out. Memory: one tensor at a time, of which --from dcp takes several
-copies (torch's reader makes them).
+Turn a checkpoint into one of FSDP2's, a directory of
+torch.distributed.checkpoint (DCP), or such a directory into a checkpoint.
+Weights and the optimizer's state are converted, so that training goes on there,
+or here; schedulers, random states and whatever else there is are left out.
 
-  --to dcp          OUT is what dcp.save({"model": ..., "optimizer": ...}) would write; dcp.load reads it
-  --to accelerate   as Accelerate has it: OUT/pytorch_model_fsdp_0 (for accelerate merge-weights), OUT/optimizer_0
-  --from dcp        DIR is either of these; OUT is a directory of checkpoints and gains one
+  --to dcp          OUT is what dcp.save({"model": ..., "optimizer": ...}) would
+                    write with what FSDP2's get_state_dict gives; dcp.load and
+                    set_state_dict read it
+  --to accelerate   as Accelerate has it: OUT/pytorch_model_fsdp_0, which
+                    accelerate merge-weights reads, and OUT/optimizer_0
+  --from dcp        DIR is either of these; OUT is a directory of checkpoints
+                    and gains one, for load_checkpoint("OUT", model, optimizer)
 
-A DCP directory holds pickles, which can run code when they are read. Here they are read by unpicklers that know data
-only and refuse the rest; what torch.load and dcp.load would do with the same files is another matter."""
+Memory: one tensor at a time, of which --from dcp takes several copies.
+
+DCP directories hold pickles, with which whoever made them can run code on the
+machine that reads them. --from dcp reads plain data only and refuses the rest."""
 
 _CONVERT_EXAMPLES = """\
 examples:
-  streamshard convert runs/llama llama-dcp --to dcp                         the latest checkpoint
+  streamshard convert runs/llama llama-dcp --to dcp          the latest one
   streamshard convert runs/llama/checkpoint-1000 llama-acc --to accelerate
   streamshard convert fsdp2-run/step-1000 runs/llama --from dcp --step 1000
-  streamshard convert other-run runs/llama --from dcp --model-key app.model --optimizer-key app.optim
+  streamshard convert app-run runs/llama --from dcp --model-key app.model
 """
 
 
@@ -113,34 +146,51 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, short: str, about: str, examples: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=short, description=about, epilog=examples, formatter_class=_Formatter)
 
-    inspect = command("inspect", "what is in a checkpoint, and is it sound", _INSPECT, _INSPECT_EXAMPLES)
-    inspect.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a directory of them")
+    inspect = command(
+        "inspect", "what is in a checkpoint, and whether it is as it was written", _INSPECT, _INSPECT_EXAMPLES
+    )
+    inspect.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, a directory of them, or an export")
     inspect.add_argument("--tensors", action="store_true", help="list all tensors: name, dtype, shape")
-    inspect.add_argument("--no-verify", action="store_true", help="do not read the files to verify them")
+    inspect.add_argument(
+        "--no-verify", action="store_true", help="look at the sizes of files only, not at what is in them"
+    )
     inspect.set_defaults(run=_inspect)
 
-    export = command("export", "a model's weights as a Hugging Face directory", _EXPORT, _EXPORT_EXAMPLES)
-    export.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a directory of them (the latest)")
+    export = command("export", "a checkpoint's weights as a Hugging Face directory", _EXPORT, _EXPORT_EXAMPLES)
+    export.add_argument(
+        "directory", metavar="DIR", type=Path, help="a checkpoint, or a directory of them, whose latest is taken"
+    )
     export.add_argument("out", metavar="OUT", type=Path, help="where to; an earlier export there is replaced")
-    export.add_argument("--model", metavar="NAME", help="which model, if several were saved")
-    export.add_argument("--dtype", help="convert floating-point weights, to bfloat16 for example")
-    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file (default: %(default)s)")
+    export.add_argument("--model", metavar="NAME", help="which one, if several were saved; inspect has their names")
+    export.add_argument("--dtype", help="of floating-point weights, such as bfloat16 (default: as before sharding)")
+    export.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        default="5GB",
+        help="split files above, such as 500MB (default: %(default)s)",
+    )
     export.set_defaults(run=_export)
 
-    convert = command("convert", "from and to FSDP2's checkpoints (DCP)", _CONVERT, _CONVERT_EXAMPLES)
-    convert.add_argument("directory", metavar="DIR", type=Path, help="what is converted")
-    convert.add_argument("out", metavar="OUT", type=Path, help="where to; with --to, a new or empty directory")
+    convert = command("convert", "a checkpoint into one of FSDP2's (DCP), or back", _CONVERT, _CONVERT_EXAMPLES)
+    convert.add_argument("directory", metavar="DIR", type=Path, help="what is read: see --to and --from")
+    convert.add_argument("out", metavar="OUT", type=Path, help="what is written; with --to, a new or empty directory")
     way = convert.add_mutually_exclusive_group(required=True)
-    way.add_argument("--to", choices=("dcp", "accelerate"), help="DIR is a checkpoint, or a directory of them")
-    way.add_argument("--from", choices=("dcp",), dest="source", help="DIR is a DCP directory")
-    convert.add_argument("--step", type=int, metavar="N", help="with --from: the new checkpoint's number")
+    way.add_argument(
+        "--to", choices=("dcp", "accelerate"), help="DIR is a checkpoint, or a directory of them, whose latest is taken"
+    )
+    way.add_argument(
+        "--from", choices=("dcp",), dest="source", help="DIR is one of FSDP2's, OUT a directory of checkpoints"
+    )
+    convert.add_argument(
+        "--step", type=int, metavar="N", help="with --from: the new checkpoint's number (default: the next)"
+    )
     convert.add_argument("--model-key", metavar="KEY", default="model", help=_KEY_OF.format("weights"))
     convert.add_argument("--optimizer-key", metavar="KEY", default="optimizer", help=_KEY_OF.format("the optimizer"))
     convert.set_defaults(run=_convert)
     return parser
 
 
-_KEY_OF = "with --from: what DCP's keys of {} begin with (default: %(default)s)"
+_KEY_OF = "with --from: what keys of {} begin with in DCP's files (default: %(default)s)"
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -153,12 +203,11 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 def _inspect(arguments: argparse.Namespace) -> None:
     root: Path = arguments.directory
     found = checkpoints_in(root)
-    if not found:
-        what = "holds no checkpoint" if root.is_dir() else "is no directory"
-        raise CheckpointError(
-            f"{root} {what}: wanted a directory with a {MANIFEST_NAME}, or one that holds such directories"
-        )
-    if found[0] == root:
+    if not found and holds_weights(root):
+        _inspect_weights(root, arguments)
+    elif not found:
+        raise no_checkpoint(root)
+    elif found[0] == root:
         _inspect_one(root, arguments)
     else:
         _inspect_several(found, verifies=not arguments.no_verify)
@@ -178,6 +227,26 @@ def _inspect_one(path: Path, arguments: argparse.Namespace) -> None:
     print(
         "not verified: files have the sizes they should have" if arguments.no_verify else "verified: all is as written"
     )
+
+
+def _inspect_weights(root: Path, arguments: argparse.Namespace) -> None:
+    with read_directory(root) as stored:
+        print(f"{root} is a Hugging Face directory")
+        for line in describe_weights(stored):
+            print(f"  {line}")
+        if arguments.tensors:
+            print("tensors")
+            for line in stored_lines(stored):
+                print(f"  {line}")
+        sys.stdout.flush()
+        if stored.sums and not arguments.no_verify:
+            with progress(f"verifying {root.name}", sum(stored.sizes_bytes), shows=True) as advance:
+                stored.verify(0, 1, advance)
+            stored.check_unchanged()
+            print("verified: all is as written")
+        else:
+            why = "" if arguments.no_verify else f"there are no checksums ({SUMS_NAME}); "
+            print(f"not verified: {why}files have the sizes they should have")
 
 
 def _inspect_several(paths: Sequence[Path], *, verifies: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def _flip(path: Path) -> None:
 @pytest.fixture(scope="module")
 def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two checkpoints of two ranks, 9 and 10."""
-    directory = tmp_path_factory.mktemp("saved")
+    directory = tmp_path_factory.mktemp("runs") / "saved"
     ranks(2).run(_save, directory, 9, 10)
     return directory
 
@@ -123,6 +124,55 @@ def test_inspect_finds_damage(ranks: RankPool, tmp_path: Path, capsys: pytest.Ca
     assert one.endswith("verified, latest")
     assert two.endswith("damaged")
     assert main(["inspect", "--no-verify", str(bad)]) == (0 if damage == "flip" else 1)
+
+
+# ------------------------------------------------------------------------------------------------ inspect an export
+
+
+@pytest.mark.parametrize("size", ["5GB", "3KB"])
+def test_inspect_of_an_export_shows_and_verifies_it(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str
+) -> None:
+    """One file or several; with --tensors each of them."""
+    assert main(["export", str(saved), str(tmp_path), "--max-shard-size", size]) == 0
+    files = sorted(tmp_path.glob("*.safetensors"))
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path), "--tensors"]) == 0
+    rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == [str(tmp_path), "is a Hugging Face directory"]
+    assert re.fullmatch(r"[\d,]+ numbers in \d+ tensors \(float32, .* kB, int64, 24 bytes\)", rows[1][1])
+    assert rows[2][1].endswith(" in 1 file" if size == "5GB" else f" in {len(files)} files")
+    assert ["embedding.weight", "float32  [48, 16]"] in [[name, " ".join(rest).strip()] for name, *rest in rows[4:-1]]
+    assert rows[-1] == ["verified:", "all is as written"]
+    _flip(files[-1])
+    assert main(["inspect", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert f"{files[-1]} is not what its checksum" in said.err
+    assert "verified" not in said.out
+    assert main(["inspect", str(tmp_path), "--no-verify"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "not verified: files have the sizes they should have"
+    (tmp_path / "model.safetensors.sha256").unlink()
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "not verified: there are no checksums (model.safetensors.sha256)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["inspect", "export"])
+def test_other_directories_are_told_by_their_kind(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """FSDP2's, with what to run; the checkpoints one directory further down."""
+    assert main(["convert", str(saved), str(tmp_path / "dcp"), "--to", "dcp"]) == 0
+    rest = [str(tmp_path / "out")] if command == "export" else []
+    for given, told in (
+        (tmp_path / "dcp", f"streamshard convert {tmp_path / 'dcp'} OUT --from dcp makes a checkpoint of it"),
+        (saved.parent, f"but {saved} in it does, the latest being {saved / 'checkpoint-10'}"),
+    ):
+        capsys.readouterr()
+        assert main([command, str(given), *rest]) == 1
+        said = capsys.readouterr().err
+        assert told in said
+        assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------------------------------------------ export
@@ -308,12 +358,23 @@ def test_help_has_examples_that_are_accepted(capsys: pytest.CaptureFixture[str])
         with pytest.raises(SystemExit) as left:
             main([*command, "--help"])
         assert left.value.code == 0
-        examples = capsys.readouterr().out.split("examples:\n")[1].splitlines()
+        examples = capsys.readouterr().out.split("examples:\n")[1].split("\n\n")[0].splitlines()
         for example in filter(None, examples):
-            words = example.strip().split("   ")[0].split()
+            words = example.strip().split("  ")[0].split()
             assert words[0] == "streamshard"
             assert main(words[1:]) == 1  # there is no such checkpoint
             capsys.readouterr()
+
+
+@pytest.mark.parametrize("command", [[], ["inspect"], ["export"], ["convert"]])
+def test_help_fits_a_terminal(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 80 columns; argparse wraps the options, the texts are as they are written."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 def test_it_is_a_program(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

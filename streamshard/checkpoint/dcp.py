@@ -27,8 +27,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from streamshard.checkpoint.collect import Collected
-from streamshard.checkpoint.dcp_files import MODEL_DIRECTORY, OPTIMIZER_DIRECTORY, Source
+from streamshard.checkpoint.dcp_files import Source
 from streamshard.checkpoint.directory import next_number
+from streamshard.checkpoint.foreign import MODEL_DIRECTORY, OPTIMIZER_DIRECTORY
 from streamshard.checkpoint.offline import Opened, open_checkpoint
 from streamshard.checkpoint.piece_file import Piece, bytes_of
 from streamshard.checkpoint.save_job import plan_job

@@ -17,17 +17,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from streamshard.checkpoint.foreign import METADATA_NAME, MODEL_DIRECTORY, OPTIMIZER_DIRECTORY
 from streamshard.errors import CheckpointError
 
-__all__ = ["MODEL_DIRECTORY", "OPTIMIZER_DIRECTORY", "Source"]
+__all__ = ["Source"]
 
-MODEL_DIRECTORY = "pytorch_model_fsdp"
-"""Of Accelerate's directory of a model, without its number."""
-
-OPTIMIZER_DIRECTORY = "optimizer"
-"""Of that of an optimizer."""
-
-_METADATA_NAME = ".metadata"
 _RECORDS = (*records.__all__, "_MEM_FORMAT_ENCODING")
 _PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
 _OTHERS = {
@@ -47,11 +41,11 @@ class Source:
 
     def __init__(self, root: Path) -> None:
         candidates = [root, root / f"{MODEL_DIRECTORY}_0", root / f"{OPTIMIZER_DIRECTORY}_0"]
-        found = [path for path in candidates if (path / _METADATA_NAME).is_file()]
+        found = [path for path in candidates if (path / METADATA_NAME).is_file()]
         if not found:
             raise CheckpointError(
                 f"{root} is no directory of torch.distributed.checkpoint: neither it nor {MODEL_DIRECTORY}_0 in it "
-                f"has a {_METADATA_NAME}"
+                f"has a {METADATA_NAME}"
             )
         self.readers = {key: reader for reader in map(_Reader, found) for key in reader.metadata.state_dict_metadata}
 
@@ -103,10 +97,10 @@ class _Reader(FileSystemReader):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         try:
-            with open(path / _METADATA_NAME, "rb") as file:
+            with open(path / METADATA_NAME, "rb") as file:
                 self.metadata: Metadata = _MetadataUnpickler(file).load()
         except Exception as error:  # unpicklers raise whatever they run into
-            raise CheckpointError(f"cannot read {path / _METADATA_NAME}: {error}") from error
+            raise CheckpointError(f"cannot read {path / METADATA_NAME}: {error}") from error
         self.set_up_storage_reader(self.metadata, is_coordinator=True)
 
     def read(self, key: str, target: Any) -> Any:

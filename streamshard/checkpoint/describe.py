@@ -1,15 +1,27 @@
-"""What a checkpoint holds, in words: lines for people, from its manifest alone."""
+"""What a checkpoint holds, in words: lines for people, from its manifest alone. And what an export does."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+import torch
 
 from streamshard.checkpoint.manifest import Manifest, TensorRecord
 from streamshard.checkpoint.offline import numel_of_params
+from streamshard.checkpoint.stored_files import StoredDirectory
 
-__all__ = ["describe", "saved_at", "shown_bytes", "tensor_lines", "total_bytes"]
+__all__ = [
+    "describe",
+    "describe_weights",
+    "saved_at",
+    "shown_bytes",
+    "stored_lines",
+    "tensor_lines",
+    "total_bytes",
+]
 
 _SHOWN_CHARACTERS = 72
 
@@ -34,6 +46,28 @@ def describe(manifest: Manifest) -> list[str]:
 def tensor_lines(manifest: Manifest) -> list[str]:
     """Name, dtype and shape of every tensor."""
     return _in_columns((name, record.dtype, str(list(record.shape))) for name, record in manifest.tensors.items())
+
+
+def describe_weights(stored: StoredDirectory) -> list[str]:
+    """What a Hugging Face directory holds, in two columns."""
+    numel = sum(math.prod(each.shape) for each in stored.tensors.values())
+    by_dtype: dict[str, int] = {}
+    for each in sorted(stored.tensors.values(), key=lambda tensor: tensor.n_bytes, reverse=True):
+        name = _dtype_name(each.dtype)
+        by_dtype[name] = by_dtype.get(name, 0) + each.n_bytes
+    files = {each.file.name for each in stored.tensors.values()}
+    return _in_columns(
+        [
+            ("weights", f"{numel:,} numbers in {_counted(len(stored.tensors), 'tensor')} ({_shown_kinds(by_dtype)})"),
+            ("size", f"{shown_bytes(sum(stored.sizes_bytes))} in {_counted(len(files), 'file')}"),
+        ]
+    )
+
+
+def stored_lines(stored: StoredDirectory) -> list[str]:
+    """Name, dtype and shape of every tensor of a Hugging Face directory."""
+    tensors = sorted(stored.tensors.items())
+    return _in_columns((name, _dtype_name(each.dtype), str(list(each.shape))) for name, each in tensors)
 
 
 def saved_at(manifest: Manifest) -> str:
@@ -121,7 +155,15 @@ def _kinds(tensors: Iterable[TensorRecord]) -> str:
     by_dtype: dict[str, int] = {}
     for record in tensors:
         by_dtype[record.dtype] = by_dtype.get(record.dtype, 0) + record.size_bytes
+    return _shown_kinds(by_dtype)
+
+
+def _shown_kinds(by_dtype: Mapping[str, int]) -> str:
     return ", ".join(f"{dtype}, {shown_bytes(size)}" for dtype, size in by_dtype.items())
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _counted(count: int, noun: str) -> str:

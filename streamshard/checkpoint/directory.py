@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+from streamshard.checkpoint.foreign import what_is
 from streamshard.checkpoint.manifest import MANIFEST_NAME, Manifest, check_sizes, read_manifest
 from streamshard.checkpoint.publish import PARTIAL, sync_directory
 from streamshard.config import parse_path
@@ -27,6 +28,7 @@ __all__ = [
     "find_checkpoint",
     "latest",
     "next_number",
+    "no_checkpoint",
     "publish_checkpoint",
     "remove_partial",
 ]
@@ -68,11 +70,26 @@ def find_checkpoint(directory: Path) -> Path:
         return directory
     found = latest(directory)
     if found is None:
-        what = "holds no whole checkpoint" if directory.is_dir() else "is no directory"
-        raise CheckpointError(
-            f"{directory} {what}: wanted a directory that save_checkpoint has written to, or a checkpoint in it"
-        )
+        raise no_checkpoint(directory)
     return found
+
+
+def no_checkpoint(directory: Path) -> CheckpointError:
+    """What to raise for a directory that holds no whole checkpoint: says what it, or one in it, is instead."""
+    wanted = "wanted a directory that save_checkpoint has written to, or a checkpoint in it"
+    if not directory.is_dir():
+        return CheckpointError(f"{directory} is no directory: {wanted}")
+    if told := what_is(directory):
+        return CheckpointError(told)
+    none = f"{directory} holds no whole checkpoint"
+    inside = [path for path in _children(directory) if path.is_dir() and os.access(path, os.R_OK | os.X_OK)]
+    inside.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    if below := [found for path in inside for found in _whole_ones(path)]:
+        newest = max(below, key=lambda found: found.age).path
+        return CheckpointError(f"{none}, but {newest.parent} in it does, the latest being {newest}")
+    if told := next(filter(None, map(what_is, inside)), None):
+        return CheckpointError(f"{none}; {told}")
+    return CheckpointError(f"{none}: {wanted}")
 
 
 def checkpoints_in(directory: Path) -> list[Path]:

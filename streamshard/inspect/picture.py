@@ -17,6 +17,12 @@ from streamshard.inspect.timeline import Kind, Mark, Span, Trace
 
 __all__ = ["draw"]
 
+# Pages show pictures about 800 pixels wide: 9 points on 8 inches are 12 pixels high there.
+_WIDTH_INCHES = 8.0
+_FONT_POINTS = 9.0
+_LEGEND_COLUMNS = 5
+_LEAST_LABELLED = 0.02  # of the time: as wide as a letter and a number
+
 _SLOT_COLORS = ("#3b76af", "#e8863a", "#5a9e5a", "#9467bd")
 _OWN_SLOT_COLOR = "#8a8a8a"
 _KIND_COLORS: dict[Kind, str] = {Kind.CAST: "#c9b458", Kind.OPTIMIZER: "#b5a7d6", Kind.FLAGS: "#d9d9d9"}
@@ -55,11 +61,21 @@ def draw(trace: Trace, title: str | None) -> Figure:
     axes = figure.add_subplot()
     height = _draw_rows(axes, trace)
     _draw_fences(axes, trace.marks)
-    figure.set_size_inches(15, 1.4 + 0.7 * height)
     handles = _legend(trace)
-    figure.legend(handles=handles, ncols=len(handles), fontsize=7.5, frameon=False, loc="outside lower center")
+    legend_rows = -(-len(handles) // _LEGEND_COLUMNS)
+    figure.set_size_inches(_WIDTH_INCHES, 0.9 + 0.22 * legend_rows + 0.5 * height)
+    figure.legend(
+        handles=handles,
+        ncols=_LEGEND_COLUMNS,
+        fontsize=_FONT_POINTS,
+        frameon=False,
+        loc="outside lower center",
+        handlelength=1.5,
+        columnspacing=1.2,
+        labelspacing=0.3,
+    )
     if title is not None:
-        axes.set_title(title, loc="left", fontsize=11)
+        axes.set_title(title, loc="left", fontsize=_FONT_POINTS + 1)
     return figure
 
 
@@ -79,9 +95,10 @@ def _draw_rows(axes: Axes, trace: Trace) -> float:
         for span in spans:
             _draw_span(axes, trace, span, lane, end_us)
     axes.set_yticks([sum(middles) / len(middles) for middles in labels.values()], list(labels))
+    axes.tick_params(labelsize=_FONT_POINTS)
     axes.set_ylim(top + 0.1, -0.1)
     axes.set_xlim(0.0, end_us / 1e3 * 1.005)
-    axes.set_xlabel("ms")
+    axes.set_xlabel("ms", fontsize=_FONT_POINTS)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(left=False)
@@ -121,14 +138,14 @@ def _draw_span(axes: Axes, trace: Trace, span: Span, lane: _Lane, end_us: float)
         alpha=0.7 if span.kind is Kind.FORWARD else 1.0,
     )
     letter = _LETTERS.get(span.kind)
-    if letter is not None and span.unit is not None and width_us > 0.012 * end_us:
+    if letter is not None and span.unit is not None and width_us > _LEAST_LABELLED * end_us:
         axes.text(
             (span.start_us + width_us / 2) / 1e3,
             lane.middle,
             f"{letter}{'e' if span.unit == EDGE else span.unit - 1}",
             ha="center",
             va="center",
-            fontsize=7,
+            fontsize=_FONT_POINTS - 1,
             color="white",
             zorder=5,
         )

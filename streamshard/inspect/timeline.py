@@ -153,4 +153,4 @@ class Trace:
             from streamshard.inspect.picture import draw
         except ImportError as error:
             raise ConfigError("save_picture needs matplotlib: pip install matplotlib") from error
-        draw(self, title).savefig(path, dpi=130)
+        draw(self, title).savefig(path, dpi=200)

@@ -378,9 +378,6 @@ def _uncompiled(model: nn.Module) -> nn.Module:
 def _with_environment(options: dict[str, Any]) -> dict[str, Any]:
     """`options`, and what they leave out as the environment says it."""
     found = read_environment(os.environ, switches=_OWN)
-    if "units" in found:
-        names = set(found["units"])
-        found["units"] = lambda name, module: name in names or type(module).__name__ in names
     if "memory_budget" in options:
         found = {name: value for name, value in found.items() if name not in ("weight_slots", "grad_slots")}
     elif "weight_slots" in options or "grad_slots" in options:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -97,40 +97,48 @@ def _select(root: nn.Module, units: UnitsArgument, names: dict[nn.Module, str]) 
     if callable(units) and not isinstance(units, nn.Module):
         return _selected_by(root, units)
     if units is not None and not isinstance(units, Iterable):
-        raise UnitError(f"units={units!r}: wanted module classes, modules, names, a predicate or None")
+        raise UnitError(f"units={units!r}: wanted module classes, modules, names of either, a predicate or None")
     by_name = {name: module for module, name in names.items()}
+    inside = [module for module in names if module is not root]
     found: list[nn.Module] = []
     for wanted in units or ():
         if isinstance(wanted, type):
-            matches = [m for m in names if m is not root and type(m) is wanted] or [
-                m for m in names if m is not root and isinstance(m, wanted)
-            ]
+            matches = _of_class(inside, wanted)
             if not matches:
                 raise UnitError(f"units names the class {wanted.__name__}, but the model has no module of that class")
             found.extend(matches)
         elif isinstance(wanted, str):
-            if wanted not in by_name:
+            matches = [by_name[wanted]] if wanted in by_name else _of_class(inside, wanted)
+            if not matches:
+                similar = _names_like(wanted, [*by_name, *dict.fromkeys(type(module).__name__ for module in inside)])
                 raise UnitError(
-                    f"units names {wanted!r}, but the model has no module of that name{_hint(wanted, by_name)}"
+                    f"units names {wanted!r}, but no module inside the model, nor the class of one, has that name"
+                    f"{similar}"
                 )
-            found.append(by_name[wanted])
+            found.extend(matches)
         elif isinstance(wanted, nn.Module):
             if wanted not in names:
                 raise UnitError(f"units holds a {type(wanted).__name__} that is not part of the model")
             found.append(wanted)
         else:
-            raise UnitError(f"units holds {wanted!r}: wanted module classes, modules or names")
+            raise UnitError(f"units holds {wanted!r}: wanted module classes, modules, or names of either")
     if not found:
         raise UnitError("units selects no module")
     return found
 
 
-def _hint(wanted: str, by_name: Mapping[str, nn.Module]) -> str:
-    """What may have been meant by a name that no module has."""
-    if any(type(module).__name__ == wanted for module in by_name.values()):
-        return f", only a class of it: units=[{wanted}] takes the class itself"
-    similar = difflib.get_close_matches(wanted, by_name, n=2)
-    return f"; like it are {' and '.join(map(repr, similar))}" if similar else "; model.named_modules() has the names"
+def _of_class(modules: Sequence[nn.Module], wanted: type | str) -> list[nn.Module]:
+    """Those whose class `wanted` is, or names; if there are none, those whose class derives from it."""
+    exact = [module for module in modules if wanted in (type(module), type(module).__name__)]
+    return exact or [
+        module for module in modules if any(wanted in (base, base.__name__) for base in type(module).__mro__)
+    ]
+
+
+def _names_like(wanted: str, names: Sequence[str]) -> str:
+    """What may have been meant by a name that is none of `names`."""
+    similar = difflib.get_close_matches(wanted, names, n=3)
+    return f"; like it are {', '.join(map(repr, similar))}" if similar else "; model.named_modules() has the names"
 
 
 def _selected_by(root: nn.Module, predicate: Callable[..., bool]) -> list[nn.Module]:

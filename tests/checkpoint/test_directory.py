@@ -73,6 +73,42 @@ def test_the_one_that_was_just_saved_stays(tmp_path: Path) -> None:
     assert _names(tmp_path) == {"checkpoint-1", "checkpoint-3"}
 
 
+FOREIGN = {
+    "of torch.distributed.checkpoint": (".metadata", "streamshard convert {} OUT --from dcp makes a checkpoint of it"),
+    "of accelerate and FSDP2": ("pytorch_model_fsdp_0/.metadata", "streamshard convert {} OUT --from dcp"),
+    "an export": ("model.safetensors", "Hugging Face directory.*load_safetensors read it, streamshard inspect {} "),
+    "a large export": ("model.safetensors.index.json", "Hugging Face directory.*streamshard inspect {} verifies it"),
+    "adapters": ("adapter_model.safetensors", "directory of PEFT's.*from_pretrained"),
+    "pickled weights": ("pytorch_model.bin", "pickled weights.*from_pretrained"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_is_no_checkpoint_is_told_by_its_files(tmp_path: Path, kind: str) -> None:
+    """And what to run, for the directory itself and for one that holds it."""
+    name, told = FOREIGN[kind]
+    own = tmp_path / "own"
+    (own / name).parent.mkdir(parents=True)
+    (own / name).write_bytes(b"")
+    expected = f"{own} is a.*{told.format(own)}"
+    with pytest.raises(CheckpointError, match=f"^{expected}"):
+        find_checkpoint(own)
+    with pytest.raises(CheckpointError, match=f"^{tmp_path} holds no whole checkpoint; {expected}"):
+        find_checkpoint(tmp_path)
+
+
+def test_checkpoints_one_directory_further_down_are_named(tmp_path: Path) -> None:
+    """The latest of all that are whole, rather than what else is there."""
+    _put(tmp_path / "first", 2, "2026-01-02")
+    _put(tmp_path / "first", 1, "2026-01-01")
+    _put(tmp_path / "second", 1, "2026-01-01")
+    (tmp_path / "third").mkdir()
+    (tmp_path / "third" / "model.safetensors").write_bytes(b"")
+    first = tmp_path / "first"
+    with pytest.raises(CheckpointError, match=f"but {first} in it does, the latest being {first / 'checkpoint-2'}$"):
+        find_checkpoint(tmp_path)
+
+
 def test_numbers_go_on_from_whatever_has_one(tmp_path: Path) -> None:
     """Also of what is no checkpoint, or not one yet."""
     assert next_number(tmp_path / "none") == 1

@@ -168,6 +168,20 @@ def test_the_picture_shows_both_rows_and_the_units(trace: Trace, tmp_path: Path,
             assert f"<!-- {words} -->" in text
 
 
+def test_the_picture_can_be_read_on_a_page(trace: Trace) -> None:
+    """All letters are ten pixels high at least, where it is shown 800 pixels wide."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.text import Text
+
+    from streamshard.inspect.picture import draw
+
+    figure = draw(trace, "one step")
+    pixels_per_point = 800 / figure.get_figwidth() / 72
+    sizes = {text.get_text(): text.get_fontsize() for text in figure.findobj(Text) if text.get_text()}
+    assert {"compute", "ms", "one step", "weight slot 1", "rule 5"} < set(sizes)
+    assert min(sizes.values()) * pixels_per_point >= 10
+
+
 def test_a_trace_of_nothing_can_be_saved(tmp_path: Path) -> None:
     """Such as one whose body did not run the model."""
     empty = Trace(rank=0, units=["the edge unit"], slots=[None])

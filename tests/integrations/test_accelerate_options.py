@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from streamshard import Precision, StreamShard, init_weights
 from streamshard.checkpoint.huggingface import is_transformers_model
 from streamshard.engine.handle import engine_of
-from streamshard.errors import ConfigError
+from streamshard.errors import ConfigError, UnitError
 from streamshard.integrations import accelerate_launch
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests.integrations.accelerating import Trained, launched, make_model, same, stock
@@ -45,6 +45,8 @@ def test_options_are_arguments_or_variables(context: RankContext) -> None:
         assert engine.precision == Precision(grad_dtype=torch.bfloat16)
         assert [unit.name for unit in engine.units[1:]] == ["blocks.0", "blocks.1", "blocks.2", "last"]
         assert engine.reductions.check is not None
+    with launched(context, STREAMSHARD_UNITS="Block,lost"), pytest.raises(UnitError, match=r"'lost'.*'last'"):
+        StreamShardAccelerator().prepare(make_model())
     with launched(context, STREAMSHARD_MEMORY_BUDGET="0.5"):
         model = StreamShardAccelerator(weight_slots=3).prepare(make_model())
         assert "weight_slots=3" in model.memory_report().slots

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from streamshard.errors import UnitError
 from streamshard.plan.discovery import find_groups
+from tests import families
 from tests.models import Layer
 from tests.units_scan import look_at
 
@@ -180,6 +183,47 @@ def test_units_that_are_given_warn_nobody() -> None:
     found, groups = find_groups(_rest(800), ["body.layers.0"])
     assert len(found) == 1
     assert len(groups) == 2
+
+
+def _named(model: nn.Module, *units: str) -> list[str]:
+    return [unit.name for unit in find_groups(model, units)[0]]
+
+
+def test_classes_can_be_named() -> None:
+    """As for FSDP's transformer_layer_cls_to_wrap: every module of a class of that name, beside modules by theirs."""
+    model = Parts(body=Parts(layers=nn.ModuleList(Layer() for _ in range(3))), head=nn.Linear(16, 4))
+    assert _named(model, "Layer") == _in("body.layers", 3)
+    assert _named(model, "head", "Layer") == [*_in("body.layers", 3), "head"]
+
+
+def test_a_class_that_is_named_stands_for_those_that_derive_from_it_if_it_has_no_modules_itself() -> None:
+    """As one that is given does."""
+
+    class Wide(Layer):
+        pass
+
+    assert _named(Parts(first=Wide(), second=Wide()), "Layer") == ["first", "second"]
+    assert _named(Parts(first=Wide(), second=Layer()), "Layer") == ["second"]
+
+
+def test_a_name_is_first_of_all_a_modules() -> None:
+    """Where both are there."""
+    assert _named(Parts(Linear=nn.LayerNorm(4), other=nn.Linear(4, 4)), "Linear") == ["Linear"]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("LlamaLayer", "; like it are 'LlamaDecoderLayer'"),
+        ("llamadecoderlayer", "; like it are 'LlamaDecoderLayer'"),
+        ("model.layer.1", "; like it are 'model.layers.1'"),
+        ("zzz", "; model.named_modules() has the names"),
+    ],
+)
+def test_a_name_of_neither_modules_nor_classes_raises_with_those_like_it(name: str, hint: str) -> None:
+    """The nearest first."""
+    with pytest.raises(UnitError, match=re.escape(f"units names '{name}', but no module") + ".*" + re.escape(hint)):
+        find_groups(families.llama(), [name])
 
 
 def test_a_transformers_model_with_much_outside_warns() -> None:

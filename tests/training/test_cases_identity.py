@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import inspect
+import pydoc
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import StreamShard
+from streamshard import Precision, StreamShard
+from streamshard.config import Settings
 from streamshard.errors import StreamShardError
 from tests.models import NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
@@ -60,6 +64,25 @@ def test_forward_keeps_its_signature(context: RankContext) -> None:
     StreamShard(model, precision=FP32)
     assert inspect.signature(model.forward) == bound
     assert inspect.signature(type(model).forward) == unbound
+
+
+def test_streamshard_says_which_options_it_has() -> None:
+    """To help() and to editors that ask; with the defaults that count when an option is left out."""
+    parameters = inspect.signature(StreamShard).parameters
+    assert list(parameters)[:3] == ["module", "units", "mesh"]
+    defaults = {field.name: field.default for field in dataclasses.fields(Settings)} | {"precision": None}
+    options = list(parameters.values())[3:]
+    assert {option.name: option.default for option in options} == defaults
+    assert {option.kind for option in options} == {inspect.Parameter.KEYWORD_ONLY}
+    assert "weight_slots: 'SlotCount' = 2" in pydoc.plain(pydoc.render_doc(StreamShard)).split("Shard a model")[0]
+
+
+@on_ranks(1)
+def test_a_sharded_model_does_not_take_streamshards_options(context: RankContext) -> None:
+    """Neither it nor its class, though that derives from StreamShard."""
+    model = StreamShard(TinyLM(), precision=FP32)
+    for called in (model, type(model)):
+        assert "weight_slots" not in inspect.signature(called).parameters
 
 
 @on_ranks(1, 2)
@@ -250,10 +273,43 @@ def test_casting_a_sharded_model_raises_or_changes_nothing(context: RankContext,
 
 @on_ranks(2)
 def test_printing_the_model_works(context: RankContext) -> None:
-    """`repr` shows the modules under their own names."""
-    text = repr(StreamShard(TinyLM(), precision=FP32))
-    assert text.startswith("TinyLM(")
-    assert "(embedding): Embedding(" in text
+    """`repr` shows what it showed, and after the model's name how it is sharded."""
+    plain = repr(TinyLM()).splitlines()
+    settings = {"units": ["Block", "head"], "weight_slots": 3, "precision": Precision(grad_dtype=torch.bfloat16)}
+    lines = repr(StreamShard(TinyLM(), **settings)).splitlines()
+    assert lines[:3] == [
+        "TinyLM(",
+        "  StreamShard: 10,592 parameters over 2 ranks; units: 4 x Block, Linear and the edge unit",
+        "  weight_slots=3, grad_slots=2; computes in bfloat16, gradients in bfloat16, summed in float32",
+    ]
+    assert lines[:1] + lines[3:] == plain
+
+
+class Terse(Stack):
+    """With words of its own."""
+
+    def __repr__(self) -> str:
+        return "terse"
+
+
+@on_ranks(1)
+def test_what_a_model_says_of_itself_stays(context: RankContext) -> None:
+    """In one line; how it is sharded follows."""
+    lines = repr(StreamShard(Terse(), precision=FP32, memory_budget="1GB")).splitlines()
+    assert lines[0] == "terse"
+    assert lines[1].startswith("  StreamShard: ")
+    assert " over 1 rank; units: " in lines[1]
+    assert (
+        lines[2]
+        == "  weight_slots='all', grad_slots='all'; computes in float32, gradients in float32, summed in float32"
+    )
+
+
+@on_ranks(4)
+def test_printing_counts_replicas(context: RankContext) -> None:
+    """Beside the ranks of each."""
+    model = StreamShard(Stack(), mesh=init_device_mesh("cpu", (2, 2)), precision=FP32)
+    assert "over 2 ranks in each of 2 replicas; units: " in repr(model)
 
 
 @on_ranks(1, 2)

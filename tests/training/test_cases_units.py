@@ -195,6 +195,7 @@ UNITS_OF: dict[str, Callable[[Any], Any]] = {
     "class": lambda model: Block,
     "class in a list": lambda model: [Block],
     "class in a set": lambda model: {Block},
+    "class by name": lambda model: "Block",
     "modules": lambda model: list(model.blocks),
     "module list": lambda model: model.blocks,
     "names": lambda model: [f"blocks.{index}" for index in range(DEPTH)],
