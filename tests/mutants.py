@@ -1938,7 +1938,7 @@ MUTANTS: list[Mutant] = [
         "an optimizer sees gradients of the whole's shape",
         "    if type(piece) is StepTensor:\n        return func(*args, **kwargs)\n    if is_attribute",
         "    if is_attribute",
-        "step_grads",
+        "step_grads::test_in_a_step_all_shapes_are_those_of_pieces",
     ),
     Mutant(
         "unit/sharded_parameter",
@@ -2019,7 +2019,7 @@ MUTANTS: list[Mutant] = [
         "one number for each of other rows is put together with rows",
         "        return mine[0] == theirs[0] and self._rows() == other._rows()\n",
         "        return True\n",
-        "aligned_pieces",
+        "aligned_pieces::test_rows_are_put_together_with_numbers_of_the_same_rows",
     ),
     Mutant(
         "unit/sharded_tensor",

@@ -302,7 +302,7 @@ def _view(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Map
     if any(isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values())):
         return _elementwise(func, piece, args, kwargs)
     sharding = piece.sharding
-    if func.__name__.endswith("_") and func.__name__ != "__get__" or sharding.whole is None:
+    if func.__name__.endswith("_") and func.__name__ != "__get__":
         _refuse_op(func, piece)
     if type(piece) is StepTensor:
         result = func(*map(_as_plain, args), **kwargs)
@@ -310,6 +310,8 @@ def _view(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Map
             _refuse_op(func, piece)
         is_same = result.shape == piece.shape and result.stride() == piece.stride()
         return _like(piece, result, sharding if is_same else sharding.selected())
+    if sharding.whole is None:
+        _refuse_op(func, piece)
     whole = func(*map(_whole_of, args), **kwargs)
     if whole.numel() != sharding.whole.numel():
         _refuse_op(func, piece)

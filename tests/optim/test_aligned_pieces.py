@@ -224,6 +224,27 @@ def test_gradients_written_back_have_rows(context: RankContext) -> None:
             assert torch.equal(piece_of(param.grad.sum(1)), torch.full((rows,), 2.0 * columns))
 
 
+class Pair(nn.Module):
+    """Two weights, of which two ranks have one each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.one @ self.other
+
+
+@on_ranks(2)
+def test_rows_are_put_together_with_numbers_of_the_same_rows(context: RankContext) -> None:
+    """A rank has others of another weight."""
+    pair: Any = StreamShard(nn.Sequential(Pair(), Pair()), precision=FP32, align_pieces_to="row")[0]
+    assert [piece_of(each).shape[0] for each in (pair.one, pair.other)] == [8 * (1 - context.rank), 8 * context.rank]
+    assert (pair.one / pair.one.norm(dim=1, keepdim=True)).square().sum().item() == pytest.approx(8.0)
+    with pytest.raises(ShardingError, match=r"'0\.(one|other)' and '0\.(one|other)'"):
+        pair.one / pair.other.norm(dim=1, keepdim=True)
+
+
 @on_ranks(2)
 def test_only_what_stays_within_rows_is_answered(context: RankContext) -> None:
     """Numbers of rows are pieces too: their sum is of all ranks. Columns are cut."""

@@ -68,6 +68,29 @@ class _FusedLists(_Foreign):
                     waiting, slots = [], 0
 
 
+class _ByShape(_Foreign):
+    """Makes what it keeps by the shapes of what it sees."""
+
+    def update(self, params: list[Tensor]) -> None:
+        for param in params:
+            grad = param.grad
+            assert grad.shape == param.shape and grad.numel() == param.numel() and len(grad.size()) == param.dim()
+            state = self.state[param]
+            if not state:
+                state["m"], state["v"] = torch.zeros(grad.shape), torch.zeros_like(grad).view(-1)
+            state["m"].mul_(0.9).add_(grad)
+            state["v"].mul_(0.9).add_(grad.reshape(grad.numel()) ** 2)
+            update = state["m"] / (state["v"].view(grad.shape).sqrt() + 0.1)
+            param.sub_(update.reshape(param.shape), alpha=self.defaults["lr"])
+
+
+@on_ranks(2, 3)
+def test_in_a_step_all_shapes_are_those_of_pieces(context: RankContext) -> None:
+    """Of parameters, gradients, and what is made like them; it may be collected."""
+    model = assert_trains_like_plain(context, Stack, stack_step, optimizer=lambda m: _ByShape(m.parameters()))
+    assert {type(param.grad) for param in model.parameters() if param.grad is not None} <= {ShardedTensor}
+
+
 def _model() -> Any:
     torch.manual_seed(9)
     return StreamShard(Stack(), precision=FP32)

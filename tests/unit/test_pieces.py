@@ -72,6 +72,8 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "size": lambda g: sum(g.shape) + g.numel() + len(g) + g.size(0) + g.dim() + g.nbytes + g.flatten().shape[0],
     "a row": lambda g: g[len(g) // 2].norm(),
     "rows": lambda g: g[1:].abs().sum() + g[1:].numel(),
+    "rows of a mask": lambda g: (g[len(g) // 2 :] * _noise(g.shape)[len(g) // 2 :]).sum(),
+    "rows of rows": lambda g: (g.flatten()[1:][2:-1] * _noise(g.shape).flatten()[3:-1]).norm(),
     "the last row": lambda g: g[-1].square().sum(),
     "some elements": lambda g: g.view(-1)[len(g) // 2 : 7].abs().sum(),
     "an element's text": lambda g: float(f"{g.flatten()[-1]:.9f}"),
