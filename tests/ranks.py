@@ -62,9 +62,21 @@ __all__ = [
 MAX_RANKS = 4
 # By what ranks are forked from. Dynamo is imported by the first step of any optimizer.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "streamshard", "tests.reference"]
-# By the same, where the tests that were collected have imported it: then ranks are going to. What has models in it asks
-# for a GPU when it is imported, and must not be here.
-PRELOADED_TOO = ["accelerate", "transformers", "torch._functorch.aot_autograd"]
+# By the same, where the tests that were collected have imported what stands first: then ranks are going to, or more.
+PRELOADED_TOO = {
+    "accelerate": "accelerate",
+    "hypothesis": "hypothesis",
+    "torch._functorch.aot_autograd": "torch._functorch.aot_autograd",
+    "torch._inductor.utils": "torch._inductor.cudagraph_trees",
+    "transformers": "transformers",
+}
+# What has models in it asks for a GPU when it is imported: this only where torch was built for none.
+PRELOADED_ON_CPUS = {
+    "transformers": "transformers.models.llama.modeling_llama",
+    "peft": "peft",
+    "trl": "trl",
+    "tests.integrations.trainers": "transformers.trainer",
+}
 PRELOADED_LAST = ["tests.fork_origin"]
 GROUP_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_GROUP_TIMEOUT_S", "60"))
 RUN_TIMEOUT_S = float(os.environ.get("STREAMSHARD_TEST_RUN_TIMEOUT_S", "90"))
@@ -237,8 +249,9 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
     """Makes processes that have imported already what most tests need."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read when the fork server imports torch
     start = multiprocessing.get_context("forkserver")
-    too = [module for module in PRELOADED_TOO if module in sys.modules]
-    start.set_forkserver_preload([*PRELOADED, *too, *PRELOADED_LAST])
+    too = [*PRELOADED_TOO.items(), *(() if torch.accelerator.current_accelerator() else PRELOADED_ON_CPUS.items())]
+    wanted = [module for collected, module in too if collected in sys.modules]
+    start.set_forkserver_preload([*PRELOADED, *wanted, *PRELOADED_LAST])
     return start
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+
+from tests.launched import Launched, run_file
+from tests.ranks import forkserver
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 OF_A_SYSTEM = {
@@ -62,22 +68,82 @@ def _job(jobs: Any, directory: Path, name: str, code: str, limit_s: float = 60.0
     return jobs.Job(name=name, command=command, limit_s=limit_s, found=found, brief=lambda known: known["told"])
 
 
+class _Forked:
+    """In the place of ``subprocess.Popen``: forked from what has imported torch. What it says is appended to `log`."""
+
+    def __init__(self, log: Path, command: list[str], *, env: dict[str, str], **_: object) -> None:
+        assert command[0] == sys.executable
+        self._process = forkserver().Process(target=_run_job, args=(command[1:], env, log))
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """As there."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """As there."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None) -> None:
+        """As there."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a job", timeout or 0.0)
+
+
+def _run_job(arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    os.setpgrp()
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
+    with mock.patch.object(os, "execv", functools.partial(_launch, log)):
+        _run_file(arguments, environment)
+
+
+def _run_file(arguments: list[str], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+    run_file(arguments)
+
+
+def _launch(log: Path, _: str, command: list[str]) -> None:
+    """In the place of torchrun: ranks that are forked as well."""
+    count = command.index("--nproc-per-node") + 1
+    ranks = Launched(int(command[count]), log.parent, _run_file, command[count + 1 :], dict(os.environ))
+    for code, told in ranks.end():
+        print(told, flush=True)
+        assert code == 0
+    sys.exit()
+
+
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
-def test_a_rehearsal_finds_everything_that_is_asked_of_a_gpu(tmp_path: Path) -> None:
-    """The tests play a GPU, systems are compared, a step is drawn: every field of the results is there."""
+def test_a_rehearsal_finds_everything_that_is_asked_of_a_gpu(
+    jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tests play a GPU, systems are compared, a step is drawn: every field of the results is there.
+
+    What compares and draws is forked; the first job is a process as on a GPU, started by the command.
+    """
     stages = ["tests.one", "llama", "small.many", "profile.8"]
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--rehearse", "--out", str(tmp_path), "--stages", *stages]
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--rehearse", "--out", str(tmp_path), "--stages", stages[0]]
     ended = subprocess.run(command, capture_output=True, text=True)
-    log = (tmp_path / "output.log").read_text()
-    assert ended.returncode == 0, ended.stdout + ended.stderr + log
+    assert ended.returncode == 0, ended.stdout + ended.stderr + (tmp_path / "output.log").read_text()
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    known = {job.name: job for job in importlib.import_module("gpu")._jobs(scratch, tmp_path, rehearses=True)}
+    with mock.patch.object(subprocess, "Popen", functools.partial(_Forked, tmp_path / "output.log")):
+        is_well = jobs.run_jobs([known[name] for name in stages[1:]], tmp_path, {"is_rehearsal": True}, 600.0)
+    log, told = (tmp_path / "output.log").read_text(), ended.stdout + capsys.readouterr().out
+    assert is_well, told + log
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["is_rehearsal"] is True
     assert {"commit", "command", "date", "device", "torch"} <= set(results["environment"])
     assert list(results["jobs"]) == stages
     for name, job in results["jobs"].items():
         assert (job["exit_code"], job["timed_out"]) == (0, False), job
-        assert job["brief"] in ended.stdout
+        assert job["brief"] in told
         assert f"=== {name}: {job['command']}" in log
     found = {name: job["found"] for name, job in results["jobs"].items()}
 
@@ -114,6 +180,7 @@ def test_a_rehearsal_finds_everything_that_is_asked_of_a_gpu(tmp_path: Path) -> 
         "reduce_beside_compute_ms",
     }
     assert of_step <= set(found["profile.8"])
+    assert found["profile.8"]["config"]["ranks"] == 2
     assert 0.0 <= found["profile.8"]["gather_beside_compute_ms"] <= found["profile.8"]["gather_ms"]
     assert (tmp_path / "timeline-8.png").stat().st_size > 10_000
     assert json.loads((tmp_path / "timeline-8.json").read_text())["traceEvents"]
