@@ -2103,7 +2103,7 @@ MUTANTS: list[Mutant] = [
         "of a whole tensor what belongs to a piece is cut for a transposed one",
         "        return self.whole is not None and self.whole.is_contiguous()\n",
         "        return self.whole is not None\n",
-        "aligned_pieces::test_whole_tensors_are_cut_for_what_is_as_it_was_cut",
+        "pieces::test_what_would_be_of_one_piece_raises",
     ),
     Mutant(
         "unit/sharded_tensor",
