@@ -64,8 +64,8 @@ class Sharding(NamedTuple):
 
     def is_like(self, other: Sharding) -> bool:
         """Whether a rank has the same elements of both, in the same order."""
-        if self.whole is None or other.whole is None:  # torch compares their numbers
-            return True
+        if self.whole is None or other.whole is None:  # of what masks selected torch compares the numbers
+            return self.whole is other.whole
         same = self.runs == other.runs and self.whole.shape == other.whole.shape
         return same and self.whole.stride() == other.whole.stride()
 

@@ -347,6 +347,7 @@ def test_what_would_be_of_one_piece_raises(context: RankContext) -> None:
         "columns": lambda: weight[:, :3],
         "every other row": lambda: weight[::2],
         "rows by numbers": lambda: weight[torch.tensor([2, 1])],
+        "what a mask selects": lambda: weight[weight == weight] * weight.flatten(),
         "rows by a mask": lambda: weight[torch.arange(DIM) > 3],
         "writing a column": lambda: weight.data.__setitem__((slice(None), 0), 0.0),
         "writing to what is whole": lambda: torch.zeros(DIM, DIM).add_(weight.detach()),
