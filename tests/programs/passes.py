@@ -118,6 +118,8 @@ class Disorder(Operation):
         for place, _ in player.each_rank():
             if losses[place].requires_grad:
                 (losses[place] / len(losses)).backward()  # type: ignore[no-untyped-call]
+        if player.is_sharded:
+            player.model.check_weights()  # who needed nothing of the others hears of them when they next meet
         return _named(player, "loss", losses)
 
     def after(self, state: State, outcome: str) -> None:

@@ -77,7 +77,8 @@ def _both(op: Operation, plain: Player, sharded: Player, state: State, number: i
         _agree(f"{number}", what, outcome)
     if outcome == "refused" and op.may_be_refused(state):
         state.is_spoilt |= isinstance(error, CommunicationError) or op.ends_when_refused(state)
-        op.follow(plain)
+        if wish == "done":
+            op.follow(plain)
     elif outcome == "stale" and may_be_stale:
         # Torch refuses where it has saved what was changed, StreamShard where anything of the layer was changed.
         state.outcomes["refused by StreamShard alone"] += 1
