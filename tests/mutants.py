@@ -603,8 +603,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/step_grads",
         "a step is not noticed where a rank has no element of what it writes",
-        "                written.append(param)\n                _aside[param] = grad\n                param",
-        "                _aside[param] = grad\n                param",
+        "        written.append(param)\n",
+        "        if param.numel():\n            written.append(param)\n",
         "cases_graphs::test_a_step_is_seen_by_ranks_that_have_no_part_of_what_it_writes",
     ),
     Mutant(
@@ -1702,16 +1702,65 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/step_grads",
         "empty pieces have gradients in a step",
-        "                param.grad = None\n",
-        "                pass\n",
+        "            param.grad = None\n",
+        "            pass\n",
         "step_grads::test_kernels_over_lists_of_tensors_meet_no_empty_ones",
     ),
     Mutant(
-        "unit/step_grads",
+        "unit/optimizer_hooks",
         "gradients made by a closure are not set aside",
-        "            set_aside(mine, plain=plain)\n",
+        "            begin(params)\n",
         "            pass\n",
         "step_grads::test_a_closure_sees_and_makes_all_gradients",
+    ),
+    Mutant(
+        "unit/optimizer_hooks",
+        "gradients that wait refuse a step whose closure reduces them",
+        "    if closure is None:\n        _check_grads(params)\n",
+        "    _check_grads(params)\n",
+        "pieces::test_a_closure_reduces_what_waits",
+    ),
+    Mutant(
+        "unit/optimizer_hooks",
+        "a closure may leave gradients that wait",
+        "            _check_grads(params)\n            begin",
+        "            begin",
+        "pieces::test_a_closure_reduces_what_waits",
+    ),
+    Mutant(
+        "unit/optimizer_hooks",
+        "an optimizer of the user's own sees pieces",
+        "    begin = set_aside if _is_elementwise(optimizer) else count_as_written\n",
+        "    begin = set_aside\n",
+        "optimizers::test_an_optimizer_of_ones_own_sees_whole_parameters",
+    ),
+    Mutant(
+        "unit/optimizer_hooks",
+        "a step of the user's own is taken for that of the class it derives from",
+        '    modules = (kind.__module__, getattr(kind.step, "__module__", ""))\n',
+        "    modules = tuple(each.__module__ for each in kind.__mro__)\n",
+        "optimizers::test_an_optimizer_of_ones_own_sees_whole_parameters",
+    ),
+    Mutant(
+        "unit/optimizer_hooks",
+        "what an optimizer of the user's own has loaded does not know what it is",
+        "                ShardedTensor.wrap(value, Sharding.of_piece(piece, is_weight=False))\n",
+        "                pass\n",
+        "optimizers::test_state_of_an_optimizer_of_ones_own_is_collected_and_knows_what_it_is",
+    ),
+    Mutant(
+        "unit/step_grads",
+        "behind a step gradients do not know that they are pieces",
+        "        _plain.pop().__class__ = ShardedTensor\n",
+        "        _plain.pop()\n",
+        "step_grads",
+    ),
+    Mutant(
+        "unit/sharded_tensor",
+        "where a rank has no rows the numbers of rows are what they are put together with",
+        "    return piece.numel() if piece.sharding.whole is None else piece.sharding.whole.numel()\n",
+        "    return piece.numel()\n",
+        "aligned_pieces::test_statistics_of_rows_are_those_of_the_unsharded_model",
     ),
     Mutant(
         "unit/optimizer_hooks",
@@ -1901,8 +1950,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/sharded_parameter",
         "changes through data are not noticed",
-        "            return ShardedTensor.wrap(self.detach(), self.sharding)\n",
-        "            return ShardedTensor.wrap(_data.__get__(self), self.sharding)\n",
+        "            return ShardedTensor.wrap(self.detach(), untraced(self._sharding))\n",
+        "            return ShardedTensor.wrap(_data.__get__(self), untraced(self._sharding))\n",
         "cases_graphs::test_weights_changed_between_a_forward_and_its_backward_raise",
     ),
     Mutant(
@@ -1934,10 +1983,10 @@ MUTANTS: list[Mutant] = [
         "sharded_parameter::test_gradients_that_wait_have_the_sizes_of_the_whole",
     ),
     Mutant(
-        "unit/sharded_tensor",
+        "unit/step_grads",
         "an optimizer sees gradients of the whole's shape",
-        "    if type(piece) is StepTensor:\n        return func(*args, **kwargs)\n    if is_attribute",
-        "    if is_attribute",
+        "        grad.__class__ = torch.Tensor  # type: ignore[assignment]  # of which it was made\n",
+        "",
         "step_grads::test_in_a_step_all_shapes_are_those_of_pieces",
     ),
     Mutant(
@@ -2059,8 +2108,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/sharded_tensor",
         "of a list only what comes first is fitted",
-        "    if not is_alone and not (type(piece)",
-        "    if not is_alone and type(args[0]) is not list and not (type(piece)",
+        "    if not is_alone:\n",
+        "    if not is_alone and type(args[0]) is not list:\n",
         "sharded_parameter::test_what_is_whole_is_cut_for_pieces",
     ),
     Mutant(

@@ -1,34 +1,39 @@
 """What is seen of the user's optimizers: hooks of torch around the steps of all, and around the state of each.
 
-Before a step gradients and state are what the optimizer takes them for, this rank's pieces (see
-`streamshard.unit.step_grads`). The first step is watched (see `streamshard.unit.first_step`).
+An optimizer that is known to work element by element steps on plain tensors, this rank's pieces (see
+`streamshard.unit.step_grads`), for which it has fast kernels. Any other sees what its user sees: parameters, gradients
+and state that know what they are pieces of, of which norms, sums and noise are those of the whole, and which refuse
+what would not be.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
-from streamshard.compiling import is_compiling, skip, untraced
+from streamshard.compiling import skip, untraced
 from streamshard.errors import ShardingError
-from streamshard.unit.first_step import finish_watching, refuse_optimizer, start_watching
 from streamshard.unit.pieces import Piece, StatePiece, piece_of, refuse_accelerate
 from streamshard.unit.sharded_tensor import ShardedTensor
-from streamshard.unit.step_grads import end_step, set_aside, show_in
+from streamshard.unit.sharding import Sharding
+from streamshard.unit.step_grads import count_as_written, end_step, set_aside
 from streamshard.unit.unreduced_grad import UnreducedGrad
 
 __all__ = ["NUMBERS", "before_step", "sees_steps", "take_over_state"]
 
 NUMBERS = ("step", "eta", "mu", "mu_product")  # of a parameter that is one number itself, those that are no moments
 
-# Those whose kernels nobody could watch are known by name only: of apex, DeepSpeed and bitsandbytes.
+# Element by element, or block by block, in kernels of their own or compiled ones, but for those below.
+_ELEMENTWISE_PACKAGES = (
+    *("torch.optim", "apex", "bitsandbytes", "deepspeed", "lion_pytorch", "schedulefree", "torchao"),
+    "transformer_engine",
+)
 _WHOLE_MATRIX_OPTIMIZERS = frozenset(
     (
         *("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "LARS"),
@@ -38,8 +43,6 @@ _WHOLE_MATRIX_OPTIMIZERS = frozenset(
     )
 )
 _SHARDING_OPTIMIZERS = frozenset(("ZeroRedundancyOptimizer", "DistributedFusedAdam", "DistributedFusedLAMB"))
-# Element by element, or block by block, in operations of their own or compiled ones, which take plain gradients.
-_WANT_PLAIN_GRADS = ("bitsandbytes", "torchao")
 
 
 class _Hooks(NamedTuple):
@@ -57,7 +60,6 @@ class _Hooks(NamedTuple):
 
 
 _watched: WeakKeyDictionary[Optimizer, _Hooks] = WeakKeyDictionary()
-_unseen: WeakSet[Optimizer] = WeakSet()  # those of them that have not begun a step
 
 
 @skip
@@ -70,66 +72,70 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     Raises:
         ShardingError: the update of one element is known to depend on others; a gradient or state is no piece.
     """
-    untraced(_look_at, optimizer, args, kwargs, is_compiling())
+    untraced(_look_at, optimizer, _closure_of(args, kwargs))
 
 
-def _look_at(optimizer: Optimizer, args: Any, kwargs: Any, is_compiled: bool) -> None:
+def _closure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    return closure if callable(closure) else None
+
+
+def _look_at(optimizer: Optimizer, closure: Any) -> None:
     params = _params_of(optimizer)
     is_new = optimizer not in _watched
     if is_new and all(piece_of(param) is None for param in params):
         return
     end_step(params)  # one that has failed
-    _check_grads(params)
+    if closure is None:
+        _check_grads(params)
+    if is_new or not _is_elementwise(optimizer):
+        take_over_state(optimizer)
     if not is_new:
         _watched[optimizer].be_innermost(optimizer)
         return
     name, names = type(optimizer).__name__, {kind.__name__ for kind in type(optimizer).__mro__}
-    if names & _WHOLE_MATRIX_OPTIMIZERS or _takes_norms(optimizer):
-        refuse_optimizer(name)
+    if names & _WHOLE_MATRIX_OPTIMIZERS and _is_of(optimizer, _ELEMENTWISE_PACKAGES) or _takes_norms(optimizer):
+        raise ShardingError(
+            f"{name} looks at whole parameters, each rank holds pieces of them: use an elementwise optimizer (AdamW, "
+            "SGD, ..) with StreamShard"
+        )
     if names & _SHARDING_OPTIMIZERS:
         raise ShardingError(
             f"{name} shares out whole parameters, and those of a StreamShard model are shared out already: use its "
             "inner optimizer, torch.optim.AdamW(model.parameters()) for example, which holds 1/N of the state here"
         )
-    take_over_state(optimizer)
-    if is_compiled and not _is_of_torch(optimizer):
-        raise ShardingError(
-            f"the first step of {name} is compiled, so that nobody can see whether it looks at whole parameters, of "
-            "which each rank holds pieces: step once as it is, then compile"
-        )
     hooks = _Hooks(optimizer.register_step_pre_hook(_before_step), optimizer.register_step_post_hook(_after_step))
     hooks.be_innermost(optimizer)
     _watched[optimizer] = hooks
-    _unseen.add(optimizer)
     optimizer.register_state_dict_post_hook(_mark_state)
     optimizer.register_load_state_dict_pre_hook(_cut_loaded_state)
 
 
 @skip
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """The step itself begins.
-
-    One that is compiled, or hands gradients to what knows plain tensors only, is given these.
-    """
+    """The step itself begins."""
     params = _params_of(optimizer)
-    is_compiled = is_compiling()
-    plain = is_compiled or _is_of(optimizer, _WANT_PLAIN_GRADS)
-    untraced(functools.partial(set_aside, params, plain=plain))
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if optimizer in _unseen:
-        _unseen.remove(optimizer)
-        if not is_compiled:
-            start_watching(optimizer)
-    if not callable(closure):
+    begin = set_aside if _is_elementwise(optimizer) else count_as_written
+    untraced(begin, params)
+    closure = _closure_of(args, kwargs)
+    if closure is None:
         return None
-    shown = show_in(closure, params, plain=plain)
+
+    def shown() -> Any:
+        """The user's closure, which makes gradients inside the step, sees and makes them all."""
+        end_step(params)
+        try:
+            return closure()
+        finally:
+            _check_grads(params)
+            begin(params)
+
     return ((args[0], shown, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": shown})
 
 
 @skip
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """The step itself is over. If it was the first, nothing unusual was seen in it."""
-    finish_watching()
+    """The step itself is over."""
     untraced(end_step, _params_of(optimizer))
 
 
@@ -148,6 +154,8 @@ def sees_steps(optimizer: Optimizer) -> bool:
 
 def take_over_state(optimizer: Optimizer) -> None:
     """Cut whole moments, from before the model was sharded or from an unsharded run, into this rank's pieces.
+
+    Of an optimizer that is not known to work element by element they know what they are.
 
     Raises:
         ShardingError: state is neither whole nor this rank's piece.
@@ -174,7 +182,11 @@ def _cut(optimizer: Optimizer, piece: Piece, values: Mapping[str, Any]) -> dict[
     changed: dict[str, torch.Tensor] = {}
     others = []
     for name, value in values.items():
-        if not isinstance(value, torch.Tensor) or type(value) is ShardedTensor or value.shape == piece.local_shape:
+        if not isinstance(value, torch.Tensor) or isinstance(value, ShardedTensor):
+            continue
+        if value.shape == piece.local_shape:
+            if type(value) is torch.Tensor and not _is_elementwise(optimizer):
+                ShardedTensor.wrap(value, Sharding.of_piece(piece, is_weight=False))
             continue
         if is_traceable_wrapper_subclass(value):
             others.append(name)
@@ -204,6 +216,13 @@ def _takes_norms(optimizer: Optimizer) -> bool:
         return False
     is_clipping = getattr(asked, "max_unorm", 0.0) > 0.0 or getattr(asked, "percentile_clipping", 100) < 100
     return is_clipping or not getattr(asked, "block_wise", True)
+
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether the class that it is of, or the one whose ``step`` that has, is known to be."""
+    kind = type(optimizer)
+    modules = (kind.__module__, getattr(kind.step, "__module__", ""))
+    return any(f"{module}.".startswith(f"{package}.") for module in modules for package in _ELEMENTWISE_PACKAGES)
 
 
 def _is_of_torch(optimizer: Optimizer) -> bool:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamshard.compiling import skip
+from streamshard.compiling import skip, untraced
 from streamshard.errors import ShardingError
 from streamshard.unit.pieces import Piece, forget_piece, piece_of, refuse_pickle, remember_piece
-from streamshard.unit.sharded_tensor import ShardedTensor, StepTensor, be_known
+from streamshard.unit.sharded_tensor import ShardedTensor
 from streamshard.unit.sharding import Sharding
 
 __all__ = ["ShardedParameter", "be_piece", "be_plain", "be_sharded", "be_whole", "data_of"]
@@ -43,6 +43,9 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     @property
     def sharding(self) -> Sharding:  # type: ignore[override]  # others are told
         """What it is of the whole."""
+        return self._sharding()
+
+    def _sharding(self) -> Sharding:
         return Sharding.of_piece(self.piece, is_weight=True)
 
     @property
@@ -60,7 +63,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         Else nobody would notice that passes under way compute with some weights from before it.
         """
         with _AsTensors():
-            return ShardedTensor.wrap(self.detach(), self.sharding)
+            return ShardedTensor.wrap(self.detach(), untraced(self._sharding))
 
     @data.setter
     @skip
@@ -76,8 +79,6 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
             grad: torch.Tensor | None = _grad.__get__(self)
             if type(grad) is torch.Tensor:
                 self._recognise(grad)
-            elif type(grad) is StepTensor:  # left by a step that failed
-                be_known(grad)
             return grad
 
     @grad.setter

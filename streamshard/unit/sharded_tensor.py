@@ -20,7 +20,6 @@ import torch
 
 from streamshard.compiling import skip, untraced
 from streamshard.errors import ShardingError
-from streamshard.unit.first_step import refuse_in_first_step
 from streamshard.unit.global_ops import global_extreme, global_mean, global_sum, part_of, replicate
 from streamshard.unit.norms import PartialNorm, local_norm
 from streamshard.unit.op_kinds import OpKind, is_attribute, kind_of
@@ -28,7 +27,7 @@ from streamshard.unit.pieces import StatePiece
 from streamshard.unit.sharding import Sharding
 from streamshard.unit.unreduced_grad import UnreducedGrad, flat
 
-__all__ = ["ShardedTensor", "StepTensor", "be_known"]
+__all__ = ["ShardedTensor"]
 
 _AsTensors = torch._C.DisableTorchFunctionSubclass
 
@@ -80,33 +79,13 @@ class ShardedTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: object) -> ShardedTensor:
         """Optimizers keep clones of gradients, and people copy their state."""
-        return _like(self, self.as_subclass(torch.Tensor).detach().clone(), self.sharding)
+        return ShardedTensor.wrap(self.as_subclass(torch.Tensor).detach().clone(), self.sharding)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """One rank's is whole and saved as a tensor; a piece is not saved as if it were the whole."""
         if self.sharding.ranks.world_size == 1:
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
         self.as_subclass(StatePiece).refuse()
-
-
-class StepTensor(ShardedTensor):
-    """A gradient while an optimizer steps, and what the optimizer computes from it and keeps: of the piece's shape.
-
-    Parameters are plain pieces meanwhile, for torch's fast kernels, and so are tensors made by their shapes.
-    """
-
-
-def be_known(grad: torch.Tensor) -> None:
-    """A StepTensor is a ShardedTensor again."""
-    grad.__class__ = ShardedTensor
-
-
-def _like(source: ShardedTensor, piece: torch.Tensor, sharding: Sharding) -> ShardedTensor:
-    """`piece` is what `source` is: a StepTensor, if that is one."""
-    tensor = ShardedTensor.wrap(piece, sharding)
-    if type(source) is StepTensor:
-        tensor.__class__ = StepTensor
-    return tensor
 
 
 # -- what comes of a piece --------------------------------------------------------------------------------------------
@@ -122,19 +101,13 @@ def _answer(kind: OpKind, func: Callable[..., Any], args: Any, kwargs: Mapping[s
         return answer(func, piece, args, kwargs)
 
 
-def _watch(piece: ShardedTensor) -> None:
-    """An optimizer takes a number of many elements."""
-    if type(piece) is StepTensor:
-        refuse_in_first_step()
-
-
 def _elementwise(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     others = (*args[1:], *kwargs.values())
     is_alone = args and (args[0] is piece or type(args[0]) is list) and not any(map(_has_elements, others))
     if not is_alone and func.__name__ in ("to", "type_as"):  # of another's dtype and device alone
         result = func(args[0], *map(_as_plain, args[1:]), **{key: _as_plain(value) for key, value in kwargs.items()})
         return _known(func, result, args, {}) if args[0] is piece else result
-    if not is_alone and not (type(piece) is StepTensor and func.__name__.startswith("_foreach_")):
+    if not is_alone:
         args, kwargs = _fit(func, args, kwargs)
     return _known(func, func(*args, **kwargs), args, kwargs)
 
@@ -183,7 +156,7 @@ class _Fit:
         if isinstance(written, ShardedTensor):
             self._target = written
         elif pieces:
-            self._target = max(pieces, key=torch.Tensor.numel)
+            self._target = max(pieces, key=_extent)
             if isinstance(written, torch.Tensor) and written.shape != self._target.shape:
                 _refuse_op(func, self._target)
 
@@ -200,8 +173,6 @@ class _Fit:
         if is_differentiated and not value.ndim:
             return replicate(value, ranks)
         is_whole = sharding.whole is not None and value.shape == sharding.whole.shape
-        if type(target) is StepTensor and not is_whole:
-            return value  # in forms of pieces
         if not is_differentiated and (value.numel() == 1 or value.shape == target.shape):
             if value.numel() > 1 and not is_whole and sharding.is_off_rows(value.shape):
                 _refuse_op(self._func, target)
@@ -221,8 +192,6 @@ class _Fit:
         mine, other = target.sharding, value.sharding
         if mine is other or mine.is_like(other) or other.has_rows_of(mine):
             return
-        if type(target) is StepTensor and (mine.whole is None or other.whole is None):
-            return  # in another form
         (first, its), (second, others) = (_elements_of(each) for each in (mine, other))
         if its == others:  # in another order
             _refuse_op(self._func, target)
@@ -231,6 +200,11 @@ class _Fit:
             f"of the first this rank has the elements {its}, of the second {others}. Compute with both in the model's "
             "forward, or inside `with model.summon_full_params():`"
         )
+
+
+def _extent(piece: ShardedTensor) -> int:
+    """Of the whole: of one number for each row it is less, also where this rank has none."""
+    return piece.numel() if piece.sharding.whole is None else piece.sharding.whole.numel()
 
 
 def _elements_of(sharding: Sharding) -> tuple[str, str]:
@@ -253,7 +227,7 @@ def _known(func: Callable[..., Any], result: Any, args: tuple[Any, ...], kwargs:
         if isinstance(result, ShardedTensor) or args and result is args[0] or result is kwargs.get("out"):
             return result
         pieces = (value for value in flat((*args, *kwargs.values())) if isinstance(value, ShardedTensor))
-        return _derived(func, result, max(pieces, key=torch.Tensor.numel))  # less in it: one number for each row
+        return _derived(func, result, max(pieces, key=_extent))
     if isinstance(result, list | tuple) and not func.__name__.endswith("_"):
         if not func.__name__.startswith("_foreach_"):
             piece = _first_of(args, kwargs)
@@ -271,7 +245,7 @@ def _known(func: Callable[..., Any], result: Any, args: tuple[Any, ...], kwargs:
 def _derived(func: Callable[..., Any], result: torch.Tensor, source: ShardedTensor) -> torch.Tensor:
     """`result` has an element for each of `source`."""
     if result.shape == source.shape:
-        return _like(source, result, source.sharding)
+        return ShardedTensor.wrap(result, source.sharding)
     if func.__name__ == "__get__":  # ``_base``: the main grads
         return result
     _refuse_op(func, source)
@@ -279,8 +253,6 @@ def _derived(func: Callable[..., Any], result: torch.Tensor, source: ShardedTens
 
 def _form(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """A question about size: of the whole, but in an optimizer's step."""
-    if type(piece) is StepTensor:
-        return func(*args, **kwargs)
     if is_attribute(func, "nbytes"):
         return _whole_of(piece).numel() * piece.itemsize
     return func(*map(_whole_of, args), **{key: _whole_of(value) for key, value in kwargs.items()})
@@ -299,20 +271,12 @@ def _view(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Map
     """The same elements in another form, of the whole's."""
     if args[0] is not piece:  # what every rank has, in the form of a piece
         whole = piece.sharding.whole
-        is_whole = whole is not None and type(piece) is not StepTensor and args[0].numel() == whole.numel()
+        is_whole = whole is not None and args[0].numel() == whole.numel()
         return func(*map(_whole_of if is_whole else _as_plain, args), **kwargs)
     if any(isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values())):
         return _elementwise(func, piece, args, kwargs)
     sharding = piece.sharding
-    if func.__name__.endswith("_") and func.__name__ != "__get__":
-        _refuse_op(func, piece)
-    if type(piece) is StepTensor:
-        result = func(*map(_as_plain, args), **kwargs)
-        if result.numel() != piece.numel():
-            _refuse_op(func, piece)
-        is_same = result.shape == piece.shape and result.stride() == piece.stride()
-        return _like(piece, result, sharding if is_same else sharding.selected())
-    if sharding.whole is None:
+    if func.__name__.endswith("_") and func.__name__ != "__get__" or sharding.whole is None:
         _refuse_op(func, piece)
     whole = func(*map(_whole_of, args), **kwargs)
     if whole.numel() != sharding.whole.numel():
@@ -366,14 +330,13 @@ def _draw(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Map
     drawn = func(*args, **{key: whole if value is piece else value for key, value in kwargs.items()})
     mine = sharding.cut(drawn).view(piece.shape)
     if not func.__name__.endswith("_"):
-        return _like(piece, mine.requires_grad_(drawn.requires_grad), sharding)
+        return ShardedTensor.wrap(mine.requires_grad_(drawn.requires_grad), sharding)
     with torch.no_grad() if getattr(func, "__module__", "") == "torch.nn.init" else contextlib.nullcontext():
         piece.copy_(mine)
     return piece
 
 
 def _foreach_norms(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    _watch(piece)
     order = _order_of(func, piece, args, kwargs)
     return [_norm_of(item, order) if isinstance(item, ShardedTensor) else local_norm(item, order) for item in args[0]]
 
@@ -381,7 +344,6 @@ def _foreach_norms(func: Callable[..., Any], piece: ShardedTensor, args: Any, kw
 def _norm(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
     if _is_of_rows(piece, args, kwargs, 2):
         return _of_rows(func, piece, args, kwargs)
-    _watch(piece)
     return _norm_of(piece, _order_of(func, piece, args, kwargs))
 
 
@@ -398,7 +360,7 @@ def _norm_of(piece: ShardedTensor, order: float) -> torch.Tensor:
 def _of_rows(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> ShardedTensor:
     """One number for each row that this rank has."""
     whole = func(_whole_of(piece), *args[1:], **kwargs)
-    return _like(piece, func(*args, **kwargs), piece.sharding.of_rows(whole))
+    return ShardedTensor.wrap(func(*args, **kwargs), piece.sharding.of_rows(whole))
 
 
 def _reduce(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -414,7 +376,6 @@ def _reduce(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: M
         if name not in ("max", "min") and _is_of_rows(piece, args, kwargs, 1):
             return _of_rows(func, piece, args, kwargs)
         _refuse_op(func, piece)  # along a dimension, of which a piece has none
-    _watch(piece)
     local = piece.as_subclass(torch.Tensor)
     if name in ("max", "min", "amax", "amin"):
         return global_extreme(local, largest="max" in name, ranks=ranks)
@@ -449,11 +410,10 @@ def _is_of_rows(piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any], posi
 
 def _join(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
     """Flat pieces one behind the other, for projections and flat vectors: each rank's part of the whole vector."""
-    _watch(piece)
     parts = list(args[0] if args else kwargs["tensors"])
     if not all(isinstance(part, ShardedTensor) and part.ndim == 1 and part.sharding.is_in_order for part in parts):
         _refuse_op(func, piece)
-    return _like(piece, func(*args, **kwargs), Sharding.joined([part.sharding for part in parts]))
+    return ShardedTensor.wrap(func(*args, **kwargs), Sharding.joined([part.sharding for part in parts]))
 
 
 def _part(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -462,9 +422,7 @@ def _part(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Map
         _refuse_op(func, piece)
     if func.__name__ == "__getitem__" and _is_mask(args[1]):
         chosen = piece.as_subclass(torch.Tensor)[_fitted_mask(func, piece, args[1])]
-        return _like(piece, chosen, piece.sharding.selected())
-    if type(piece) is StepTensor:
-        _refuse_op(func, piece)
+        return ShardedTensor.wrap(chosen, piece.sharding.selected())
     wholes = func(_whole_of(piece), *args[1:], **kwargs)
     if isinstance(wholes, torch.Tensor):
         return _part_of(func, piece, wholes)
@@ -490,9 +448,7 @@ def _assign(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: M
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             _refuse_op(func, piece)
         return func(piece, _fitted_mask(func, piece, index), value)
-    if type(piece) is StepTensor and index is not Ellipsis and index != slice(None):
-        _refuse_op(func, piece)
-    part = piece if type(piece) is StepTensor else _part(torch.Tensor.__getitem__, piece, (piece, index), {})
+    part = _part(torch.Tensor.__getitem__, piece, (piece, index), {})
     if not isinstance(value, torch.Tensor):
         part.fill_(value)
         return None
@@ -504,12 +460,11 @@ def _assign(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: M
 
 
 def _number(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Of what is one number: one rank has it. Collective, but in an optimizer's step, which others do not take."""
+    """Of what is one number: one rank has it. Collective."""
     whole = piece.sharding.whole
-    is_local = type(piece) is StepTensor or func.__name__ == "__format__" and whole is not None and whole.ndim > 0
-    if is_local and (piece.numel() == 1 or func.__name__ == "__format__"):
+    if func.__name__ == "__format__" and (whole is None or whole.ndim):
         return func(*args, **kwargs)
-    if is_local or whole is None or whole.numel() != 1:
+    if whole is None or whole.numel() != 1:
         _refuse_op(func, piece)
     total = global_sum(piece.as_subclass(torch.Tensor).detach().sum(dtype=torch.float64), piece.sharding.ranks)
     return func(total.to(piece.dtype), *args[1:], **kwargs)
@@ -548,7 +503,6 @@ _WHAT_IS_RIGHT = (
 def _refuse_op(
     func: Callable[..., Any], piece: ShardedTensor, args: Any = (), kwargs: Mapping[str, Any] | None = None
 ) -> NoReturn:
-    _watch(piece)
     name, of, local = _name_of(func), piece.sharding, tuple(piece.shape)
     if of.is_weight:
         it, kept = (repr(of.name), f"piece of {_shape_of(of)}") if of.name else ("several parameters", "pieces")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -402,6 +403,34 @@ def test_closures_may_clip_in_the_first_step(context: RankContext, kind: Any) ->
 
         optimizer.step(kind(closure))
     assert_same(full_weights(model), dict(plain.state_dict()), "weights")
+
+
+@on_ranks(2)
+def test_a_closure_reduces_what_waits(context: RankContext) -> None:
+    """Gradients that wait in their slots do not keep an optimizer from calling it; what it leaves waiting does."""
+    model: Any = StreamShard(Stack(), precision=FP32, grad_slots="all")
+    plain = Stack()
+    plain.load_state_dict(model.full_state_dict(rank0_only=False))
+    losses = []
+    for each in (model, plain):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.01, eps=1e-3)
+        with each.no_sync() if each is model else contextlib.nullcontext():
+            stack_step(each, Call(0, 0, 1, 1.0))
+        losses.append(optimizer.step(functools.partial(_step_again, each, optimizer)))
+    assert losses[0] == pytest.approx(losses[1])
+    assert_same(full_weights(model), dict(plain.state_dict()), "weights")
+
+    def leaves_them() -> float:
+        with model.no_sync():
+            return float(stack_step(model, Call(1, 0, 1, 1.0)))
+
+    with pytest.raises(ShardingError, match=r"accumulated inside no_sync\(\)"):
+        torch.optim.AdamW(model.parameters()).step(leaves_them)
+
+
+def _step_again(model: nn.Module, optimizer: Any) -> float:
+    optimizer.zero_grad()
+    return float(stack_step(model, Call(1, 0, 1, 1.0)))
 
 
 # -- what sharding forbids --------------------------------------------------------------------------------------------

@@ -452,6 +452,8 @@ def test_parameters_are_pieces_behind_a_step_that_failed(context: RankContext) -
     """Nobody tells when it has, so they are as soon as somebody asks for them."""
 
     class Failing(torch.optim.SGD):
+        __module__ = "apex.optimizers"
+
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
             """Seen by torch's hooks, as steps are."""
