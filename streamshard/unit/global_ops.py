@@ -64,6 +64,8 @@ def global_extreme(local: torch.Tensor, *, largest: bool, ranks: Ranks) -> torch
     Returns:
         []
     """
+    if not local.is_floating_point():  # counts and masks
+        return global_extreme(local.double(), largest=largest, ranks=ranks).to(local.dtype)
     signed = local.detach() if largest else -local.detach()
     own = signed.amax() if local.numel() else signed.new_full((), -math.inf)
     found = _maximum(own, ranks)
@@ -165,9 +167,10 @@ def _sum_over_ranks(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 def _norm_over_ranks(local: torch.Tensor, order: float, ranks: Ranks) -> torch.Tensor:
     if math.isinf(order):
         return _maximum(local, ranks) if order > 0 else -_maximum(-local, ranks)
-    total = local.clone() if order == 0 else local.pow(order)
+    total = local.to(torch.promote_types(local.dtype, torch.float32), copy=True)  # squares that 16 bits do not hold
+    total = total if order == 0 else total.pow(order)
     ranks.all_reduce(total)
-    return total if order == 0 else total.pow(1.0 / order)
+    return (total if order == 0 else total.pow(1.0 / order)).to(local.dtype)
 
 
 def _maximum(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:

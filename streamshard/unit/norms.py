@@ -14,7 +14,7 @@ from streamshard.compiling import skip, untraced
 from streamshard.unit.global_ops import global_norm
 from streamshard.unit.op_kinds import OpKind, kind_of
 
-__all__ = ["PartialNorm", "local_norm"]
+__all__ = ["PartialNorm", "local_norm", "look_at_norms"]
 
 _AsTensors = torch._C.DisableTorchFunctionSubclass
 _PARTIAL = (torch.stack, torch.Tensor.to, torch.Tensor.detach)
@@ -80,9 +80,13 @@ def _local_of(norm: PartialNorm) -> torch.Tensor:
 def _whole_of(norm: PartialNorm) -> torch.Tensor:
     """Reduced once: what is written into it stays there."""
     if norm._whole is None:
-        with torch.enable_grad():  # where it is looked at first may be a log line
-            norm._whole = global_norm(norm.local, norm.order, norm.ranks)
+        norm._whole = global_norm(norm.local, norm.order, norm.ranks)
     return norm._whole
+
+
+def look_at_norms(value: Any) -> Any:
+    """`value`, or a list or dictionary of values, with what norms are over all ranks."""
+    return _swap(value, _whole_of)
 
 
 def _swap(value: Any, tensor_of: Callable[[PartialNorm], torch.Tensor]) -> Any:

@@ -22,6 +22,7 @@ class OpKind(enum.Enum):
     FORM = "a question about shape"
     QUESTION = "another, about dtype, autograd or memory; nothing is computed"
     GRADIENT = "gradients, of pieces"
+    HOOK = "called with a gradient"
     RANDOM = "every element is drawn anew, whatever it was"
     NORM = "a vector norm of one piece"
     FOREACH_NORM = "one norm for each of several pieces"
@@ -65,10 +66,10 @@ _DUNDERS = {
 # Those that torch's tag leaves out: other names, copies, views that keep all elements, what draws by what it is given.
 _ELEMENTWISE = _names(
     """
-    absolute alias arccos arccosh arcsin arcsinh arctan arctan2 arctanh bfloat16 bool clone conj contiguous copy cpu
-    cuda data detach divide double empty_like fill float floor_divide full_like greater greater_equal half int isclose
-    isreal less less_equal logical_and long multiply negative not_equal ones_like pin_memory requires_grad resolve_conj
-    resolve_neg subtract to to_dense type type_as where zero zeros_like
+    absolute alias arccos arccosh arcsin arcsinh arctan arctan2 arctanh bfloat16 bool clone conj constant contiguous
+    copy cpu cuda data detach divide double empty_like fill float floor_divide full_like greater greater_equal half int
+    isclose isreal less less_equal logical_and long multiply negative not_equal ones_like pin_memory requires_grad
+    resolve_conj resolve_neg subtract to to_dense type type_as where zero zeros_like
     """
 )
 _VIEWS = _names(
@@ -88,7 +89,7 @@ _QUESTIONS = _names(
     __dir__ __hash__ __repr__ __str__ _has_compatible_shallow_copy_type _is_view _is_zerotensor
     data_ptr dim_order element_size get_device has_names is_coalesced is_complex is_conj is_contiguous is_cuda
     is_floating_point is_inference is_neg is_pinned is_quantized is_set_to is_shared is_signed is_sparse new_empty
-    new_full new_ones new_tensor new_zeros record_stream register_hook register_post_accumulate_grad_hook result_type
+    new_full new_ones new_tensor new_zeros record_stream register_post_accumulate_grad_hook result_type
     retain_grad share_memory_ storage storage_offset untyped_storage
     """
 )
@@ -132,6 +133,8 @@ def _kind_by_name(func: Callable[..., Any], name: str) -> OpKind:
         return OpKind.GRADIENT
     if func is torch.autograd.backward:
         return OpKind.QUESTION
+    if name == "register_hook":
+        return OpKind.HOOK
     if name in _RANDOM:
         return OpKind.RANDOM
     if func in _NORMS:

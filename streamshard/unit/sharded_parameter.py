@@ -69,6 +69,14 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     @skip
     def data(self, data: torch.Tensor) -> None:
         with _AsTensors():
+            piece = self.piece
+            if isinstance(data, ShardedTensor):
+                data = _formed(data, self)
+            elif tuple(data.shape) == piece.shape != piece.local_shape:
+                raise ShardingError(
+                    f"{piece.name!r} was given whole data, {piece.shape}, of which this rank keeps "
+                    f"{piece.local_shape}: copy them, p.data.copy_(whole)"
+                )
             _data.__set__(self, data)
 
     @property
@@ -87,6 +95,10 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         with _AsTensors():
             if type(grad) is torch.Tensor and grad.shape != self.shape:
                 self._cut(grad)
+            elif type(grad) is ShardedTensor and grad.shape != self.shape:
+                wanted = Sharding.of_piece(self.piece, is_weight=False)
+                if grad.sharding.is_like(wanted):  # else torch says what it thinks of it
+                    grad.data, grad.sharding = _formed(grad, self), wanted
             _grad.__set__(self, grad)
             if type(grad) is torch.Tensor:
                 self._recognise(grad)
@@ -130,15 +142,22 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         with _AsTensors():
             return f"Parameter containing:\n{self.as_subclass(torch.Tensor)!r}"
 
-    def __deepcopy__(self, memo: Any) -> nn.Parameter:  # type: ignore[override]
-        """A Parameter of somebody else's, which happens to have the piece's values."""
-        copied = nn.Parameter(self.as_subclass(torch.Tensor).detach().clone(), self.requires_grad)
+    def __deepcopy__(self, memo: Any) -> ShardedTensor:
+        """A piece of the same, and no parameter."""
+        with _AsTensors():
+            copied = ShardedTensor.wrap(self.detach().clone().requires_grad_(self.requires_grad), self.sharding)
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Not saved as if it were whole."""
         refuse_pickle(self.piece)
+
+
+def _formed(piece: ShardedTensor, param: nn.Parameter) -> torch.Tensor:
+    """In the form of `param`: rows are flat where several were put one behind the other, and cut again."""
+    plain: torch.Tensor = piece.as_subclass(torch.Tensor).detach()
+    return plain.view(param.shape) if plain.numel() == param.numel() and piece.sharding.is_in_order else plain
 
 
 def be_piece(param: nn.Parameter, piece: Piece) -> None:

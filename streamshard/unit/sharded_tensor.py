@@ -20,8 +20,8 @@ import torch
 
 from streamshard.compiling import skip, untraced
 from streamshard.errors import ShardingError
-from streamshard.unit.global_ops import global_extreme, global_mean, global_sum, part_of, replicate
-from streamshard.unit.norms import PartialNorm, local_norm
+from streamshard.unit.global_ops import global_extreme, global_mean, global_norm, global_sum, part_of, replicate
+from streamshard.unit.norms import PartialNorm, local_norm, look_at_norms
 from streamshard.unit.op_kinds import OpKind, is_attribute, kind_of
 from streamshard.unit.pieces import StatePiece
 from streamshard.unit.sharding import Sharding
@@ -97,6 +97,8 @@ def _answer(kind: OpKind, func: Callable[..., Any], args: Any, kwargs: Mapping[s
     with _AsTensors():
         if piece.sharding.ranks.world_size == 1:
             return func(*args, **kwargs)
+        if any(type(value) is PartialNorm for value in (*args, *kwargs.values())):  # as a number, ``alpha`` for one
+            args, kwargs = look_at_norms(args), look_at_norms(kwargs)
         answer: Callable[..., Any] = _ANSWERS.get(kind, _refuse_op)
         return answer(func, piece, args, kwargs)
 
@@ -174,7 +176,7 @@ class _Fit:
             return replicate(value, ranks)
         is_whole = sharding.whole is not None and value.shape == sharding.whole.shape
         if not is_differentiated and (value.numel() == 1 or value.shape == target.shape):
-            if value.numel() > 1 and not is_whole and sharding.is_off_rows(value.shape):
+            if value.numel() > 1 and not is_whole and sharding.is_ambiguous(value.shape):
                 _refuse_op(self._func, target)
             return value
         if not sharding.takes(value.shape) or target.shape != sharding.local_shape:
@@ -271,7 +273,7 @@ def _view(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Map
     """The same elements in another form, of the whole's."""
     if args[0] is not piece:  # what every rank has, in the form of a piece
         whole = piece.sharding.whole
-        is_whole = whole is not None and args[0].numel() == whole.numel()
+        is_whole = whole is not None and (args[0].numel() == whole.numel() or func.__name__ == "expand_as")
         return func(*map(_whole_of if is_whole else _as_plain, args), **kwargs)
     if any(isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values())):
         return _elementwise(func, piece, args, kwargs)
@@ -317,6 +319,19 @@ def _gradients(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs
     return grads
 
 
+def _hook(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """``register_hook`` of what was computed: the gradient that it is given is a piece too."""
+    hook = args[1] if len(args) > 1 else kwargs["hook"]
+
+    def of_piece(grad: torch.Tensor) -> Any:
+        with torch._C._EnableTorchFunction():
+            changed = hook(ShardedTensor.wrap(grad.view_as(grad), piece_sharding))
+        return changed.as_subclass(torch.Tensor) if isinstance(changed, ShardedTensor) else changed
+
+    piece_sharding = piece.sharding._replace(is_weight=False)
+    return func(piece, hook if isinstance(piece, torch.nn.Parameter) else of_piece)
+
+
 def _draw(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Random numbers: this rank's of those that the whole would get, where ranks' generators are in the same state.
 
@@ -349,12 +364,13 @@ def _norm(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Map
 
 def _norm_of(piece: ShardedTensor, order: float) -> torch.Tensor:
     local, ranks = piece.as_subclass(torch.Tensor), piece.sharding.ranks
-    if torch.is_grad_enabled() and local.requires_grad and (math.isinf(order) or order == 0):
-        # Which rank has the largest is not known from norms.
-        if order:
-            return global_extreme(local.abs(), largest=order > 0, ranks=ranks)
+    if not (torch.is_grad_enabled() and local.requires_grad):
+        return PartialNorm.wrap(local_norm(local, order), order, ranks)
+    if order == 0:
         return global_sum(local_norm(local, order), ranks)
-    return PartialNorm.wrap(local_norm(local, order), order, ranks)
+    if math.isinf(order):  # which rank has the largest is not known from norms
+        return global_extreme(local.abs(), largest=order > 0, ranks=ranks)
+    return global_norm(local_norm(local, order), order, ranks)
 
 
 def _of_rows(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> ShardedTensor:
@@ -444,8 +460,10 @@ def _assign(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: M
     target, index, value = args
     if target is not piece:
         _refuse_op(func, piece)
+    if not isinstance(value, ShardedTensor) and not _is_range(piece, index):
+        return _assign_anywhere(func, piece, index, value)
     if _is_mask(index):
-        if isinstance(value, torch.Tensor) and value.numel() != 1:
+        if isinstance(value, ShardedTensor) or isinstance(value, torch.Tensor) and value.numel() != 1:
             _refuse_op(func, piece)
         return func(piece, _fitted_mask(func, piece, index), value)
     part = _part(torch.Tensor.__getitem__, piece, (piece, index), {})
@@ -457,6 +475,32 @@ def _assign(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: M
     _, fitted = _fit(torch.Tensor.copy_, (part, value), {})[0]
     part.copy_(fitted)
     return None
+
+
+def _is_range(piece: ShardedTensor, index: Any) -> bool:
+    """Whether the elements of `index` lie one behind the other, or it is a mask of the whole."""
+    if isinstance(index, ShardedTensor) or piece.sharding.whole is None:
+        return True
+    if _is_mask(index) and index.shape in (piece.shape, piece.sharding.whole.shape):
+        return True
+    indices = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(each, torch.Tensor | list) for each in indices):
+        return False
+    return piece.sharding.part(piece.sharding.whole[index]) is not None
+
+
+def _assign_anywhere(func: Callable[..., Any], piece: ShardedTensor, index: Any, value: Any) -> None:
+    """Rows by numbers or by a mask of rows, columns: written into the whole, of which this rank takes its part."""
+    sharding = piece.sharding
+    if not sharding.is_in_order or piece.shape != sharding.local_shape:
+        _refuse_op(func, piece)
+    shape = sharding.whole.shape  # type: ignore[union-attr]  # in order
+    index = tuple(map(_as_plain, index)) if isinstance(index, tuple) else index
+    is_written, values = (torch.zeros(shape, dtype=dtype, device=piece.device) for dtype in (torch.bool, piece.dtype))
+    is_written[index] = True
+    values[index] = value
+    mine = sharding.cut(is_written)
+    piece.as_subclass(torch.Tensor)[mine] = sharding.cut(values)[mine]
 
 
 def _number(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -544,6 +588,7 @@ _ANSWERS: Mapping[OpKind, Callable[..., Any]] = {
     OpKind.FORM: _form,
     OpKind.VIEW: _view,
     OpKind.GRADIENT: _gradients,
+    OpKind.HOOK: _hook,
     OpKind.RANDOM: _draw,
     OpKind.NORM: _norm,
     OpKind.FOREACH_NORM: _foreach_norms,

@@ -64,8 +64,8 @@ class Sharding(NamedTuple):
 
     def is_like(self, other: Sharding) -> bool:
         """Whether a rank has the same elements of both, in the same order."""
-        if self.whole is None or other.whole is None:  # of what masks selected torch compares the numbers
-            return self.whole is other.whole
+        if self.whole is None or other.whole is None:  # what one mask has selected, or was computed from it
+            return self is other
         same = self.runs == other.runs and self.whole.shape == other.whole.shape
         return same and self.whole.stride() == other.whole.stride()
 
@@ -90,8 +90,10 @@ class Sharding(NamedTuple):
         return self._replace(whole=whole, has_rows=False)
 
     def of_rows(self, whole: torch.Tensor) -> Sharding:
-        """One number for each row, in the form of `whole`."""
-        return self._replace(whole=_whole(whole.shape), runs=tuple(self._rows()), has_rows=True)
+        """Of numbers of each row, one or several, in the form of `whole`."""
+        numel = math.prod(whole.shape[1:])
+        runs = tuple((start * numel, stop * numel) for start, stop in self._rows())
+        return self._replace(whole=_whole(whole.shape), runs=runs, has_rows=True)
 
     def selected(self) -> Sharding:
         """Of elements chosen by their values."""
@@ -138,9 +140,14 @@ class Sharding(NamedTuple):
         pairs = zip(reversed(own), reversed(given), strict=False)
         return len(given) <= len(own) and all(theirs in (1, mine) for mine, theirs in pairs)
 
-    def is_off_rows(self, shape: Sequence[int]) -> bool:
-        """Whether `shape` is that of a row as well as this rank's, which has parts of two rows: which is meant?"""
-        return self.takes(shape) and any(start % shape[-1] for start, _ in self.runs)
+    def is_ambiguous(self, shape: Sequence[int]) -> bool:
+        """Of `shape`, this rank's: whether torch would broadcast it with the whole as well, to another result."""
+        if self.whole is None or not all(shape):
+            return False
+        if self.takes(shape):  # a row: the same, where this rank has one
+            return any(start % shape[-1] for start, _ in self.runs)
+        pairs = zip(reversed(self.whole.shape), reversed(shape), strict=False)
+        return all(mine == theirs or 1 in (mine, theirs) for mine, theirs in pairs)
 
     def cut(self, value: torch.Tensor) -> torch.Tensor:
         """[local_shape]: of `value`, which every rank has, of a shape that it `takes`, this rank's."""

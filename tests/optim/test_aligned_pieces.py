@@ -241,6 +241,11 @@ def test_rows_are_put_together_with_numbers_of_the_same_rows(context: RankContex
     pair: Any = StreamShard(nn.Sequential(Pair(), Pair()), precision=FP32, align_pieces_to="row")[0]
     assert [piece_of(each).shape[0] for each in (pair.one, pair.other)] == [8 * (1 - context.rank), 8 * context.rank]
     assert (pair.one / pair.one.norm(dim=1, keepdim=True)).square().sum().item() == pytest.approx(8.0)
+    vector = nn.utils.parameters_to_vector([pair.one.detach(), pair.other.detach()])
+    pair.one.grad = vector[:64].view(8, 8)
+    assert float(pair.one.grad.norm(dim=1).sum()) == pytest.approx(pair.one.norm(dim=1).sum().item())
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(pair.parameters()), pair.parameters())
+    assert float((pair.one.norm(dim=1, keepdim=True).detach() * pair.one.detach()).norm()) > 0.0
     with pytest.raises(ShardingError, match=r"'0\.(one|other)' and '0\.(one|other)'"):
         pair.one / pair.other.norm(dim=1, keepdim=True)
 
@@ -302,6 +307,19 @@ class Cube(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + (self.weight**2).sum()
+
+
+@on_ranks(2, 3)
+def test_statistics_of_blocks_of_rows_are_of_rows(context: RankContext) -> None:
+    """Several numbers for each row, of which rows are asked for again, and written."""
+    model: Any = StreamShard(nn.Sequential(Cube(), Cube()), precision=FP32, align_pieces_to="row")
+    whole = full_weights(model)["0.weight"]
+    sums, wanted = model[0].weight.detach().sum(2), whole.sum(2)
+    assert sums.shape == (8, 4)
+    assert [float(row.sum()) for row in sums] == pytest.approx([float(row.sum()) for row in wanted], abs=1e-5)
+    assert float(sums.sum(1)[5]) == pytest.approx(float(wanted.sum(1)[5]), abs=1e-5)
+    sums[5], wanted[5] = 0.0, 0.0
+    assert float(sums.norm()) == pytest.approx(float(wanted.norm()))
 
 
 @on_ranks(2)

@@ -89,6 +89,11 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "overwritten": lambda g: _in_place(
         g.clone(), lambda copied: copied.__setitem__(slice(len(g) // 2, None), 0.5)
     ).norm(),
+    "rows overwritten, by numbers": lambda g: _in_place(g.clone(), lambda c: c.__setitem__(_last(c), 0.5)).norm(),
+    "columns overwritten": lambda g: _in_place(g.clone(), lambda c: c.__setitem__((..., 0), 2.0)).norm(),
+    "largest of counts": lambda g: float((g > -1.0).int().max()) + float((g > 100.0).max()) + float((g < 9).min()),
+    "norm of 16 bits": lambda g: (30000.0 * (g.sign() + 2)).half().norm().isinf().float(),
+    "mask of rows": lambda g: (g * (_noise(g.shape)[..., :1] > 0.5).expand_as(g)).norm(),
     "overwritten where": lambda g: _in_place(g.clone(), lambda copied: copied.__setitem__(copied > 0, 0.5)).norm(),
     "overwritten by others": lambda g: _in_place(
         g.clone(), lambda copied: copied.__setitem__(0, _noise(copied.shape[1:]))
@@ -108,6 +113,10 @@ def test_numbers_of_a_gradient_are_of_all_ranks(context: RankContext) -> None:
     for name, number in NUMBERS.items():
         for ours, theirs in zip(_grads(model), _grads(plain), strict=True):
             assert float(number(ours)) == pytest.approx(float(number(theirs)), rel=1e-5, abs=1e-7), name
+
+
+def _last(grad: Tensor) -> Tensor:
+    return torch.tensor([len(grad) - 1, 0])
 
 
 def _noise(shape: torch.Size) -> Tensor:
@@ -235,7 +244,6 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "columns": lambda g: g[:, :3],
     "in the order of columns": lambda g: g.T.reshape(-1),
     "every other element": lambda g: g.view(-1)[::2],
-    "columns overwritten": lambda g: g.__setitem__((slice(None), 0), 0.0),
     "sum along a dimension": lambda g: g.sum(-1),
     "norm along a dimension": lambda g: g.norm(dim=-1),
     "spectral norm": lambda g: torch.linalg.norm(g, 2),

@@ -62,6 +62,7 @@ PENALTIES: dict[str, Callable[[Any], torch.Tensor]] = {
     "of scaled rows": lambda model: sum((p * _rows(p)).square().sum() for p in model.parameters()),
     "of views": lambda model: sum((p.view(-1) * p.data.reshape(p.numel())).abs().sum() for p in model.parameters()),
     "of a transposed weight": lambda model: sum((p.T + 1.0).norm() for p in model.parameters() if p.ndim == 2),
+    "through a function of one's own": lambda model: _Twice.apply(model.layers[1].linear.weight.norm()),
     "of one weight": lambda model: model.layers[1].linear.weight.norm().log(),
     "of two weights": lambda model: model.layers[0].linear.weight.sum() * model.layers[2].linear.bias.norm(),
     "of alike weights": lambda model: (model.layers[0].linear.weight - model.layers[1].linear.weight).norm(),
@@ -92,6 +93,16 @@ def _logged(norm: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         assert norm.item() >= 0.0
     return norm
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2.0 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return 2.0 * grad
 
 
 def _rows(param: Any) -> torch.Tensor:
@@ -157,7 +168,7 @@ def test_what_works_with_a_piece_goes_on_to(context: RankContext) -> None:
         param = getattr(model.get_submodule(owner), key)
         assert param is listed and isinstance(param, nn.Parameter) and isinstance(param, torch.Tensor)
         assert repr(param).startswith("Parameter containing:\ntensor(")
-        assert type(copy.deepcopy(param)) is nn.Parameter
+        assert copy.deepcopy(param).shape == param.shape and copy.deepcopy(param).is_leaf
         assert torch.equal(copy.deepcopy(param.data), param)
         before = param.detach().clone()
         with torch.no_grad():
@@ -349,7 +360,10 @@ def test_what_would_be_of_one_piece_raises(context: RankContext) -> None:
         "rows by numbers": lambda: weight[torch.tensor([2, 1])],
         "what a mask selects": lambda: weight[weight == weight] * weight.flatten(),
         "rows by a mask": lambda: weight[torch.arange(DIM) > 3],
-        "writing a column": lambda: weight.data.__setitem__((slice(None), 0), 0.0),
+        "written by a mask, of what another selects": lambda: weight.data.__setitem__(weight > 0, weight[weight > 1]),
+        "two selections": lambda: weight[weight > 0] * weight[weight < 0],
+        "rows of another weight": lambda: weight.data.__setitem__(torch.tensor([1]), other[:1]),
+        "data of the whole's shape": lambda: setattr(weight, "data", torch.zeros(DIM, DIM)),
         "writing to what is whole": lambda: torch.zeros(DIM, DIM).add_(weight.detach()),
         "rows of others' elements": lambda: weight[2] * other[2],
         "numpy": lambda: weight.detach().numpy(),
@@ -406,6 +420,22 @@ def test_a_row_as_long_as_a_piece_is_not_taken_for_one(context: RankContext) -> 
     else:
         assert torch.equal(piece_of(ours * row).flatten(), wanted)
         assert torch.equal(piece_of(ours + piece_of(ours).clone()), 2.0 * piece_of(ours))
+
+
+@on_ranks(2)
+def test_gradients_in_hooks_of_what_is_computed_are_pieces(context: RankContext) -> None:
+    """Normalised there, masked by what is whole; and asked for through torch's own function."""
+    model, plain = sharded(), nn.Sequential(Layer(), Layer())
+    plain.load_state_dict(model.full_state_dict(rank0_only=False))
+    norms = []
+    for each in (model, plain):
+        weight, shapes = each[0].linear.weight, []
+        scaled = weight * 2.0
+        scaled.register_hook(lambda grad, shapes=shapes: shapes.append(grad.shape))
+        scaled.register_hook(lambda grad: grad / grad.norm() * torch.arange(DIM))
+        torch.autograd.backward([scaled.square().sum() + weight.norm()])
+        norms.append((float(weight.grad.norm()), shapes))
+    assert norms[0] == (pytest.approx(norms[1][0]), norms[1][1])
 
 
 @on_ranks(2)
@@ -552,6 +582,12 @@ def test_what_is_written_by_place_is_written_where_it_is(context: RankContext) -
             bias.data[-1] += 3.0
             table[:4] = torch.arange(4.0 * DIM).view(4, DIM)
             table[table < 0] = 0.125
+            weight.data[torch.tensor([7, 1])] = 0.75
+            weight[:, 3] = torch.arange(8.0)
+            table[torch.arange(DIM) > 5] = -0.5
+            weight.data[[4, 0]] = torch.eye(DIM)[:2]
+            nn.init.constant_(each[1].norm.weight, 0.5)
+            bias.add_(bias, alpha=each[1].linear.bias.norm())
             table[torch.eye(DIM) > 0] = 7.0
             for row in each[1].linear.weight.split(2):
                 row.clamp_(-0.1, 0.1)
