@@ -127,7 +127,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         try:
             return closure()
         finally:
-            _check_grads(params)
             begin(params)
 
     return ((args[0], shown, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": shown})

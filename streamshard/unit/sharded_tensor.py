@@ -254,7 +254,7 @@ def _derived(func: Callable[..., Any], result: torch.Tensor, source: ShardedTens
 
 
 def _form(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """A question about size: of the whole, but in an optimizer's step."""
+    """A question about size: of the whole."""
     if is_attribute(func, "nbytes"):
         return _whole_of(piece).numel() * piece.itemsize
     return func(*map(_whole_of, args), **{key: _whole_of(value) for key, value in kwargs.items()})

@@ -87,7 +87,7 @@ class Sharding(NamedTuple):
 
     def viewed(self, whole: torch.Tensor) -> Sharding:
         """Of all its elements, in the form of `whole`, a view of its own."""
-        return self._replace(whole=whole, has_rows=False)
+        return self._replace(whole=_whole(whole.shape) if whole.is_contiguous() else whole, has_rows=False)
 
     def of_rows(self, whole: torch.Tensor) -> Sharding:
         """Of numbers of each row, one or several, in the form of `whole`."""

@@ -299,9 +299,10 @@ def test_what_knows_plain_tensors_only_is_given_plain_gradients(context: RankCon
     wanted = ShardedTensor if package == "elsewhere" else Tensor
     for number in range(2):
         _backward(model, number)
-        norms = _norms(model)
+        norms, kept = _norms(model), [param.grad for param in model.parameters()]
         optimizer.step()
         assert optimizer.kinds == {wanted}
+        assert {type(grad) for grad in kept} == {ShardedTensor}
         assert {type(param.grad) for param in model.parameters()} == {ShardedTensor}
         assert _norms(model) == norms
         optimizer.zero_grad()
