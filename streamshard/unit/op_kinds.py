@@ -172,4 +172,5 @@ def _is_pointwise(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         return False
-    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+    tags = {tag for overload in packet.overloads() for tag in getattr(packet, overload).tags}
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags

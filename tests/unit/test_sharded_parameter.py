@@ -377,6 +377,7 @@ def test_what_would_be_of_one_piece_raises(context: RankContext) -> None:
         "eye": lambda: nn.init.eye_(weight),
         "noise of its values": lambda: torch.bernoulli(weight.detach().abs()),
         "dropout": lambda: F.dropout(weight),
+        "noise that torch draws for each element": lambda: F.rrelu(weight, training=True),
         "size of what a mask selects": lambda: weight[weight > 0].numel(),
         "saved": lambda: torch.save(weight.detach().clone(), io.BytesIO()),
         "saved whole": lambda: torch.save(weight, io.BytesIO()),
