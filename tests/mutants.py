@@ -1474,21 +1474,21 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/hooks",
         "the node behind a view is not watched",
-        "            tensor._base.grad_fn.register_prehook(prehook)\n",
+        "            watch(tensor._base.grad_fn)\n",
         "            pass\n",
         "cases_values::test_a_view_that_is_modified_announces_its_layer_all_the_same",
     ),
     Mutant(
         "engine/hooks",
         "a layer's outputs are not watched",
-        "        untraced(_watch_outputs, output, args, _Need(engine, use))\n",
+        "        untraced(_watch_outputs, output, args, _Need(engine, use).watch)\n",
         "        pass\n",
         "cases_passes cases_graphs",
     ),
     Mutant(
         "engine/hooks",
         "the root's outputs are not watched",
-        "        untraced(_watch_outputs, output, (), _BeginBackward(engine, pass_))\n",
+        "        untraced(_watch_outputs, output, (), BeginBackward(engine, pass_).watch)\n",
         "        pass\n",
         "cases_execution cases_graphs",
     ),
@@ -2076,6 +2076,13 @@ MUTANTS: list[Mutant] = [
         "    part = piece.sharding.part(whole) if is_view else None\n",
         "    part = piece.sharding.part(whole)\n",
         "sharded_parameter::test_what_would_be_of_one_piece_raises",
+    ),
+    Mutant(
+        "engine/grad_inputs",
+        "a rank whose graph has nothing of what is asked for takes no part",
+        "                if engine.backwards == count and not engine.is_alone and not in_backward():\n",
+        "                if False:\n",
+        "grad_inputs::test_gradients_that_are_asked_for_are_plain_pytorchs",
     ),
     Mutant(
         "unit/sharded_tensor",

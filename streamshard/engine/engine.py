@@ -99,6 +99,7 @@ class Engine:
         self.is_whole = False
         self.empty: Empty | None = None
         self.delivers = True
+        self.backwards = 0  # that have begun
         self.step_lock = threading.RLock()
         self.inputs = Inputs()
         self.depth = 0  # of forwards of modules that the engine watches
@@ -469,6 +470,7 @@ class Engine:
             self.acquire(self.units[index])
 
     def _open_backward(self) -> Backward:
+        self.backwards += 1
         self.settle()
         self._widen()
         for unit in self.units:

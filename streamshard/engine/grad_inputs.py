@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from streamshard.engine.engine import Engine, in_backward
+from streamshard.engine.reach import backward_of, passes_of
 from streamshard.errors import ShardingError
 from streamshard.unit.unit import StreamedUnit, take_grad
 from streamshard.unit.unreduced_grad import UnreducedGrad
@@ -98,8 +99,13 @@ class _RunBackward:
     ) -> Any:
         def start(inputs: Sequence[Any], *, allow_unreachable: bool) -> Any:
             run = self._start if in_backward() else self._run
+            begun = [(engine, engine.backwards) for engine in {each.engine for each in asked.values()}]
             with torch._C._EnableTorchFunction():  # asked of parameters it is off, and hooks would see bare pieces
-                return run(tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
+                found = run(tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
+            for engine, count in begun:
+                if engine.backwards == count and not engine.is_alone and not in_backward():
+                    _join_in(engine, tensors)
+            return found
 
         asked = {position: each for position, value in enumerate(inputs) if (each := _asked(value)) is not None}
         for engine in {each.engine for each in asked.values()}:
@@ -124,6 +130,12 @@ class _RunBackward:
             raise
         finally:
             self._running.discard(threading.get_ident())
+
+
+def _join_in(engine: Engine, tensors: Sequence[torch.Tensor]) -> None:
+    """Nothing that was asked for has a part in this rank's graph; in those of other ranks it may."""
+    for pass_ in passes_of(tensors, engine):
+        backward_of(engine, pass_)
 
 
 def _asked(value: object) -> _Asked | None:

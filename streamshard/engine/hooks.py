@@ -24,12 +24,12 @@ from streamshard.engine.containers import map_tensors, tensors_in
 from streamshard.engine.engine import Engine
 from streamshard.engine.handle import HANDLE, Handle, Uncopyable, handle_of, registered_names, watched_class
 from streamshard.engine.kept_views import count_references, refuse_kept_views
-from streamshard.engine.passes import Pass, Use
+from streamshard.engine.passes import Use
+from streamshard.engine.reach import BeginBackward
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = [
-    "backward_of",
     "call_shell",
     "call_unit",
     "compute_in_fp32",
@@ -86,7 +86,7 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
         pass_ = untraced(engine.close_forward, error)
         error = None  # whose traceback has this frame, and with it the graph that the forward has left
     if pass_ is not None:
-        untraced(_watch_outputs, output, (), _BeginBackward(engine, pass_))
+        untraced(_watch_outputs, output, (), BeginBackward(engine, pass_).watch)
     return output if handle.output_dtype is None else untraced(_cast, output, handle.output_dtype)
 
 
@@ -127,7 +127,7 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     finally:
         untraced(engine.post_forward, member)
     if has_graph:
-        untraced(_watch_outputs, output, args, _Need(engine, use))
+        untraced(_watch_outputs, output, args, _Need(engine, use).watch)
     return output
 
 
@@ -200,26 +200,9 @@ class _Need:
     def __call__(self, grads: Any) -> None:
         self.engine.need(self.use)
 
-
-class _BeginBackward:
-    """Prehook of a graph node: backward begins at the root's outputs. Keeps the pass alive as long as the graph."""
-
-    __slots__ = ("engine", "pass_")
-
-    def __init__(self, engine: Engine, pass_: Pass) -> None:
-        self.engine = engine
-        self.pass_ = pass_
-
-    def __call__(self, grads: Any) -> None:
-        self.engine.begin_backward(self.pass_)
-
-
-def backward_of(engine: Engine, pass_: Pass) -> None:
-    """A backward through `pass_` in which no parameter gets a gradient: its collectives, with zeros."""
-    loss = torch.zeros((), requires_grad=True) * 1.0
-    assert loss.grad_fn is not None
-    loss.grad_fn.register_prehook(_BeginBackward(engine, pass_))
-    loss.backward()
+    def watch(self, node: Any) -> None:
+        """Be called before `node` runs."""
+        node.register_prehook(self)
 
 
 def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[None]:
@@ -304,15 +287,15 @@ def _refuse_stale(engine: Engine, content: StreamedUnit, base: torch.Tensor | No
         )
 
 
-def _watch_outputs(output: Any, inputs: tuple[Any, ...], prehook: Callable[[Any], None]) -> None:
-    """Call `prehook` before backward runs the node of any tensor in `output` that is not one of `inputs`."""
+def _watch_outputs(output: Any, inputs: tuple[Any, ...], watch: Callable[[Any], None]) -> None:
+    """Call `watch` with the node of any tensor in `output` that is not one of `inputs`."""
     for tensor in tensors_in(output):
         if tensor.grad_fn is None or any(tensor is given for given in inputs):
             continue
-        tensor.grad_fn.register_prehook(prehook)
+        watch(tensor.grad_fn)
         # An in-place edit of a view replaces the view's node; the node of what it is a view of stays.
         if tensor._base is not None and tensor._base.grad_fn is not None:
-            tensor._base.grad_fn.register_prehook(prehook)
+            watch(tensor._base.grad_fn)
 
 
 def _leave_weights(value: Any, engine: Engine, verb: str) -> Any:

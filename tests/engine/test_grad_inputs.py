@@ -113,6 +113,20 @@ def _of_a_skipped_layer(model: Any, call: Call) -> Tensor:
     return loss.detach() / call.weight
 
 
+def _of_a_layer_that_ranks_left_out(model: Any, call: Call) -> Tensor:
+    """Each another one: nothing that is asked for has a part in the graph of one of them."""
+    model.skipped = 1 + call.rank if call.step else None
+    loss = _loss(model, call)
+    loss.backward(inputs=list(model.layers[1].parameters()), retain_graph=True)  # type: ignore[no-untyped-call]
+    weight = model.layers[2].linear.weight
+    grads = torch.autograd.grad(loss, [weight], allow_unused=True)
+    if isinstance(model, StreamShard) or grads[0] is not None:  # of all ranks' losses
+        _put([weight], grads)
+    _loss(model, call, 1).backward()  # type: ignore[no-untyped-call]
+    model.skipped = None
+    return loss.detach() / call.weight
+
+
 def _by_name(model: nn.Module, call: Call) -> Tensor:
     """torch takes a dictionary too."""
     loss, named = _loss(model, call), dict(model.named_parameters())
@@ -170,6 +184,7 @@ STEPS: dict[str, Callable[[Any, Call], Tensor]] = {
     "with an input among them": _with_an_input,
     "of a penalty too": _with_a_penalty,
     "of a layer that was skipped": _of_a_skipped_layer,
+    "of a layer that some ranks skipped": _of_a_layer_that_ranks_left_out,
     "by name": _by_name,
     "as inputs of a backward": _inputs_of_backward,
     "some, as inputs of a backward": _some_inputs_of_backward,

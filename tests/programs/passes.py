@@ -93,7 +93,6 @@ class Forward(Operation):
         return 1 if self.plan.seen is None or self.plan.seen >= visits else 2
 
     def after(self, state: State, outcome: str) -> None:
-        state.leaves_out |= bool(self.plan.left_out)
         if self.plan.clamps is not None:
             state.edits += 1
         if outcome != "done":
@@ -212,9 +211,6 @@ class Backward(_OfKept):
 
     is_partial: bool = False
     inputs: int | None = None
-
-    def is_legal(self, state: State) -> bool:
-        return super().is_legal(state) and not (self.is_partial and state.leaves_out)  # see the guide's limits
 
     def perform(self, player: Player, number: int) -> Shown:
         inputs: Any = None

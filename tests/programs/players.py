@@ -196,7 +196,6 @@ class State:
         is_torn: a backward has failed, so gradients are partial until they are all cleared.
         is_spoilt: what was refused cannot be undone.
         order: the route of the first forward that trained; None before.
-        leaves_out: in a forward some ranks have left out a layer.
         outcomes: how many operations ended how.
     """
 
@@ -208,7 +207,6 @@ class State:
     is_torn: bool = False
     is_spoilt: bool = False
     order: Plan | None = None
-    leaves_out: bool = False
     outcomes: Counter[str] = field(default_factory=Counter)
 
     @property
