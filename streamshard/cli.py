@@ -59,7 +59,7 @@ Say what a checkpoint holds, and compare every byte of it with the checksums
 that were written with it. Of a directory of checkpoints, a line for each;
 "latest" is the one that load_checkpoint would take. An export, or another
 Hugging Face directory, is shown too, and verified if checksums are beside it
-(model.safetensors.sha256).
+(model.safetensors.sfv).
 
 Ends with 0 if all that was looked at is as it was written, else with 1."""
 
@@ -241,7 +241,7 @@ def _inspect_weights(root: Path, arguments: argparse.Namespace) -> None:
         sys.stdout.flush()
         if stored.sums and not arguments.no_verify:
             with progress(f"verifying {root.name}", sum(stored.sizes_bytes), shows=True) as advance:
-                stored.verify(0, 1, advance)
+                stored.verify([stored.read_share(0, 1, advance)])
             stored.check_unchanged()
             print("verified: all is as written")
         else:

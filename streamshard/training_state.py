@@ -199,7 +199,7 @@ def load_checkpoint(
     doing = f"load {path}"
     with contextlib.ExitStack() as opened:
         files = PieceFiles(path, manifest, opened)
-        run_on_all_ranks(ranks, doing, lambda: files.verify(ranks))
+        files.verify(ranks)
         plan = run_on_all_ranks(ranks, doing, lambda: plan_restore(parts, manifest, files.read_whole, strict=strict))
         run_on_all_ranks(ranks, doing, lambda: files.open(plan.reads))
         run_on_all_ranks(ranks, doing, lambda: _load_objects(plan))

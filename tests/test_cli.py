@@ -151,9 +151,9 @@ def test_inspect_of_an_export_shows_and_verifies_it(
     assert "verified" not in said.out
     assert main(["inspect", str(tmp_path), "--no-verify"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "not verified: files have the sizes they should have"
-    (tmp_path / "model.safetensors.sha256").unlink()
+    (tmp_path / "model.safetensors.sfv").unlink()
     assert main(["inspect", str(tmp_path)]) == 0
-    assert "not verified: there are no checksums (model.safetensors.sha256)" in capsys.readouterr().out
+    assert "not verified: there are no checksums (model.safetensors.sfv)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["inspect", "export"])

@@ -17,7 +17,7 @@ from streamshard.checkpoint import huggingface
 from streamshard.checkpoint.disk_layout import DiskTensor, LocalPiece, local_pieces, overlaps, plan_loading
 from streamshard.checkpoint.rearrange import Run
 from streamshard.checkpoint.stored_files import StoredDirectory, StoredTensor, read_directory
-from streamshard.checkpoint.writer import CHUNK_BYTES, RankGroup, run_on_all_ranks
+from streamshard.checkpoint.writer import CHUNK_BYTES, RankGroup, gather_from_all_ranks, run_on_all_ranks
 from streamshard.errors import CheckpointError
 from streamshard.log import log, progress
 from streamshard.unit.shard import ParamShard
@@ -42,13 +42,14 @@ def load_shards(
     began = time.perf_counter()
     with contextlib.ExitStack() as opened:
         stored, is_shared = _open_together(group, root, opened)
-        own = (
-            (group.number, group.total_size) if is_shared else (0, 1)
-        )  # where each host has its own, each rank reads it
+        # Where each host has its own, each rank reads all of it.
+        part, parts = (group.number, group.total_size) if is_shared else (0, 1)
         with progress(
-            f"verifying {root.name}", sum(stored.sizes_bytes) // own[1], shows=group.is_first and bool(stored.sums)
+            f"verifying {root.name}", sum(stored.sizes_bytes) // parts, shows=group.is_first and bool(stored.sums)
         ) as advance:
-            run_on_all_ranks(group, f"load {root}", lambda: stored.verify(*own, advance))
+            shares = gather_from_all_ranks(group, f"load {root}", lambda: stored.read_share(part, parts, advance))
+        seen = shares if is_shared else [shares[group.number]]
+        run_on_all_ranks(group, f"load {root}", lambda: stored.verify(seen))
         plan = run_on_all_ranks(group, f"load {root}", lambda: _plan(model, shards, root, stored))
         if strict and plan.difference.size:
             raise plan.difference.error(root, model)  # on every rank: they have read the same headers

@@ -1,7 +1,6 @@
 """One rank's file of a checkpoint: the pieces of tensors that it owns, one after another, in the safetensors format.
 
-Written once from front to back, so its checksum is made of the bytes that are written and nothing is read again. It is
-zlib's CRC-32: any flipped bit, and any 32 bits in a row, change it; SHA-256 would take as long as the writing.
+Written once from front to back. Its checksum is made of the bytes that are written: nothing is read again.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from streamshard.checkpoint.checksum import shown
 from streamshard.checkpoint.manifest import FileRecord
 from streamshard.checkpoint.publish import write_all
 from streamshard.checkpoint.safetensors_file import FileLayout, TensorSpec, lay_out
@@ -22,7 +22,7 @@ from streamshard.checkpoint.stored_files import StoredTensor
 from streamshard.checkpoint.writer import CHUNK_BYTES
 from streamshard.errors import CheckpointError
 
-__all__ = ["Piece", "checksum_of", "plan_piece_file", "read_range", "write_piece_file"]
+__all__ = ["Piece", "plan_piece_file", "read_range", "write_piece_file"]
 
 
 class Piece(NamedTuple):
@@ -92,21 +92,7 @@ def write_piece_file(
             os.close(descriptor)
     except OSError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    return FileRecord(layout.name, layout.size_bytes, f"{checksum:08x}")
-
-
-def checksum_of(path: Path, advance: Callable[[int], object]) -> str:
-    """The CRC-32 of a file, as hexadecimal digits."""
-    checksum = 0
-    buffer = bytearray(CHUNK_BYTES)
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                checksum = zlib.crc32(memoryview(buffer)[:count], checksum)
-                advance(count)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    return f"{checksum:08x}"
+    return FileRecord(layout.name, layout.size_bytes, shown(checksum))
 
 
 def read_range(stored: StoredTensor, start: int, target: torch.Tensor) -> None:

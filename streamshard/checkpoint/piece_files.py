@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 
 import torch
 
+from streamshard.checkpoint.checksum import Extent, join_extents, read_extent, share_of, shown
 from streamshard.checkpoint.manifest import Manifest, PieceRecord, read_manifest
-from streamshard.checkpoint.piece_file import checksum_of, read_range
+from streamshard.checkpoint.piece_file import read_range
 from streamshard.checkpoint.restore import Read
 from streamshard.checkpoint.stored_files import StoredDirectory, read_file
-from streamshard.checkpoint.writer import Alone
+from streamshard.checkpoint.writer import Alone, gather_from_all_ranks
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import CheckpointError
 from streamshard.log import progress
@@ -30,17 +33,27 @@ class PieceFiles:
         self._files: dict[int, StoredDirectory] = {}
 
     def verify(self, ranks: Ranks | Alone) -> None:
-        """Compare this rank's part of the files with their checksums; all ranks together see all of them.
+        """Compare the files with their checksums; each rank reads an equal share of all bytes.
 
         Raises:
-            CheckpointError: names the file that is damaged.
+            CheckpointError: on all ranks, names the file that is damaged.
         """
-        mine = self._manifest.files[ranks.number :: ranks.total_size]
-        total = sum(record.size_bytes for record in mine)
+        records = self._manifest.files
+        sizes = [record.size_bytes for record in records]
+
+        def read() -> list[Extent]:
+            found = []
+            for number, start, stop in share_of(sizes, ranks.number, ranks.total_size):
+                with _open(self._path / records[number].name) as file:
+                    found.append(read_extent(file, number, start, stop, sizes[number], advance))
+            return found
+
+        total = sum(sizes) // ranks.total_size
         with progress(f"verifying {self._path.name}", total, shows=ranks.is_first) as advance:
-            for record in mine:
-                if checksum_of(self._path / record.name, advance) != record.crc32:
-                    raise CheckpointError(f"{self._path / record.name} is damaged: it is not what its checksum says")
+            shares = gather_from_all_ranks(ranks, f"verify {self._path}", read)
+        for record, crc32 in zip(records, join_extents(itertools.chain(*shares), sizes), strict=True):
+            if shown(crc32) != record.crc32:
+                raise CheckpointError(f"{self._path / record.name} is damaged: it is not what its checksum says")
 
     def read(self, read: Read) -> None:
         """Fill its target.
@@ -92,3 +105,10 @@ class PieceFiles:
         if number not in self._files:
             self._files[number] = self._opened.enter_context(read_file(self._path / self._manifest.files[number].name))
         return self._files[number]
+
+
+def _open(path: Path) -> FileIO:
+    try:
+        return FileIO(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error

@@ -23,16 +23,17 @@ beside the old weights.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import shutil
 import stat
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Sequence
 from errno import EINVAL
 from functools import partial
 from pathlib import Path
 
+from streamshard.checkpoint.checksum import shown
 from streamshard.checkpoint.safetensors_file import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -64,14 +65,14 @@ _SECOND = ".next.safetensors"  # readers go by the ending
 _NUMBERED = re.compile(r"model-\d{5}-of-\d{5}(\.next)?\.safetensors")
 
 
-def publish(root: Path, files: Sequence[FileLayout], total_parameters: int | None, sums: Mapping[str, str]) -> None:
+def publish(root: Path, files: Sequence[FileLayout], total_parameters: int | None, sums: Sequence[int]) -> None:
     """Make the export that lies under partial names what readers of `root` find. See [Note: publishing].
 
     Args:
         root: holds each of `files` under its partial name, complete; several files' index too.
         files: one, or several and their index.
         total_parameters: for the index.
-        sums: the SHA-256 of each of `files`, by name.
+        sums: the CRC-32 of each of `files`.
 
     Raises:
         OSError: of any call. Readers find the earlier export then, or the new one.
@@ -80,11 +81,11 @@ def publish(root: Path, files: Sequence[FileLayout], total_parameters: int | Non
     earlier = _front(root)
     undo = contextlib.ExitStack()
     second = [file._replace(name=_second_name(file)) for file in files]
-    new = {(digest, name) for name, digest in sums.items()}
+    new = {(file.name, shown(each)) for file, each in zip(files, sums, strict=True)}
     if len(files) > 1:
-        new.add((hashlib.sha256(encode_index(files, total_parameters)).hexdigest(), INDEX_NAME))
-    between = new | {(sums[file.name], _second_name(file)) for file in files}
-    between.add((hashlib.sha256(encode_index(second, total_parameters)).hexdigest(), INDEX_NAME))
+        new.add((INDEX_NAME, shown(zlib.crc32(encode_index(files, total_parameters)))))
+    between = new | {(file.name, shown(each)) for file, each in zip(second, sums, strict=True)}
+    between.add((INDEX_NAME, shown(zlib.crc32(encode_index(second, total_parameters)))))
     try:
         _place_sums(root, between, undo)
         _place_beside(root, undo)
@@ -203,8 +204,8 @@ def _place_sums(root: Path, new: set[tuple[str, str]], undo: contextlib.ExitStac
     path = root / SUMS_NAME
     known: set[tuple[str, str]] = set()
     with contextlib.suppress(FileNotFoundError, CheckpointError):  # damaged ones are as good as none
-        known = {(digest, name) for name, digests in parse_sums(root, path.read_bytes()).items() for digest in digests}
-    if not _live(root).issubset(name for _, name in known):
+        known = {(name, each) for name, several in parse_sums(root, path.read_bytes()).items() for each in several}
+    if not _live(root).issubset(name for name, _ in known):
         _remove(path)
         return
     undo.callback(partial(_replace_sums, root, known) if known else partial(_remove, path))
@@ -215,8 +216,7 @@ def _place_sums(root: Path, new: set[tuple[str, str]], undo: contextlib.ExitStac
 def _replace_sums(root: Path, sums: set[tuple[str, str]]) -> None:
     unfinished = root / (SUMS_NAME + PARTIAL)
     _remove(unfinished)
-    lines = [f"{digest}  {name}\n" for digest, name in sorted(sums, key=lambda each: each[::-1])]
-    write_synced(unfinished, "".join(lines).encode())
+    write_synced(unfinished, "".join(f"{name} {crc32}\n" for name, crc32 in sorted(sums)).encode())
     os.replace(unfinished, root / SUMS_NAME)
 
 

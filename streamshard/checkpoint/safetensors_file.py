@@ -9,14 +9,12 @@ name: every start is aligned to its dtype, and equal tensors give equal files (s
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from io import FileIO
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,23 +32,20 @@ __all__ = [
     "TensorSpec",
     "encode_index",
     "files_of_index",
-    "hash_file",
     "lay_out",
     "parse_sums",
     "plan_files",
-    "sha256_of",
 ]
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-SUMS_NAME = "model.safetensors.sha256"  # beside them, in the format of sha256sum
+SUMS_NAME = "model.safetensors.sfv"  # beside them: CRC-32, as programs that check SFV files read it
 
 LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the library refuses longer ones
-_HASHED_BYTES = 1 << 20  # at once
 
-_SUM = re.compile(rb"([0-9a-f]{64})  (model[^/\\]*(?:safetensors|json))")
+_SUM = re.compile(rb"(model[^/\\]*(?:safetensors|json)) ([0-9a-f]{8})")
 _SUM_SHOWN = 90
 
 # In the order in which a file holds them.
@@ -155,24 +150,6 @@ def files_of_index(text: bytes) -> dict[str, str]:
     return found
 
 
-def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, as hexadecimal digits."""
-    with FileIO(path) as file:
-        return hash_file(file, lambda count: None)
-
-
-def hash_file(file: FileIO, advance: Callable[[int], object]) -> str:
-    """The same of one that is open; `advance` is told how many bytes were read, now and then."""
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(_HASHED_BYTES))
-    position = 0
-    while count := os.preadv(file.fileno(), [buffer], position):
-        digest.update(buffer[:count])
-        position += count
-        advance(count)
-    return digest.hexdigest()
-
-
 def parse_sums(root: Path, text: bytes | None) -> dict[str, frozenset[str]]:
     """Checksums by file, of the text of `SUMS_NAME` in `root`; none where there is no such file.
 
@@ -184,8 +161,8 @@ def parse_sums(root: Path, text: bytes | None) -> dict[str, frozenset[str]]:
         match = _SUM.fullmatch(line)
         if match is None:
             raise CheckpointError(f"{root / SUMS_NAME} is damaged: {line[:_SUM_SHOWN]!r} is no checksum of a file")
-        name = os.fsdecode(match[2])
-        found[name] = found.get(name, frozenset()) | {match[1].decode()}
+        name = os.fsdecode(match[1])
+        found[name] = found.get(name, frozenset()) | {match[2].decode()}
     return found
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 import os
 import stat
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from streamshard.checkpoint.checksum import Extent, join_extents, read_extent, share_of, shown
 from streamshard.checkpoint.safetensors_file import (
     DTYPES,
     INDEX_NAME,
@@ -25,7 +27,6 @@ from streamshard.checkpoint.safetensors_file import (
     SINGLE_NAME,
     SUMS_NAME,
     files_of_index,
-    hash_file,
     parse_sums,
 )
 from streamshard.errors import CheckpointError
@@ -63,7 +64,7 @@ class StoredDirectory(contextlib.AbstractContextManager["StoredDirectory"]):
 
     Attributes:
         tensors: by name.
-        sums: the SHA-256 of files by name, as hexadecimal digits; several, while one is replaced by another.
+        sums: the CRC-32 of files by name, as hexadecimal digits; several, while one is replaced by another.
         layout: a digest of names, files, shapes, dtypes and offsets.
         sizes_bytes: of the files.
         identity: what tells the files from any others on the same storage, also those of the same layout.
@@ -100,14 +101,29 @@ class StoredDirectory(contextlib.AbstractContextManager["StoredDirectory"]):
             digest.update(os.pread(stored.file.fileno(), end - middle, middle))
         return digest.hexdigest()
 
-    def verify(self, part: int, parts: int, advance: Callable[[int], object]) -> None:
-        """Compare files with their checksums, where there are such: those whose turn it is among `parts` readers.
+    def read_share(self, part: int, parts: int, advance: Callable[[int], object]) -> list[Extent]:
+        """What one of `parts` readers reads for `verify`; nothing where there are no checksums."""
+        if not self.sums:
+            return []
+        return [
+            read_extent(self._files[number].opened, number, start, stop, self.sizes_bytes[number], advance)
+            for number, start, stop in share_of(self.sizes_bytes, part, parts)
+        ]
+
+    def verify(self, shares: Iterable[Sequence[Extent]]) -> None:
+        """Compare files with their checksums, where there are such.
+
+        Args:
+            shares: what each of the readers got of `read_share`.
 
         Raises:
             CheckpointError: names the file that is not what its checksum says.
         """
-        for file in self._files[part::parts]:
-            if self.sums and hash_file(file.opened, advance) not in self.sums.get(file.path.name, ()):
+        if not self.sums:
+            return
+        found = join_extents(itertools.chain(*shares), self.sizes_bytes)
+        for file, crc32 in zip(self._files, found, strict=True):
+            if shown(crc32) not in self.sums.get(file.path.name, ()):
                 raise CheckpointError(
                     f"{file.path} is not what its checksum in {SUMS_NAME} says: it is damaged, or was replaced by "
                     f"something that does not keep checksums; if it is as it should be, delete {SUMS_NAME}"

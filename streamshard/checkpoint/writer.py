@@ -1,16 +1,17 @@
 """Writes safetensors files from all ranks at once, each its own byte ranges. Nothing is gathered.
 
-    plan -> clear leftovers -> create (rank 0) -> write and fsync (every rank) -> hash (each file one rank)
-      -> publish by renaming (rank 0)
+    plan -> clear leftovers -> create (rank 0) -> write and fsync (every rank) -> publish by renaming (rank 0)
 
 Between two arrows all ranks meet, and a failure on one becomes a `CheckpointError` on all that names it.
 
-Files are complete before they have names that readers look for. See [Note: publishing] in `publish.py`.
+Files are complete before they have names that readers look for. See [Note: publishing] in `publish.py`. Each rank sums
+up what it writes, and the first one puts the files' checksums together (`checksum.py`): nothing is read again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from streamshard.checkpoint.checksum import Extent, Extents, join_extents
 from streamshard.checkpoint.publish import (
     BESIDE,
     PARTIAL,
@@ -36,7 +38,6 @@ from streamshard.checkpoint.safetensors_file import (
     TensorSpec,
     encode_index,
     plan_files,
-    sha256_of,
 )
 from streamshard.config import parse_bytes
 from streamshard.errors import CheckpointError
@@ -147,7 +148,7 @@ def write_sharded(
     """Write a Hugging Face safetensors directory from all ranks. Extra memory is one chunk of `CHUNK_BYTES` on each.
 
     Every rank passes the same tensors in the same order, and the same settings; together their ranges cover each
-    tensor. Two ranks may write the same range if they hold the same values.
+    tensor, and do not overlap.
 
     Args:
         entries: this rank's part of every tensor, tensors in the order of the state dict.
@@ -166,25 +167,22 @@ def write_sharded(
     Raises:
         ConfigError: `max_shard_size` cannot be read.
         CheckpointError: on every rank, when any rank failed: names the rank and the cause. What was in the directory
-            before is still there then, or the new export is, whole.
+            before is still there then, or the new export is, whole. Nobody has some of a tensor, or two ranks have.
     """
     max_file_bytes = parse_bytes("max_shard_size", max_shard_size)
     root = Path(directory)
     files = run_on_all_ranks(group, "plan the export", lambda: _plan(entries, max_file_bytes, metadata))
     index = encode_index(files, total_parameters) if len(files) > 1 else None
 
-    def hash_mine() -> dict[str, str]:
-        return {file.name: sha256_of(root / (file.name + PARTIAL)) for file in files[group.number :: group.total_size]}
-
     try:
         # On every rank, not only on rank 0: where a directory is not shared, leftovers of an earlier run must not be
         # taken for the files that rank 0 is about to create.
         run_on_all_ranks(group, f"clear {root}", lambda: remove_partials(root))
         run_on_first_rank(group, f"create files in {root}", lambda: _create(root, files, index, write_beside))
-        run_on_all_ranks(group, f"write to {root}", lambda: _write(root, files, entries, advance))
-        gathered = gather_from_all_ranks(group, f"read {root} again", hash_mine)
-        sums = {name: digest for theirs in gathered for name, digest in theirs.items()}
-        run_on_first_rank(group, f"publish {root}", lambda: publish(root, files, total_parameters, sums))
+        written = gather_from_all_ranks(group, f"write to {root}", lambda: _write(root, files, entries, advance))
+        run_on_first_rank(
+            group, f"publish {root}", lambda: publish(root, files, total_parameters, _join(root, files, written))
+        )
     except BaseException:
         if group.is_first:
             with contextlib.suppress(OSError):
@@ -275,19 +273,31 @@ def _create(
         write_synced(root / (INDEX_NAME + PARTIAL), index)
 
 
+def _join(root: Path, files: Sequence[FileLayout], written: Sequence[Sequence[Extent]]) -> list[int]:
+    """The files' checksums, of what the ranks have written."""
+    headers = Extents()
+    for number, file in enumerate(files):
+        headers.add(number, 0, memoryview(file.header))
+    try:
+        return join_extents([*headers.found, *itertools.chain(*written)], [file.size_bytes for file in files])
+    except CheckpointError as error:
+        raise CheckpointError(f"ranks did not write every byte of {root} once: {error}") from error
+
+
 def _write(
     root: Path,
     files: Sequence[FileLayout],
     entries: Sequence[TensorEntry],
     advance: Callable[[int], object] | None,
-) -> None:
+) -> list[Extent]:
     """This rank's byte ranges, file by file."""
     staging = bytearray(CHUNK_BYTES)
+    written = Extents()
     by_name: dict[str, list[TensorEntry]] = {}
     for entry in entries:
         if entry.start < entry.stop:
             by_name.setdefault(entry.name, []).append(entry)
-    for file in files:
+    for number, file in enumerate(files):
         mine = [(offset, entry) for name, offset in file.offsets.items() for entry in by_name.get(name, ())]
         if not mine:
             continue
@@ -298,20 +308,19 @@ def _write(
                         f"{file.name} made by rank 0 has another header: ranks disagree on the tensors"
                     )
                 for offset, entry in mine:
-                    _write_entry(descriptor, offset, entry, staging, advance)
+                    for chunk, position in _chunks(entry, offset, staging):
+                        written.add(number, position, chunk)
+                        write_all(descriptor, chunk, position)
+                        if advance is not None:
+                            advance(len(chunk))
                 os.fsync(descriptor)
         except OSError as error:  # a failed write does not say which file it was
             raise CheckpointError(f"{file.name}: {error}") from error
+    return written.found
 
 
-def _write_entry(
-    descriptor: int,
-    offset: int,
-    entry: TensorEntry,
-    staging: bytearray,
-    advance: Callable[[int], object] | None,
-) -> None:
-    """Copy to the host, convert and write, one chunk at a time."""
+def _chunks(entry: TensorEntry, offset: int, staging: bytearray) -> Iterator[tuple[memoryview, int]]:
+    """Copied to the host and converted, one after another in `staging`; and where in the file each of them lies."""
     if entry.data is None:
         return
     chunk = torch.frombuffer(staging, dtype=torch.uint8).view(entry.dtype)
@@ -323,10 +332,7 @@ def _write_entry(
             part.copy_(entry.data.detach()[done : done + part.numel()])
         else:
             entry.data.read(done, part)
-        converted = memoryview(staging)[: part.numel() * item_bytes]
-        write_all(descriptor, converted, offset + (entry.start + done) * item_bytes)
-        if advance is not None:
-            advance(len(converted))
+        yield memoryview(staging)[: part.numel() * item_bytes], offset + (entry.start + done) * item_bytes
 
 
 @contextlib.contextmanager

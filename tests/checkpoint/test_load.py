@@ -267,6 +267,25 @@ def test_copies_on_disks_of_their_own(same: bool, tmp_path: Path, monkeypatch: p
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+def test_a_damaged_copy_on_a_disk_of_its_own_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rank that has it, to all of them; each reads the whole of its own."""
+    copies = [tmp_path / "0", tmp_path / "1"]
+    model = filled(Plain)
+    export(model, copies[0], 1)
+    shutil.copytree(*copies, copy_function=shutil.copyfile)
+    with read_directory(copies[1]) as stored:
+        weight = stored.tensors["first.weight"]
+    content = bytearray((copies[1] / "model.safetensors").read_bytes())
+    content[weight.offset] ^= 1  # its first byte, which is not among those that are compared between ranks
+    (copies[1] / "model.safetensors").write_bytes(content)
+    _see(monkeypatch, lambda rank, time: copies[rank], read_directory)
+    ranks = [shards_for(model, rank, 2) for rank in range(2)]
+    for outcome in on_threads(2, lambda group: load_shards(model, ranks[group.rank], group, tmp_path)):
+        assert isinstance(outcome, CheckpointError)
+        assert f"rank 1: {copies[1] / 'model.safetensors'} is not what its checksum" in str(outcome)
+        assert "rank 0" not in str(outcome)
+
+
 def test_file_replaced_while_it_is_read_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Header and data come from one opening, although another dtype has another layout."""
     model = filled(Plain)

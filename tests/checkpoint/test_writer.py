@@ -170,7 +170,22 @@ def test_interrupt_removes_the_temporaries(tmp_path: Path, monkeypatch: pytest.M
 
     entry = TensorEntry("weight", (4,), torch.float32, 0, 4, torch.ones(4))
     group = ThreadGroup(0, threading.Barrier(1), [None])
-    monkeypatch.setattr(writer, "_write_entry", interrupted)
+    monkeypatch.setattr(writer, "_chunks", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write_sharded([entry], tmp_path, group)
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("ranges", [[(0, 2), (3, 4)], [(0, 3), (2, 4)], [(0, 3), (0, 3)]])
+def test_what_ranks_do_not_write_once_is_refused(ranges: list[tuple[int, int]], tmp_path: Path) -> None:
+    """A file with a hole, or with what whoever came last wrote, is not published."""
+
+    def action(group: ThreadGroup) -> list[str]:
+        start, stop = ranges[group.rank]
+        data = torch.full((stop - start,), float(group.rank))
+        return write_sharded([TensorEntry("weight", (4,), torch.float32, start, stop, data)], tmp_path, group)
+
+    for outcome in on_threads(2, action):
+        assert isinstance(outcome, CheckpointError)
+        assert "ranks did not write every byte" in str(outcome)
     assert names_in(tmp_path) == []

@@ -119,7 +119,7 @@ _SAVING: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps
 
 
 def _files(directory: Path) -> set[str]:
-    return {path.name for path in directory.iterdir()} - {"model.safetensors.sha256"}
+    return {path.name for path in directory.iterdir()} - {"model.safetensors.sfv"}
 
 
 @on_ranks(2)
