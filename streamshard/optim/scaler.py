@@ -62,7 +62,7 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis_tracker: torch.Tensor | None = None  # [] int32: overflows until one backs off, that one too
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
-        # What torch's unscale_ and step are made of. A step that has failed has left gradients aside.
+        # What torch's unscale_ and step are made of. A step that has failed has left gradients plain.
         end_step([param for group in optimizer.param_groups for param in group["params"]])
         return super()._unscale_grads_(optimizer, *args)
 

@@ -9,6 +9,7 @@ what would not be.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,7 +23,7 @@ from streamshard.errors import ShardingError
 from streamshard.unit.pieces import Piece, StatePiece, piece_of, refuse_accelerate
 from streamshard.unit.sharded_tensor import ShardedTensor
 from streamshard.unit.sharding import Sharding
-from streamshard.unit.step_grads import count_as_written, end_step, set_aside
+from streamshard.unit.step_grads import count_as_written, end_step, show_plain
 from streamshard.unit.unreduced_grad import UnreducedGrad
 
 __all__ = ["NUMBERS", "before_step", "sees_steps", "take_over_state"]
@@ -115,7 +116,7 @@ def _look_at(optimizer: Optimizer, closure: Any) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The step itself begins."""
     params = _params_of(optimizer)
-    begin = set_aside if _is_elementwise(optimizer) else count_as_written
+    begin = show_plain if _is_elementwise(optimizer) else count_as_written
     untraced(begin, params)
     closure = _closure_of(args, kwargs)
     if closure is None:
@@ -220,8 +221,14 @@ def _takes_norms(optimizer: Optimizer) -> bool:
 def _is_elementwise(optimizer: Optimizer) -> bool:
     """Whether the class that it is of, or the one whose ``step`` that has, is known to be."""
     kind = type(optimizer)
-    modules = (kind.__module__, getattr(kind.step, "__module__", ""))
-    return any(f"{module}.".startswith(f"{package}.") for module in modules for package in _ELEMENTWISE_PACKAGES)
+    return _is_in_elementwise_package(kind.__module__) or _is_in_elementwise_package(
+        getattr(kind.step, "__module__", "")
+    )
+
+
+@cache  # it is asked several times in each step
+def _is_in_elementwise_package(module: str) -> bool:
+    return any(f"{module}.".startswith(f"{package}.") for package in _ELEMENTWISE_PACKAGES)
 
 
 def _is_of_torch(optimizer: Optimizer) -> bool:

@@ -134,7 +134,12 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         """As any piece's, but for what would make another parameter of it."""
         caller = sys._getframe(1)
         if caller.f_code is _NEW_PARAMETER:  # torch would ask for another detach()
-            _refuse("nn.Parameter", args[0])
+            piece = args[0].piece
+            raise ShardingError(
+                f"nn.Parameter() of {piece.name!r}, of which StreamShard keeps only this rank's piece, "
+                f"{piece.local_shape} of {piece.shape}, would not know that it is one: clone the whole inside `with "
+                "model.summon_full_params():`, or keep param.detach().clone(), which knows"
+            )
         return super().__torch_function__(func, types, args, kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch allows contents
@@ -190,12 +195,3 @@ def data_of(param: torch.Tensor) -> torch.Tensor:
     with _AsTensors():
         data: torch.Tensor = _data.__get__(param)
         return data
-
-
-def _refuse(name: str, param: ShardedParameter) -> None:
-    piece = param.piece
-    raise ShardingError(
-        f"{name}() takes {piece.name!r} for a whole weight outside of a forward of its model, where StreamShard keeps "
-        f"only this rank's piece, {piece.local_shape} of {piece.shape}. Initialise before sharding, by init_weights of "
-        "StreamShard, or inside `with model.summon_full_params(writeback=True):`"
-    )

@@ -20,14 +20,14 @@ from streamshard.unit.pieces import piece_of
 from streamshard.unit.sharded_parameter import be_plain, be_sharded
 from streamshard.unit.sharded_tensor import ShardedTensor
 
-__all__ = ["count_as_written", "end_step", "set_aside"]
+__all__ = ["count_as_written", "end_step", "show_plain"]
 
-# Of steps under way: gradients that are plain, and those of parameters without elements.
+# Of steps under way: gradients that are plain, and those of parameters without elements, which have none meanwhile.
 _plain: list[torch.Tensor] = []
-_aside: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
+_hidden: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
 
 
-def set_aside(params: Sequence[torch.Tensor]) -> None:
+def show_plain(params: Sequence[torch.Tensor]) -> None:
     """Leave an optimizer with plain `params` that have elements, and their gradients. Others stay as they are."""
     written = []
     for param in params:
@@ -39,7 +39,7 @@ def set_aside(params: Sequence[torch.Tensor]) -> None:
         grad.__class__ = torch.Tensor  # type: ignore[assignment]  # of which it was made
         _plain.append(grad)
         if not param.numel() and piece_of(param) is not None:
-            _aside[param] = grad
+            _hidden[param] = grad
             param.grad = None
     torch.autograd.graph.increment_version(written)
 
@@ -58,7 +58,7 @@ def end_step(params: Iterable[torch.Tensor]) -> None:
         _plain.pop().__class__ = ShardedTensor
     for param in params:
         if type(param) is nn.Parameter:
-            grad = _aside.pop(param, None) if _aside else None
+            grad = _hidden.pop(param, None) if _hidden else None
             if grad is not None:
                 param.grad = grad
             be_sharded(param)
