@@ -28,6 +28,7 @@ from streamshard.optim.distributed import DistributedOptimizer
 from streamshard.optim.local_sgd import LocalSGD
 from streamshard.optim.scaler import GradScaler
 from streamshard.training_state import Loaded, load_checkpoint, save_checkpoint
+from streamshard.version import __version__
 
 __all__ = [
     "CommunicationError",
@@ -47,6 +48,7 @@ __all__ = [
     "StreamShard",
     "StreamShardError",
     "UnitError",
+    "__version__",
     "export_safetensors",
     "full_optimizer_state_dict",
     "init_weights",

@@ -28,6 +28,7 @@ from streamshard.checkpoint.stored_files import read_directory
 from streamshard.checkpoint.writer import Alone
 from streamshard.errors import CheckpointError, ConfigError, StreamShardError
 from streamshard.log import progress
+from streamshard.version import __version__
 
 __all__ = ["main"]
 
@@ -141,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("streamshard", description=_ABOUT, epilog=_EXAMPLES, formatter_class=_Formatter)
+    parser.add_argument("--version", action="version", version=f"streamshard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
 
     def command(name: str, short: str, about: str, examples: str) -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import runpy
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import streamshard
 from streamshard import StreamShard, export_safetensors, save_checkpoint
 from streamshard.checkpoint import offline, writer
 from streamshard.checkpoint.offline import export_checkpoint
@@ -341,6 +343,15 @@ def test_what_is_no_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.Captur
         said = capsys.readouterr()
         assert said.err.startswith(f"streamshard {command}: {wrong} ")
         assert said.err.count("\n") == 1
+
+
+def test_its_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    """As installed, and as `streamshard.__version__` has it."""
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"streamshard {importlib.metadata.version('streamshard')}\n"
+    assert streamshard.__version__ == importlib.metadata.version("streamshard")
 
 
 def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:

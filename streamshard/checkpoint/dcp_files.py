@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from streamshard.checkpoint.foreign import METADATA_NAME, MODEL_DIRECTORY, OPTIMIZER_DIRECTORY
+from streamshard.checkpoint.foreign import DCP, METADATA_NAME, MODEL_DIRECTORY, OPTIMIZER_DIRECTORY, what_is
 from streamshard.errors import CheckpointError
 
 __all__ = ["Source"]
@@ -44,8 +44,8 @@ class Source:
         found = [path for path in candidates if (path / METADATA_NAME).is_file()]
         if not found:
             raise CheckpointError(
-                f"{root} is no directory of torch.distributed.checkpoint: neither it nor {MODEL_DIRECTORY}_0 in it "
-                f"has a {METADATA_NAME}"
+                what_is(root, DCP)
+                or f"{root} is no {DCP}: neither it nor {MODEL_DIRECTORY}_0 in it has a {METADATA_NAME}"
             )
         self.readers = {key: reader for reader in map(_Reader, found) for key in reader.metadata.state_dict_metadata}
 

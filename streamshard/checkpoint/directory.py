@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from streamshard.checkpoint.foreign import what_is
+from streamshard.checkpoint.foreign import CHECKPOINT, what_is
 from streamshard.checkpoint.manifest import MANIFEST_NAME, Manifest, check_sizes, read_manifest
 from streamshard.checkpoint.publish import PARTIAL, sync_directory
 from streamshard.config import parse_path
@@ -79,7 +79,7 @@ def no_checkpoint(directory: Path) -> CheckpointError:
     wanted = "wanted a directory that save_checkpoint has written to, or a checkpoint in it"
     if not directory.is_dir():
         return CheckpointError(f"{directory} is no directory: {wanted}")
-    if told := what_is(directory):
+    if told := what_is(directory, CHECKPOINT):
         return CheckpointError(told)
     none = f"{directory} holds no whole checkpoint"
     inside = [path for path in _children(directory) if path.is_dir() and os.access(path, os.R_OK | os.X_OK)]
@@ -87,7 +87,7 @@ def no_checkpoint(directory: Path) -> CheckpointError:
     if below := [found for path in inside for found in _whole_ones(path)]:
         newest = max(below, key=lambda found: found.age).path
         return CheckpointError(f"{none}, but {newest.parent} in it does, the latest being {newest}")
-    if told := next(filter(None, map(what_is, inside)), None):
+    if told := next(filter(None, (what_is(path, CHECKPOINT) for path in inside)), None):
         return CheckpointError(f"{none}; {told}")
     return CheckpointError(f"{none}: {wanted}")
 

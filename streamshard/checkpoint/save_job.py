@@ -6,7 +6,6 @@ make the directory (rank 0) -> write and fsync (every rank) -> publish by renami
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from streamshard.checkpoint.safetensors_file import FileLayout
 from streamshard.checkpoint.writer import RankGroup, gather_from_all_ranks, run_on_first_rank
 from streamshard.errors import CheckpointError
 from streamshard.log import progress
+from streamshard.version import __version__
 
 __all__ = ["SaveJob", "plan_job"]
 
@@ -81,7 +81,7 @@ class SaveJob(NamedTuple):
 
     def _manifest(self, records: list[FileRecord]) -> Manifest:
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
-        versions = {"streamshard": _version(), "torch": torch.__version__, "saved_at": now}
+        versions = {"streamshard": __version__, "torch": torch.__version__, "saved_at": now}
         return Manifest(self.number, len(records), self.replicas, versions, tuple(records), self.tensors, self.state)
 
 
@@ -137,10 +137,3 @@ def _tensor_records(by_rank: list[list[_Row]]) -> dict[str, TensorRecord]:
             )
         tensors[name] = TensorRecord(shape, dtype, tuple(pieces))
     return tensors
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("streamshard")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        return "not installed"

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from streamshard.checkpoint.checksum import Extent, join_extents, read_extent, share_of, shown
+from streamshard.checkpoint.foreign import HUGGING_FACE, what_is
 from streamshard.checkpoint.safetensors_file import (
     DTYPES,
     INDEX_NAME,
@@ -217,7 +218,7 @@ def _open_directory(root: Path, opened: contextlib.ExitStack) -> StoredDirectory
     if index is None:
         if (root / SINGLE_NAME).is_file():  # came while it was looked for, and the index went
             raise _Replaced
-        raise CheckpointError(f"{root} has neither {SINGLE_NAME} nor {INDEX_NAME}")
+        raise CheckpointError(what_is(root, HUGGING_FACE) or f"{root} has neither {SINGLE_NAME} nor {INDEX_NAME}")
     try:
         weight_map = files_of_index(index.opened.readall())
     except ValueError as error:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from streamshard import latest
+from streamshard.checkpoint.dcp_files import Source
 from streamshard.checkpoint.directory import create_partial, find_checkpoint, next_number, publish_checkpoint
 from streamshard.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
+from streamshard.checkpoint.stored_files import read_directory
 from streamshard.errors import CheckpointError
 
 FILE = "rank-00000-of-00001.safetensors"
@@ -94,6 +96,25 @@ def test_what_is_no_checkpoint_is_told_by_its_files(tmp_path: Path, kind: str) -
     with pytest.raises(CheckpointError, match=f"^{expected}"):
         find_checkpoint(own)
     with pytest.raises(CheckpointError, match=f"^{tmp_path} holds no whole checkpoint; {expected}"):
+        find_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoint-3"])
+def test_a_checkpoint_is_told_to_those_who_want_another_kind(tmp_path: Path, inside: str) -> None:
+    """Whoever loads an export, or converts from DCP; given the checkpoint or the directory of it."""
+    _put(tmp_path / "run", 3, "2026-01-01")
+    own = tmp_path / "run" / inside
+    told = f"{own} is a checkpoint of save_checkpoint.* no {{}}: .*streamshard export {own} OUT"
+    with pytest.raises(CheckpointError, match=told.format("Hugging Face directory")):
+        read_directory(own)
+    with pytest.raises(CheckpointError, match=told.format("directory of torch.distributed.checkpoint")):
+        Source(own)
+
+
+def test_a_damaged_checkpoint_is_not_told_to_be_one(tmp_path: Path) -> None:
+    """Whoever wants one wants a whole one."""
+    _put(tmp_path, 3, "2026-01-01").joinpath(MANIFEST_NAME).write_text("{}")
+    with pytest.raises(CheckpointError, match=f"^{tmp_path} holds no whole checkpoint: wanted"):
         find_checkpoint(tmp_path)
 
 
