@@ -821,6 +821,52 @@ def test_a_function_of_the_users_gives_gradients_to_the_weights_that_it_is_given
     assert_trains_like_plain(context, Lending, stack_step, **SETTINGS[settings])
 
 
+class OfTwo(torch.autograd.Function):
+    """x @ (a + b).T, whose backward needs both weights at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """[rows, DIM], [DIM, DIM], [DIM, DIM] -> [rows, DIM]"""
+        ctx.save_for_backward(x, a, b)
+        return x @ (a + b).t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Of the input, and of the weights"""
+        x, a, b = ctx.saved_tensors
+        return grads[0] @ a + grads[0] @ b, grads[0].t() @ x, grads[0].t() @ x
+
+
+class KeepingTwo(Layer):
+    """Gives weights that others have kept to a Function that keeps them as they are."""
+
+    others: tuple[KeepingTwo, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> the same"""
+        self.kept = [self.linear.weight]
+        if self.others:
+            x = torch.tanh(OfTwo.apply(x, *(other.kept[0] for other in self.others)))
+        return super().forward(x)
+
+
+class KeepingTwoStack(Stack):
+    """Layers that take turns in one slot, or in two, are kept by a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(KeepingTwo() for _ in range(6))
+        self.layers[4].others = (self.layers[0], self.layers[2])
+        self.layers[5].others = (self.layers[1], self.layers[2])
+
+
+@on_ranks()
+@each_setting
+def test_a_function_of_the_users_may_keep_weights_of_two_layers(context: RankContext, settings: str) -> None:
+    """In backward it has both, although they take turns in one slot."""
+    assert_trains_like_plain(context, KeepingTwoStack, stack_step, **SETTINGS[settings])
+
+
 class BorrowingAndClamping(Layer):
     """If it reads another layer's weight, changes its own afterwards."""
 

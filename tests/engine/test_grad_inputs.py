@@ -127,6 +127,15 @@ def _of_a_layer_that_ranks_left_out(model: Any, call: Call) -> Tensor:
     return loss.detach() / call.weight
 
 
+def _of_a_layer_that_one_rank_left_out(model: Any, call: Call) -> Tensor:
+    """The first rank's graph has nothing of what is asked for. Those of all others have."""
+    model.skipped = 1 if call.step and not call.rank else None
+    loss = _loss(model, call)
+    loss.backward(inputs=list(model.layers[1].parameters()))
+    model.skipped = None
+    return loss.detach() / call.weight
+
+
 def _by_name(model: nn.Module, call: Call) -> Tensor:
     """torch takes a dictionary too."""
     loss, named = _loss(model, call), dict(model.named_parameters())
@@ -185,6 +194,7 @@ STEPS: dict[str, Callable[[Any, Call], Tensor]] = {
     "of a penalty too": _with_a_penalty,
     "of a layer that was skipped": _of_a_skipped_layer,
     "of a layer that some ranks skipped": _of_a_layer_that_ranks_left_out,
+    "of a layer that one rank skipped": _of_a_layer_that_one_rank_left_out,
     "by name": _by_name,
     "as inputs of a backward": _inputs_of_backward,
     "some, as inputs of a backward": _some_inputs_of_backward,
