@@ -3,11 +3,11 @@
     python benchmarks/checkpoints.py
 
 Both hold fp32 weights and AdamW's moments, cut over the ranks. A round saves, loads and exports with each system in an
-order drawn anew, after the disk has taken what was written before. Times are the slowest rank's; memory, in rounds of its
-own, is what a rank has at the peak beside what it had before (anonymous and shared memory, not the file system's cache),
-the most of all ranks. Export: what lies on the disk is Hugging Face's layout; FSDP2's weights are gathered on rank 0 and given to
-``save_file``. A pause is how long a save in the background takes to return; with a step: how much longer that and the
-next step take than a step. Ratios are within a round.
+order drawn anew, after the disk has taken what was written before. Times are the slowest rank's; memory, in rounds of
+its own, is what a rank has at the peak beside what it had before (anonymous and shared memory, not the file system's
+cache), the most of all ranks. Export: what lies on the disk is Hugging Face's layout; FSDP2's weights are gathered on
+rank 0 and given to ``save_file``. A pause is how long a save in the background takes to return; with a step: how much
+longer that and the next step take than a step. Ratios are within a round.
 """
 
 from __future__ import annotations
