@@ -367,6 +367,7 @@ def test_a_script_that_is_terminated_ends_after_the_save(context: RankContext, t
     patch.setattr(save_job, "write_piece_file", write_later)
     killed: list[tuple[int, int]] = []
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have jobs in the background ignore it
     try:
         saving = _save(tmp_path, run, wait=False)
         with pytest.raises(SystemExit) as ended:
@@ -390,6 +391,7 @@ def test_a_script_that_is_terminated_ends_after_the_save(context: RankContext, t
         may_write.set()
         patch.undo()
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, interrupt)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-2"}
 
 
