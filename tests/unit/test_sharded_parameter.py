@@ -208,7 +208,7 @@ def penalised_step(penalty: Callable[[Any], torch.Tensor]) -> Callable[[nn.Modul
     return step
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_penalties_are_those_of_whole_parameters(context: RankContext, penalty: str) -> None:
     """Values, gradients and what training with them gives, through lists made before as well."""
