@@ -241,7 +241,7 @@ def _inspect_weights(root: Path, arguments: argparse.Namespace) -> None:
             for line in stored_lines(stored):
                 print(f"  {line}")
         sys.stdout.flush()
-        if stored.sums and not arguments.no_verify:
+        if stored.sums is not None and not arguments.no_verify:
             with progress(f"verifying {root.name}", sum(stored.sizes_bytes), shows=True) as advance:
                 stored.verify([stored.read_share(0, 1, advance)])
             stored.check_unchanged()

@@ -45,7 +45,7 @@ def load_shards(
         # Where each host has its own, each rank reads all of it.
         part, parts = (group.number, group.total_size) if is_shared else (0, 1)
         with progress(
-            f"verifying {root.name}", sum(stored.sizes_bytes) // parts, shows=group.is_first and bool(stored.sums)
+            f"verifying {root.name}", sum(stored.sizes_bytes) // parts, shows=group.is_first and stored.sums is not None
         ) as advance:
             shares = gather_from_all_ranks(group, f"load {root}", lambda: stored.read_share(part, parts, advance))
         seen = shares if is_shared else [shares[group.number]]

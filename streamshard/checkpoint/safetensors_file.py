@@ -45,7 +45,7 @@ LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the library refuses longer ones
 
-_SUM = re.compile(rb"(model[^/\\]*(?:safetensors|json)) ([0-9a-f]{8})")
+_SUM = re.compile(rb"(model[^/\\]*(?:safetensors|json)) ([0-9a-f]{8})")  # as written: capitals would hide a flipped bit
 _SUM_SHOWN = 90
 
 # In the order in which a file holds them.
@@ -150,14 +150,14 @@ def files_of_index(text: bytes) -> dict[str, str]:
     return found
 
 
-def parse_sums(root: Path, text: bytes | None) -> dict[str, frozenset[str]]:
-    """Checksums by file, of the text of `SUMS_NAME` in `root`; none where there is no such file.
+def parse_sums(root: Path, text: bytes) -> dict[str, frozenset[str]]:
+    """Checksums by file, of the text of `SUMS_NAME` in `root`.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: a line is none.
     """
     found: dict[str, frozenset[str]] = {}
-    for line in (text or b"").splitlines():
+    for line in text.splitlines():
         match = _SUM.fullmatch(line)
         if match is None:
             raise CheckpointError(f"{root / SUMS_NAME} is damaged: {line[:_SUM_SHOWN]!r} is no checksum of a file")

@@ -65,7 +65,8 @@ class StoredDirectory(contextlib.AbstractContextManager["StoredDirectory"]):
 
     Attributes:
         tensors: by name.
-        sums: the CRC-32 of files by name, as hexadecimal digits; several, while one is replaced by another.
+        sums: the CRC-32 of files by name, as hexadecimal digits; several, while one is replaced by another. None if
+            there are no checksums.
         layout: a digest of names, files, shapes, dtypes and offsets.
         sizes_bytes: of the files.
         identity: what tells the files from any others on the same storage, also those of the same layout.
@@ -79,7 +80,7 @@ class StoredDirectory(contextlib.AbstractContextManager["StoredDirectory"]):
     ) -> None:
         self._files = files
         self.tensors = tensors
-        self.sums = sums or {}
+        self.sums = sums
         digest = hashlib.sha256()
         for name, stored in sorted(tensors.items()):
             entry = (name, Path(os.fsdecode(stored.file.name)).name, stored.offset, stored.shape, str(stored.dtype))
@@ -104,7 +105,7 @@ class StoredDirectory(contextlib.AbstractContextManager["StoredDirectory"]):
 
     def read_share(self, part: int, parts: int, advance: Callable[[int], object]) -> list[Extent]:
         """What one of `parts` readers reads for `verify`; nothing where there are no checksums."""
-        if not self.sums:
+        if self.sums is None:
             return []
         return [
             read_extent(self._files[number].opened, number, start, stop, self.sizes_bytes[number], advance)
@@ -118,16 +119,19 @@ class StoredDirectory(contextlib.AbstractContextManager["StoredDirectory"]):
             shares: what each of the readers got of `read_share`.
 
         Raises:
-            CheckpointError: names the file that is not what its checksum says.
+            CheckpointError: names the file that is not what its checksum says, or has none.
         """
-        if not self.sums:
+        if self.sums is None:
             return
         found = join_extents(itertools.chain(*shares), self.sizes_bytes)
         for file, crc32 in zip(self._files, found, strict=True):
-            if shown(crc32) not in self.sums.get(file.path.name, ()):
+            known = self.sums.get(file.path.name)
+            if known is None or shown(crc32) not in known:
                 raise CheckpointError(
-                    f"{file.path} is not what its checksum in {SUMS_NAME} says: it is damaged, or was replaced by "
-                    f"something that does not keep checksums; if it is as it should be, delete {SUMS_NAME}"
+                    f"{file.path} is not what its checksum in {SUMS_NAME} says"
+                    + (", which has none of it" if known is None else "")
+                    + ": it is damaged, or was replaced by something that does not keep checksums; if it is as it "
+                    f"should be, delete {SUMS_NAME}"
                 )
 
     def check_unchanged(self) -> None:
@@ -213,7 +217,7 @@ def _open_directory(root: Path, opened: contextlib.ExitStack) -> StoredDirectory
     if single is not None:
         tensors = _read_header(single)
         _check_sums(root, sums)
-        return StoredDirectory([single], tensors, parse_sums(root, sums))
+        return StoredDirectory([single], tensors, None if sums is None else parse_sums(root, sums))
     index = _open(root / INDEX_NAME, opened)
     if index is None:
         if (root / SINGLE_NAME).is_file():  # came while it was looked for, and the index went
@@ -237,7 +241,7 @@ def _open_directory(root: Path, opened: contextlib.ExitStack) -> StoredDirectory
     if lost is not None:
         raise CheckpointError(f"{index.path} says {lost!r} is in {weight_map[lost]}, which does not have it")
     _check_sums(root, sums)
-    return StoredDirectory([index, *files.values()], tensors, parse_sums(root, sums))
+    return StoredDirectory([index, *files.values()], tensors, None if sums is None else parse_sums(root, sums))
 
 
 def _read_sums(root: Path) -> bytes | None:

@@ -404,6 +404,21 @@ def test_flipped_bytes_are_noticed_before_anything_changes(size: int | str, tmp_
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["other files'", "none", "cut off", "capitals"])
+def test_checksums_that_are_not_as_they_were_written_are_refused(kind: str, tmp_path: Path) -> None:
+    """One flipped bit makes a capital of a letter; without a line for the weights they are not believed."""
+    model = filled(Plain)
+    export(model, tmp_path, 1)
+    line = (tmp_path / SUMS_NAME).read_text()
+    others = line.replace("model.", "model-00001-of-00002.")
+    name, crc32 = line.split()
+    text = {"other files'": others, "none": "", "cut off": line[:-2], "capitals": f"{name} {crc32[:-1]}A\n"}
+    (tmp_path / SUMS_NAME).write_text(text[kind])
+    told = "no checksum of a file" if kind in ("cut off", "capitals") else r"model\.safetensors is not .* none of it"
+    with pytest.raises(CheckpointError, match=told):
+        load(Plain(), tmp_path, 2)
+
+
 def test_weights_that_others_have_put_there_are_refused_with_what_to_do(tmp_path: Path) -> None:
     """save_pretrained does not know of checksums."""
     model = filled(llama)
