@@ -247,6 +247,7 @@ def _write_in_background(
     began: float,
 ) -> Saving:
     """Copy what is saved, and let a thread do the rest. Other ranks hear of what cannot be copied from that thread."""
+    root = Path(os.path.abspath(root))  # where the process is by then may be elsewhere
     copies = HostCopies(engine, collected.pieces, collected.moments)
     collected = collected._replace(pieces=[])  # those of the run go as soon as they are copied
 

@@ -1723,7 +1723,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/optimizer_hooks",
         "an optimizer of the user's own sees pieces",
-        "    begin = show_plain if _is_elementwise(optimizer) else count_as_written\n",
+        "    begin = show_plain if is_elementwise(optimizer) else count_as_written\n",
         "    begin = show_plain\n",
         "optimizers::test_an_optimizer_of_ones_own_sees_whole_parameters",
     ),
@@ -2567,9 +2567,37 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "checkpoint/directory",
         "keep deletes the newest ones",
-        "_whole_ones(path.parent)[:-keep]:",
-        "_whole_ones(path.parent)[keep:]:",
+        "in own[:-keep]:",
+        "in own[keep:]:",
         "training_state::test_keep_deletes_the_oldest_ones",
+    ),
+    Mutant(
+        "checkpoint/directory",
+        "keep deletes what people call otherwise",
+        "if _is_own_name(found.path)]",
+        "]",
+        "directory::test_copies_and_links_of_ones_own_are_neither_counted_nor_deleted",
+    ),
+    Mutant(
+        "checkpoint/directory",
+        "a link that was replaced stays",
+        "            os.unlink(gone)\n",
+        "            shutil.rmtree(gone)\n",
+        "directory::test_a_link_in_the_place_of_a_checkpoint_is_replaced",
+    ),
+    Mutant(
+        "training_state",
+        "a save in the background follows the process",
+        "    root = Path(os.path.abspath(root))",
+        "    root = Path(root)",
+        "training_state::test_where_a_save_in_the_background_goes_is_where_the_process_was",
+    ),
+    Mutant(
+        "checkpoint/restore",
+        "nobody has state of what he has nothing of",
+        "_has_nothing(shards[param][1]) and is_elementwise(optimizer):",
+        "_has_nothing(shards[param][1]):",
+        "training_state::test_state_of_parameters_that_a_rank_has_nothing_of_comes_back",
     ),
     Mutant(
         "checkpoint/directory",
@@ -2588,8 +2616,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "checkpoint/directory",
         "what was put aside is deleted, not put back",
-        "                os.replace(left, own)",
-        "                _try_to_delete(left)",
+        "            os.replace(left, own)",
+        "            _try_to_delete(left)",
         "directory::test_one_that_was_put_aside_is_found_and_gets_its_name_back",
     ),
     Mutant(

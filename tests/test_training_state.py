@@ -45,6 +45,7 @@ from streamshard.checkpoint.offline import export_checkpoint
 from streamshard.checkpoint.piece_files import PieceFiles
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError, ShardingError
+from streamshard.inspect import engine_inside
 from streamshard.log import log
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
 from tests.models import DIM, Layer, NormStack, Stack
@@ -132,6 +133,123 @@ def test_optimizers_and_schedulers_go_on_to_the_bit(context: RankContext, tmp_pa
             assert train(*other, before, before + 3) == wanted, number
             assert_same(full_weights(other[0]), full_weights(run[0]), "weights", EXACT)
             assert other[2].state_dict() == run[2].state_dict()
+
+
+class _FirstNorms(torch.optim.SGD):
+    """Keeps the norm that each parameter had at first, and takes one in every step: a collective."""
+
+    def step(self, closure: Any = None) -> Any:
+        """As SGD's."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if "first" not in state:
+                    state["first"] = param.detach().norm()
+                param.grad.mul_(float((1 + state["first"]) / (1 + param.detach().norm())))
+        return super().step(closure)
+
+
+@on_ranks(3)
+def test_state_of_parameters_that_a_rank_has_nothing_of_comes_back(context: RankContext, tmp_path: Path) -> None:
+    """An optimizer of one's own keeps it, and would ask for a norm on some ranks only without it."""
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = StreamShard(NormStack(), precision=FP32)
+        return model, _FirstNorms(model.parameters(), lr=0.1, momentum=0.9)
+
+    def train(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
+        return [
+            _step(model, optimizer, Call(number, context.rank, context.world_size, 1.0))
+            for number in range(first, last)
+        ]
+
+    run, other = make(0), make(1)
+    assert any(not shard.local.numel for shard in engine_inside(run[0]).param_shards)
+    train(*run, 0, 2)
+    path = save_checkpoint(tmp_path, *run)
+    wanted = train(*run, 2, 4)
+    assert all(map(math.isfinite, wanted))
+    load_checkpoint(path, *other)
+    assert train(*other, 2, 4) == wanted
+
+
+def _step(model: Any, optimizer: Any, call: Call) -> float:
+    loss = float(stack_step(model, call))
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@on_ranks(1, 2)
+def test_parameters_of_nothing_that_was_given(context: RankContext, tmp_path: Path) -> None:
+    """Those of another sharded model name it; the value of one that stands alone is saved with the optimizer."""
+    model, other = (StreamShard(Stack(), precision=FP32) for _ in range(2))
+    both = torch.optim.AdamW([*model.parameters(), *other.parameters()])
+    told = "'layers.0.linear.weight', which is a parameter of a sharded model that"
+    with pytest.raises(CheckpointError, match=told):
+        save_checkpoint(tmp_path, model, both)
+    assert not any(tmp_path.iterdir())
+    scale = torch.nn.Parameter(torch.tensor(2.0))
+    optimizer = torch.optim.AdamW([*model.parameters(), scale])
+    path = save_checkpoint(tmp_path, model, optimizer)
+    with torch.no_grad():
+        scale.fill_(7.0)
+    load_checkpoint(path, model, optimizer)
+    assert scale.item() == 2.0
+    with pytest.raises(CheckpointError, match=told):
+        load_checkpoint(path, model, both)
+    longer = torch.optim.AdamW([*model.parameters(), torch.nn.Parameter(torch.ones(3))])
+    with pytest.raises(CheckpointError, match=r"param_groups\[0\]\[\d+\] has shape \[\], wanted \[3\]"):
+        load_checkpoint(path, model, longer)
+
+
+@on_ranks(2)
+def test_state_that_cannot_be_put_together_is_named_and_the_run_goes_on(context: RankContext, tmp_path: Path) -> None:
+    """Pieces in a list, which only ranks that have some would refuse to send."""
+    run = start(0)
+    steps(run, 0, 1)
+    for param in run.model.parameters():
+        run.optimizer.state[param]["history"] = [param.detach().clone()]
+    for wait in (True, False):
+        with pytest.raises(ShardingError, match=r"state 'history' of '.*' is a list of tensors"):
+            save_checkpoint(tmp_path, run.model, run.optimizer, wait=wait)
+    for param in run.model.parameters():
+        del run.optimizer.state[param]["history"]
+    steps(run, 1, 2)
+    assert not any(tmp_path.iterdir())
+
+
+@on_ranks(2)
+def test_where_a_save_in_the_background_goes_is_where_the_process_was(context: RankContext, tmp_path: Path) -> None:
+    """Whoever changes directory meanwhile."""
+    run = start(0)
+    (tmp_path / "elsewhere").mkdir(exist_ok=True)
+    before = Path.cwd()
+    dist.barrier()
+    os.chdir(tmp_path)
+    try:
+        saving = _save(Path("runs"), run, wait=False)
+        os.chdir("elsewhere")
+        assert saving.wait() == tmp_path / "runs" / "checkpoint-1"
+    finally:
+        os.chdir(before)
+    assert latest(tmp_path / "runs") == tmp_path / "runs" / "checkpoint-1"
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
+@on_ranks(1)
+def test_a_model_inside_torch_compile_says_what_to_give(context: RankContext, tmp_path: Path) -> None:
+    """It has another class, and the sharded one inside."""
+    compiled = torch.compile(StreamShard(Stack(), precision=FP32))
+    for action in (
+        lambda: save_checkpoint(tmp_path, compiled),
+        lambda: load_checkpoint(tmp_path, compiled),
+        lambda: export_safetensors(compiled, tmp_path),
+        lambda: load_safetensors(compiled, tmp_path),
+    ):
+        with pytest.raises(ShardingError, match="OptimizedModule around .* its _orig_mod, or compile in place"):
+            action()
 
 
 @on_ranks(4)

@@ -27,7 +27,16 @@ from streamshard.checkpoint.optimizer_state import (
     outline_state,
     params_in,
 )
-from streamshard.checkpoint.parts import RANDOM, Parts, class_name, drifts_apart, name_here, param_names, random_state
+from streamshard.checkpoint.parts import (
+    RANDOM,
+    Parts,
+    class_name,
+    drifts_apart,
+    is_alone,
+    name_here,
+    param_names,
+    random_state,
+)
 from streamshard.checkpoint.piece_file import Piece, bytes_of
 from streamshard.checkpoint.tree import encode
 from streamshard.checkpoint.writer import gather_from_all_ranks
@@ -139,6 +148,12 @@ class _OptimizerState:
         self._numbers = {param: number for number, param in enumerate(params_in(optimizer))}
         self._tensors: dict[str, torch.Tensor] = {}
         sharded = {shard.param for _, shard in self._owners}
+        # Of models that were given, these are saved with them. Of nothing that was given, nobody else would.
+        alone = {each: param for param, each in self._names.items() if is_alone(each)}
+        self._values = {
+            param_name: encode(param.detach(), f"{name}/{param_name}/value", self._tensors)
+            for param_name, param in alone.items()
+        }
         self._unsharded = {
             param: encode(dict(optimizer.state.get(param, {})), f"{name}/{self._names[param]}", self._tensors)
             for param in self._numbers
@@ -178,7 +193,13 @@ class _OptimizerState:
                 moments.update(piece.name for piece in found)
         if self._ranks.is_first:
             pieces.extend(_whole(tensor_name, tensor) for tensor_name, tensor in self._tensors.items())
-        return {"class": class_name(self._optimizer), "groups": self._groups, "state": state, "others": self._others}
+        return {
+            "class": class_name(self._optimizer),
+            "groups": self._groups,
+            "state": state,
+            "values": self._values,
+            "others": self._others,
+        }
 
 
 def _moments(prefix: str, optimizer: Optimizer, engine: Engine, shard: ParamShard) -> Iterator[Piece]:

@@ -35,6 +35,7 @@ __all__ = [
 
 _REPLACED = ".replaced"  # whole, about to be deleted because another of its number takes its name
 _NAME = re.compile(r"checkpoint-(\d+)")
+_LEFT = re.compile(r"checkpoint-\d+(\.deleted\.partial|\.partial|\.replaced)")  # by runs that were killed
 
 
 class _Found(NamedTuple):
@@ -47,6 +48,18 @@ class _Found(NamedTuple):
         return self.manifest.versions["saved_at"], self.manifest.number, not self.path.name.endswith(_REPLACED)
 
 
+class _Seen(NamedTuple):
+    """What is in a directory.
+
+    Attributes:
+        whole: checkpoints, by age, the newest last.
+        others: of those that are not whole, or that this version does not read, why.
+    """
+
+    whole: list[_Found]
+    others: list[str]
+
+
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """The checkpoint in `directory` that was saved last, of those that are whole; None where there is none.
 
@@ -56,7 +69,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     Raises:
         ConfigError: `directory` is no path.
     """
-    found = _whole_ones(parse_path("directory", directory))
+    found = _whole_ones(parse_path("directory", directory)).whole
     return found[-1].path if found else None
 
 
@@ -82,9 +95,11 @@ def no_checkpoint(directory: Path) -> CheckpointError:
     if told := what_is(directory, CHECKPOINT):
         return CheckpointError(told)
     none = f"{directory} holds no whole checkpoint"
+    if others := _whole_ones(directory).others:
+        return CheckpointError(f"{none}: {'; '.join(others)}")
     inside = [path for path in _children(directory) if path.is_dir() and os.access(path, os.R_OK | os.X_OK)]
     inside.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    if below := [found for path in inside for found in _whole_ones(path)]:
+    if below := [found for path in inside for found in _whole_ones(path).whole]:
         newest = max(below, key=lambda found: found.age).path
         return CheckpointError(f"{none}, but {newest.parent} in it does, the latest being {newest}")
     if told := next(filter(None, (what_is(path, CHECKPOINT) for path in inside)), None):
@@ -126,14 +141,13 @@ def create_partial(directory: Path, number: int) -> Path:
             "another step=, or to another directory"
         )
     for left in _children(directory):
-        if _NAME.match(left.name) and left.name.endswith(PARTIAL):
+        if not _LEFT.fullmatch(left.name):
+            continue
+        own = left.with_name(left.name.removesuffix(_REPLACED))
+        if left.name.endswith(PARTIAL) or own.exists():
             _try_to_delete(left)
-        elif _NAME.match(left.name) and left.name.endswith(_REPLACED):
-            own = left.with_name(left.name.removesuffix(_REPLACED))
-            if own.exists():
-                _try_to_delete(left)
-            else:
-                os.replace(left, own)
+        else:
+            os.replace(left, own)
     partial = directory / f"{checkpoint_name(number)}{PARTIAL}"
     try:
         os.mkdir(partial)
@@ -150,6 +164,8 @@ def remove_partial(partial: Path) -> None:
 
 def publish_checkpoint(partial: Path, manifest: Manifest, keep: int | None) -> Path:
     """`partial`, whose files are all there, becomes a checkpoint; then all but the newest `keep` are deleted.
+
+    Of those that are called as this calls them: a copy by another name, or a link, is somebody's own.
 
     An error leaves what was there before, and `partial`. Once the checkpoint is whole there is none: what cannot be
     deleted then is left to the next save, with a warning.
@@ -175,7 +191,8 @@ def publish_checkpoint(partial: Path, manifest: Manifest, keep: int | None) -> P
     if replaced.exists():
         _try_to_delete(replaced)
     if keep is not None:
-        for found in _whole_ones(path.parent)[:-keep]:
+        own = [found for found in _whole_ones(path.parent).whole if _is_own_name(found.path)]
+        for found in own[:-keep]:
             if found.path != path and _try_to_delete(found.path):
                 log.info("deleted %s: keep=%d", found.path, keep)
     return path
@@ -189,6 +206,11 @@ def _take_back(partial: Path, path: Path, replaced: Path) -> None:
         os.replace(replaced, path)
 
 
+def _is_own_name(path: Path) -> bool:
+    match = _NAME.fullmatch(path.name)
+    return match is not None and path.name == checkpoint_name(int(match[1])) and not path.is_symlink()
+
+
 def _children(directory: Path) -> list[Path]:
     try:
         return list(directory.iterdir())
@@ -196,18 +218,18 @@ def _children(directory: Path) -> list[Path]:
         return []
 
 
-def _whole_ones(directory: Path) -> list[_Found]:
-    """By age, the newest last."""
-    whole = []
+def _whole_ones(directory: Path) -> _Seen:
+    whole, others = [], []
     for path in checkpoints_in(directory):
         try:
             manifest = read_manifest(path)
             check_sizes(path, manifest)
         except CheckpointError as error:
             log.warning("passed over: %s", error)
+            others.append(str(error))
             continue
         whole.append(_Found(path, manifest))
-    return sorted(whole, key=lambda found: found.age)
+    return _Seen(sorted(whole, key=lambda found: found.age), others)
 
 
 def _try_to_delete(path: Path) -> bool:
@@ -219,7 +241,10 @@ def _try_to_delete(path: Path) -> bool:
             if gone.exists():
                 shutil.rmtree(gone)
             os.replace(path, gone)
-        shutil.rmtree(gone)
+        if gone.is_symlink():  # in the place of a checkpoint, which is another's
+            os.unlink(gone)
+        else:
+            shutil.rmtree(gone)
     except OSError as error:
         log.warning("could not delete %s: %s", gone, error)
         return False

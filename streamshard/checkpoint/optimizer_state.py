@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from streamshard.engine.containers import tensors_in
 from streamshard.engine.engine import Engine
 from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.unit.optimizer_hooks import NUMBERS, take_over_state
@@ -112,6 +113,12 @@ def outline_state(shards: Sequence[ParamShard], optimizer: Optimizer, numbers: M
             continue
         outline: Outline = {}
         for name, value in optimizer.state.get(shard.param, {}).items():
+            if not isinstance(value, torch.Tensor) and any(True for _ in tensors_in(value)):
+                error = error or (
+                    f"optimizer state {name!r} of {shard.name!r} is a {type(value).__name__} of tensors: only tensors "
+                    "that stand by themselves, with one number for each element, can be put together"
+                )
+                continue
             is_quantized = is_traceable_wrapper_subclass(value)
             if not is_quantized and moment_of(shard, optimizer, name) is not None:
                 outline[name] = Moment(value.dtype)

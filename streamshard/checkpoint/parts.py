@@ -15,7 +15,8 @@ from streamshard.checkpoint.manifest import Manifest
 from streamshard.checkpoint.optimizer_state import params_in
 from streamshard.device import module_of
 from streamshard.engine.engine import Engine
-from streamshard.engine.handle import engine_at_rest, handle_of
+from streamshard.engine.grad_inputs import sharded_name
+from streamshard.engine.handle import engine_at_rest, handle_of, is_compiled
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.plan.structure import params_of
 from streamshard.unit.shard import ParamShard
@@ -25,6 +26,7 @@ __all__ = [
     "Parts",
     "class_name",
     "drifts_apart",
+    "is_alone",
     "name_here",
     "name_parts",
     "name_there",
@@ -34,6 +36,8 @@ __all__ = [
 ]
 
 RANDOM = "random"
+
+_ALONE = "param_groups"
 
 
 class Parts(NamedTuple):
@@ -82,7 +86,7 @@ def name_parts(
     for name, each in _named("model", model):
         if not isinstance(each, nn.Module):
             raise ConfigError(f"{name} is a {type(each).__name__}: wanted an nn.Module, or a dict of them")
-        if handle_of(each) is None:
+        if handle_of(each) is None and not is_compiled(each):
             parts.objects[name] = each
         else:
             parts.models[name] = each, engine_at_rest(each, what, accepts_empty=accepts_empty)
@@ -131,7 +135,10 @@ def class_name(value: object) -> str:
 def param_names(optimizer: Optimizer, parts: Parts) -> tuple[dict[nn.Parameter, str], list[tuple[Engine, ParamShard]]]:
     """Names of an optimizer's parameters, and the shards among them.
 
-    A parameter of no model that was given is called by its place in the optimizer.
+    A parameter of nothing that was given is called by its place in the optimizer.
+
+    Raises:
+        ConfigError: it is a sharded model's, which has to be given too.
     """
     several = len(parts.models) > 1
     names: dict[nn.Parameter, str] = {}
@@ -146,8 +153,18 @@ def param_names(optimizer: Optimizer, parts: Parts) -> tuple[dict[nn.Parameter, 
     inside = set(params_in(optimizer))
     for number, group in enumerate(optimizer.param_groups):
         for place, param in enumerate(group["params"]):
-            names.setdefault(param, f"param_groups[{number}][{place}]")
+            if param not in names and (other := sharded_name(param)) is not None:
+                raise ConfigError(
+                    f"an optimizer that was given has {other!r}, which is a parameter of a sharded model that was not: "
+                    'give all of its models, model={"a": .., "b": ..}'
+                )
+            names.setdefault(param, f"{_ALONE}[{number}][{place}]")
     return names, [(engine, shard) for engine, shard in owners if shard.param in inside]
+
+
+def is_alone(param_name: str) -> bool:
+    """Whether it is what `param_names` calls a parameter of nothing that was given."""
+    return param_name.startswith(f"{_ALONE}[")
 
 
 def name_here(tensor: str, engine: Engine) -> str:

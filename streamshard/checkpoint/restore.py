@@ -18,6 +18,8 @@ from streamshard.checkpoint.parts import RANDOM, Parts, class_name, name_there, 
 from streamshard.checkpoint.tree import decode
 from streamshard.engine.engine import Engine
 from streamshard.errors import CheckpointError
+from streamshard.unit.optimizer_hooks import is_elementwise
+from streamshard.unit.shard import ParamShard
 
 __all__ = ["Plan", "Read", "plan_restore"]
 
@@ -164,7 +166,7 @@ def _plan_optimizer(
     state: dict[int, dict[str, Any]] = {}
     for number, param in enumerate(params_in(optimizer)):
         own: dict[str, Any] = {}
-        if param in shards and shards[param][1].layout.numel and not shards[param][1].local.numel:
+        if param in shards and _has_nothing(shards[param][1]) and is_elementwise(optimizer):
             continue  # nothing to step, nothing to keep
         for key, value in saved["state"].get(names[param], {}).items():
             if not (isinstance(value, dict) and value.get("$") == "moment"):
@@ -194,10 +196,25 @@ def _plan_optimizer(
             plan.reads.append(Read(tensor, shard.local.start, moment.detach().as_subclass(torch.Tensor).view(-1)))
         if own:
             state[number] = own
+        if (value := saved.get("values", {}).get(names[param])) is not None:
+            alone = decode(value, tensor_of, device)
+            if alone.shape != param.shape:
+                wrong.append(f"{name}: {names[param]} has shape {list(alone.shape)}, wanted {list(param.shape)}")
+            else:
+                plan.finish.append(partial(_fill, param, alone))
     groups, differences = _plan_groups(name, optimizer, names, saved["groups"], tensor_of, device)
     others = decode(saved["others"], tensor_of, device)
     plan.finish.append(partial(optimizer.load_state_dict, {**others, "state": state, "param_groups": groups}))
     return wrong + differences
+
+
+def _has_nothing(shard: ParamShard) -> bool:
+    return bool(shard.layout.numel) and not shard.local.numel
+
+
+def _fill(param: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        param.copy_(value)
 
 
 def _plan_groups(

@@ -25,7 +25,7 @@ from streamshard.errors import ShardingError
 from streamshard.unit.unit import StreamedUnit, take_grad
 from streamshard.unit.unreduced_grad import UnreducedGrad
 
-__all__ = ["answer_for"]
+__all__ = ["answer_for", "sharded_name"]
 
 _STARTS_BACKWARD = "_engine_run_backward"  # in torch.autograd; grad() and backward() look it up at each call
 
@@ -70,6 +70,12 @@ def answer_for(engine: Engine) -> None:
     start = getattr(torch.autograd, _STARTS_BACKWARD)
     if not isinstance(start, _RunBackward):
         setattr(torch.autograd, _STARTS_BACKWARD, _RunBackward(start))
+
+
+def sharded_name(value: object) -> str | None:
+    """The fully qualified name of a parameter in the model that shards it; None if none does."""
+    found = _asked(value)
+    return None if found is None else found.name
 
 
 def _find(

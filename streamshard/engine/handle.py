@@ -29,6 +29,7 @@ __all__ = [
     "engine_at_rest",
     "engine_of",
     "handle_of",
+    "is_compiled",
     "registered_names",
     "watched_class",
 ]
@@ -71,9 +72,20 @@ def engine_of(model: nn.Module) -> Engine:
         ShardingError: `model` was not sharded by StreamShard.
     """
     handle = handle_of(model) if isinstance(model, nn.Module) else None
+    if handle is None and is_compiled(model):
+        raise ShardingError(
+            "torch.compile() has put an OptimizedModule around the sharded model: give the model itself, its _orig_mod,"
+            " or compile in place, by model.compile()"
+        )
     if handle is None:
         raise ShardingError(f"{type(model).__name__} is not sharded: call StreamShard(model) first")
     return handle.engine
+
+
+def is_compiled(model: object) -> bool:
+    """Whether it is what ``torch.compile`` has made of a sharded model."""
+    inner = getattr(model, "_orig_mod", None)
+    return isinstance(inner, nn.Module) and handle_of(inner) is not None
 
 
 def engine_at_rest(model: nn.Module, what: str, *, accepts_whole: bool = False, accepts_empty: bool = False) -> Engine:

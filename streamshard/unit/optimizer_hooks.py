@@ -26,7 +26,7 @@ from streamshard.unit.sharding import Sharding
 from streamshard.unit.step_grads import count_as_written, end_step, show_plain
 from streamshard.unit.unreduced_grad import UnreducedGrad
 
-__all__ = ["NUMBERS", "before_step", "sees_steps", "take_over_state"]
+__all__ = ["NUMBERS", "before_step", "is_elementwise", "sees_steps", "take_over_state"]
 
 NUMBERS = ("step", "eta", "mu", "mu_product")  # of a parameter that is one number itself, those that are no moments
 
@@ -89,7 +89,7 @@ def _look_at(optimizer: Optimizer, closure: Any) -> None:
     end_step(params)  # one that has failed
     if closure is None:
         _check_grads(params)
-    if is_new or not _is_elementwise(optimizer):
+    if is_new or not is_elementwise(optimizer):
         take_over_state(optimizer)
     if not is_new:
         _watched[optimizer].be_innermost(optimizer)
@@ -116,7 +116,7 @@ def _look_at(optimizer: Optimizer, closure: Any) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The step itself begins."""
     params = _params_of(optimizer)
-    begin = show_plain if _is_elementwise(optimizer) else count_as_written
+    begin = show_plain if is_elementwise(optimizer) else count_as_written
     untraced(begin, params)
     closure = _closure_of(args, kwargs)
     if closure is None:
@@ -185,7 +185,7 @@ def _cut(optimizer: Optimizer, piece: Piece, values: Mapping[str, Any]) -> dict[
         if not isinstance(value, torch.Tensor) or isinstance(value, ShardedTensor):
             continue
         if value.shape == piece.local_shape:
-            if type(value) is torch.Tensor and not _is_elementwise(optimizer):
+            if type(value) is torch.Tensor and not is_elementwise(optimizer):
                 ShardedTensor.wrap(value, Sharding.of_piece(piece, is_weight=False))
             continue
         if is_traceable_wrapper_subclass(value):
@@ -218,7 +218,7 @@ def _takes_norms(optimizer: Optimizer) -> bool:
     return is_clipping or not getattr(asked, "block_wise", True)
 
 
-def _is_elementwise(optimizer: Optimizer) -> bool:
+def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether the class that it is of, or the one whose ``step`` that has, is known to be."""
     kind = type(optimizer)
     return _is_in_elementwise_package(kind.__module__) or _is_in_elementwise_package(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from streamshard import latest
 from streamshard.checkpoint.dcp_files import Source
 from streamshard.checkpoint.directory import create_partial, find_checkpoint, next_number, publish_checkpoint
-from streamshard.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
+from streamshard.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest
 from streamshard.checkpoint.stored_files import read_directory
 from streamshard.errors import CheckpointError
 
@@ -75,6 +76,40 @@ def test_the_one_that_was_just_saved_stays(tmp_path: Path) -> None:
     assert _names(tmp_path) == {"checkpoint-1", "checkpoint-3"}
 
 
+@pytest.mark.parametrize("name", ["best", "checkpoint-best", "checkpoint-1-backup", "checkpoint-01"])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_copies_and_links_of_ones_own_are_neither_counted_nor_deleted(name: str, is_link: bool, tmp_path: Path) -> None:
+    """Somebody keeps the best one, or a link to the latest, in the same directory."""
+    for number in (1, 2, 3):
+        path = _put(tmp_path, number, f"2026-01-0{number}", keep=2)
+        own = tmp_path / name
+        if is_link:
+            own.unlink(missing_ok=True)
+            own.symlink_to(path.name)
+        elif number == 1:
+            shutil.copytree(path, own)
+    assert _names(tmp_path) == {"checkpoint-2", "checkpoint-3", name}
+    assert read_manifest(tmp_path / name).number == (3 if is_link else 1)
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_replaced(tmp_path: Path) -> None:
+    """What it leads to stays; as often as it is saved."""
+    elsewhere = _put(tmp_path / "elsewhere", 5, "2026-01-01")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoint-5").symlink_to(elsewhere)
+    for day in (2, 3, 4):
+        _put(tmp_path / "run", 5, f"2026-01-0{day}")
+        assert _names(tmp_path / "run") == {"checkpoint-5"}
+    assert latest(elsewhere.parent) == elsewhere
+
+
+def test_why_what_is_there_is_not_read_is_told(tmp_path: Path) -> None:
+    """To whoever gives the directory of it: a newer format, a damaged file."""
+    _put(tmp_path, 1, "2026-01-01").joinpath(FILE).write_bytes(b"12")
+    with pytest.raises(CheckpointError, match=f"holds no whole checkpoint: .*checkpoint-1.*{FILE}"):
+        find_checkpoint(tmp_path)
+
+
 FOREIGN = {
     "of torch.distributed.checkpoint": (".metadata", "streamshard convert {} OUT --from dcp makes a checkpoint of it"),
     "of accelerate and FSDP2": ("pytorch_model_fsdp_0/.metadata", "streamshard convert {} OUT --from dcp"),
@@ -114,7 +149,7 @@ def test_a_checkpoint_is_told_to_those_who_want_another_kind(tmp_path: Path, ins
 def test_a_damaged_checkpoint_is_not_told_to_be_one(tmp_path: Path) -> None:
     """Whoever wants one wants a whole one."""
     _put(tmp_path, 3, "2026-01-01").joinpath(MANIFEST_NAME).write_text("{}")
-    with pytest.raises(CheckpointError, match=f"^{tmp_path} holds no whole checkpoint: wanted"):
+    with pytest.raises(CheckpointError, match=f"^{tmp_path} holds no whole checkpoint: .*{MANIFEST_NAME} is damaged"):
         find_checkpoint(tmp_path)
 
 
