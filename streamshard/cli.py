@@ -245,7 +245,7 @@ def _inspect_weights(root: Path, arguments: argparse.Namespace) -> None:
             with progress(f"verifying {root.name}", sum(stored.sizes_bytes), shows=True) as advance:
                 stored.verify([stored.read_share(0, 1, advance)])
             stored.check_unchanged()
-            print("verified: all is as written")
+            print("verified: the weights are as they were written")
         else:
             why = "" if arguments.no_verify else f"there are no checksums ({SUMS_NAME}); "
             print(f"not verified: {why}files have the sizes they should have")

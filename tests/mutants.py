@@ -2586,6 +2586,27 @@ MUTANTS: list[Mutant] = [
         "directory::test_a_link_in_the_place_of_a_checkpoint_is_replaced",
     ),
     Mutant(
+        "integrations/accelerate_state",
+        "what is saved right after it was loaded is a run between epochs",
+        "            if loaded is not None:\n",
+        "            if False:\n",
+        "accelerate_state::test_a_run_goes_on_within_an_epoch",
+    ),
+    Mutant(
+        "integrations/accelerate_state",
+        "a loader that was loaded says where it was made",
+        '            loader.dl_state_dict = state["stateful"]',
+        '            _ = state["stateful"]',
+        "stateful_loader::test_a_stream_goes_on_from_what_is_saved_right_after_it_was_loaded",
+    ),
+    Mutant(
+        "integrations/accelerate_state",
+        "what was loaded is saved again and again",
+        "        self.loaded = None\n",
+        "",
+        "accelerate_state::test_a_run_goes_on_within_an_epoch",
+    ),
+    Mutant(
         "training_state",
         "a save in the background follows the process",
         "    root = Path(os.path.abspath(root))",

@@ -145,7 +145,7 @@ def test_inspect_of_an_export_shows_and_verifies_it(
     assert re.fullmatch(r"[\d,]+ numbers in \d+ tensors \(float32, .* kB, int64, 24 bytes\)", rows[1][1])
     assert rows[2][1].endswith(" in 1 file" if size == "5GB" else f" in {len(files)} files")
     assert ["embedding.weight", "float32  [48, 16]"] in [[name, " ".join(rest).strip()] for name, *rest in rows[4:-1]]
-    assert rows[-1] == ["verified:", "all is as written"]
+    assert rows[-1] == ["verified:", "the weights are as they were written"]
     _flip(files[-1])
     assert main(["inspect", str(tmp_path)]) == 1
     said = capsys.readouterr()

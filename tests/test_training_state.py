@@ -18,9 +18,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -777,6 +779,23 @@ def test_keep_deletes_the_oldest_ones(context: RankContext, tmp_path: Path) -> N
     assert _save(tmp_path, run).name == "checkpoint-16"
 
 
+class Setting(str, Enum):
+    """A string of a class, which JSON would make a plain one."""
+
+    FAST = "fast"
+
+
+class Broken:
+    """Whose state cannot be told."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Never."""
+        raise ValueError("no")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nobody gets here."""
+
+
 class Position:
     """A data loader's."""
 
@@ -1093,6 +1112,15 @@ def test_arguments_that_cannot_work(context: RankContext, tmp_path: Path) -> Non
         save_checkpoint(tmp_path, run.optimizer)  # type: ignore[call-overload]
     with pytest.raises(ShardingError, match="no model made by StreamShard"):
         save_checkpoint(tmp_path, nn.Linear(1, 1))
+    for value, told in (
+        (np.longdouble(1.1), r"extra\.x is a numpy\.longdouble"),
+        (np.ones(2, np.longdouble), r"extra\.x is a numpy\.ndarray"),
+        (Setting.FAST, r"extra\.x is a tests.*Setting"),
+        ([Position(1)], r"extra\.x\[0\] is a .*Position: .* where they are given by themselves"),
+        (Broken(), r"state_dict\(\) of 'extra\.x' raised ValueError: no"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            _save(tmp_path, run, extra={"x": value})
     with pytest.raises(CheckpointError, match=r"extra.f is a builtins.function: a checkpoint holds numbers"):
         _save(tmp_path, run, extra={"f": _save})
     with run.model.summon_full_params(), pytest.raises(ShardingError, match="inside summon_full_params"):

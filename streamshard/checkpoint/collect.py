@@ -166,7 +166,10 @@ class _OptimizerState:
         for place, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
             options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
             options = encode(options, f"{name}/param_groups[{place}]", self._tensors)
-            self._groups.append({"params": [self._names[param] for param in group["params"]], "options": options})
+            named = {"param_names": saved["param_names"]} if "param_names" in saved else {}  # by the user
+            self._groups.append(
+                {"params": [self._names[param] for param in group["params"]], **named, "options": options}
+            )
         self._others = encode(packed, f"{name}/others", self._tensors)
         self.outlines = outline_state([shard for _, shard in self._owners], optimizer, self._numbers)
 
@@ -229,13 +232,20 @@ class _Tree(NamedTuple):
 
 def _trees_of(parts: Parts) -> dict[str, _Tree]:
     """What is no tensor of a model, by name."""
-    values = {name: each.state_dict() for name, each in parts.objects.items()}
+    values = {name: _state_of(name, each) for name, each in parts.objects.items()}
     values |= {**parts.values, RANDOM: random_state(parts.engine.streams.device)}
     found = {}
     for name, value in values.items():
         tensors: dict[str, torch.Tensor] = {}
         found[name] = _Tree(encode(value, name, tensors), tensors)
     return found
+
+
+def _state_of(name: str, value: Any) -> Any:
+    try:
+        return value.state_dict()
+    except Exception as error:
+        raise CheckpointError(f"state_dict() of {name!r} raised {type(error).__name__}: {error}") from error
 
 
 def _collect_trees(

@@ -142,6 +142,7 @@ def _optimizer_out(opened: Opened, name: str) -> dict[str, Any]:
         {
             **decode(group["options"], opened.files.read_whole, _CPU),
             "params": [shapes[param][0] for param in group["params"]],
+            **({"param_names": group["param_names"]} if "param_names" in group else {}),
         }
         for group in saved["groups"]
     ]

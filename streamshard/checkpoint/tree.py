@@ -11,6 +11,7 @@ import math
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from streamshard.errors import CheckpointError
 __all__ = ["decode", "encode"]
 
 _KIND = "$"
+_LARGEST_BYTES = 8  # of a number
 _SEQUENCES = (list, tuple, torch.Size, set, frozenset)
 _MAPPINGS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
 
@@ -49,7 +51,7 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], around: dic
         encoded = _encode_container(value, path, tensors, around)
         del around[id(value)]
         return encoded
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool) or isinstance(value, str) and not isinstance(value, Enum):
         return value
     if isinstance(value, int) and type(value) is int:
         return value
@@ -63,16 +65,21 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], around: dic
     if isinstance(value, torch.dtype | torch.device):
         return {_KIND: type(value).__name__, "value": str(value).removeprefix("torch.")}
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
+    if numpy is not None and isinstance(value, numpy.generic) and _is_known(value.dtype):
         return encode(value.item(), path, tensors)
-    if numpy is not None and type(value) is numpy.ndarray and value.dtype.kind in "biuf" and value.dtype.isnative:
+    if numpy is not None and type(value) is numpy.ndarray and _is_known(value.dtype) and value.dtype.isnative:
         data = torch.from_numpy(numpy.array(value, order="C"))
         return {_KIND: "array", "tensor": _keep(data, path, tensors)}
     raise CheckpointError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds numbers, strings, lists, "
-        "tuples, sets, dicts, bytes, tensors and arrays, and objects that have state_dict() and load_state_dict(); "
-        "nothing whose code it would have to hold"
+        "tuples, sets, dicts, bytes, tensors and arrays, and objects that have state_dict() and load_state_dict() "
+        "where they are given by themselves, not inside of another; nothing whose code it would have to hold"
     )
+
+
+def _is_known(dtype: Any) -> bool:
+    """Whether torch and Python have numbers like those of a numpy array: not like ``longdouble``."""
+    return dtype.kind in "biuf" and dtype.itemsize <= _LARGEST_BYTES
 
 
 def decode(saved: Any, tensor_of: Callable[[str], torch.Tensor], device: torch.device) -> Any:

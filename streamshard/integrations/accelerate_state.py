@@ -77,11 +77,14 @@ class _GoesOn(Sampler[int]):
 
     Attributes:
         goes_on_with: the default generator's state within that epoch. Entering a loader takes from it.
+        loaded: what was loaded and not begun yet; a save before that saves the same again.
     """
 
     goes_on_with: torch.Tensor | None = None
+    loaded: Mapping[str, Any] | None = None
 
     def __iter__(self) -> Iterator[int]:
+        self.loaded = None
         if self.goes_on_with is not None:
             torch.set_rng_state(self.goes_on_with)
             self.goes_on_with = None
@@ -151,6 +154,10 @@ class LoaderState:
     def collect(self) -> dict[str, Any]:
         """What is saved. Collective."""
         loader, sampler = self._loader, _sampler_of(self._loader)
+        if isinstance(sampler, _GoesOn):  # the first rank's may be the only one that is asked for numbers
+            loaded = self._ranks.of_first(sampler.loaded)
+            if loaded is not None:
+                return {**loaded, "iteration": loader.iteration}
         running = [each for each in loader.gradient_state.dataloader_references if each is not None]
         inside = next((each for each in running if sampler is not None and _sampler_of(each) is sampler), None)
         within = inside is not None and not inside.end_of_dataloader  # else all of its epoch has been handed out
@@ -168,6 +175,8 @@ class LoaderState:
         """Go on there."""
         loader, sampler = self._loader, _sampler_of(self._loader)
         loader.iteration = state["iteration"]
+        if isinstance(sampler, _GoesOn):
+            sampler.loaded = state
         if isinstance(sampler, SeedableRandomSampler) and "seed" in state:
             sampler.initial_seed = state["seed"]
         if isinstance(sampler, _Random):
@@ -179,14 +188,22 @@ class LoaderState:
             # Behind an epoch its state is of use to a dataset alone; to pass over it draws a random number more.
             is_over = state["stateful"].get("_iterator_finished") and not hasattr(loader.dataset, "state_dict")
             loader.load_state_dict({} if is_over else state["stateful"])
+            loader.dl_state_dict = state["stateful"]  # else it says where it was made until it is entered
 
 
 def _sampler_of(loader: Any) -> Any:
     """What draws the numbers, inside of what makes batches of them, a rank's part of these, and leaves some out."""
-    sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
-    while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
+    sampler = None
+    inner = loader
+    while (inner := _inside(inner)) is not None:
         sampler = inner
     return sampler
+
+
+def _inside(value: Any) -> Any:
+    # Not `or`: a sampler of an unknown length may not be asked whether it is true.
+    inner = getattr(value, "batch_sampler", None)
+    return getattr(value, "sampler", None) if inner is None else inner
 
 
 # -- save -------------------------------------------------------------------------------------------------------------

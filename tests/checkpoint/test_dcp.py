@@ -27,7 +27,7 @@ from streamshard.cli import main
 from streamshard.errors import CheckpointError, ConfigError
 from tests.checkpoint.runs import Counted
 from tests.models import DIM, Stack, next_token_loss, token_batch
-from tests.ranks import RankContext, RankPool
+from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import FP32
 
 ROWS = 4
@@ -260,6 +260,22 @@ def test_parameters_of_no_model_have_no_name_in_dcp(ranks: RankPool, tmp_path: P
     ):
         to_dcp(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@on_ranks(1)
+def test_names_that_the_user_has_given_to_parameters_are_written_as_fsdp2_writes_them(
+    context: RankContext, tmp_path: Path
+) -> None:
+    """FSDP2 asks for them where its own optimizer has them, and for none where it has none."""
+    model = StreamShard(Counted(), precision=FP32)
+    for number, given in enumerate((model.named_parameters(), model.parameters())):
+        path = save_checkpoint(tmp_path / "run", model, torch.optim.AdamW(given), step=number)
+        to_dcp(path, tmp_path / f"dcp{number}")
+        keys = FileSystemReader(tmp_path / f"dcp{number}").read_metadata().state_dict_metadata
+        found = {key for key in keys if key.endswith("param_names")}
+        wanted = {"optimizer.param_groups.0.param_names"}
+        wanted |= {f"optimizer.param_groups.{name}.param_names" for name, _ in model.named_parameters()}
+        assert found == (wanted if number == 0 else set())
 
 
 def _dcp_of(directory: Path, state: dict[str, Any]) -> None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate.utils import (
+    DataLoaderConfiguration,
     DynamoBackend,
     GradScalerKwargs,
     TorchDynamoPlugin,
 )
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.utils.data import DataLoader, IterableDataset
 
 from streamshard import Precision, StreamShard
 from streamshard.engine.handle import engine_of
@@ -42,6 +44,44 @@ def test_it_trains_as_ddp_does(context: RankContext, clip: str, accumulated: int
         assert isinstance(ours.model, StreamShard)
         assert ours.accelerator.unwrap_model(ours.model) is ours.model
     same(ours, theirs)
+
+
+class _Stream(IterableDataset[torch.Tensor]):
+    """Nobody knows how long it is."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(12.0))
+
+
+class _Chosen:
+    """A sampler of an unknown length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((3, 1, 2, 0, 5, 4, 7, 6))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("kind", ["stream", "dispatched", "stateful", "sampler"])
+def test_data_of_an_unknown_length_comes_as_ever(context: RankContext, tmp_path: Path, kind: str) -> None:
+    """Batches are those that accelerate's own class hands out; runs are saved."""
+
+    def batches(make: Any) -> list[Any]:
+        with launched(context):
+            accelerator = make(
+                dataloader_config=DataLoaderConfiguration(
+                    dispatch_batches=kind == "dispatched", use_stateful_dataloader=kind == "stateful"
+                )
+            )
+            data = DataLoader(torch.arange(8.0), batch_size=2, sampler=_Chosen())  # type: ignore[arg-type]
+            prepared = accelerator.prepare(data if kind == "sampler" else DataLoader(_Stream(), batch_size=2))
+            found = [batch.tolist() for batch in prepared]
+            if make is StreamShardAccelerator:
+                accelerator.prepare(make_model())
+                accelerator.save_state(tmp_path)
+                accelerator.load_state(tmp_path)
+            return found
+
+    assert batches(StreamShardAccelerator) == batches(stock)
 
 
 @on_ranks(2)

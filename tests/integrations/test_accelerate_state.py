@@ -97,7 +97,10 @@ class Counter:
 @pytest.mark.parametrize("kind", ["shuffled", "seedable", "in order"])
 @pytest.mark.parametrize("after", [4, SAMPLES])
 def test_a_run_goes_on_within_an_epoch(context: RankContext, tmp_path: Path, kind: str, after: int) -> None:
-    """With the batches and random numbers that were left, as they would have come; or behind its last batch."""
+    """With the batches and random numbers that were left, as they would have come; or behind its last batch.
+
+    Also from what is saved right after it was loaded.
+    """
     settings = {
         "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=kind == "seedable"),
         "data": loader(shuffle=kind != "in order"),
@@ -114,17 +117,30 @@ def test_a_run_goes_on_within_an_epoch(context: RankContext, tmp_path: Path, kin
                 run.accelerator.save_state(tmp_path)
                 run.losses.clear()
         run.epoch()
+        wanted, weights = list(run.losses), run.weights()
+        run.losses.clear()
+        run.epoch()
+    for where in (tmp_path, tmp_path / "again"):
+        with launched(context):
+            other = Trained(StreamShardAccelerator, **settings)
+            other.epoch(1)  # of which nothing must be left
+            other.accelerator.load_state(where)
+            if where == tmp_path:
+                other.accelerator.save_state(tmp_path / "again")
+            other.losses.clear()
+            if after < per_epoch:
+                other.epoch(data=other.accelerator.skip_first_batches(other.data, after))
+                other.data.set_epoch(2)  # as accelerate's own example does
+            other.epoch()
+            assert other.losses == wanted
+            assert_same(other.weights(), weights, "weights")
+            other.accelerator.save_state(tmp_path / "later")
     with launched(context):
         other = Trained(StreamShardAccelerator, **settings)
-        other.epoch(1)  # of which nothing must be left
-        other.accelerator.load_state(tmp_path)
+        other.accelerator.load_state(tmp_path / "later")
         other.losses.clear()
-        if after < per_epoch:
-            other.epoch(data=other.accelerator.skip_first_batches(other.data, after))
-            other.data.set_epoch(2)  # as accelerate's own example does
         other.epoch()
         assert other.losses == run.losses
-        assert_same(other.weights(), run.weights(), "weights")
 
 
 def _saved_run(context: RankContext, where: Path) -> list[float]:

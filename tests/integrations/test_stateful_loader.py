@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from streamshard import load_checkpoint, save_checkpoint
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests.checkpoint.runs import Run, start
-from tests.integrations.accelerating import SAMPLES, Trained, launched, loader
+from tests.integrations.accelerating import SAMPLES, Trained, launched, loader, make_model
 from tests.models import VOCABULARY, next_token_loss
 from tests.ranks import RankContext, on_ranks
 from tests.reference import assert_same
@@ -23,7 +25,10 @@ from tests.reference import assert_same
 @pytest.mark.parametrize("kind", ["shuffled", "seedable", "in order"])
 @pytest.mark.parametrize("after", [4, SAMPLES])
 def test_a_prepared_one_goes_on_within_an_epoch(context: RankContext, tmp_path: Path, kind: str, after: int) -> None:
-    """With the batches and random numbers that were left, as they would have come; or behind its last batch."""
+    """With the batches and random numbers that were left, as they would have come; or behind its last batch.
+
+    Also from what is saved right after it was loaded.
+    """
     settings: dict[str, Any] = {
         "dataloader_config": DataLoaderConfiguration(
             use_seedable_sampler=kind == "seedable", use_stateful_dataloader=True
@@ -41,16 +46,61 @@ def test_a_prepared_one_goes_on_within_an_epoch(context: RankContext, tmp_path: 
                 run.accelerator.save_state(tmp_path)
                 run.losses.clear()
         run.epoch()
-    with launched(context):
-        other = Trained(StreamShardAccelerator, **settings)
-        other.epoch(1)  # of which nothing must be left
-        other.accelerator.load_state(tmp_path)
-        other.losses.clear()
-        if after < len(other.data):
+    for where in (tmp_path, tmp_path / "again"):
+        with launched(context):
+            other = Trained(StreamShardAccelerator, **settings)
+            other.epoch(1)  # of which nothing must be left
+            other.accelerator.load_state(where)
+            if where == tmp_path:
+                other.accelerator.save_state(tmp_path / "again")
+            other.losses.clear()
+            if after < len(other.data):
+                other.epoch()
             other.epoch()
-        other.epoch()
-        assert other.losses == run.losses
-        assert_same(other.weights(), run.weights(), "weights")
+            assert other.losses == run.losses
+            assert_same(other.weights(), run.weights(), "weights")
+
+
+class _Stream(IterableDataset[torch.Tensor]):
+    """Has a place of its own, and no sampler."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.place < 24:
+            yield torch.tensor(float(self.place))
+            self.place += 1
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it is."""
+        return {"place": self.place + 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go there."""
+        self.place = state["place"]
+
+
+@on_ranks(2)
+def test_a_stream_goes_on_from_what_is_saved_right_after_it_was_loaded(context: RankContext, tmp_path: Path) -> None:
+    """Its loader would say that it begins until it is entered."""
+    found: list[list[Any]] = []
+    for number in range(3):
+        with launched(context):
+            config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=False)
+            accelerator = StreamShardAccelerator(dataloader_config=config)
+            data, _ = accelerator.prepare(DataLoader(_Stream(), batch_size=2), make_model())
+            if number:
+                accelerator.load_state(tmp_path / str(number - 1))
+                accelerator.save_state(tmp_path / str(number))
+            batches = []
+            for place, batch in enumerate(data):
+                batches.append(batch.tolist())
+                if not number and place == 1:
+                    accelerator.save_state(tmp_path / "0")
+            found.append(batches)
+    assert found[1] == found[2] == found[0][2:]
 
 
 def _batches(context: RankContext) -> Any:
