@@ -149,7 +149,8 @@ def _wanted(model: Any, shards: Sequence[ParamShard], given: dict[str, Any]) -> 
     own = set(_own_params(model))
     names = saved_names(model, shards)
     metas = {source: torch.empty(shard.layout.shape, device="meta") for shard in shards for source in (shard.name,)}
-    state = {name: metas[source] for name, source in names.items() if source in metas}
+    # Buffers too: PEFT looks there for the projections that VeRA's adapters share.
+    state = {name: metas[source] if source in metas else model.get_buffer(source) for name, source in names.items()}
     save = importlib.import_module("peft").get_peft_model_state_dict
     used: set[int] = set()
     for adapter in given.get("selected_adapters") or list(model.peft_config):

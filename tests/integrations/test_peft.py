@@ -53,6 +53,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "ia3": lambda: peft.IA3Config(
         target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
     ),
+    "vera": lambda: peft.VeraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
     "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
     "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
     "projected prefix": lambda: peft.PrefixTuningConfig(
