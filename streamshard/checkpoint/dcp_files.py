@@ -83,7 +83,7 @@ class Source:
         try:
             return self.readers[key].read(key, target)
         except Exception as error:  # torch raises whatever it runs into
-            reason = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0] or type(error).__name__
             raise CheckpointError(f"cannot read {key!r} of {self.readers[key].path}: {reason}") from error
 
 

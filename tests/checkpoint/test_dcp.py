@@ -300,7 +300,11 @@ def test_directories_that_cannot_work_are_refused(tmp_path: Path, capsys: pytest
         CheckpointError, match=r"'optimizer\.state\.weight\.row' has shape \[2\], its parameter \[2, 3\]"
     ):
         from_dcp(tmp_path / "rows", run)
-    next((tmp_path / "app").glob("*.distcp")).unlink()
+    stored = next((tmp_path / "app").glob("*.distcp"))
+    stored.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"cannot read '.*' of .*app: \S"):
+        from_dcp(tmp_path / "app", run, model="app.model")
+    stored.unlink()
     with pytest.raises(CheckpointError, match=r"cannot read 'app\.model\.weight'"):
         from_dcp(tmp_path / "app", run, model="app.model")
     assert not list(run.glob("*"))
