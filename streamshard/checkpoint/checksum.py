@@ -105,18 +105,18 @@ def read_extent(
 
 
 def join_extents(extents: Iterable[Extent], sizes_bytes: Sequence[int]) -> list[int]:
-    """The sums of whole files, of parts that cover each of them. The same part may be there more than once.
+    """The sums of whole files, of parts that cover each of them once.
 
     Raises:
-        CheckpointError: they leave something out, overlap, or two sums of the same part differ.
+        CheckpointError: they leave something out, or overlap.
     """
     sums = [0] * len(sizes_bytes)
     ends = [0] * len(sizes_bytes)
-    for extent in sorted(set(extents)):  # two of the same part stand side by side
+    for extent in sorted(extents):
         if extent.start != ends[extent.file]:
             raise CheckpointError(
                 f"bytes {ends[extent.file]} and {extent.start} of file {extent.file + 1} of {len(sizes_bytes)} should "
-                "be one: its parts overlap, differ, or leave something out"
+                "be one: its parts overlap, or leave something out"
             )
         sums[extent.file] = _combine(sums[extent.file], extent.crc32, extent.stop - extent.start)
         ends[extent.file] = extent.stop

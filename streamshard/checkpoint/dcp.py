@@ -379,6 +379,7 @@ def _optimizer_in(
             for place, (_, options) in enumerate(sorted(groups.items()))
         ],
         "state": state,
+        "values": {},
         "others": {},
     }
 

@@ -69,8 +69,10 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     Raises:
         ConfigError: `directory` is no path.
     """
-    found = _whole_ones(parse_path("directory", directory)).whole
-    return found[-1].path if found else None
+    seen = _look_into(parse_path("directory", directory))
+    for why in seen.others:
+        log.warning("passed over: %s", why)
+    return seen.whole[-1].path if seen.whole else None
 
 
 def find_checkpoint(directory: Path) -> Path:
@@ -95,11 +97,11 @@ def no_checkpoint(directory: Path) -> CheckpointError:
     if told := what_is(directory, CHECKPOINT):
         return CheckpointError(told)
     none = f"{directory} holds no whole checkpoint"
-    if others := _whole_ones(directory).others:
+    if others := _look_into(directory).others:
         return CheckpointError(f"{none}: {'; '.join(others)}")
     inside = [path for path in _children(directory) if path.is_dir() and os.access(path, os.R_OK | os.X_OK)]
     inside.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    if below := [found for path in inside for found in _whole_ones(path).whole]:
+    if below := [found for path in inside for found in _look_into(path).whole]:
         newest = max(below, key=lambda found: found.age).path
         return CheckpointError(f"{none}, but {newest.parent} in it does, the latest being {newest}")
     if told := next(filter(None, (what_is(path, CHECKPOINT) for path in inside)), None):
@@ -191,7 +193,7 @@ def publish_checkpoint(partial: Path, manifest: Manifest, keep: int | None) -> P
     if replaced.exists():
         _try_to_delete(replaced)
     if keep is not None:
-        own = [found for found in _whole_ones(path.parent).whole if _is_own_name(found.path)]
+        own = [found for found in _look_into(path.parent).whole if _is_own_name(found.path)]
         for found in own[:-keep]:
             if found.path != path and _try_to_delete(found.path):
                 log.info("deleted %s: keep=%d", found.path, keep)
@@ -218,14 +220,13 @@ def _children(directory: Path) -> list[Path]:
         return []
 
 
-def _whole_ones(directory: Path) -> _Seen:
+def _look_into(directory: Path) -> _Seen:
     whole, others = [], []
     for path in checkpoints_in(directory):
         try:
             manifest = read_manifest(path)
             check_sizes(path, manifest)
         except CheckpointError as error:
-            log.warning("passed over: %s", error)
             others.append(str(error))
             continue
         whole.append(_Found(path, manifest))

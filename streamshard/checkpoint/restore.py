@@ -196,7 +196,7 @@ def _plan_optimizer(
             plan.reads.append(Read(tensor, shard.local.start, moment.detach().as_subclass(torch.Tensor).view(-1)))
         if own:
             state[number] = own
-        if (value := saved.get("values", {}).get(names[param])) is not None:
+        if (value := saved["values"].get(names[param])) is not None:
             alone = decode(value, tensor_of, device)
             if alone.shape != param.shape:
                 wrong.append(f"{name}: {names[param]} has shape {list(alone.shape)}, wanted {list(param.shape)}")

@@ -103,11 +103,12 @@ def test_a_link_in_the_place_of_a_checkpoint_is_replaced(tmp_path: Path) -> None
     assert latest(elsewhere.parent) == elsewhere
 
 
-def test_why_what_is_there_is_not_read_is_told(tmp_path: Path) -> None:
-    """To whoever gives the directory of it: a newer format, a damaged file."""
+def test_why_what_is_there_is_not_read_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """To whoever gives the directory of it: a newer format, a damaged file. The log has it once."""
     _put(tmp_path, 1, "2026-01-01").joinpath(FILE).write_bytes(b"12")
     with pytest.raises(CheckpointError, match=f"holds no whole checkpoint: .*checkpoint-1.*{FILE}"):
         find_checkpoint(tmp_path)
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["passed over"]
 
 
 FOREIGN = {
