@@ -2607,6 +2607,13 @@ MUTANTS: list[Mutant] = [
         "accelerate_state::test_a_run_goes_on_within_an_epoch",
     ),
     Mutant(
+        "checkpoint/parts",
+        "random numbers of a device do not come back",
+        "        module_of(device).set_rng_state(state[device.type], device)\n",
+        "        pass\n",
+        "training_state::test_random_numbers_of_a_device_are_part_of_a_run",
+    ),
+    Mutant(
         "training_state",
         "a save in the background follows the process",
         "    root = Path(os.path.abspath(root))",

@@ -24,7 +24,9 @@ from streamshard import (
     StreamShard,
     export_safetensors,
     init_weights,
+    load_checkpoint,
     load_safetensors,
+    save_checkpoint,
 )
 from tests.models import Block, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
@@ -189,6 +191,38 @@ class WideLM(nn.Module):
             x = block(x)
         out: Tensor = self.head(x)
         return out
+
+
+@on_ranks(1, 2, backend="nccl")
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_run_goes_on_from_a_checkpoint_on_a_gpu(context: RankContext, tmp_path: Path, wait: bool) -> None:
+    """With weights, moments and the device's random numbers, which dropout takes; in the background as at the call."""
+
+    def make(seed: int) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model: Any = StreamShard(nn.Sequential(Stack(), nn.Dropout(0.5)), precision=FP32)
+        return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def train(model: Any, optimizer: torch.optim.Optimizer, first: int) -> list[float]:
+        losses = []
+        for number in range(first, first + 2):
+            loss = model(vector_batch(number, context.rank).to(context.device)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return [*losses, float(torch.rand((), device=context.device))]
+
+    run, other = make(0), make(1)
+    train(*run, 0)
+    saved = save_checkpoint(tmp_path, *run, wait=wait)
+    wanted = train(*run, 2)
+    path = saved if isinstance(saved, Path) else saved.wait()
+    train(*other, 0)
+    load_checkpoint(path, *other)
+    found = train(*other, 2)
+    assert found[-1] == wanted[-1]
+    assert_same({"losses": torch.tensor(found)}, {"losses": torch.tensor(wanted)}, "losses", NEAR)
 
 
 def _train_wide(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:

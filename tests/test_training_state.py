@@ -41,10 +41,11 @@ from streamshard import (
     save_checkpoint,
     training_state,
 )
-from streamshard.checkpoint import background, host_copies, manifest, save_job
+from streamshard.checkpoint import background, host_copies, manifest, parts, save_job
 from streamshard.checkpoint.dcp import from_dcp, to_dcp
 from streamshard.checkpoint.offline import export_checkpoint
 from streamshard.checkpoint.piece_files import PieceFiles
+from streamshard.checkpoint.tree import decode, encode
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError, ShardingError
 from streamshard.inspect import engine_inside
@@ -135,6 +136,34 @@ def test_optimizers_and_schedulers_go_on_to_the_bit(context: RankContext, tmp_pa
             assert train(*other, before, before + 3) == wanted, number
             assert_same(full_weights(other[0]), full_weights(run[0]), "weights", EXACT)
             assert other[2].state_dict() == run[2].state_dict()
+
+
+class _Generator:
+    """What torch offers for the random numbers of a device."""
+
+    def __init__(self) -> None:
+        self.states = {torch.device("cuda", 1): torch.arange(16, dtype=torch.uint8)}
+
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        """[16] uint8"""
+        return self.states[device].clone()
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        """[16] uint8"""
+        self.states[device] = state.clone()
+
+
+def test_random_numbers_of_a_device_are_part_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this rank's; they come back as they were, from the JSON and tensors that they were made into."""
+    generator, device = _Generator(), torch.device("cuda", 1)
+    monkeypatch.setattr(parts, "module_of", lambda device: generator)
+    wanted = generator.get_rng_state(device)
+    tensors: dict[str, torch.Tensor] = {}
+    saved = json.loads(json.dumps(encode(parts.random_state(device), "random", tensors)))
+    generator.states[device].zero_()
+    parts.set_random_state(decode(saved, tensors.__getitem__, torch.device("cpu")), device)
+    assert torch.equal(generator.states[device], wanted)
+    parts.set_random_state(decode(saved, tensors.__getitem__, torch.device("cpu")), torch.device("cpu"))  # elsewhere
 
 
 class _FirstNorms(torch.optim.SGD):
