@@ -35,10 +35,15 @@ NOT_WHEN_SLOWED = (
     "not collectives_run_while"  # which asks for overlap: there is none where collectives are slow on purpose
 )
 
+INTEGRATIONS = "tests/integrations"
+
 CALLS = (  # what belongs together, in the order of its worth: the last call may find less time than it could use
     ("machine", "shared", "tests.one", "llama", "profile.8"),
     ("tests.two", "tests.adversary", "small.many", "small.compiled"),
-    ("tests.four", "tests.sanitizer", "job.train", "small.alone", "small.operators", "profile.32", "job.suite"),
+    (
+        *("tests.integrations", "tests.four", "tests.sanitizer", "job.train"),
+        *("small.alone", "small.operators", "profile.32", "job.suite"),
+    ),
 )
 CALL_S = 530
 
@@ -173,20 +178,24 @@ def _of_sharing(found: dict[str, Any]) -> str:
 
 
 def _tests(scratch: Path, *, rehearses: bool) -> list[Job]:
-    """Tests marked gpu: by numbers of ranks, and with what makes them harder."""
+    """Tests marked gpu, by numbers of ranks and with what makes them harder; those of integrations."""
     settings = {
         "one": ("1", 120, "", {}),
         "two": ("2", 220, "", {}),
         "adversary": ("2", 220, NOT_WHEN_SLOWED, {"STREAMSHARD_TEST_ADVERSARY": "1"}),
         "sanitizer": ("1,2", 240, NOT_WHEN_SLOWED, {"STREAMSHARD_TEST_SANITIZER": "1"}),
         "four": ("4", 150, "", {}),
+        "integrations": ("2", 240, "", {}),
     }
     files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text())
     jobs = []
     for what, (sizes, limit_s, chosen, harder) in settings.items():
         found = scratch / f"tests.{what}.jsonl"
-        command = _pytest(found, "-s", "-m", "gpu", "--world-sizes", sizes, "--timeout", TIMEOUT_S)
-        command += [str(path.relative_to(ROOT)) for path in files]
+        command = _pytest(found, "-s", "--world-sizes", sizes, "--timeout", TIMEOUT_S)
+        if what == "integrations":
+            command += [f"{INTEGRATIONS}/test_accelerate_examples.py" if rehearses else INTEGRATIONS]
+        else:
+            command += ["-m", "gpu", *(str(path.relative_to(ROOT)) for path in files)]
         played = {"STREAMSHARD_TEST_PLAYED_GPU": "1"} if rehearses else {}
         if rehearses:
             chosen = "overflow or local_sgd"
@@ -301,7 +310,7 @@ def _of_training(found: dict[str, Any]) -> str:
 def _suite(scratch: Path, *, rehearses: bool) -> Job:
     """All other tests, on this machine's CPUs; several at once where pytest-xdist is there."""
     found = scratch / "job.suite.jsonl"
-    options = ["-m", "not gpu"]
+    options = ["-m", "not gpu", "--ignore", INTEGRATIONS]
     if importlib.util.find_spec("xdist") and not rehearses:
         options += ["-n", str(max((os.cpu_count() or 1) // 2, 1))]
     return Job(

@@ -19,21 +19,26 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["IS_PLAYED", "enter_gpu", "skip_without_gpu"]
+__all__ = ["IS_PLAYED", "enter_gpu", "has_gpu", "skip_without_gpu"]
 
 IS_PLAYED = os.environ.get("STREAMSHARD_TEST_PLAYED_GPU") == "1"
 
 _until_exit = contextlib.ExitStack()
 
 
-def skip_without_gpu(item: pytest.Item) -> None:
-    """Skip tests that are marked ``gpu`` where there is none; one that is played is one unless the mark refuses it.
+def has_gpu(*, may_be_played: bool = True) -> bool:
+    """Whether ranks have one, or one that is played.
 
     Asked when a test begins. What ranks are forked from imports this module and must not ask: the question starts CUDA,
     which does not survive a fork.
     """
+    return torch.cuda.is_available() or (IS_PLAYED and may_be_played)
+
+
+def skip_without_gpu(item: pytest.Item) -> None:
+    """Skip tests that are marked ``gpu`` where there is none; one that is played is one unless the mark refuses it."""
     mark = item.get_closest_marker("gpu")
-    if mark is None or torch.cuda.is_available() or (IS_PLAYED and mark.kwargs.get("may_be_played", True)):
+    if mark is None or has_gpu(may_be_played=mark.kwargs.get("may_be_played", True)):
         return
     pytest.skip("no CUDA device: this test needs a GPU")
 

@@ -46,7 +46,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not re-exported in stubs
 
-from tests.gpu import IS_PLAYED, enter_gpu
+from tests.gpu import IS_PLAYED, enter_gpu, has_gpu
 
 __all__ = [
     "RankContext",
@@ -338,9 +338,11 @@ class RankPool:
         self._runs = 0
 
     def __call__(self, world_size: int, *, backend: str = "gloo", group_timeout_s: float | None = None) -> Ranks:
-        """The first `world_size` ranks of the pool, with a process group of that backend and timeout."""
+        """The first `world_size` ranks of the pool, with a process group of that timeout and backend (`on_ranks`)."""
         if not 1 <= world_size <= MAX_RANKS:
             raise ValueError(f"world_size={world_size}: wanted 1 to {MAX_RANKS}")
+        if backend == "of accelerator":
+            backend = "nccl" if has_gpu() else "gloo"
         return Ranks(self, world_size, backend, group_timeout_s or self._group_timeout_s)
 
     def run(
@@ -438,6 +440,11 @@ def on_ranks(*world_sizes: int, backend: str = "gloo") -> Callable[[Callable[...
     The body's first argument is its `RankContext`; others come from ``pytest.mark.parametrize`` or fixtures and
     must be picklable. Without `world_sizes` the test's own ``parametrize`` names `world_size` beside others, where not
     all of them go together.
+
+    Args:
+        *world_sizes: numbers of ranks.
+        backend: of their process group: "gloo", whose ranks are on the CPU; "nccl", on the GPU, which they share; or
+            "of accelerator": on the GPU where there is one, else on the CPU.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:

@@ -161,13 +161,18 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
 def assert_same(
     found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], what: str, tolerance: Tolerance = ROUNDING
 ) -> None:
-    """Compare by name: the same names, None in the same places, the same shapes, values within tolerance."""
+    """Compare by name: the same names, None in the same places, the same shapes, values within tolerance.
+
+    Whichever device they are on.
+    """
     wrong = []
     if list(found) != list(wanted):
         wrong.append(f"names {sorted(set(found) ^ set(wanted))} are in one only, or the order differs")
     for name in wanted:
         pair = (found.get(name), wanted[name])
-        a, b = (None if t is None else t.as_subclass(Tensor).detach() for t in pair)  # pieces are compared as such
+        a, b = (
+            None if t is None else t.as_subclass(Tensor).detach().cpu() for t in pair
+        )  # pieces are compared as such
         if a is None or b is None:
             if a is not b:
                 wrong.append(f"{name}: {_brief(a)}, wanted {_brief(b)}")

@@ -1,8 +1,9 @@
-"""accelerate on rank processes of tests: as if each had been launched anew."""
+"""accelerate on rank processes of tests, on the GPU where there is one: as if each had been launched anew."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,12 +15,14 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests import ranks
 from tests.ranks import RankContext
 from tests.reference import assert_same
 
-__all__ = ["SAMPLES", "Trained", "launched", "loader", "make_model", "reset", "same", "stock"]
+__all__ = ["SAMPLES", "Trained", "launched", "loader", "make_model", "on_ranks", "reset", "same", "stock"]
 
 SAMPLES = 48
+on_ranks = functools.partial(ranks.on_ranks, backend="of accelerator")
 
 
 def reset() -> None:
@@ -30,11 +33,16 @@ def reset() -> None:
 
 @contextlib.contextmanager
 def launched(context: RankContext, **environment: str) -> Iterator[None]:
-    """Inside, the environment is that of torchrun on CPUs, and accelerate has not been used yet."""
+    """Inside, the environment is torchrun's, and accelerate has not been used yet.
+
+    Ranks that share a GPU are, to accelerate, each a machine's only one; so are they to NCCL.
+    """
     before = dict(os.environ)
     rank, count = str(context.rank), str(context.world_size)
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=count, LOCAL_WORLD_SIZE=count, OMP_NUM_THREADS="1")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", ACCELERATE_USE_CPU="true")
+    on_cpu = context.device.type == "cpu"
+    local_rank, local_count = (rank, count) if on_cpu else ("0", "1")
+    os.environ.update(RANK=rank, LOCAL_RANK=local_rank, WORLD_SIZE=count, LOCAL_WORLD_SIZE=local_count)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1", ACCELERATE_USE_CPU=str(on_cpu))
     os.environ.update(environment)
     reset()
     try:
@@ -48,7 +56,7 @@ def launched(context: RankContext, **environment: str) -> Iterator[None]:
 
 def stock(**kwargs: Any) -> Accelerator:
     """accelerate's own, which trains with DistributedDataParallel."""
-    return Accelerator(cpu=True, **kwargs)
+    return Accelerator(**kwargs)
 
 
 class Block(nn.Module):

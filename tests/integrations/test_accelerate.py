@@ -25,8 +25,8 @@ from streamshard import Precision, StreamShard
 from streamshard.engine.handle import engine_of
 from streamshard.errors import ShardingError
 from streamshard.integrations.accelerate import StreamShardAccelerator
-from tests.integrations.accelerating import Trained, launched, loader, make_model, same, stock
-from tests.ranks import RankContext, on_ranks
+from tests.integrations.accelerating import Trained, launched, loader, make_model, on_ranks, same, stock
+from tests.ranks import RankContext
 from tests.reference import assert_same
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_bf16_is_ddps_autocast(context: RankContext) -> None:
     with launched(context):
         precision = Precision(param_dtype=torch.float32, cast_inputs=False)
         ours = Trained(StreamShardAccelerator, steps=6, mixed_precision="bf16", precision=precision)
-        assert ours.model(torch.ones(2, 5)).dtype is torch.float32
+        assert ours.model(torch.ones(2, 5, device=context.device)).dtype is torch.float32
         torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-3, atol=1e-4)
     with launched(context):
         ours = Trained(StreamShardAccelerator, steps=6, mixed_precision="bf16")
@@ -113,8 +113,8 @@ def test_fp16_scales_losses_on_cpus_too(context: RankContext) -> None:
         torch.testing.assert_close(ours.norms, theirs.norms, rtol=5e-2, atol=1e-2)
         assert not ours.accelerator.optimizer_step_was_skipped
         before = ours.weights()
-        x = torch.full((4, 5), 1e4 if context.rank == 0 else 1.0)
-        ours.step(x, torch.full((4, 1), 6e4))
+        x = torch.full((4, 5), 1e4 if context.rank == 0 else 1.0, device=context.device)
+        ours.step(x, torch.full((4, 1), 6e4, device=context.device))
         assert ours.accelerator.optimizer_step_was_skipped
         assert_same(ours.weights(), before, "weights")
         assert float(ours.accelerator.scaler.get_scale()) == 512.0
@@ -165,7 +165,9 @@ def _gan(make: Callable[..., Any], where: Path | None = None) -> list[dict[str, 
         criterion = accelerator.prepare(criterion)
     for x, _ in data:
         for trained, sign in ((critic, 1.0), (actor, -1.0)):
-            score = criterion(critic(x), torch.ones(4, 1)) - criterion(critic(actor(x)), torch.ones(4, 1))
+            score = criterion(critic(x), torch.ones_like(x[:, :1])) - criterion(
+                critic(actor(x)), torch.ones_like(x[:, :1])
+            )
             accelerator.backward(sign * score)
             accelerator.clip_grad_norm_(trained.parameters(), 0.5)
             optimizers[0 if trained is actor else 1].step()
@@ -197,8 +199,8 @@ def test_several_models_and_optimizers(context: RankContext, tmp_path: Path) -> 
 def test_a_reference_model_is_sharded_and_has_no_gradients(context: RankContext) -> None:
     with launched(context):
         accelerator = StreamShardAccelerator()
-        model = make_model()
-        x = torch.randn(3, 5)
+        model = make_model().to(context.device)
+        x = torch.randn(3, 5, device=context.device)
         wanted = model(x)
         prepared = accelerator.prepare_model(model, evaluation_mode=True)
         assert prepared is model and isinstance(model, StreamShard)
@@ -240,7 +242,7 @@ def test_a_model_that_was_evaluated_first_trains_as_well(context: RankContext) -
             def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
                 evaluated = super().prepare_model(model, evaluation_mode=True)
                 with torch.no_grad():
-                    evaluated(torch.ones(2, 5))
+                    evaluated(torch.ones(2, 5, device=context.device))
                 return super().prepare_model(model, *args, **kwargs)
 
         ours = Trained(Evaluating, steps=3)
@@ -269,7 +271,7 @@ def test_pieces_are_not_reduced_or_gathered(context: RankContext) -> None:
         for what in (run.accelerator.reduce, run.accelerator.gather):
             with pytest.raises(ShardingError, match="LocalSGD"):
                 what([param.data for param in run.model.parameters()])
-        assert int(run.accelerator.reduce(torch.ones(()))) == 2
+        assert int(run.accelerator.reduce(torch.ones((), device=context.device))) == 2
 
 
 # -- uneven inputs -----------------------------------------------------------------------------------------------------
@@ -279,7 +281,7 @@ def _uneven(run: Trained, context: RankContext, lengths: tuple[int, ...], join: 
     with join():
         generator = torch.Generator().manual_seed(context.rank)
         for _ in range(lengths[context.rank]):
-            x = torch.randn(4, 5, generator=generator)
+            x = torch.randn(4, 5, generator=generator).to(context.device)
             run.accelerator.backward((run.model(x) - 1.0).square().mean())
             run.optimizer.step()
             run.scheduler.step()

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from streamshard.integrations.accelerate import StreamShardAccelerator
-from tests.integrations.accelerating import launched, stock
-from tests.ranks import RankContext, on_ranks
+from tests.integrations.accelerating import launched, on_ranks, stock
+from tests.ranks import RankContext
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "accelerate"
 

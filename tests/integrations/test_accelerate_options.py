@@ -27,8 +27,8 @@ from streamshard.engine.handle import engine_of
 from streamshard.errors import ConfigError, UnitError
 from streamshard.integrations import accelerate_launch
 from streamshard.integrations.accelerate import StreamShardAccelerator
-from tests.integrations.accelerating import Trained, launched, make_model, same, stock
-from tests.ranks import RankContext, on_ranks
+from tests.integrations.accelerating import Trained, launched, make_model, on_ranks, same, stock
+from tests.ranks import RankContext
 
 # -- options -----------------------------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ def test_a_mesh_of_replicas(context: RankContext) -> None:
     with launched(context):
         theirs = Trained(stock, steps=4)
     with launched(context):
-        ours = Trained(StreamShardAccelerator, steps=4, mesh=init_device_mesh("cpu", (2, 1)))
+        ours = Trained(StreamShardAccelerator, steps=4, mesh=init_device_mesh(context.device.type, (2, 1)))
         assert engine_of(ours.model).ranks.world_size == 1
     same(ours, theirs)
 
@@ -132,7 +132,7 @@ def test_a_model_without_values_is_prepared_and_filled(context: RankContext) -> 
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer = accelerator.prepare(model, optimizer)
         init_weights(model, seed=5)
-        model(torch.ones(2, 5)).sum().backward()
+        model(torch.ones(2, 5, device=context.device)).sum().backward()
         optimizer.step()
         assert accelerator.get_state_dict(model)["first.weight"].shape == (12, 5)
 

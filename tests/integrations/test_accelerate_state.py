@@ -17,8 +17,8 @@ from accelerate.utils import (
 from streamshard import Precision, StreamShard, load_optimizer_state_dict, load_safetensors
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.integrations.accelerate import StreamShardAccelerator
-from tests.integrations.accelerating import SAMPLES, Trained, launched, loader, make_model, stock
-from tests.ranks import RankContext, RankPool, on_ranks
+from tests.integrations.accelerating import SAMPLES, Trained, launched, loader, make_model, on_ranks, stock
+from tests.ranks import RankContext, RankPool
 from tests.reference import assert_same
 
 FP32 = Precision(param_dtype=torch.float32)
@@ -55,7 +55,7 @@ def test_accelerates_own_class_saves_no_pieces(context: RankContext, tmp_path: P
         accelerator = stock()
         model = StreamShard(make_model(), precision=FP32)
         optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
-        model(torch.ones(2, 5)).sum().backward()
+        model(torch.ones(2, 5, device=context.device)).sum().backward()
         optimizer.step()
         if context.world_size > 1:
             with pytest.raises(ShardingError, match="StreamShardAccelerator"):
@@ -149,7 +149,7 @@ def _saved_run(context: RankContext, where: Path) -> list[float]:
         run.accelerator.register_for_checkpointing(Counter(7))
         run.accelerator.save_state(where)
         assert run.accelerator.step == 3
-        x = torch.linspace(-1, 1, 20).view(4, 5)
+        x = torch.linspace(-1, 1, 20, device=context.device).view(4, 5)
         for _ in range(2):
             run.step(x, x[:, :1])
         return run.losses[-2:]
@@ -162,7 +162,7 @@ def _loaded_run(context: RankContext, where: Path) -> list[float]:
         run.accelerator.register_for_checkpointing(counter)
         run.accelerator.load_state(where)
         assert (counter.count, run.accelerator.step) == (7, 3)
-        x = torch.linspace(-1, 1, 20).view(4, 5)
+        x = torch.linspace(-1, 1, 20, device=context.device).view(4, 5)
         for _ in range(2):
             run.step(x, x[:, :1])
         return run.losses[-2:]
@@ -172,15 +172,15 @@ def _loaded_run(context: RankContext, where: Path) -> list[float]:
 @pytest.mark.ranks
 def test_a_run_goes_on_at_another_number_of_processes(ranks: RankPool, tmp_path: Path, before: int, after: int) -> None:
     """Weights, moments, schedule, scale, step and registered objects."""
-    wanted = ranks(before).run(_saved_run, tmp_path)[0]
-    found = ranks(after).run(_loaded_run, tmp_path)[0]
+    wanted = ranks(before, backend="of accelerator").run(_saved_run, tmp_path)[0]
+    found = ranks(after, backend="of accelerator").run(_loaded_run, tmp_path)[0]
     torch.testing.assert_close(found, wanted, rtol=0.0 if before == after else 5e-3, atol=0.0)
 
 
 @on_ranks(2)
 def test_a_state_of_accelerates_own_class_goes_on_as_the_message_says(context: RankContext, tmp_path: Path) -> None:
     project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
-    x = torch.linspace(-1, 1, 20).view(4, 5) + context.rank
+    x = torch.linspace(-1, 1, 20, device=context.device).view(4, 5) + context.rank
     with launched(context):
         theirs = Trained(stock, steps=3, project_config=project)
         theirs.accelerator.save_state()

@@ -20,17 +20,22 @@ from streamshard.comm.streams import Collective
 from streamshard.engine.handle import engine_of
 from streamshard.errors import CheckpointError, ShardingError
 from tests import families
+from tests.integrations.accelerating import on_ranks
 from tests.launched import Launched, run_file
 from tests.models import token_batch
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import RankContext
 from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, full_weights, heard_collectives, sgd
 
 peft: Any = pytest.importorskip("peft", reason="PEFT is not installed")
 
 
 def _step(model: nn.Module, call: Call) -> Tensor:
-    tokens = token_batch(call.step, call.rank)
+    tokens = _tokens(model, call.step, call.rank)
     return call.backward(model(input_ids=tokens, labels=tokens).loss)
+
+
+def _tokens(model: nn.Module, step: int, rank: int) -> Tensor:
+    return token_batch(step, rank).to(next(model.parameters()).device)
 
 
 def _lora(**options: Any) -> Any:
@@ -139,7 +144,7 @@ def test_adapters_may_be_toggled_between_forward_and_backward(context: RankConte
     """As a trainer does whose reference model is the policy without its adapter."""
 
     def step(model: nn.Module, call: Call) -> Tensor:
-        tokens = token_batch(call.step, call.rank)
+        tokens = _tokens(model, call.step, call.rank)
         loss = model(input_ids=tokens, labels=tokens).loss
         with _toggled(model, how), torch.no_grad():
             reference = model(input_ids=tokens, labels=tokens).loss
@@ -201,7 +206,7 @@ def test_save_pretrained_writes_what_peft_writes_without_sharding(
     assert not list(tmp_path.glob(".*partial"))
     tokens = token_batch(0, 0)
     with torch.no_grad():
-        logits = model.eval()(input_ids=tokens).logits
+        logits = model.eval()(input_ids=tokens.to(context.device)).logits
         loaded = peft.PeftModel.from_pretrained(_same_base(kind), tmp_path / "ours").eval()
         assert_same({"logits": logits}, {"logits": loaded(input_ids=tokens).logits}, "logits of what is loaded")
 
@@ -302,7 +307,7 @@ def test_a_new_adapter_after_sharding_is_refused_at_the_next_forward(
 def test_merged_adapters_compute_the_same_and_come_apart_again(context: RankContext, kind: str) -> None:
     """Whole weights are there while PEFT merges."""
     model = _trained(context, kind).eval()
-    before, tokens = full_weights(model), token_batch(0, context.rank)
+    before, tokens = full_weights(model), token_batch(0, context.rank).to(context.device)
     with torch.no_grad():
         wanted = model(input_ids=tokens).logits
         model.merge_adapter()
@@ -321,7 +326,7 @@ def test_the_merged_model_is_saved_from_whole_weights(context: RankContext, tmp_
     model = _trained(context).eval()
     tokens = token_batch(0, 0)
     with torch.no_grad():
-        wanted = model(input_ids=tokens).logits
+        wanted = model(input_ids=tokens.to(context.device)).logits
     if context.world_size > 1:
         with pytest.raises(ShardingError, match="summon_full_params"):
             model.merge_and_unload()

@@ -15,9 +15,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from streamshard import load_checkpoint, save_checkpoint
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests.checkpoint.runs import Run, start
-from tests.integrations.accelerating import SAMPLES, Trained, launched, loader, make_model
+from tests.integrations.accelerating import SAMPLES, Trained, launched, loader, make_model, on_ranks
 from tests.models import VOCABULARY, next_token_loss
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import RankContext
 from tests.reference import assert_same
 
 
@@ -111,6 +111,7 @@ def _batches(context: RankContext) -> Any:
 def _train(run: Run, batches: Any, most: int) -> list[float]:
     losses = []
     for number, tokens in enumerate(batches, 1):
+        tokens = tokens.to(next(run.model.parameters()).device)
         loss = next_token_loss(run.model(tokens), tokens)
         loss.backward()
         run.optimizer.step()

@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from streamshard import StreamShard
 from streamshard.errors import CheckpointError, ConfigError
+from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import FAMILIES, make_model, make_rows, make_tokenizer
 from tests.integrations.trainers import assert_equal, checkpointing, launched, run_example, train, whole_weights
-from tests.ranks import RankContext, RankPool, on_ranks
+from tests.ranks import RankContext, RankPool
 
 
 def _trainers() -> tuple[Any, Any]:
@@ -188,8 +189,8 @@ def _at_other_size(context: RankContext, out: str, stored: str | None, family: s
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_runs_go_on_at_another_number_of_processes(ranks: RankPool, before: int, after: int, tmp_path: Path) -> None:
     stored, resumed = str(tmp_path / "stored"), str(tmp_path / "resumed")
-    whole = ranks(before).run(_at_other_size, stored, None, "llama")[0]["Trainer"]
-    for weights in ranks(after).run(_at_other_size, resumed, stored, "llama")[0].values():
+    whole = ranks(before, backend="of accelerator").run(_at_other_size, stored, None, "llama")[0]["Trainer"]
+    for weights in ranks(after, backend="of accelerator").run(_at_other_size, resumed, stored, "llama")[0].values():
         for name, weight in whole.items():
             torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=2e-6)
 
@@ -232,7 +233,12 @@ def test_a_run_that_only_evaluates_is_ddps(context: RankContext, in_half: str | 
     from transformers import TrainingArguments
 
     data = make_rows("gpt2", count=7)
-    arguments = {"per_device_eval_batch_size": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = {
+        "per_device_eval_batch_size": 2,
+        "report_to": [],
+        "use_cpu": context.device.type == "cpu",
+        "disable_tqdm": True,
+    }
     arguments |= {"dataloader_pin_memory": False} | ({in_half: True} if in_half else {})
     found = []
     with launched(context):
@@ -406,7 +412,7 @@ def test_generating_evaluation_of_unequal_lengths(context: RankContext, tmp_path
     lengths: list[int] = []
 
     def stop(ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        return torch.full((ids.shape[0],), ids.shape[1] >= 3 + 4 * context.rank)
+        return torch.full((ids.shape[0],), ids.shape[1] >= 3 + 4 * context.rank, device=ids.device)
 
     def model() -> Any:
         made = make_model("t5")

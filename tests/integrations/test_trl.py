@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import ConfigError
+from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_model, make_tokenizer
 from tests.integrations.trainers import Run, assert_equal, checkpointing, launched, run_example, train
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import RankContext
 
 trl: Any = pytest.importorskip("trl", reason="needs trl: pip install streamshard[hf]")
 pytest.importorskip("peft", reason="needs peft: pip install streamshard[hf]")

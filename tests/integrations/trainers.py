@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,11 @@ class Run(NamedTuple):
     trainer: Any
 
 
+def _is_on_cpu() -> bool:
+    """Where `launched` says that ranks are: Trainer wants to be told."""
+    return os.environ["ACCELERATE_USE_CPU"] == "True"
+
+
 def train(
     trainer_class: Callable[..., Any],
     model: nn.Module,
@@ -56,7 +62,7 @@ def train(
     arguments_class: type | None = None,
     **arguments: Any,
 ) -> Run:
-    """Train for a few steps, on the CPU, each rank with random numbers of its own.
+    """Train for a few steps, each rank with random numbers of its own.
 
     Args:
         trainer_class: of a trainer.
@@ -83,7 +89,7 @@ def train(
         "adam_epsilon": 1e-4,  # gradients that are rounding of zero change nothing
         "save_strategy": "no",
         "report_to": [],
-        "use_cpu": True,
+        "use_cpu": _is_on_cpu(),
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
@@ -118,10 +124,10 @@ def history_of(trainer: Any) -> list[dict[str, float]]:
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies, on every rank."""
+    """Copies, on every rank, in CPU memory."""
     if isinstance(model, StreamShard):
         return StreamShard.full_state_dict(model, rank0_only=False)
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
 
 
 def assert_equal(ours: Run, theirs: Run, *, digits: int = 4, weights: bool = True, resumed: bool = False) -> None:
