@@ -1,8 +1,8 @@
 """Methods of PEFT's and transformers' models that need whole weights, on sharded ones.
 
-Some count parameters; PEFT's also save and merge adapters. What PEFT saves of its many methods it knows alone. So its
-own ``save_pretrained`` runs, on the first rank, while whole tensors lie under the parameters that are not the base
-model's. Only these are gathered, unit by unit.
+A model of transformers is exported. What PEFT saves of its many methods it knows alone: its own ``save_pretrained``
+runs, on the first rank, while whole tensors lie under the parameters that are not the base model's. Only these are
+gathered, unit by unit.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import os
 import shutil
 import sys
@@ -23,9 +24,11 @@ import torch
 from torch import nn
 
 from streamshard.checkpoint.disk_layout import saved_names
+from streamshard.checkpoint.export import export_shards
+from streamshard.checkpoint.huggingface import is_transformers_model
 from streamshard.checkpoint.writer import run_on_all_ranks
 from streamshard.engine.engine import Engine
-from streamshard.engine.handle import Uncopyable, engine_at_rest, engine_of
+from streamshard.engine.handle import Uncopyable, engine_at_rest, engine_of, not_a_layer
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.full import summon
 from streamshard.plan.structure import modules_inside
@@ -45,11 +48,14 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def adapt_methods(model: nn.Module) -> None:
-    """Let methods of a PeftModel that need whole weights have them: the class of a sharded model is ours by now."""
+    """Let methods that need whole weights have them: the classes of a sharded model's modules are ours by now."""
+    for module in modules_inside(model):
+        if is_transformers_model(module):
+            _replace(type(module), _save_model)
     if not is_peft_model(model):
         return
     kind: Any = type(model)
-    kind.save_pretrained = _save_pretrained
+    _replace(kind, _save_pretrained)
     for name, does in _NEED_WHOLE.items():
         if hasattr(model, name):  # not where prompts are learnt
             setattr(kind, name, functools.partialmethod(does, name))
@@ -91,7 +97,45 @@ def save_adapters(
     return names
 
 
-# -- methods of a PeftModel ---------------------------------------------------------------------------------------
+# -- methods of models --------------------------------------------------------------------------------------------
+
+
+def _replace(kind: Any, save: Callable[..., None]) -> None:
+    kind.save_pretrained, kind.push_to_hub = save, _push
+
+
+def _save_model(self: Any, save_directory: str | os.PathLike[str], *args: Any, **given: Any) -> None:
+    """transformers' ``save_pretrained``, called on all ranks: `export_safetensors`.
+
+    With ``state_dict=``, and where parameters are whole, it is transformers' own, on whatever rank.
+
+    Raises:
+        CheckpointError: as for the export; an argument that only transformers' own can do.
+    """
+    own = super(type(self), self).save_pretrained
+    known = inspect.signature(own).parameters
+    given |= dict(zip(list(known)[1:], args, strict=False))
+    if given.get("state_dict") is not None or engine_of(self).is_whole:
+        own(save_directory, **given)
+        return
+    engine = engine_at_rest(not_a_layer(self), "save_pretrained")
+    max_shard_size = given.pop("max_shard_size", known["max_shard_size"].default)
+    given.pop("is_main_process", None)
+    if others := [name for name, value in given.items() if name in known and value != known[name].default]:
+        raise CheckpointError(
+            f"save_pretrained({others[0]}={given[others[0]]!r}) of a sharded model: transformers alone does that, of "
+            "whole weights. Call weights = model.full_state_dict() on all ranks, and on rank 0 "
+            f"model.save_pretrained(directory, state_dict=weights, {others[0]}=..)"
+        )
+    export_shards(self, engine.param_shards, engine.ranks, save_directory, None, max_shard_size)
+
+
+def _push(self: Any, repo_id: str, *_: Any, **__: Any) -> None:
+    """``push_to_hub``, which saves to a directory of each rank's own."""
+    raise CheckpointError(
+        "push_to_hub() of a sharded model: call model.save_pretrained(directory) on all ranks, and on rank 0 "
+        f"huggingface_hub.upload_folder(repo_id={repo_id!r}, folder_path=directory)"
+    )
 
 
 def _save_pretrained(self: Any, save_directory: str, safe_serialization: bool = True, *args: Any, **given: Any) -> None:

@@ -21,7 +21,7 @@ from streamshard.checkpoint.load import Difference, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
 from streamshard.compiling import skip
 from streamshard.config import MemoryBudget, PieceAlignment, Precision, SlotCount, parse_path
-from streamshard.engine.handle import HANDLE, Uncopyable, engine_at_rest, engine_of, handle_of
+from streamshard.engine.handle import HANDLE, Uncopyable, engine_at_rest, engine_of, handle_of, not_a_layer
 from streamshard.engine.hooks import call_shell
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.full import clip_grads, gather_state_dict, summon
@@ -385,7 +385,7 @@ def export_safetensors(
             rank on which it went wrong. An earlier export is still there then, or the new one is, whole.
     """
     directory = parse_path("directory", directory)
-    engine = engine_at_rest(_all_of(model), "export_safetensors")
+    engine = engine_at_rest(not_a_layer(model), "export_safetensors")
     if is_peft_model(model):
         return save_adapters(model, engine, directory, floating_dtype(dtype))
     return export_shards(model, engine.param_shards, engine.ranks, directory, dtype, max_shard_size)
@@ -423,7 +423,7 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, str
     if not isinstance(strict, bool):
         raise ConfigError(f"strict={strict!r}: wanted True or False")
     directory = parse_path("directory", directory)
-    engine = engine_at_rest(_all_of(model), "load_safetensors", accepts_empty=True)
+    engine = engine_at_rest(not_a_layer(model), "load_safetensors", accepts_empty=True)
     with leave_inference_mode(), leave_meta_device():
         loaded = load_shards(model, engine.param_shards, engine.ranks, directory, strict=strict)
         if engine.empty is not None:
@@ -454,7 +454,7 @@ def init_weights(
             buffers that are empty after all.
         ConfigError, RankMismatchError: `init` or `seed` cannot be used, or differ between ranks.
     """
-    engine = engine_at_rest(_all_of(model), "init_weights", accepts_empty=True)
+    engine = engine_at_rest(not_a_layer(model), "init_weights", accepts_empty=True)
     with leave_inference_mode(), leave_meta_device():
         initialise(engine, model, init, seed)
 
@@ -494,9 +494,3 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
         ShardingError: on every rank, before anything is changed; names the first parameter that does not fit.
     """
     scatter_state(engine_of_both(optimizer, model), optimizer, state_dict)
-
-
-def _all_of(model: nn.Module) -> nn.Module:
-    if isinstance(model, Uncopyable) and not isinstance(model, StreamShard):
-        raise ShardingError(f"{type(model).__name__} is a layer of a sharded model: give the whole model")
-    return model

@@ -30,6 +30,7 @@ __all__ = [
     "engine_of",
     "handle_of",
     "is_compiled",
+    "not_a_layer",
     "registered_names",
     "watched_class",
 ]
@@ -80,6 +81,18 @@ def engine_of(model: nn.Module) -> Engine:
     if handle is None:
         raise ShardingError(f"{type(model).__name__} is not sharded: call StreamShard(model) first")
     return handle.engine
+
+
+def not_a_layer(model: nn.Module) -> nn.Module:
+    """`model`, of which all is meant.
+
+    Raises:
+        ShardingError: it is a part of a sharded one.
+    """
+    handle = handle_of(model) if isinstance(model, nn.Module) else None
+    if handle is not None and not handle.is_root:
+        raise ShardingError(f"{type(model).__name__} is a layer of a sharded model: give the whole model")
+    return model
 
 
 def is_compiled(model: object) -> bool:

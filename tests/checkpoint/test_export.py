@@ -31,6 +31,7 @@ from tests.checkpoint.exporting import (
 )
 from tests.families import gpt2, llama, mixtral, qwen3_vl_moe
 from tests.ranks import RankContext, on_ranks
+from tests.reference import assert_same
 
 # ------------------------------------------------------------------------------------------------ what is written
 
@@ -258,3 +259,59 @@ def test_conversion_that_fails_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     model = filled(mixtral)
     with pytest.raises(CheckpointError, match="weights of MixtralForCausalLM for saving: no such layout"):
         plan_disk(model, shards_for(model, 0, 1), None)
+
+
+# ------------------------------------------------------------------------------------------------ transformers' methods
+
+
+class _Around(nn.Module):
+    """A model of transformers as a part of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = llama()
+
+
+@on_ranks(1, 2)
+def test_save_pretrained_of_a_sharded_model_exports_it(context: RankContext, tmp_path: Path) -> None:
+    """Called on all ranks. Whole weights, given or inside ``summon_full_params``, are written by whoever calls it."""
+    plain = filled(llama, torch.bfloat16)
+    model: Any = StreamShard(filled(llama, torch.bfloat16))
+    if context.rank == 0:
+        plain.save_pretrained(tmp_path / "theirs")
+        plain.save_pretrained(tmp_path / "several", max_shard_size="3KB")
+    model.save_pretrained(tmp_path / "ours", is_main_process=context.rank == 0, safe_serialization=True)
+    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+    model.save_pretrained(tmp_path / "ours", max_shard_size="3KB")
+    assert_same_files(tmp_path / "ours", tmp_path / "several")
+    whole = model.full_state_dict()
+    with model.summon_full_params():
+        if context.rank == 0:
+            model.save_pretrained(tmp_path / "given", variant="fp32", state_dict=dict(whole))
+            model.save_pretrained(tmp_path / "held", variant="fp32")
+    if context.rank == 0:
+        for name in ("given", "held"):
+            written = load_file(tmp_path / name / "model.fp32.safetensors")
+            assert_same(written, {key: whole[key] for key in written}, name)
+
+
+@on_ranks(2)
+def test_what_save_pretrained_of_a_sharded_model_cannot_do_raises(context: RankContext, tmp_path: Path) -> None:
+    """On all ranks, and says what to call."""
+    model: Any = StreamShard(llama())
+    with pytest.raises(CheckpointError, match=r"variant='fp16'.*full_state_dict.*state_dict=weights, variant="):
+        model.save_pretrained(tmp_path, variant="fp16")
+    with pytest.raises(CheckpointError, match=r"push_to_hub=True.*state_dict=weights"):
+        model.save_pretrained(tmp_path, context.rank == 0, None, True)
+    with pytest.raises(
+        CheckpointError, match=r"save_pretrained\(directory\) on all ranks.*upload_folder\(repo_id='me/it'"
+    ):
+        model.push_to_hub("me/it")
+    around: Any = StreamShard(_Around())
+    with pytest.raises(ShardingError, match="is a layer of a sharded model"):
+        around.inner.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    with around.summon_full_params():
+        if context.rank == 0:
+            around.inner.save_pretrained(tmp_path)
+            assert load_file(tmp_path / "model.safetensors").keys() >= {"lm_head.weight"}
