@@ -76,6 +76,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         self._sharding_options = dict(streamshard or {})
         self._checkpoint: _Checkpoint | None = None
         self._resumed_from: str | None = None
+        self._saved_to: Path | None = None  # where the model is, while `save_model` runs
         super().__init__(*args, **kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -210,12 +211,26 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         if self._checkpoint is None:  # else once it has its name: uploads go on in the background
             super()._push_from_checkpoint(checkpoint_folder)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer does, whose versions differ in the ranks on which they call `_save`. Call it on every rank."""
+        if _engine(self.model) is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        self._save(output_dir)
+        before, self._saved_to = self._saved_to, self._directory(output_dir)
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self._saved_to = before
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         engine = _engine(self.model)
         if engine is None:
             super()._save(output_dir, state_dict)
             return
-        directory = Path(self.args.output_dir if output_dir is None else output_dir)
+        directory = self._directory(output_dir)
+        if directory == self._saved_to:
+            return
         ranks, doing = engine.ranks, f"save to {directory}"
         was_there = gather_from_all_ranks(ranks, doing, directory.exists)[0]
         save = super()._save
@@ -231,6 +246,9 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             raise
         if self._checkpoint is not None:
             self._checkpoint.is_collected = self.args.save_only_model
+
+    def _directory(self, output_dir: str | None) -> Path:
+        return Path(self.args.output_dir if output_dir is None else output_dir)
 
     def _save_beside(self, directory: Path) -> None:
         """What Trainer saves with the weights."""

@@ -302,6 +302,50 @@ def test_an_output_directory_is_ready_to_be_pushed(context: RankContext, tmp_pat
 
 
 @on_ranks(2)
+def test_trainers_that_save_on_the_first_rank_alone(context: RankContext, tmp_path: Path) -> None:
+    """As transformers' own does before 5.23; and what a trainer of one's own writes beside is written."""
+    from transformers import Trainer
+
+    from streamshard.integrations.transformers import StreamShardTrainerMixin
+
+    class Older(Trainer):
+        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            output_dir = output_dir or self.args.output_dir
+            if self.args.should_save:
+                self._save(output_dir)
+                (Path(output_dir) / "head.txt").write_text("mine")
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub()
+
+        def push_to_hub(self, *_: Any, **__: Any) -> None:
+            self.save_model(_internal_call=True)
+
+        def init_hf_repo(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+            pass
+
+    class Ours(StreamShardTrainerMixin, Older):
+        pass
+
+    data = make_rows("gpt2")
+    with launched(context):
+        theirs = train(Trainer, make_model("gpt2"), tmp_path / "theirs", data, **_SAVING)
+        ours = train(Ours, make_model("gpt2"), tmp_path / "ours", data, push_to_hub=True, **_SAVING)
+        theirs.trainer.save_model()
+        ours.trainer.save_model(str(tmp_path / "elsewhere"))
+    dist.barrier()
+    for step in (2, 4):
+        name = f"checkpoint-{step}"
+        assert _files(tmp_path / "ours" / name) == _files(tmp_path / "theirs" / name) | {"head.txt"}
+    for name in ("ours", "elsewhere"):
+        found = {path.name for path in (tmp_path / name).iterdir() if path.is_file()} - {"model.safetensors.sfv"}
+        assert found == {path.name for path in (tmp_path / "theirs").iterdir() if path.is_file()} | {"head.txt"}
+    assert_equal(ours, theirs)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize(
     "failing", ["training_args.bin", "optimizer.pt", "rng_state_1.pth", "trainer_state.json", "README.md"]
 )
