@@ -240,13 +240,13 @@ def _steps_of(
     renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    prefix = {"base_model_prefix": model.base_model_prefix, "meta_state_dict": wanted}
+    for_base = (model.base_model_prefix, wanted)  # by place: the first had another name before transformers 5.17
     steps: dict[str, Any] = {}
     used: set[str] = set()
     for key in sorted(stored, key=loading.dot_natural_key):
-        name, pattern = loading.rename_source_key(key, renamings, converters, **prefix)
+        name, pattern = loading.rename_source_key(key, renamings, converters, *for_base)
         if name not in wanted and key in wanted:
-            name, pattern = loading.rename_source_key(key, [], [], **prefix)
+            name, pattern = loading.rename_source_key(key, [], [], *for_base)
         if name not in wanted:
             continue
         if pattern is None:
