@@ -747,6 +747,7 @@ def talk(model: nn.Module, context: RankContext, steps: int = 1) -> dict[str, in
         for step in range(steps):
             model(vector_batch(step, context.rank)).sum().backward()
     names = {"broadcast_": "buffers", "allgather_": "objects", "allreduce_": "votes"}
+    names["_allgather_base_"] = "objects"  # since torch 2.15
     return {what: counts[name] for name, what in names.items() if name in counts}
 
 
