@@ -415,6 +415,8 @@ def _refuse(args: Any) -> None:
         "deepspeed": "leave it out: the model is sharded by StreamShard",
         "save_on_each_node": "all ranks write into one directory, which has to be on storage that they share",
         "use_vllm": "vLLM would be sent this rank's pieces of the weights; generate with transformers (use_vllm=False)",
+        "use_transformers_continuous_batching": "each rank runs forwards for as long as its own completions take, and "
+        "all ranks have to run as many; leave it out: generate() sees to that",
     }
     for name, reason in reasons.items():
         if value := getattr(args, name, None):

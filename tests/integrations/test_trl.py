@@ -230,6 +230,8 @@ def test_grpo_equals_ddp(context: RankContext, beta: float, tmp_path: Path) -> N
         asked: Any = {"arguments_class": trl.GRPOConfig, "given": made, "num_generations": 2}
         with pytest.raises(ConfigError, match="use_vllm=True .* generate with transformers"):
             train(ours, _llama(), tmp_path, _preferences(4), use_vllm=True, **asked)
+        with pytest.raises(ConfigError, match="continuous_batching=True .* all ranks have to run as many"):
+            train(ours, _llama(), tmp_path, _preferences(4), use_transformers_continuous_batching=True, **asked)
     assert any(
         entry.get("completions/min_length", 0) < entry.get("completions/max_length", 0) for entry in runs[1].history
     )
