@@ -34,6 +34,7 @@ from streamshard.api import (
 from streamshard.checkpoint.writer import RankGroup, gather_from_all_ranks, run_on_all_ranks
 from streamshard.engine.engine import Engine
 from streamshard.engine.handle import engine_of, handle_of
+from streamshard.engine.hooks import call_shell
 from streamshard.errors import ConfigError
 from streamshard.integrations.accelerate import StreamShardAccelerator
 
@@ -117,6 +118,18 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         if model is self.model:
             model = self._wrap_model(model, training=False)
         return super().compute_ref_log_probs(model, inputs)
+
+    def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """As TRL does, whose distillation reads the teacher's head behind the teacher's forward, and in backward.
+
+        So all of it is inside a forward of the teacher: the head is in place, and what the graph keeps is gathered
+        again. Inputs are cast where it calls the models.
+        """
+        compute, teacher = super()._compute_loss, getattr(self, "teacher_model", None)
+        handle = None if teacher is None else handle_of(teacher)
+        if handle is None:
+            return compute(*args, **kwargs)
+        return call_shell(handle._replace(cast_dtype=None, output_dtype=None), compute, args, kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)
@@ -420,6 +433,8 @@ def _refuse(args: Any) -> None:
         "deepspeed": "leave it out: the model is sharded by StreamShard",
         "save_on_each_node": "all ranks write into one directory, which has to be on storage that they share",
         "use_vllm": "vLLM would be sent this rank's pieces of the weights; generate with transformers (use_vllm=False)",
+        "use_transformers_continuous_batching": "each rank runs forwards for as long as its own completions take, and "
+        "all ranks have to run as many; leave it out: generate() sees to that",
     }
     for name, reason in reasons.items():
         if value := getattr(args, name, None):

@@ -163,6 +163,20 @@ def test_adapters_may_take_turns(context: RankContext) -> None:
     assert_trains_like_plain(context, _two_adapters, _step, steps=4, prepare=prepare)
 
 
+@on_ranks(2)
+def test_what_ranks_rows_of_adapters_is_refused(context: RankContext) -> None:
+    """AdaLoRA's budget: a rank would sum up the rows that it has."""
+    config = peft.AdaLoraConfig(
+        **{"init_r": 3, "target_r": 2, "tinit": 0, "tfinal": 0, "total_step": 4, "deltaT": 1},
+        **{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"},
+    )
+    torch.manual_seed(3)
+    model: Any = StreamShard(peft.get_peft_model(_base(), config), precision=FP32)
+    _step(model, Call(0, context.rank, context.world_size, 1.0))
+    with pytest.raises(ShardingError, match=r"mean\(\) takes '.*lora_A.default' for a whole weight"):
+        model.base_model.update_and_allocate(1)
+
+
 # ---------------------------------------------------------------------------------------------- saving
 
 

@@ -231,9 +231,36 @@ def test_grpo_equals_ddp(context: RankContext, beta: float, tmp_path: Path) -> N
         asked: Any = {"arguments_class": trl.GRPOConfig, "given": made, "num_generations": 2}
         with pytest.raises(ConfigError, match="use_vllm=True .* generate with transformers"):
             train(ours, _llama(), tmp_path, _preferences(4), use_vllm=True, **asked)
+        with pytest.raises(ConfigError, match="continuous_batching=True .* all ranks have to run as many"):
+            train(ours, _llama(), tmp_path, _preferences(4), use_transformers_continuous_batching=True, **asked)
     assert any(
         entry.get("completions/min_length", 0) < entry.get("completions/max_length", 0) for entry in runs[1].history
     )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_distillation_equals_ddp(context: RankContext, tied: bool, tmp_path: Path) -> None:
+    """The teacher is sharded too; TRL reads its head behind its forward, in chunks, and again in backward."""
+    if not hasattr(trl, "DistillationTrainer"):
+        pytest.skip("TRL has no distillation but an experimental one")
+    teachers: list[Any] = []
+
+    def given() -> dict[str, Any]:
+        teachers.append(_llama(num_hidden_layers=2, hidden_size=24, tie_word_embeddings=tied))
+        return {"teacher_model": teachers[-1], "eval_dataset": _preferences(4).select_columns("prompt")}
+
+    with launched(context):
+        runs = _compare(
+            *(tmp_path, "DistillationTrainer", _preferences().select_columns("prompt"), "DistillationConfig"),
+            *(_llama, given),
+            max_completion_length=6,
+            gradient_accumulation_steps=2,
+            eval_strategy="steps",
+            eval_steps=2,
+        )
+    assert [isinstance(each, StreamShard) for each in teachers] == [False, True]
+    assert all(entry["loss"] > 1e-3 for entry in runs[0].history if "loss" in entry)
 
 
 @on_ranks(2)
