@@ -2299,8 +2299,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "checkpoint/huggingface",
         "files that have the base model's prefix do not fit it",
-        '    prefix = {"base_model_prefix": model.base_model_prefix, "meta_state_dict": wanted}\n',
-        '    prefix: dict[str, Any] = {"base_model_prefix": None, "meta_state_dict": wanted}\n',
+        "    for_base = (model.base_model_prefix, wanted)",
+        "    for_base = (None, wanted)",
         "load::test_a_base_model_and_one_with_a_head_load_each_others_weights",
     ),
     Mutant(

@@ -67,11 +67,11 @@ PRELOADED_TOO = {
     "accelerate": "accelerate",
     "hypothesis": "hypothesis",
     "torch._functorch.aot_autograd": "torch._functorch.aot_autograd",
-    "torch._inductor.utils": "torch._inductor.cudagraph_trees",
     "transformers": "transformers",
 }
-# What has models in it asks for a GPU when it is imported: this only where torch was built for none.
+# These ask for a GPU when they are imported, or what they import does: only where torch was built for none.
 PRELOADED_ON_CPUS = {
+    "torch._inductor.utils": "torch._inductor.cudagraph_trees",
     "transformers": "transformers.models.llama.modeling_llama",
     "peft": "peft",
     "trl": "trl",
@@ -92,6 +92,8 @@ FOREIGN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     (r"You are using a Backend .* as a ProcessGroup", UserWarning),
     # Raised by torch where torchdata's loader is made.
     (r"'set_vital' is deprecated", UserWarning),
+    # Raised by torch 2.11's profiler, which says what it always does.
+    (r"Warning: Profiler clears events at the end of each cycle", UserWarning),
     # Raised by PEFT, which asks a model of transformers for it.
     (r"`is_gradient_checkpointing` is deprecated", FutureWarning),
     # Ours, where a machine with GPUs runs the tests for CPUs.

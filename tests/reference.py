@@ -40,6 +40,7 @@ __all__ = [
     "assert_trains_like_ddp",
     "assert_trains_like_plain",
     "counted_collectives",
+    "ddp_of",
     "each_setting",
     "full_grads",
     "full_weights",
@@ -337,6 +338,19 @@ def _on_cpu(named: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     return {name: None if tensor is None else tensor.cpu() for name, tensor in named.items()}
 
 
+class _DDP(DistributedDataParallel):
+    """As that of torch 2.13: what a forward has saved of a buffer may be sent anew before its backward."""
+
+    def _sync_buffers(self) -> None:
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
+            super()._sync_buffers()
+
+
+def ddp_of(model: nn.Module) -> nn.Module:
+    """`model` under DistributedDataParallel, some of whose parameters need not be used."""
+    return _DDP(model, find_unused_parameters=True)
+
+
 def assert_trains_like_ddp(
     context: RankContext,
     build: Callable[[], nn.Module],
@@ -349,7 +363,7 @@ def assert_trains_like_ddp(
 ) -> None:
     """Train `build()` with StreamShard and with real DDP (``find_unused_parameters``) on the same ranks; compare."""
     settings.setdefault("precision", FP32)
-    ddp = DistributedDataParallel(_built(build), find_unused_parameters=True)
+    ddp: Any = ddp_of(_built(build))
     sharded = StreamShard(_built(build), **settings)
     ddp_optimizer, sharded_optimizer = optimizer(ddp.module), optimizer(sharded)
     for number in range(steps):

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from streamshard import Precision, RankMismatchError, ShardingError, StreamShard
 from tests.models import Layer, NormStack, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, assert_same, counted_collectives, full_weights, sgd
+from tests.reference import FP32, assert_same, counted_collectives, ddp_of, full_weights, sgd
 from tests.scenarios import over_sockets
 
 SEED = 5
@@ -57,7 +57,7 @@ def assert_like_ddp(
     """
     noted: list[list[dict[str, Tensor | None]]] = []
     models = []
-    for wrap in (_ddp, lambda module: StreamShard(module, precision=FP32, **settings)):
+    for wrap in (ddp_of, lambda module: StreamShard(module, precision=FP32, **settings)):
         torch.manual_seed(SEED)
         model = wrap(build())
         notes: list[dict[str, Tensor | None]] = []
@@ -75,10 +75,6 @@ def assert_like_ddp(
     trained = {name: param.detach() for name, param in inner(ddp).named_parameters()}
     assert_same({name: weights[name] for name in trained}, trained, "weights")
     return sharded
-
-
-def _ddp(module: nn.Module) -> nn.Module:
-    return DistributedDataParallel(module, find_unused_parameters=True)
 
 
 def train(
@@ -747,7 +743,7 @@ def talk(model: nn.Module, context: RankContext, steps: int = 1) -> dict[str, in
         for step in range(steps):
             model(vector_batch(step, context.rank)).sum().backward()
     names = {"broadcast_": "buffers", "allgather_": "objects", "allreduce_": "votes"}
-    names["_allgather_base_"] = "objects"  # since torch 2.15
+    names["_allgather_base_"] = "objects"  # torch 2.15
     return {what: counts[name] for name, what in names.items() if name in counts}
 
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from streamshard import StreamShard
 from tests.models import DIM, Layer, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, assert_same
+from tests.reference import FP32, assert_same, ddp_of
 
 PROGRAMS = 8  # each of them a few hundred buffers compared
 PASSES = ["train"] * 6 + ["evaluate", "no_sync", "evaluate with gradients", "two under one backward", "a part"]
@@ -130,10 +129,6 @@ def _run(seed: int, context: RankContext, wrap: Callable[[nn.Module], Any]) -> I
             edit.apply(model)
 
 
-def _ddp(model: nn.Module) -> Any:
-    return DistributedDataParallel(model, find_unused_parameters=True)
-
-
 def _sharded(model: nn.Module) -> Any:
     return StreamShard(model, precision=FP32)
 
@@ -143,6 +138,6 @@ def _sharded(model: nn.Module) -> Any:
 def test_random_programs_leave_buffers_as_ddp_does(context: RankContext, first: int) -> None:
     """Several programs in one test, because starting one is what takes time."""
     for seed in range(first, first + PROGRAMS):
-        runs = zip(_run(seed, context, _ddp), _run(seed, context, _sharded), strict=True)
+        runs = zip(_run(seed, context, ddp_of), _run(seed, context, _sharded), strict=True)
         for number, (wanted, found) in enumerate(runs):
             assert_same(found, wanted, f"buffers on rank {context.rank} after pass {number} of program {seed}")
