@@ -38,7 +38,15 @@ from streamshard.engine.passes import Backward, Forward, Pass, Use
 from streamshard.engine.reductions import Reductions
 from streamshard.errors import RankMismatchError, ShardingError, warn_user
 from streamshard.plan.memory import Sizing
-from streamshard.plan.program import Op, OpKind, Schedule, first_order, merge_order
+from streamshard.plan.program import (
+    Op,
+    OpKind,
+    Schedule,
+    first_order,
+    is_part_of,
+    join_orders,
+    merge_order,
+)
 from streamshard.plan.slots import SlotPlan
 from streamshard.plan.structure import refuse_transforms
 from streamshard.unit.buffers import Ledger, TurnSlots
@@ -104,7 +112,8 @@ class Engine:
         self.inputs = Inputs()
         self.depth = 0  # of forwards of modules that the engine watches
         self.order = first_order(plan.shared)
-        self._has_learnt = False
+        self._known: tuple[int, ...] = ()  # the order of all units that training passes have used so far
+        self._has_learnt = False  # it has all that take turns, or ranks could not agree
         self.plan = plan
         self.sizing = sizing
         self.precision = sizing.precision
@@ -224,7 +233,8 @@ class Engine:
         self.casts.begin_pass()
         visits = [index for index in self.order if index in units or index == EDGE]
         pass_ = Pass({EDGE: self.edge.versions()} if torch.is_grad_enabled() else {})
-        self._forward = Forward(Schedule(visits, self._slot_of, self._turns, reduce=False), pass_)
+        learns = torch.is_grad_enabled() and not self._has_learnt and not self.is_alone
+        self._forward = Forward(Schedule(visits, self._slot_of, self._turns, reduce=False), pass_, learns=learns)
         for observer in self.streams.observers:
             observer.on_moment(Moment.FORWARD_BEGINS, EDGE)
         self.edits.begin_pass()
@@ -319,8 +329,33 @@ class Engine:
 
     def _reach(self, forward: Forward, unit: StreamedUnit) -> None:
         """Issue what the program has up to `unit`, and let compute wait for its weights (rule 1)."""
-        self._issue(forward.schedule.reach(unit.index))
+        schedule = forward.schedule
+        if forward.learns and schedule.departs(unit.index):
+            self._issue(schedule.finish())  # as on ranks that do not depart
+            while self._serve(schedule, unit.index) != unit.index:
+                pass
+            schedule.reach_served(unit.index)
+        else:
+            self._issue(schedule.reach(unit.index))
         self.acquire(unit)
+
+    def _serve(self, schedule: Schedule, asked: int | None) -> int | None:
+        """All ranks are behind the program, and gather a unit that one has asked for. Collective.
+
+        Args:
+            schedule: the program.
+            asked: the unit that this rank has asked for; None at the end of its forward.
+
+        Returns:
+            The unit; None if nobody has asked.
+        """
+        if not self.ranks.any_rank(asked is not None):
+            return None
+        chosen: int = min(unit for unit in self.ranks.gather_objects(asked) if unit is not None)
+        schedule.serve(chosen)
+        if self.units[chosen].weight_slot.content != chosen:
+            self._gather(self.units[chosen])
+        return chosen
 
     @property
     def is_in_forward(self) -> bool:
@@ -388,13 +423,15 @@ class Engine:
         if error is not None and (self.ranks.has_failed or not isinstance(error, Exception)):
             return None
         self._issue(forward.schedule.finish())
+        while forward.learns and self._serve(forward.schedule, None) is not None:
+            pass
         self.casts.end_pass()
         # A rank whose forward has failed takes part in what ranks tell each other.
         has_failed = error is not None
         if self.edits.end_pass(has_failed=has_failed):
             self.casts.cast()  # backward computes with what forward has left
-        if torch.is_grad_enabled() and not self._has_learnt:
-            self._learn(None if has_failed else forward.schedule)
+        if forward.learns:
+            self._learn(forward.schedule, has_failed=has_failed)
         if refused is not None:
             raise refused
         if has_failed or not torch.is_grad_enabled():
@@ -402,20 +439,31 @@ class Engine:
         forward.pass_.visits = tuple(forward.schedule.log)
         return forward.pass_
 
-    def _learn(self, schedule: Schedule | None) -> None:
-        """After the first training pass: adopt the order in which units ran if it was the same on all ranks.
+    def _learn(self, schedule: Schedule, *, has_failed: bool) -> None:
+        """After a training pass: the order in which units ran, and ran before, is the program from now on.
+
+        Ranks may have skipped units. If what they have used is no part of one order, the program stays as it is.
 
         Args:
-            schedule: None if the forward has failed here: then the next one counts.
+            schedule: of the pass.
+            has_failed: the forward has raised here: then the next one counts.
         """
-        order = None if schedule is None else merge_order(schedule.used, self._turns)
-        if self.ranks.any_rank(order != self.order):  # with layers alone most models run as they are registered
-            orders = set(self.ranks.gather_objects(order))
-            self._has_learnt = None not in orders
-            if len(orders) == 1 and order is not None:
-                self.order = order
-        else:
-            self._has_learnt = True
+        used = None if has_failed else tuple(schedule.used)
+        has_news = schedule.has_served or used is None or not is_part_of(used, self._known)
+        if self.ranks.any_rank(has_news):
+            everywhere = dict.fromkeys(self.ranks.gather_objects(used))
+            if None in everywhere:
+                return
+            known = join_orders((self._known, *everywhere), self.order)
+            if known is None:
+                self._has_learnt = True
+            else:
+                self._known = known
+                self.order = merge_order(known, self._turns)
+            if schedule.has_served and (order := join_orders(everywhere, self.order)) is not None:
+                schedule.tidy(merge_order(order, self._turns))
+        if not self._has_learnt:
+            self._has_learnt = all(unit in self._known for unit, turns in enumerate(self._turns) if turns)
 
     # -- gathers --------------------------------------------------------------------------------------------------
 

@@ -56,11 +56,13 @@ class Forward:
         running: layers whose forward is running, one inside the other.
         in_place: indices of units in slots of their own that were used: what their compute views are like counts.
         read: those of them whose weights were read while none of their layers ran.
+        learns: it has gradients, and there are units that no such pass has used: ranks may depart differently.
     """
 
-    __slots__ = ("in_place", "pass_", "read", "running", "schedule")
+    __slots__ = ("in_place", "learns", "pass_", "read", "running", "schedule")
 
-    def __init__(self, schedule: Schedule, pass_: Pass) -> None:
+    def __init__(self, schedule: Schedule, pass_: Pass, *, learns: bool) -> None:
+        self.learns = learns
         self.schedule = schedule
         self.pass_ = pass_
         self.running: list[Member] = []

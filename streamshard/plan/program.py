@@ -16,6 +16,10 @@ of the operations issued before, hence equal on all ranks.
 A visit is over when another unit is asked for, or the pass ends. So it does not matter to the program which of a
 unit's layers run, in which order, or how often.
 
+A unit of which the program has no visit left is a departure. While nobody knows when some units are used, ranks may
+depart differently: one that does issues the rest of the program, so that all are behind it, and what it asks for is
+gathered by all (`serve`).
+
 A unit that takes no turns in the block slots stays in its own: once gathered, it can be used at any time in the pass,
 on any rank, without a collective. Until it is known when such units are used, they are gathered first (`first_order`):
 then ranks may use them in whatever order, as they may those of the edge unit.
@@ -24,10 +28,12 @@ then ranks may use them in whatever order, as they may those of the edge unit.
 from __future__ import annotations
 
 import enum
+import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Op", "OpKind", "Schedule", "first_order", "merge_order", "plan_steps"]
+__all__ = ["Op", "OpKind", "Schedule", "first_order", "is_part_of", "join_orders", "merge_order", "plan_steps"]
 
 
 class OpKind(enum.Enum):
@@ -86,6 +92,8 @@ class Schedule:
         self.visits = tuple(visits)
         self.log: list[int] = []  # visits passed so far, those outside the program included
         self.used: list[int] = []  # the units that were really used on this rank, in order
+        self.has_served = False  # units that ranks asked for when the program was over
+        self.has_asides = False  # units that were used beside the program
         self._turns = turns
         self._current: int | None = None  # the unit that was asked for last
         self._steps = plan_steps(self.visits, slot_of, reduce=reduce)
@@ -115,9 +123,36 @@ class Schedule:
         self.log.append(unit)
         return ops
 
+    def departs(self, unit: int) -> bool:
+        """Whether `unit`, used now, is a departure: no visit of it is left."""
+        is_there = self._current == unit or self.find(unit) is not None
+        return not is_there and (self._turns[unit] or unit not in self.visits)
+
+    def serve(self, unit: int) -> None:
+        """The program is over, and `unit` is gathered because some rank asked for it."""
+        self.log.append(unit)
+        self.has_served = True
+
+    def tidy(self, order: Iterable[int]) -> None:
+        """Backward finds units in `order`, of which each rank has used a part, not once in the program and once served.
+
+        Else it would have their gradients wait for the last visit, beside the slots. What was used beside the program
+        keeps its place, so then everything does.
+        """
+        if not self.has_asides:
+            self.log = [unit for unit in order if unit in self.visits]
+
+    def reach_served(self, unit: int) -> None:
+        """`unit`, which was served last, is used now."""
+        if self.used[-1:] != [unit]:
+            self.used.append(unit)
+        self._current = unit
+        self._is_outside = True
+
     def depart(self, unit: int) -> None:
         """`unit` is used beside the program, while another unit's visit goes on: backward has to come by there."""
         self.log.append(unit)
+        self.has_asides = True
 
     def read(self, unit: int, *, is_inside: bool) -> None:
         """Weights of `unit`, which stays, are read: nobody's visit is over.
@@ -138,6 +173,7 @@ class Schedule:
         start = self.released + (not self._is_outside)
         if visit is None or is_inside or any(self._turns[other] for other in self.visits[start:visit]):
             self.log.append(unit)
+            self.has_asides = True
 
     def find(self, unit: int, start: int = 0) -> int | None:
         """The next visit of `unit` that is not released, at or after visit `start`; None if there is none."""
@@ -187,3 +223,40 @@ def merge_order(used: Iterable[int], turns: Sequence[bool]) -> tuple[int, ...]:
         before = unit
     missing = [unit for unit, takes_turns in enumerate(turns) if not takes_turns and unit not in order]
     return (*order[:1], *missing, *order[1:])
+
+
+def is_part_of(used: Iterable[int], order: Iterable[int]) -> bool:
+    """Whether `used` is `order`, of which some may have been skipped."""
+    left = iter(order)
+    return all(unit in left for unit in used)
+
+
+def join_orders(orders: Iterable[Sequence[int]], otherwise: Sequence[int]) -> tuple[int, ...] | None:
+    """The order of which each of `orders` is a part; None if they contradict each other.
+
+    Args:
+        orders: in which units were used. The first use of a unit in one is its first in the others, and so on.
+        otherwise: has all units. Says which comes first of two of which `orders` do not.
+    """
+    place = {unit: position for position, unit in reversed(list(enumerate(otherwise)))}
+    behind: dict[tuple[int, int], set[tuple[int, int]]] = {}  # uses, of a unit for the n-th time, behind a use
+    for order in orders:
+        times = Counter[int]()
+        before: set[tuple[int, int]] = set()
+        for unit in order:
+            use = (unit, times[unit])
+            times[unit] += 1
+            before.add(use)
+            before = behind.setdefault(use, set())
+    waits = Counter(use for uses in behind.values() for use in uses)
+    ready = [(place[unit], unit, time) for unit, time in behind if not waits[unit, time]]
+    heapq.heapify(ready)
+    joined: list[int] = []
+    while ready:
+        _, unit, time = heapq.heappop(ready)
+        joined.append(unit)
+        for use in behind[unit, time]:
+            waits[use] -= 1
+            if not waits[use]:
+                heapq.heappush(ready, (place[use[0]], *use))
+    return tuple(joined) if len(joined) == len(behind) else None

@@ -333,7 +333,7 @@ def test_an_order_that_ranks_do_not_share_is_not_adopted(context: RankContext) -
     before = engine.order
     schedule = Schedule([], engine._slot_of, engine.plan.shared, reduce=False)
     schedule.used = [0, 1, 2, 3, 4] if context.rank == 0 else [0, 4, 3, 2, 1]
-    engine._learn(schedule)
+    engine._learn(schedule, has_failed=False)
     assert engine.order == before == (0, 1, 2, 3, 4)
 
 

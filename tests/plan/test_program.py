@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.plan.program import Op, OpKind, Schedule, first_order, merge_order, plan_steps
+from streamshard.plan.program import (
+    Op,
+    OpKind,
+    Schedule,
+    first_order,
+    is_part_of,
+    join_orders,
+    merge_order,
+    plan_steps,
+)
 
 UNITS = 7
 visits_lists = st.lists(st.integers(0, UNITS - 1), max_size=12)
@@ -238,3 +247,30 @@ def test_an_unused_unit_stands_where_it_is_found_in_time() -> None:
     # What takes images, and the layers 3 and 4 for text, with embedding 5 and head 6: this batch has no images.
     turns = [False, True, True, True, True, False, False, False]
     assert merge_order([0, 5, 3, 4, 6], turns) == (0, 7, 5, 1, 2, 3, 4, 6)
+
+
+def test_what_ranks_have_used_makes_one_order() -> None:
+    """Of which each has used a part; what none has used together keeps its place in the program."""
+    program = (0, 1, 2, 3, 4, 5)
+    assert join_orders([], program) == ()
+    assert join_orders([(0, 4, 5), (0, 2, 1, 3, 4, 5)], program) == (0, 2, 1, 3, 4, 5)
+    assert join_orders([(0, 2, 4), (0, 1, 3)], program) == (0, 1, 2, 3, 4)
+    assert join_orders([(0, 4, 1), (0, 3, 4)], program) == (0, 3, 4, 1)
+    assert join_orders([(0, 1, 2, 1), (1, 1), (2, 1)], program) is None  # which of the two uses of 1?
+    assert join_orders([(0, 1, 2, 1), (1, 1), (1, 2)], program) == (0, 1, 2, 1)
+    assert join_orders([(0, 1, 2), (0, 2, 1)], program) is None
+    assert join_orders([(1, 2), (2, 3), (3, 1)], program) is None
+
+
+@given(
+    st.lists(st.integers(0, UNITS - 1), max_size=12),
+    st.lists(st.sets(st.integers(0, UNITS - 1)), min_size=1, max_size=4),
+)
+def test_parts_of_an_order_are_parts_of_what_they_make(order: list[int], used: list[set[int]]) -> None:
+    """Units that are skipped are skipped altogether, so each use is the same one in all."""
+    parts = [[unit for unit in order if unit in units] for units in used]
+    joined = join_orders(parts, range(UNITS))
+    assert joined is not None
+    assert all(is_part_of(part, joined) for part in parts)
+    assert sorted(joined) == sorted(unit for unit in order if any(unit in units for units in used))
+    assert not is_part_of([*joined, 0], joined)

@@ -106,6 +106,22 @@ DIFFERENT = {
         **same_on_all_ranks([2, 0, 3, 1], [2, 0, 3, 1]),
         **{(2, 0): [2, 0], (2, 1): [0, 3, 1], (3, 0): [3], (3, 1): [2, 1]},
     },
+    "another order, which one rank skips, from the first step on": {
+        **same_on_all_ranks(*[[3, 1, 0, 2]] * 4),
+        **{(0, 0): [2], (1, 1): [1], (2, 0): [3, 0], (3, 1): []},
+    },
+    "another order, of which no rank runs all at first": {
+        **same_on_all_ranks(*[[3, 1, 0, 2]] * 4),
+        **{(0, 0): [3, 0], (0, 1): [1, 0], (1, 0): [0, 2], (1, 1): [3, 1]},
+    },
+    "layers that come in front later, on one rank": {
+        **same_on_all_ranks(*[[0, 1]] * 4),
+        **{(1, 1): [3, 2, 0, 1], (2, 0): [3, 2, 0, 1], (3, 1): [3, 2]},
+    },
+    "ranks contradict each other at first": {
+        **same_on_all_ranks(*[[1, 3]] * 4),
+        **{(0, 0): [3, 2, 1, 0, 1], (0, 1): [1, 0, 3, 3, 2]},
+    },
     "differing at first, alike later": {(0, 0): [0, 1], (0, 1): [2, 3], (1, 0): [], (1, 1): [3]},
 }
 
@@ -115,6 +131,25 @@ DIFFERENT = {
 def test_ranks_may_run_different_layers(context: RankContext, what: str) -> None:
     """A rank without a gradient contributes zeros; the numbers are those of DDP with `find_unused_parameters`."""
     assert_trains_like_ddp(context, Planned, planned_step(DIFFERENT[what]))
+
+
+@on_ranks(2)
+def test_a_layer_that_one_rank_alone_runs_without_gradients_is_served(context: RankContext) -> None:
+    """As what takes images, frozen, in front of layers that are registered before it: the other has none at first."""
+
+    class Tower(Planned):
+        def forward(self, x: Tensor) -> Tensor:
+            if 3 in self.plan:
+                with torch.no_grad():
+                    for layer in (self.layers[3], self.layers[1]):
+                        x = layer(x)
+            return super().forward(x)
+
+        def order(self) -> Iterable[nn.Module]:
+            return self.layers[::2]
+
+    plans = {(step, rank): [3] if step % 2 != rank else [] for step in range(4) for rank in range(2)}
+    assert_trains_like_ddp(context, Tower, planned_step(plans))
 
 
 def _retained(model: nn.Module, call: Call, losses: list[Tensor]) -> None:
