@@ -88,6 +88,9 @@ GRACE_S = 3.0  # how long the other ranks may go on once one has failed
 FOREIGN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     # Raised by what torch.compile and torch.distributed.optim import.
     (r"`torch\.jit\.\w+` is deprecated", DeprecationWarning),
+    (r"`torch\.jit\.\w+` is deprecated", FutureWarning),  # torch 2.15
+    # Raised by torch 2.15 where checkpoints choose what they keep.
+    (r"A saved_tensors_hooks context", FutureWarning),
     # Raised by torch.distributed.rpc when it starts, about its own group.
     (r"You are using a Backend .* as a ProcessGroup", UserWarning),
     # Raised by torch where torchdata's loader is made.

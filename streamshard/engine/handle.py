@@ -185,6 +185,13 @@ class _Registered:
         raise AttributeError(self._name)
 
 
+class _AskedOfModels(property):
+    """A property that is False to who looks at the class alone."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
 class Uncopyable(nn.Module):
     """A module that holds pieces: a copy of it would hold pieces that nobody gathers or reduces."""
 
@@ -228,21 +235,21 @@ class Uncopyable(nn.Module):
     def _replicate_for_data_parallel(self) -> NoReturn:
         self._refuse_wrapper("DataParallel")
 
-    @property
-    def _is_fsdp_managed_module(self) -> bool:
-        """Whether ``generate`` has to go on until all ranks have finished: what transformers asks of who has it.
-
-        It counts those of the default group. torch.compile asks as well, and would look for what FSDP has in a module.
-        FullyShardedDataParallel sets this on all modules before it changes any.
-        """
+    def _generates_together(self) -> bool:
         handle = handle_of(self)
         if handle is None or not hasattr(self, "generate") or TracingContext.try_get() is not None:
             return False
         return dist.is_initialized() and handle.engine.ranks.total_size == dist.get_world_size() > 1
 
-    @_is_fsdp_managed_module.setter
-    def _is_fsdp_managed_module(self, value: bool) -> None:
+    def _refuse_fsdp(self, value: bool) -> None:
         self._refuse_wrapper("FullyShardedDataParallel")
+
+    _is_fsdp_managed_module = _AskedOfModels(_generates_together, _refuse_fsdp)
+    """Whether ``generate`` has to go on until all ranks have finished: what transformers asks of who has it.
+
+    It counts those of the default group. torch.compile asks as well (2.15 the class, `inspect.getattr_static`), and
+    would look for what FSDP has in a module. FullyShardedDataParallel sets this on all modules before it changes any.
+    """
 
     def _refuse_wrapper(self, name: str) -> NoReturn:
         raise ShardingError(

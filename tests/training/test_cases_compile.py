@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
@@ -203,6 +204,22 @@ def test_weights_of_compiled_units_are_always_at_the_same_addresses(context: Ran
     assert len(steps[0]) == 2 * len(model.layers)
     assert sum(len(call) > 1 for call in steps[0]) == 2 * len(model.layers) - 1  # the first layer's backward needs none
     assert steps[1:] == steps[:1] * 2
+
+
+@on_ranks(2)
+def test_dynamo_takes_no_module_for_one_of_fsdp(context: RankContext) -> None:
+    """It would not compile it. torch 2.15 looks without asking the module."""
+
+    class Generating(Stack):
+        def generate(self) -> None:
+            pass
+
+    model: Any = StreamShard(Generating(), precision=FP32)
+    assert model._is_fsdp_managed_module  # transformers asks so
+    for module in model.modules():
+        assert not inspect.getattr_static(module, "_is_fsdp_managed_module", False)
+    explained = torch._dynamo.explain(model.layers[1])(vector_batch(0, 0))
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained
 
 
 @on_ranks(2)
