@@ -4,6 +4,8 @@ By environment variables, because ranks are other processes:
 
 - ``STREAMSHARD_TEST_PLAYED_GPU=1``: the CPU plays the GPU (`tests.simulated`), with gloo's collectives. Shows that the
   tests themselves are right where there is no GPU.
+- ``STREAMSHARD_TEST_PLAYED_GPU=cuda``: tensors are on a device "cuda:0" that the CPU plays (`tests.played_cuda`), which
+  has to be compiled. Shows that nothing takes one device for the other.
 - ``STREAMSHARD_TEST_ADVERSARY=1``: every model's collectives are slow, and spoil what must not be looked at meanwhile.
 - ``STREAMSHARD_TEST_SANITIZER=1``: torch's CUDA sanitizer follows streams and events, and raises at a race. It is
   switched on here and not by ``TORCH_CUDA_SANITIZER``, which would start CUDA in the process that ranks are forked of.
@@ -22,6 +24,7 @@ import torch
 __all__ = ["IS_PLAYED", "enter_gpu", "skip_without_gpu"]
 
 IS_PLAYED = os.environ.get("STREAMSHARD_TEST_PLAYED_GPU") == "1"
+IS_PLAYED_CUDA = os.environ.get("STREAMSHARD_TEST_PLAYED_GPU") == "cuda"
 
 _until_exit = contextlib.ExitStack()
 
@@ -33,7 +36,8 @@ def skip_without_gpu(item: pytest.Item) -> None:
     which does not survive a fork.
     """
     mark = item.get_closest_marker("gpu")
-    if mark is None or torch.cuda.is_available() or (IS_PLAYED and mark.kwargs.get("may_be_played", True)):
+    is_played = IS_PLAYED or IS_PLAYED_CUDA
+    if mark is None or (mark.kwargs.get("may_be_played", True) if is_played else torch.cuda.is_available()):
         return
     pytest.skip("no CUDA device: this test needs a GPU")
 
@@ -47,6 +51,10 @@ def enter_gpu() -> torch.device:
 
         _until_exit.enter_context(simulated_device())
     else:
+        if IS_PLAYED_CUDA:
+            from tests.played_cuda import play
+
+            play()
         torch.cuda.init()  # a mesh that finds a device nobody has used chooses one itself, and warns
         torch.cuda.set_device(device)
         if os.environ.get("STREAMSHARD_TEST_SANITIZER") == "1":
