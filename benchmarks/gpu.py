@@ -308,7 +308,10 @@ def _of_training(found: dict[str, Any]) -> str:
 
 
 def _suite(scratch: Path, *, rehearses: bool) -> Job:
-    """All other tests, on this machine's CPUs; several at once where pytest-xdist is there."""
+    """All other tests, on this machine's CPUs; several at once where pytest-xdist is there.
+
+    They see no GPU: models that are made on the CPU would move there, away from inputs that stay.
+    """
     found = scratch / "job.suite.jsonl"
     options = ["-m", "not gpu", "--ignore", INTEGRATIONS]
     if importlib.util.find_spec("xdist") and not rehearses:
@@ -317,7 +320,7 @@ def _suite(scratch: Path, *, rehearses: bool) -> Job:
         name="job.suite",
         command=[*_pytest(found, *options), *(["tests/plan/test_structure.py"] if rehearses else [])],
         limit_s=400,
-        environment=_environment(rehearses=rehearses),
+        environment=_environment(rehearses=rehearses, CUDA_VISIBLE_DEVICES="", STREAMSHARD_TEST_WARNINGS="default"),
         found=found,
         brief=_of_tests,
     )

@@ -4,6 +4,8 @@ By environment variables, because ranks are other processes:
 
 - ``STREAMSHARD_TEST_PLAYED_GPU=1``: the CPU plays the GPU (`tests.simulated`), with gloo's collectives. Shows that the
   tests themselves are right where there is no GPU.
+- ``STREAMSHARD_TEST_PLAYED_GPU=cuda``: tensors are on a device "cuda:0" that the CPU plays (`tests.played_cuda`), which
+  has to be compiled. Shows that nothing takes one device for the other.
 - ``STREAMSHARD_TEST_ADVERSARY=1``: every model's collectives are slow, and spoil what must not be looked at meanwhile.
 - ``STREAMSHARD_TEST_SANITIZER=1``: torch's CUDA sanitizer follows streams and events, and raises at a race. It is
   switched on here and not by ``TORCH_CUDA_SANITIZER``, which would start CUDA in the process that ranks are forked of.
@@ -22,6 +24,7 @@ import torch
 __all__ = ["IS_PLAYED", "enter_gpu", "has_gpu", "skip_without_gpu"]
 
 IS_PLAYED = os.environ.get("STREAMSHARD_TEST_PLAYED_GPU") == "1"
+IS_PLAYED_CUDA = os.environ.get("STREAMSHARD_TEST_PLAYED_GPU") == "cuda"
 
 _until_exit = contextlib.ExitStack()
 
@@ -32,7 +35,7 @@ def has_gpu(*, may_be_played: bool = True) -> bool:
     Asked when a test begins. What ranks are forked from imports this module and must not ask: the question starts CUDA,
     which does not survive a fork.
     """
-    return torch.cuda.is_available() or (IS_PLAYED and may_be_played)
+    return may_be_played if IS_PLAYED or IS_PLAYED_CUDA else torch.cuda.is_available()
 
 
 def skip_without_gpu(item: pytest.Item) -> None:
@@ -52,6 +55,10 @@ def enter_gpu() -> torch.device:
 
         _until_exit.enter_context(simulated_device())
     else:
+        if IS_PLAYED_CUDA:
+            from tests.played_cuda import play
+
+            play()
         torch.cuda.init()  # a mesh that finds a device nobody has used chooses one itself, and warns
         torch.cuda.set_device(device)
         if os.environ.get("STREAMSHARD_TEST_SANITIZER") == "1":

@@ -6,6 +6,7 @@ their traffic goes through sockets: this shows correctness and order, not speed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -309,6 +310,37 @@ def test_one_rank_alone_runs_no_collective_on_a_gpu(context: RankContext) -> Non
     kernels = _kernels(profile)
     assert kernels
     assert not any(is_nccl for is_nccl, _, _ in kernels)
+
+
+@on_ranks(2, backend="nccl")
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.ASGD])
+@pytest.mark.parametrize("fused", [None, True])
+def test_state_from_before_sharding_follows_the_model_to_a_gpu(
+    context: RankContext, kind: type[torch.optim.Optimizer], fused: bool | None
+) -> None:
+    """A model and its optimizer that have trained on the CPU go on where the model is then."""
+    if fused and kind is not torch.optim.AdamW:
+        pytest.skip("torch has no fused one")
+    plain: Any = Stack()
+    model: Any = Stack()
+    model.load_state_dict(plain.state_dict())
+    make: Any = functools.partial(kind, lr=0.01, **({} if fused is None else {"fused": fused}))
+    theirs, ours = make(plain.parameters()), make(model.parameters())
+    _train_alike(plain, theirs, 0)
+    _train_alike(model, ours, 0)
+    model = StreamShard(model, precision=FP32)
+    _train_alike(plain, theirs, 3)
+    _train_alike(model, ours, 3)
+    assert _device(model) == context.device
+    assert_same(full_weights(model), full_weights(plain), "weights", NEAR)
+
+
+def _train_alike(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> None:
+    """Three steps, on the same batches everywhere."""
+    for number in range(first, first + 3):
+        stack_step(model, Call(number, 0, 1, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @on_ranks(4, backend="nccl")

@@ -204,6 +204,13 @@ def test_every_job_has_its_place_in_the_plan_for_half_an_hour() -> None:
     assert set(planned) == jobs
 
 
+def test_only_tests_for_cpus_see_no_gpu(jobs: Any, tmp_path: Path) -> None:
+    """Models that they make would move to one, away from inputs; ranks would ask for one each."""
+    made = importlib.import_module("gpu")._jobs(tmp_path, tmp_path, rehearses=False)
+    blind = {job.name for job in made if job.environment.get("CUDA_VISIBLE_DEVICES") == ""}
+    assert blind == {"job.suite"}
+
+
 def test_a_job_that_is_out_of_time_is_ended_and_what_it_found_is_kept(jobs: Any, tmp_path: Path) -> None:
     """The next one runs; results say what happened."""
     slow = _job(jobs, tmp_path, "a.slow", 'found.write_text(\'{"told": "half"}\'); time.sleep(600)', limit_s=6.0)

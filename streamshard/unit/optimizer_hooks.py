@@ -28,7 +28,8 @@ from streamshard.unit.unreduced_grad import UnreducedGrad
 
 __all__ = ["NUMBERS", "before_step", "is_elementwise", "sees_steps", "take_over_state"]
 
-NUMBERS = ("step", "eta", "mu", "mu_product")  # of a parameter that is one number itself, those that are no moments
+_HOST_NUMBERS = ("step", "mu_product")
+NUMBERS = (*_HOST_NUMBERS, "eta", "mu")  # of a parameter that is one number itself, those that are no moments
 
 # Element by element, or block by block, in kernels of their own or compiled ones, but for those below.
 _ELEMENTWISE_PACKAGES = (
@@ -155,15 +156,19 @@ def sees_steps(optimizer: Optimizer) -> bool:
 def take_over_state(optimizer: Optimizer) -> None:
     """Cut whole moments, from before the model was sharded or from an unsharded run, into this rank's pieces.
 
-    Of an optimizer that is not known to work element by element they know what they are.
+    They are where the parameters are, which may have moved when the model was sharded. Of an optimizer that is not
+    known to work element by element they know what they are.
 
     Raises:
         ShardingError: state is neither whole nor this rank's piece.
     """
-    for param in _params_of(optimizer):
-        piece, values = piece_of(param), optimizer.state.get(param)
-        if piece is not None and values:
-            values.update(_cut(optimizer, piece, values))
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            piece, values = piece_of(param), optimizer.state.get(param)
+            if piece is not None and values:
+                values.update(_cut(optimizer, piece, values))
+                if _is_of_torch(optimizer):
+                    values.update(_moved(values, group, param.device))
 
 
 def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -207,6 +212,19 @@ def _cut(optimizer: Optimizer, piece: Piece, values: Mapping[str, Any]) -> dict[
             "kept for more than one element, and cannot be cut: begin with new moments"
         )
     return changed
+
+
+def _moved(values: Mapping[str, Any], group: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
+    """Those of the `values` that are on another device than `device`, there.
+
+    Numbers that torch makes in the host's memory, to read them there, stay in it.
+    """
+    stay = () if group.get("fused") or group.get("capturable") else _HOST_NUMBERS
+    return {
+        name: value.to(device)
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor) and value.device != device and name not in stay
+    }
 
 
 def _takes_norms(optimizer: Optimizer) -> bool:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from streamshard import StreamShard, full_optimizer_state_dict, load_optimizer_state_dict
 from streamshard.errors import ConfigError, ShardingError
+from streamshard.unit.optimizer_hooks import _moved
 from tests.models import Stack
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import (
@@ -556,6 +557,16 @@ def test_state_from_before_sharding_is_taken_over(context: RankContext, name: st
     for number, values in theirs.state_dict()["state"].items():
         tensors = {key: value for key, value in values.items() if torch.is_tensor(value)}
         assert_same({key: whole["state"][number][key] for key in tensors}, tensors, f"state of {number}", NEAR)
+
+
+@pytest.mark.parametrize("kernel", [{}, {"fused": True}, {"capturable": True}])
+def test_state_goes_where_the_parameters_have_gone(kernel: dict[str, bool]) -> None:
+    """All of it, but for what torch reads on the host."""
+    values = {name: torch.zeros(()) for name in ("step", "mu_product", "eta")} | {"exp_avg": torch.zeros(3)}
+    moved = _moved(values, kernel, torch.device("meta"))
+    assert set(moved) == (set(values) if kernel else {"eta", "exp_avg"})
+    assert all(value.is_meta for value in moved.values())
+    assert _moved(values, kernel, torch.device("cpu")) == {}
 
 
 @on_ranks(2)
