@@ -99,6 +99,10 @@ FOREIGN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     (r"Warning: Profiler clears events at the end of each cycle", UserWarning),
     # Raised by PEFT, which asks a model of transformers for it.
     (r"`is_gradient_checkpointing` is deprecated", FutureWarning),
+    # Raised by accelerate, where tensors of GPUs are gathered.
+    (r"`torch\.distributed\.all_gather_into_tensor` is deprecated", FutureWarning),
+    # Raised by torch, where accelerate waits for all ranks; torchrun's own groups have a device.
+    (r"barrier\(\): using the device under current context", UserWarning),
     # Ours, where a machine with GPUs runs the tests for CPUs.
     (r"the model trains on the CPU while", UserWarning),
 )

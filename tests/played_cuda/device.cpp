@@ -20,6 +20,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/GPUTrace.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/extension.h>
 #include <torch/library.h>
 
@@ -599,7 +600,8 @@ class Call {
         "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index",
         "aten::_unsafe_index_put"};
     static const std::set<std::string> takes_numbers = {"aten::where", "aten::fill_", "aten::masked_fill",
-                                                        "aten::masked_fill_", "aten::lerp", "aten::lerp_"};
+                                                        "aten::masked_fill_", "aten::lerp", "aten::lerp_",
+                                                        "aten::floor_divide", "aten::floor_divide_"};
     const bool indexes = index.count(name_) && !first_on_cpu_;
     const bool is_number_taken = op_.hasTag(at::Tag::pointwise) || takes_numbers.count(name_) || indexes ||
         name_.rfind("aten::_foreach_", 0) == 0;
@@ -814,6 +816,11 @@ void resize_storage(const Tensor& tensor, size_t bytes) {
 
 void record_stream(Tensor&, Stream) {}
 
+// The CPU's takes no integers.
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  return at::histc(self.cpu().to(at::kFloat), bins, min, max).to(self.options());
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
 }
@@ -828,6 +835,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("set_", set_nothing);
   m.impl("record_stream", record_stream);
+  m.impl("histc", histc);
 }
 
 // ---------------------------------------------------------------------------------------------------- collectives
@@ -988,7 +996,20 @@ class Nccl final : public c10d::Backend {
   }
 };
 
+// DistributedDataParallel wants one for each type of device.
+class Timer final : public c10d::Timer {
+ public:
+  explicit Timer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event start, Event end) override {
+    return getTimeRef(end) - getTimeRef(start);
+  }
+};
+
 } // namespace
+
+namespace c10d {
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, ::Timer)
+} // namespace c10d
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("begin", [](int devices, size_t bytes) {
