@@ -305,7 +305,7 @@ def test_an_output_directory_is_ready_to_be_pushed(context: RankContext, tmp_pat
 
 @on_ranks(2)
 def test_trainers_that_save_on_the_first_rank_alone(context: RankContext, tmp_path: Path) -> None:
-    """As transformers' own does before 5.23; and what a trainer of one's own writes beside is written."""
+    """As transformers' own does in 5.17 and 5.20; and what a trainer of one's own writes beside is written."""
     from transformers import Trainer
 
     from streamshard.integrations.transformers import StreamShardTrainerMixin
