@@ -60,8 +60,9 @@ def test_accelerates_own_class_saves_no_pieces(context: RankContext, tmp_path: P
         if context.world_size > 1:
             with pytest.raises(ShardingError, match="StreamShardAccelerator"):
                 accelerator.save_state(tmp_path)
-        with pytest.raises(ShardingError, match="StreamShardAccelerator"):
-            accelerator.prepare(model)
+        if context.world_size > 1 or context.device.type == "cpu":  # one process on a GPU needs no wrapper
+            with pytest.raises(ShardingError, match="StreamShardAccelerator"):
+                accelerator.prepare(model)
         accelerator._models.clear()
         model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         for safe in (True, False):
