@@ -162,12 +162,13 @@ def take_over_state(optimizer: Optimizer) -> None:
     Raises:
         ShardingError: state is neither whole nor this rank's piece.
     """
+    moves = _is_of_torch(optimizer)
     for group in optimizer.param_groups:
         for param in group["params"]:
             piece, values = piece_of(param), optimizer.state.get(param)
             if piece is not None and values:
                 values.update(_cut(optimizer, piece, values))
-                if _is_of_torch(optimizer):
+                if moves:
                     values.update(_moved(values, group, param.device))
 
 
