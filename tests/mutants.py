@@ -2296,6 +2296,27 @@ MUTANTS: list[Mutant] = [
         "sharded_parameter::test_penalties_are_those_of_whole_parameters",
     ),
     Mutant(
+        "engine/handle",
+        "torch.compile takes modules for FSDP's, and compiles none",
+        "    def __bool__(self) -> bool:\n        return False\n",
+        "    def __bool__(self) -> bool:\n        return True\n",
+        "cases_compile::test_dynamo_takes_no_module_for_one_of_fsdp",
+    ),
+    Mutant(
+        "adapters",
+        "what only transformers can save with is ignored",
+        "value != known[name].default]:\n",
+        "value is known]:\n",
+        "export::test_what_save_pretrained_of_a_sharded_model_cannot_do_raises",
+    ),
+    Mutant(
+        "unit/optimizer_hooks",
+        "moments stay on the device that a model has left",
+        "        if isinstance(value, torch.Tensor) and value.device != device and name not in stay\n",
+        "        if False and name not in stay\n",
+        "optimizers",
+    ),
+    Mutant(
         "unit/global_ops",
         "of a whole tensor only this rank's elements get a gradient",
         "        ctx.ranks.all_reduce(whole)\n        return whole, None, None\n",
