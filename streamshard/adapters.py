@@ -28,7 +28,7 @@ from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.huggingface import is_transformers_model
 from streamshard.checkpoint.writer import run_on_all_ranks
 from streamshard.engine.engine import Engine
-from streamshard.engine.handle import Uncopyable, engine_at_rest, engine_of, not_a_layer
+from streamshard.engine.handle import Uncopyable, engine_at_rest, engine_of, handle_of, not_a_layer
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.full import summon
 from streamshard.plan.structure import modules_inside
@@ -115,7 +115,10 @@ def _save_model(self: Any, save_directory: str | os.PathLike[str], *args: Any, *
     own = super(type(self), self).save_pretrained
     known = inspect.signature(own).parameters
     given |= dict(zip(list(known)[1:], args, strict=False))
-    if given.get("state_dict") is not None or engine_of(self).is_whole:
+    engine = engine_of(self)
+    handle = handle_of(self)
+    is_part = engine.is_alone and handle is not None and not handle.is_root  # such as what PEFT's merging leaves
+    if given.get("state_dict") is not None or engine.is_whole or is_part:
         own(save_directory, **given)
         return
     engine = engine_at_rest(not_a_layer(self), "save_pretrained")

@@ -354,6 +354,19 @@ def test_the_merged_model_is_saved_from_whole_weights(context: RankContext, tmp_
             assert_same({"logits": found}, {"logits": wanted}, "what is loaded")
 
 
+@on_ranks(1)
+def test_one_rank_saves_what_it_has_merged_without_ado(context: RankContext, tmp_path: Path) -> None:
+    """Its parameters are whole."""
+    model = _trained(context).eval()
+    tokens = token_batch(0, 0)
+    merged = model.merge_and_unload()
+    with torch.no_grad():
+        wanted = merged(input_ids=tokens.to(context.device)).logits
+        merged.save_pretrained(tmp_path)
+        found = type(_base()).from_pretrained(tmp_path).eval()(input_ids=tokens).logits
+    assert_same({"logits": found}, {"logits": wanted}, "what is loaded")
+
+
 @on_ranks(2)
 def test_adapters_inside_another_model_are_not_exported(context: RankContext, tmp_path: Path) -> None:
     """Under names that nothing loads."""
