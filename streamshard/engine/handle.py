@@ -159,10 +159,37 @@ def watched_class(original: type, base: type, registered: frozenset[str] = froze
                     entries[name] = vars(owner)[name]
                     break
         entries.update((name, _Registered(name)) for name in registered & names)
-        kind = type(original)
+        kind, bases = type(original), (base, original)
+        if not _is_laid_out_like_modules(original):
+            # Python takes the memory layout of the first base, and assigns no __class__ of another layout.
+            kind, bases = _ordering(kind), (original, base)
         make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
-        _classes[key] = make(kind, original.__name__, (base, original), entries)
+        _classes[key] = make(kind, original.__name__, bases, entries)
     return _classes[key]
+
+
+def _is_laid_out_like_modules(kind: type) -> bool:
+    """Whether instances of `kind` get their ``__dict__`` from nn.Module.
+
+    In ``class Module(abc.ABC, nn.Module)`` they do not: the class itself adds one to `abc.ABC`, which has none.
+    """
+    base: type | None = kind
+    while base is not None and base is not nn.Module:
+        base = base.__base__
+    return base is nn.Module
+
+
+def _ordering(kind: type) -> type:
+    """A metaclass like `kind`, whose watched classes look up names in their second base before their first."""
+
+    def mro(cls: type) -> list[type]:
+        order = type.mro(cls)
+        if _ORIGINAL not in cls.__dict__:  # a class that someone derives from a watched one
+            return order
+        original, base = cls.__bases__
+        return [cls, *(each for each in base.__mro__ if not issubclass(original, each)), *original.__mro__]
+
+    return type.__new__(type, kind.__name__, (kind,), {"mro": mro, "__module__": kind.__module__})
 
 
 def _names_taken(base: type) -> frozenset[str]:

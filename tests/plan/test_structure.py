@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
+import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar, final
 
 import pytest
 import torch
@@ -200,15 +201,99 @@ class SlottedLayer(Layer):
         return "anything" if name.startswith("any_") else super().__getattr__(name)
 
 
+class _LinearLayer:
+    """What the layers below have in common, without a ``__dict__`` of its own."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)  # type: ignore[arg-type]  # of which those that derive from this one are
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """tanh(W x + b)"""
+        return torch.tanh(self.linear(x))
+
+
+class AbstractFirstLayer(_LinearLayer, abc.ABC, nn.Module):
+    """Python adds its instances' ``__dict__`` to `abc.ABC`, not to `object`: another layout than nn.Module's."""
+
+
+Item = TypeVar("Item")
+
+
+class GenericFirstLayer(Generic[Item], _LinearLayer, nn.Module):
+    """Likewise; `typing.Generic` raises if someone derives from it without an argument."""
+
+    __init__ = _LinearLayer.__init__
+
+
+class HasForward(Protocol):
+    """A protocol, which adds a ``__dict__`` itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of any layer."""
+
+
+class ProtocolFirstLayer(_LinearLayer, HasForward, nn.Module):
+    """Its metaclass is typing's."""
+
+    __init__ = _LinearLayer.__init__
+    forward = _LinearLayer.forward
+
+
+class RegisteredFirst(_LinearLayer):
+    """A base without a ``__dict__`` whose subclasses need an argument."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, key: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Registered.known[key] = cls
+
+
+class RegisteredFirstLayer(RegisteredFirst, nn.Module, key="first"):
+    """One of them."""
+
+
+@final
+class SlottedFirstLayer(_LinearLayer, nn.Module):
+    """A last class of its kind, with a slot before its ``__dict__``."""
+
+    __slots__ = ("calls",)
+
+
 @on_ranks(1, 2)
-@pytest.mark.parametrize("layer", [RegisteredLayer, CountedLayer, SlottedLayer])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        RegisteredLayer,
+        CountedLayer,
+        SlottedLayer,
+        AbstractFirstLayer,
+        GenericFirstLayer,
+        ProtocolFirstLayer,
+        RegisteredFirstLayer,
+        SlottedFirstLayer,
+    ],
+)
 def test_classes_with_a_will_of_their_own_train_like_plain_pytorch(
     context: RankContext, layer: type[nn.Module]
 ) -> None:
-    """As layers, and as the root; nothing of the user's hears of the classes that we make."""
+    """As layers, as modules around layers, and as the root. The user's code does not see the classes that we make."""
     registered, made = dict(Registered.known), Counting.made
     assert_trains_like_plain(context, lambda: nn.Sequential(*(layer() for _ in range(3))), stack_step)
-    assert_trains_like_plain(context, layer, stack_step, units=["linear"])
+    around = assert_trains_like_plain(
+        context, lambda: nn.Sequential(layer(), layer()), stack_step, units=["0.linear", "1.linear"]
+    )
+    root = assert_trains_like_plain(context, layer, stack_step, units=["linear"])
+    assert isinstance(root, StreamShard)
+    for module in (around[0], root):  # type: ignore[index]  # a Sequential
+        assert isinstance(module, layer)
+        assert type(module).__name__ == layer.__name__
+        with pytest.raises(ShardingError, match=f"{layer.__name__} is sharded"):
+            copy.deepcopy(module)
+        assert type(type(module)()) is layer
     assert Registered.known == registered
     assert Counting.made == made
 
