@@ -10,7 +10,6 @@ import contextlib
 import operator
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import NoReturn
 
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ __all__ = [
     "modules_inside",
     "modules_of",
     "params_of",
-    "refuse_step_in_backward",
+    "refuse_marks",
     "refuse_transforms",
     "tie_on_meta",
 ]
@@ -150,8 +149,7 @@ def check_params(root: nn.Module) -> torch.device:
                 f"parameter {name!r} has a gradient from before StreamShard(model), of this rank's loss alone: step or "
                 "model.zero_grad() first"
             )
-        if hasattr(param, "_in_backward_optimizers"):
-            refuse_step_in_backward(name)
+        refuse_marks(name, param)
         if is_meta(param):
             continue
         if first is None:
@@ -167,13 +165,20 @@ def check_params(root: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first[1]
 
 
-def refuse_step_in_backward(name: str) -> NoReturn:
-    """Raise: autograd never accumulates a gradient of parameter `name`, which the optimizer waits for."""
-    raise ShardingError(
-        f"the optimizer that _apply_optimizer_in_backward gave parameter {name!r} would never step, its gradient is "
-        "made by a reduction: step in param.register_post_accumulate_grad_hook, which is called with the sharded "
-        "gradient"
-    )
+def refuse_marks(name: str, param: nn.Parameter) -> None:
+    """Raise if another library has left an attribute on parameter `name` which says that it takes gradients itself."""
+    if "_in_backward_optimizers" in param.__dict__:
+        raise ShardingError(
+            f"the optimizer that _apply_optimizer_in_backward gave parameter {name!r} would never step, its gradient "
+            "is made by a reduction: step in param.register_post_accumulate_grad_hook, which is called with the "
+            "sharded gradient"
+        )
+    if "grad_sample" in param.__dict__:
+        raise ShardingError(
+            f"opacus's GradSampleModule keeps each sample's whole gradient of parameter {name!r}, in its grad_sample; "
+            "ranks would not average these. Train without opacus; or without StreamShard, and with opacus's own "
+            "opacus.distributed.DifferentiallyPrivateDistributedDataParallel or opacus.utils.fsdp_utils.FSDP2Wrapper"
+        )
 
 
 def _check_memory(root: nn.Module) -> None:

@@ -19,7 +19,7 @@ from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import as_one
 from streamshard.errors import ShardingError, StateError
 from streamshard.plan.segments import UnitLayout
-from streamshard.plan.structure import refuse_step_in_backward
+from streamshard.plan.structure import refuse_marks
 from streamshard.unit.buffers import WeightSlot, lies_in
 from streamshard.unit.grads import SegmentGrads, UnitGrads
 from streamshard.unit.shard import ParamShard, SegmentShard
@@ -244,8 +244,7 @@ class StreamedUnit:
                     f"a hook on parameter {param.name!r} would never run, its gradient is made by a reduction: use "
                     "register_post_accumulate_grad_hook, which is called with the sharded gradient"
                 )
-            if "_in_backward_optimizers" in param.param.__dict__:
-                refuse_step_in_backward(param.name)
+            refuse_marks(param.name, param.param)
 
     def take_trainability(self) -> None:
         """Let compute views need gradients as the sharded parameters do now.

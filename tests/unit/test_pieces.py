@@ -512,6 +512,19 @@ def test_an_optimizer_that_waits_for_autograd_raises(context: RankContext, when:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_model_inside_opacus_raises(context: RankContext, when: str) -> None:
+    """`GradSampleModule(model)` gives each parameter a `grad_sample`, which ranks would not average."""
+    model: Any = Stack()
+    if when == "after":
+        model = StreamShard(model, precision=FP32)
+    for param in model.parameters():
+        param.grad_sample = None
+    with pytest.raises(ShardingError, match=r"GradSampleModule .*parameter '.*weight'.*Train without opacus"):
+        stack_step(StreamShard(model, precision=FP32) if when == "before" else model, Call(0, 0, 1, 1.0))
+
+
+@on_ranks(2)
 def test_gradients_from_before_sharding_raise(context: RankContext) -> None:
     """They are of one rank's loss, never averaged."""
     model = Stack()
