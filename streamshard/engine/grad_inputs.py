@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from streamshard.compiling import skip, untraced
 from streamshard.engine.engine import Engine, in_backward
 from streamshard.engine.reach import backward_of, passes_of
 from streamshard.errors import ShardingError
@@ -93,7 +94,12 @@ class _RunBackward:
         self._running: set[int] = set()  # threads that are in it
         functools.update_wrapper(self, start)
 
-    def __call__(
+    @skip
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Hooks that backward calls are not compiled either, where the caller is."""
+        return untraced(functools.partial(self._begin, *args, **kwargs))
+
+    def _begin(
         self,
         tensors: Any,
         grad_tensors: Any,

@@ -108,6 +108,26 @@ def test_the_whole_model_compiled_by_the_function(context: RankContext) -> None:
     assert_trains_like_plain(context, lambda: Stack(SMALL), step)
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("backend", ["eager", BACKEND])
+def test_a_compiled_training_step_trains_like_plain_pytorch(context: RankContext, backend: str) -> None:
+    """The compiled function runs forward and backward; hooks that backward calls are not compiled."""
+    let_dynamo_look()
+
+    def train(model: nn.Module, x: Tensor, weight: float) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        (loss * weight).backward()
+        return loss.detach()
+
+    compiled = torch.compile(train, backend=backend)
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        run = compiled if isinstance(model, StreamShard) else train
+        return run(model, vector_batch(call.step, call.rank), call.weight)
+
+    assert_trains_like_plain(context, lambda: Stack(SMALL), step)
+
+
 @on_ranks(2)
 def test_a_compiled_function_that_calls_the_model(context: RankContext) -> None:
     """Forward and loss in one compiled function."""
