@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -159,6 +160,7 @@ PARTS: dict[str, Callable[[Any], Any]] = {
     "edge": lambda model: model.head.state_dict(),
     "with a prefix": lambda model: model.head.state_dict(prefix="x."),
     "parameters kept": lambda model: model.layers[1].state_dict(keep_vars=True),
+    "deep copies of parameters": lambda model: dict(enumerate(copy.deepcopy(list(model.parameters())))),
     "copies": lambda model: {key: value.clone().half() for key, value in model.layers[1].state_dict().items()},
 }
 
@@ -167,11 +169,12 @@ PARTS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("build", ["plain", "renamed by a hook"])
 @pytest.mark.parametrize("name", list(PARTS))
 def test_pieces_of_parts_are_not_saved_as_if_they_were_whole(context: RankContext, name: str, build: str) -> None:
-    """Of any module inside, under any name."""
+    """Of any module inside, under any name, by any library."""
     model, _ = _model(BUILDS[build])
     for value in PARTS[name](model).values():
-        with pytest.raises(ShardingError, match="save_checkpoint.*full_state_dict"):
-            torch.save(value, io.BytesIO())
+        for save in (torch.save, pickle.dump, lambda value, file: file.write(safetensors.torch.save({"": value}))):
+            with pytest.raises(ShardingError, match="save_checkpoint.*full_state_dict"):
+                save(value, io.BytesIO())
     copy.deepcopy(PARTS[name](model))
 
 
