@@ -128,6 +128,11 @@ def check_params(root: nn.Module) -> torch.device:
     first: tuple[str, torch.device] | None = None
     params = params_of(root)
     for name, param in params.items():
+        if is_lazy(param):
+            raise ShardingError(
+                f"parameter {name!r} of a lazy module has no shape yet: run one forward of the model, with inputs of "
+                "the shapes that it will train with, before StreamShard(model)"
+            )
         if param.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             kind = "complex" if param.is_complex() else "quantized or integer" if not param.is_floating_point() else ""
             raise ShardingError(
