@@ -391,7 +391,7 @@ def _reduce(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: M
     elif any(_is_given(value) for value in (*args[1:], *(kwargs[key] for key in kwargs if key in _ALONG))):
         if name not in ("max", "min") and _is_of_rows(piece, args, kwargs, 1):
             return _of_rows(func, piece, args, kwargs)
-        _refuse_op(func, piece)  # along a dimension, of which a piece has none
+        _refuse_op(func, piece, instead=_ALONG_A_DIMENSION)
     local = piece.as_subclass(torch.Tensor)
     if name in ("max", "min", "amax", "amin"):
         return global_extreme(local, largest="max" in name, ranks=ranks)
@@ -539,27 +539,36 @@ def _check_finite(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwa
 
 
 _WHAT_IS_RIGHT = (
-    "What works element by element is right, and so are rows and slices, vector norms, sum, mean, max, min, any, all "
-    "and dot of all elements (collectives), and torch.cat of flattened ones"
+    "What works element by element is right, and so are rows and slices, vector norms, sum, mean, max, min, any, all, "
+    "allclose and dot of all elements (collectives), and torch.cat of flattened ones"
 )
+_ALONG_A_DIMENSION = "Along a dimension it needs whole rows or columns, and this rank may have parts of them"
+_VARIANCE = "(p - p.mean()).square().sum() / (p.numel() - 1) is the variance of all elements, on all ranks"
+_INSTEAD = dict.fromkeys(("std", "var", "std_mean", "var_mean"), _VARIANCE)
 
 
 def _refuse_op(
-    func: Callable[..., Any], piece: ShardedTensor, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    func: Callable[..., Any],
+    piece: ShardedTensor,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    instead: str = _WHAT_IS_RIGHT,
 ) -> NoReturn:
     name, of, local = _name_of(func), piece.sharding, tuple(piece.shape)
+    instead = _INSTEAD.get(name, instead)
     if of.is_weight:
         it, kept = (repr(of.name), f"piece of {_shape_of(of)}") if of.name else ("several parameters", "pieces")
         raise ShardingError(
             f"{name}() takes {it} for a whole weight outside of a forward of its model, where StreamShard keeps only "
-            f"this rank's {kept}, {local}. {_WHAT_IS_RIGHT}. Else call the model, or the layer that is a unit (on all "
+            f"this rank's {kept}, {local}. {instead}. Else call the model, or the layer that is a unit (on all "
             "ranks), or compute inside `with model.summon_full_params():`; torch.zeros_like(p) is a piece to write to, "
             ".as_subclass(torch.Tensor) the piece alone"
         )
     it = f"of the gradient of {of.name!r}" if of.name else "of a gradient"
     raise ShardingError(
         f"{name}() {it}: this rank has one piece of it, {local}, and would answer for that piece alone. "
-        f"{_WHAT_IS_RIGHT}. Look at whole gradients inside model.summon_full_params(with_grads=True); "
+        f"{instead}. Look at whole gradients inside model.summon_full_params(with_grads=True); "
         "torch.zeros_like(p) is a piece to write to, grad.as_subclass(torch.Tensor) the piece alone"
     )
 
@@ -604,8 +613,11 @@ _ANSWERS: Mapping[OpKind, Callable[..., Any]] = {
 def _order_of(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> float:
     """The order of a vector norm over all elements; other norms raise."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
-    along = [*args[2:], *(kwargs.get(key) for key in ("dim", "keepdim", "dtype", "out"))]
+    along = [*args[2:4], kwargs.get("dim"), kwargs.get("keepdim")]
+    others = [*args[4:], kwargs.get("dtype"), kwargs.get("out")]
     is_of_matrix = func is torch.linalg.norm and piece.ndim > 1 and order not in (None, "fro")
-    if order == "nuc" or is_of_matrix or any(_is_given(value) for value in along):
+    if any(map(_is_given, along)):
+        _refuse_op(func, piece, instead=_ALONG_A_DIMENSION)
+    if order == "nuc" or is_of_matrix or any(map(_is_given, others)):
         _refuse_op(func, piece)
     return 2.0 if order is None or order == "fro" else float(order)

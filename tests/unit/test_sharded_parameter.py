@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +157,35 @@ def test_computing_with_a_piece_as_if_it_were_the_weight_names_the_parameter(con
     for name, use in uses.items():
         with pytest.raises(ShardingError, match=rf"{name.strip()}.*StreamShard keeps only this rank's piece"):
             use()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("of", ["weight", "gradient"])
+def test_what_a_piece_cannot_answer_says_what_can(context: RankContext, of: str) -> None:
+    """Norms along a dimension need whole rows; the variance has a formula of what ranks can answer together."""
+    model = sharded()
+    torch.manual_seed(0)
+    plain = nn.Sequential(Layer(), Layer())
+    x = torch.ones(4, DIM)
+    model(x).sum().backward()
+    plain(x).sum().backward()
+    weight, whole = model[0].linear.weight, plain[0].linear.weight
+    p, wanted = (weight, whole.data) if of == "weight" else (weight.grad, whole.grad)
+    for along in (
+        lambda: p.norm(dim=1),
+        lambda: torch.linalg.vector_norm(p, 2, 0),
+        lambda: torch.norm(p, p=2, dim=-1, keepdim=True),
+        lambda: p.sum(1),
+    ):
+        with pytest.raises(ShardingError, match=r"needs whole rows.*summon_full_params\(") as error:
+            along()
+        assert "vector norms" not in str(error.value)
+    for spread in (lambda: p.std(), lambda: torch.var(p), lambda: torch.std_mean(p)):
+        with pytest.raises(ShardingError, match=re.escape("(p - p.mean()).square().sum() / (p.numel() - 1) is the")):
+            spread()
+    variance = (p - p.mean()).square().sum() / (p.numel() - 1)
+    torch.testing.assert_close(variance.detach(), wanted.var())
+    assert torch.allclose(p, wanted) and not torch.allclose(p, wanted + 1.0)
 
 
 @on_ranks(2)
