@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -111,10 +111,17 @@ class StreamShard(Uncopyable):
 
     __signature__ = _Options()
 
-    if TYPE_CHECKING:  # what editors and type checkers see; else this is nn.Module's
-
-        def __getattr__(self, name: str) -> Any:
-            """What the user's class has."""
+    def __getattr__(self, name: str) -> Any:
+        """What the user's class has."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name != "module":
+                raise
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute 'module': StreamShard shards a model in place and "
+                "returns it, without a wrapper around it. Write model where DistributedDataParallel wants model.module"
+            ) from None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> StreamShard:
         if cls is StreamShard:

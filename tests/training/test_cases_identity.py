@@ -99,6 +99,26 @@ def test_attributes_and_methods_stay(context: RankContext) -> None:
     assert callable(model.run_blocks)
 
 
+class Wrapper(nn.Module):
+    """A model with a child of this name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Stack()
+
+
+@on_ranks(1)
+def test_a_sharded_model_has_no_module_inside(context: RankContext) -> None:
+    """The error says where the model is; a model's own child of that name is there."""
+    model = StreamShard(TinyLM(), precision=FP32)
+    assert not hasattr(model, "module")
+    with pytest.raises(AttributeError, match="'TinyLM' object has no attribute 'module': .*in place"):
+        model.module  # noqa: B018  # raises
+    with pytest.raises(AttributeError, match="'TinyLM' object has no attribute 'modul'$"):
+        model.modul  # noqa: B018  # raises
+    assert isinstance(StreamShard(Wrapper(), precision=FP32).module, Stack)
+
+
 @on_ranks(1, 2)
 @pytest.mark.parametrize("tied", [False, True])
 def test_names_stay(context: RankContext, tied: bool) -> None:
