@@ -277,7 +277,7 @@ class SlottedFirstLayer(_LinearLayer, nn.Module):
         SlottedFirstLayer,
     ],
 )
-def test_classes_with_a_will_of_their_own_train_like_plain_pytorch(
+def test_classes_of_any_layout_and_metaclass_train_like_plain_pytorch(
     context: RankContext, layer: type[nn.Module]
 ) -> None:
     """As layers, as modules around layers, and as the root. The user's code does not see the classes that we make."""
