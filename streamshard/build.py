@@ -111,10 +111,11 @@ def shard_model(
             refuse_together(who.all_ranks if who is not None else None, error)
         raise
     ranks, replicas = _connect(who, checked.here, checked.device)
-    _check_ranks_agree(ranks, module, checked)
-    empty = _agree_on_empty(ranks, checked.on_meta, checked.settings.broadcast_weights)
-    engine = _make_engine(module, checked, ranks, replicas)
-    empty_buffers = _fill(engine, module, checked, empty)
+    with ranks.fails_if_alone("StreamShard(model)"):
+        _check_ranks_agree(ranks, module, checked)
+        empty = _agree_on_empty(ranks, checked.on_meta, checked.settings.broadcast_weights)
+        engine = _make_engine(module, checked, ranks, replicas)
+        empty_buffers = _fill(engine, module, checked, empty)
     if checked.settings.check_grads:
         shards = {shard.param: shard for shard in engine.param_shards}
         ordered = [shards[param] for param in params_of(module).values()]
@@ -134,7 +135,7 @@ def _make_engine(module: nn.Module, checked: _Checked, ranks: Ranks, replicas: R
     layouts = _plan_layouts(found, checked.parts, ranks.world_size, settings)
     segments = [segment for layout in layouts for segment in layout.segments]
     share_memory(ranks, _most_bytes(segments), len(segments))
-    ranks.names = [layouts[segment.unit].name or "the edge unit" for segment in segments]
+    ranks.board.names = [layouts[segment.unit].name or "the edge unit" for segment in segments]
     ledger = Ledger(ranks.streams, ranks.transport.allocate_visible)
     trains = {segment.tag for segment in segments if segment.kind.trains}
     copies = ranks.total_size // ranks.world_size

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from streamshard.comm.issued import Kind
+from streamshard.comm.flight_recorder import Kind
 from streamshard.engine.engine import Engine
 from streamshard.engine.inputs import Inputs
 from streamshard.engine.reach import backward_of

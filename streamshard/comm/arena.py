@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamshard.comm.issued import Log
+from streamshard.comm.flight_recorder import Log
 
 if sys.platform == "linux":
     import fcntl
@@ -111,7 +111,7 @@ class Arena:
         counters: [5], by `Counter`.
         votes: [2], what it has said in its last votes, by count.
         published: what its log came to when it published last, and the time before, by count.
-        log: what it has issued.
+        log_words: what it has issued, see `Log.words`.
         shards: [units], where its compute shards begin, in bytes.
         written: [units], what its log came to at its last reductions, by count: it is ahead of others by as many as it
             has slots at most.
@@ -125,7 +125,7 @@ class Arena:
         self._state = self._words(1)
         self.votes = self._words(_VOTES)
         self.published = self._words(_PUBLICATIONS)
-        self.log = Log(self._words(Log.WORDS))
+        self.log_words = self._words(Log.WORDS)
         self.shards = self._words(units)
         self.written = self._words(units)
         self.start = ctypes.addressof(memory)

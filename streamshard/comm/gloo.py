@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from streamshard.comm.issued import Board, Kind, describe_difference
+from streamshard.comm.flight_recorder import Kind
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import Peers, Reduction, Transport, sum_in_rank_order
+from streamshard.comm.transport import Reduction, Transport, sum_in_rank_order
 from streamshard.config import ReductionMode
 
 __all__ = ["PairwiseTransport", "sum_in_pieces"]
@@ -26,10 +26,6 @@ _abandoned: weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.Work]] = weak
 
 class PairwiseTransport(Transport):
     """CPU ranks over gloo: every pair of ranks exchanges its chunks directly, without staging copies."""
-
-    def __init__(self, ranks: Peers) -> None:
-        super().__init__(ranks)
-        self._board = Board(ranks.group, ranks.rank, ranks.world_size)
 
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
         """See `Transport.start_gather`. Other ranks' shards are received in index; this rank's is copied."""
@@ -99,10 +95,6 @@ class PairwiseTransport(Transport):
     def _peers(self) -> list[int]:
         """The other ranks, in rank order: `received` is laid out in this order."""
         return [peer for peer in range(self.ranks.world_size) if peer != self.ranks.rank]
-
-    def find_difference(self) -> str | None:
-        """See `Transport.find_difference`. Ranks put their logs up where the others can see them, once they wait."""
-        return describe_difference(self._board.exchange(self.ranks.log), self.ranks.names)
 
 
 class _Exchange:

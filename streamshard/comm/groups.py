@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from streamshard.comm.flight_recorder import Board, Kind
+from streamshard.comm.watchdog import Wait, Watch, explain
 from streamshard.device import has_streams, serves
-from streamshard.errors import ConfigError, ShardingError, StreamShardError
+from streamshard.errors import CommunicationError, ConfigError, ShardingError, StreamShardError
 
 __all__ = ["Groups", "groups_of", "host_group_of", "make_default_group", "refuse_together", "resolve_group"]
 
@@ -154,17 +156,28 @@ def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) ->
 
     Raises:
         ShardingError: here all is well, but another rank refuses its model; names the rank and says why.
+        CommunicationError: another rank did not come.
     """
     group = group or dist.group.WORLD
     errors: list[str | None] = [None] * dist.get_world_size(group)
     if group is None or len(errors) == 1:
         return
-    hosts = host_group_of(group)
-    has_failed = torch.tensor(error is not None, dtype=torch.uint8)
-    dist.all_reduce(has_failed, dist.ReduceOp.MAX, group=hosts)
-    if not has_failed:
-        return
-    dist.all_gather_object(errors, None if error is None else _told(error), group=hosts)
+    board = Board(group, dist.get_rank(group), len(errors))
+    watch = Watch(board)
+    watch.wait = Wait("the start of StreamShard(model), which all ranks have to call")
+    board.log.add(Kind.MEETING)
+    try:
+        hosts = host_group_of(group)
+        has_failed = torch.tensor(error is not None, dtype=torch.uint8)
+        dist.all_reduce(has_failed, dist.ReduceOp.MAX, group=hosts)
+        if not has_failed:
+            return
+        dist.all_gather_object(errors, None if error is None else _told(error), group=hosts)
+    except RuntimeError as failure:
+        if error is not None:
+            return
+        told = f"{watch.wait.what} failed on {board.describe_rank()}: {explain(failure, board)}"
+        raise CommunicationError(told) from failure
     for rank, message in enumerate(errors):
         if error is None and message is not None:
             raise ShardingError(f"rank {rank} refused its model: {message}")

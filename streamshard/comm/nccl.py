@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from streamshard.comm.flight_recorder import Kind
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import Reduction, Transport
 from streamshard.config import Precision, ReductionMode
@@ -46,6 +47,15 @@ class NcclTransport(Transport):
 
     def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
         """See `Transport.start_gather`."""
+        self.ranks.log.add(Kind.GATHER, tag)
+        return self._gather(shard, slot, tag)
+
+    def start_gather_full(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> Work | None:
+        """See `Transport.start_gather_full`."""
+        self.ranks.log.add(Kind.GATHER_FULL, tag)
+        return self._gather(shard, full, tag)
+
+    def _gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
         self.streams.declare(self.stream, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         with self.streams.on(self.stream):
             _all_gather_single(slot, shard, group=self.ranks.group)
@@ -55,6 +65,7 @@ class NcclTransport(Transport):
         """See `Transport.start_reduce`, and [Note: sums]."""
         slot, out, scratch, mode, accumulate, tag = reduction
         self.streams.declare(self.stream, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(scratch, out, slot))
+        self.ranks.log.add(Kind.REDUCE, tag)
         size = self.ranks.world_size
         with self.streams.on(self.stream), torch.no_grad():
             if mode is ReductionMode.EXCHANGE_16:
@@ -85,6 +96,7 @@ class NcclTransport(Transport):
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
         """See `Transport.start_average`."""
         self.streams.declare(self.stream, Collective.ALL_REDUCE, tag, writes=(tensor,))
+        self.ranks.log.add(Kind.AVERAGE)
         with self.streams.on(self.stream):
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.ranks.group)
             tensor.mul_(1.0 / self.ranks.world_size)

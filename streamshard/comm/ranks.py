@@ -1,30 +1,30 @@
 """Who trains a model together: who this rank is, what ranks agree on, and whether something between them has failed.
 
 [Note: ranks that do not do the same]
-All ranks issue the same exchanges in the same order. A transport logs what it issues (`streamshard.comm.issued`); who
-has waited for long compares the logs of all ranks, and if they differ, waits no longer. Whoever fails, for this reason
-or another, says so to those who wait for it: it closes its connections, which ends their waits, and has its log read.
-So all ranks end soon, with the same words.
+All ranks issue the same exchanges in the same order. A transport logs what it issues
+(`streamshard.comm.flight_recorder`). A rank that has waited for long compares the logs of all ranks, and if they
+differ, waits no longer. A rank that fails, for this reason or another, posts its error's text on the board and closes
+its connections. That ends the waits of the others, which read the text. So all ranks end soon, with the same words.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from streamshard.comm.flight_recorder import Board, Kind, Log
 from streamshard.comm.groups import host_group_of
-from streamshard.comm.guard import Guard
-from streamshard.comm.issued import Kind, Log
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.comm.transport import Transport
-from streamshard.comm.watch import Vigil
-from streamshard.errors import CommunicationError
+from streamshard.comm.watchdog import Guard, Watch
+from streamshard.errors import CommunicationError, StreamShardError
 
 __all__ = ["Ranks"]
 
@@ -48,9 +48,8 @@ class Ranks:
         is_first: whether this is the rank whose weights count at the start and that writes what is written once.
         total_size: number of ranks in `all_ranks`.
         failure: how a collective has failed; None: none has.
-        vigil: how long this rank has been waiting for others.
-        log: what this rank has issued.
-        names: of units, by tag; for messages.
+        board: what this rank and the others have issued, and the first failure.
+        watch: what this rank waits for.
     """
 
     transport: Transport
@@ -64,8 +63,6 @@ class Ranks:
         replica: int = 0,
     ) -> None:
         self.failure: str | None = None
-        self.log = Log()
-        self.names: Sequence[str] = ()
         # Weak: destroy_process_group() has to end gloo's threads, which must not outlive Python (they take its lock).
         self._group_of = weakref.ref(group)
         self._all_ranks_of = weakref.ref(all_ranks or group)
@@ -77,8 +74,14 @@ class Ranks:
         self.number: int = dist.get_rank(self.all_ranks)
         self.is_first = self.number == 0
         self.total_size: int = dist.get_world_size(self.all_ranks)
-        self.vigil = Vigil(self)
+        self.board = Board(self.all_ranks, self.number, self.total_size)
+        self.watch = Watch(self.board, has_streams=streams.has_streams, hang_up=self.hang_up)
         _alive_ones.add(self)
+
+    @property
+    def log(self) -> Log:
+        """What this rank has issued."""
+        return self.board.log
 
     @property
     def has_failed(self) -> bool:
@@ -200,21 +203,34 @@ class Ranks:
 
     # -- when ranks do not do the same ------------------------------------------------------------------------------
 
-    def find_difference(self) -> str | None:
-        """See `Transport.find_difference`."""
-        return self.transport.find_difference()
-
-    def give_up_if_in_vain(self) -> None:
-        """Called from another thread while this rank has been waiting for long."""
-        if self.failure is None and self.find_difference() is not None:
+    def hang_up(self) -> None:
+        """End this rank's waits, which are in vain. The watchdog's thread calls this."""
+        if self.failure is None:
             self.transport.hang_up()
 
     def fail(self, failure: str) -> None:
         """A collective has failed: issue nothing more, let nobody wait for this rank. The first failure counts."""
-        self.transport.on_failure()
-        if self.failure is None:
+        is_first = self.failure is None
+        if is_first:
             self.failure = failure
+            self.board.post_failure(failure)  # before the others' waits end: they read it then
+        self.transport.on_failure()
+        if is_first:
             self.transport.hang_up()
+
+    @contextlib.contextmanager
+    def fails_if_alone(self, action: str) -> Iterator[None]:
+        """Around work with collectives in which all ranks raise the same `StreamShardError`s, and other errors alone.
+
+        Such another error, of memory that runs out or of a bug, fails all ranks with its text.
+        """
+        try:
+            yield
+        except StreamShardError:
+            raise
+        except BaseException as error:
+            self.fail(f"{action} ended with {type(error).__name__}: {error}")
+            raise
 
 
 def _alive(group_of: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:

@@ -15,7 +15,7 @@ Each rank has five counters, which only it increments:
 - VOTED: votes that I have given. A rank gives its next one when it has read all of the last, so room for two is enough.
 
 Counts say enough because passes and reductions come in the same order on all ranks (the program's). That they do is
-compared: with each count goes what the log of all that was issued before came to (`streamshard.comm.issued`). Sums are
+compared: with each count goes what the log of all that was issued before came to (`flight_recorder.Log`). Sums are
 taken in that order too, as early as possible, so no rank waits for a sum that waits for it.
 """
 
@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 
 from streamshard.comm.arena import Arena, Counter, State, arena_bytes, map_all, offer_memory
+from streamshard.comm.flight_recorder import Kind
 from streamshard.comm.gloo import PairwiseTransport, sum_in_pieces
-from streamshard.comm.issued import Kind, describe_difference
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import Reduction
@@ -74,7 +74,8 @@ class SharedMemoryTransport(PairwiseTransport):
         super().__init__(ranks)
         self._arenas = arenas
         self._own = arenas[ranks.rank]
-        ranks.log = self._own.log
+        ranks.log.move_to(self._own.log_words)
+        ranks.board.share(dict(zip(_numbers_of(ranks), (arena.log_words for arena in arenas), strict=True)))
         self._timeout_s = _timeout_s(ranks.group)
         self._started: deque[Reduction] = deque()  # not summed yet
         self._compared = 0  # publications
@@ -211,7 +212,7 @@ class SharedMemoryTransport(PairwiseTransport):
                 self._check_takes_part(rank, counter, count)
             if time.monotonic() > compare_at:
                 compare_at += _COMPARE_EVERY_S
-                if (difference := self.find_difference()) is not None:
+                if (difference := self._find_difference()) is not None:
                     raise RuntimeError(difference)
             if time.monotonic() > began + self._timeout_s:
                 raise RuntimeError(f"timed out after {self._timeout_s:g} s of waiting for ranks {missing}")
@@ -224,13 +225,12 @@ class SharedMemoryTransport(PairwiseTransport):
             story = "has died"
         # Its last act may have been to get there.
         if story is not None and arena.counters[counter] < count:
-            raise RuntimeError(self.find_difference() or f"rank {rank} {story}")
+            raise RuntimeError(self._find_difference() or f"rank {rank} {story}")
 
     # -- when ranks do not do the same ------------------------------------------------------------------------------
 
-    def find_difference(self) -> str | None:
-        """See `Transport.find_difference`."""
-        return describe_difference([arena.log.words for arena in self._arenas], self.ranks.names)
+    def _find_difference(self) -> str | None:
+        return self.ranks.board.find_difference(among_shared=True)
 
     def on_failure(self) -> None:
         """See `Transport.on_failure`."""
@@ -239,7 +239,7 @@ class SharedMemoryTransport(PairwiseTransport):
     def _compare(self, digests: Sequence[int]) -> None:
         """Raise if ranks have come to the same count on different ways."""
         if any(digest != digests[self.ranks.rank] for digest in digests):
-            raise RuntimeError(self.find_difference() or "ranks have not done the same, some time ago")
+            raise RuntimeError(self._find_difference() or "ranks have not done the same, some time ago")
 
 
 _STORIES = {
@@ -247,6 +247,11 @@ _STORIES = {
     State.HAS_LEFT: "has left: its program is over, or its model was deleted",
     State.HAS_FAILED: "has failed, its own error says how",
 }
+
+
+def _numbers_of(ranks: Ranks) -> list[int]:
+    """The numbers of the shard group's ranks among all."""
+    return [dist.get_group_rank(ranks.all_ranks, rank) for rank in dist.get_process_group_ranks(ranks.group)]
 
 
 def _leave(arena: Arena, process: int) -> None:

@@ -23,9 +23,9 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from streamshard.comm.guard import Guard
-from streamshard.comm.issued import Kind, Log
+from streamshard.comm.flight_recorder import Board, Kind, Log
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
+from streamshard.comm.watchdog import Guard
 from streamshard.config import Precision, ReductionMode
 from streamshard.errors import StateError
 
@@ -42,8 +42,11 @@ class Peers(Protocol):
     total_size: int
     streams: Streams
     stream: StreamName
-    log: Log
-    names: Sequence[str]
+    board: Board
+
+    @property
+    def log(self) -> Log:
+        """What this rank has issued."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -192,10 +195,6 @@ class Transport(abc.ABC):
         """Ranks are about to talk to each other, beside what is moved here."""
 
     # -- when ranks do not do the same ------------------------------------------------------------------------------
-
-    def find_difference(self) -> str | None:
-        """What this rank and others have issued that is not the same; None if all is, as far as one can know."""
-        return None
 
     def hang_up(self) -> None:
         """End every wait of this rank's host, and of those that wait for it, with an error.

@@ -146,10 +146,6 @@ class AdversarialTransport(Transport):
         """See `Transport.publish_shards`."""
         self.inner.publish_shards(shards)
 
-    def find_difference(self) -> str | None:
-        """See `Transport.find_difference`."""
-        return self.inner.find_difference()
-
     def hang_up(self) -> None:
         """See `Transport.hang_up`."""
         self.inner.hang_up()

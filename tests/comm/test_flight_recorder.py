@@ -1,0 +1,391 @@
+"""Ranks that do not do the same are told so, all of them, soon, in the same words, whatever carries their messages."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import streamshard.build as build
+import streamshard.comm.watchdog as watch
+from streamshard import StreamShard
+from streamshard.comm.flight_recorder import Board, Kind, Log, describe_difference
+from streamshard.errors import CommunicationError
+from streamshard.inspect import engine_inside
+from streamshard.log import log
+from tests.models import vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.scenarios import BF16, RoutedStack, over_sockets
+
+TRANSPORTS = ["shared memory", "sockets"]
+
+
+def _model(over: str) -> Any:
+    torch.manual_seed(1)
+    with over_sockets() if over == "sockets" else contextlib.nullcontext():
+        return StreamShard(RoutedStack(), precision=BF16)
+
+
+def _another_order(model: Any, rank: int) -> None:
+    if rank == 1:
+        model.route = [4, 3, 2, 1, 0]
+    for step in range(3):
+        model(vector_batch(step, rank)).sum().backward()
+
+
+def _a_layer_again(model: Any, rank: int) -> None:
+    model(vector_batch(0, rank)).sum().backward()
+    model.route = [0, 1, 2, 0, 3, 4] if rank == 1 else [0, 1, 2, 3, 4]
+    for step in range(3):
+        model(vector_batch(step, rank)).sum().backward()
+
+
+def _a_forward_too_many(model: Any, rank: int) -> None:
+    for step in range(3):
+        out = model(vector_batch(step, rank))
+        if step == 1 and rank == 1:
+            with torch.no_grad():
+                model(vector_batch(step, rank))
+        out.sum().backward()
+
+
+def _no_backward(model: Any, rank: int) -> None:
+    for step in range(3):
+        out = model(vector_batch(step, rank))
+        if not (step == 1 and rank == 0):
+            out.sum().backward()
+
+
+def _weights_on_one_rank(model: Any, rank: int) -> None:
+    for step in range(3):
+        model(vector_batch(step, rank)).sum().backward()
+        if step == 1 and rank == 0:
+            model.full_state_dict()
+
+
+def _a_norm_on_one_rank(model: Any, rank: int) -> None:
+    for step in range(3):
+        model(vector_batch(step, rank)).sum().backward()
+        if rank == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+WAYS: dict[str, Callable[[Any, int], None]] = {
+    "layers in another order": _another_order,
+    "a layer run again": _a_layer_again,
+    "a forward too many": _a_forward_too_many,
+    "a backward left out": _no_backward,
+    "weights collected on one rank": _weights_on_one_rank,
+    "a norm on one rank": _a_norm_on_one_rank,
+}
+
+
+def _caught(context: RankContext, over: str, way: str) -> str:
+    """What this rank was told."""
+    model = _model(over)
+    with mock.patch.object(watch, "_PATIENCE_S", 0.2), pytest.raises(CommunicationError, match="Join") as caught:
+        WAYS[way](model, context.rank)
+    with pytest.raises(CommunicationError, match="is not possible any more: .*ranks do not do the same"):
+        model(vector_batch(0, context.rank))
+    return str(caught.value).partition("ranks do not do the same: ")[2].partition(". All of them")[0]
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("over", TRANSPORTS)
+def test_ranks_that_do_not_do_the_same_are_told_what_each_does(ranks: Any, over: str, way: str) -> None:
+    """In the same words on both, long before the process group's timeout; afterwards nothing waits any more."""
+    first, second = ranks(2).run(_caught, over, way)
+    assert first == second
+    assert "rank 0 " in first
+    assert ", rank 1 " in first
+
+
+@pytest.mark.parametrize("over", TRANSPORTS)
+def test_four_ranks_of_which_one_does_something_else_all_end(ranks: Any, over: str) -> None:
+    """Also those that were waiting for one that does the same as they."""
+    told = ranks(4).run(_caught, over, "layers in another order")
+    assert all("rank 1 " in story for story in told)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("over", TRANSPORTS)
+def test_a_rank_that_is_only_late_is_waited_for(context: RankContext, over: str) -> None:
+    """However long: it may write a checkpoint. Looked at many times here, in the middle of everything."""
+    model = _model(over)
+    looked = []
+    board = engine_inside(model).ranks.board
+    find = board.find_difference
+
+    def look(**where: bool) -> str | None:
+        looked.append(found := find(**where))
+        return found
+
+    board.find_difference = look  # type: ignore[method-assign]
+    with mock.patch.object(watch, "_PATIENCE_S", 0.02):
+        model.layers[1].register_forward_hook(lambda *_: time.sleep(0.3 * context.rank))
+        for step in range(3):
+            model(vector_batch(step, context.rank)).sum().backward()
+    assert set(looked) <= {None}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("over", TRANSPORTS)
+def test_an_error_in_the_middle_of_an_exchange_ends_the_others_wait(context: RankContext, over: str) -> None:
+    """Ctrl-C on one rank: the others hear of it."""
+    model = _model(over)
+    ranks = engine_inside(model).ranks
+    if context.rank == 0:
+        with pytest.raises(KeyboardInterrupt), ranks.guard("something"):
+            raise KeyboardInterrupt
+    else:
+        with pytest.raises(CommunicationError, match="rank 0 has failed: something ended with Keyboard"):
+            ranks.gather_objects(None)
+    with pytest.raises(CommunicationError, match="not possible any more"):
+        ranks.gather_objects(None)
+
+
+# -- waits that only time can end ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[queue.Queue[str]]:
+    """What the watchdog reports, soon."""
+    told: queue.Queue[str] = queue.Queue()
+    handler = logging.Handler()
+    handler.emit = lambda record: told.put(record.getMessage())  # type: ignore[method-assign]
+    constants = {"_PATIENCE_S": 0.05, "_REPORT_AFTER_S": 0.3, "_SHOW_AFTER_S": 0.1}
+    log.addHandler(handler)
+    try:
+        with mock.patch.multiple(watch, **constants):
+            yield told
+    finally:
+        log.removeHandler(handler)
+
+
+def _end_of_step(model: Any, context: RankContext) -> None:
+    model(vector_batch(0, context.rank)).sum().backward()
+    engine_inside(model).ranks.log.add(Kind.END_OF_STEP)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("over", TRANSPORTS)
+@pytest.mark.parametrize("operation", ["a norm", "a forward", "a meeting"])
+def test_a_long_wait_for_a_rank_in_another_collective_is_logged(
+    context: RankContext, over: str, operation: str
+) -> None:
+    """Rank 1 waits for a message of torch's own. The log says what rank 0 waits for, and what rank 1 did last."""
+    model = _model(over)
+    _end_of_step(model, context)
+    calls: dict[str, Callable[[], object]] = {
+        "a norm": lambda: next(model.parameters()).norm(),
+        "a forward": lambda: model(vector_batch(1, context.rank)),
+        "a meeting": engine_inside(model).ranks.barrier,
+    }
+    apart = dist.new_group()  # of messages of the test's own
+    with _warnings() as told:
+        if context.rank == 0:
+            thread = threading.Thread(target=calls[operation])
+            thread.start()
+            story = told.get(timeout=60)
+            while "ended its step" not in story:  # rank 1 has not shown its log yet
+                story = told.get(timeout=60)
+            dist.barrier(apart)
+            thread.join(60)
+        else:
+            dist.barrier(apart)
+            calls[operation]()
+    if context.rank == 0:
+        what = {
+            "a norm": "a sum over all ranks",
+            "a forward": "(waiting for all ranks between two forwards|the gather of 'the edge unit')",
+            "a meeting": "a meeting of all ranks",
+        }[operation]
+        pattern = (
+            rf"rank 0 of 2 has waited for \d+ s in {what} \(last: .*\): rank 1 has not come, and has issued nothing"
+        )
+        assert re.match(pattern, story) is not None, story
+
+
+@on_ranks(2)
+def test_a_long_wait_for_a_rank_that_does_not_shard_a_model_is_logged(context: RankContext) -> None:
+    """It may still load its weights, or has taken another branch."""
+    apart = dist.new_group()
+    with _warnings() as told:
+        if context.rank == 0:
+            thread = threading.Thread(target=_model, args=("sockets",))
+            thread.start()
+            story = told.get(timeout=60)
+            dist.barrier(apart)
+            thread.join(60)
+            assert (
+                re.match(r"rank 0 of 2 .* the start of StreamShard\(model\), .*rank 1 has not come", story) is not None
+            )
+        else:
+            dist.barrier(apart)
+            _model("sockets")
+
+
+@on_ranks(1)
+def test_a_long_wait_is_reported_at_doubling_intervals(context: RankContext) -> None:
+    """After half a minute, a minute, two."""
+    with _warnings() as told, mock.patch.multiple(watch, _thread=mock.Mock(), _REPORT_AFTER_S=30.0):
+        waits = watch.Watch(Board(_world(), context.rank, context.world_size))
+        waits.wait = watch.Wait("something")
+        for waited_s, reports in ((20, 0), (40, 1), (70, 1), (90, 2), (170, 2), (200, 3)):
+            waits.wait.since = time.monotonic() - waited_s
+            waits.look()
+            assert told.qsize() == reports, waited_s
+
+
+@on_ranks(2)
+def test_a_rank_on_a_device_that_issues_nothing_more_reports_those_that_have_issued_less(context: RankContext) -> None:
+    """No host waits there. A rank that is behind, or has company, is silent."""
+    board = Board(_world(), context.rank, context.world_size)
+    waits = watch.Watch(board, has_streams=True)
+    with _warnings() as told:
+        board.names = ("the edge unit",)
+        board.log.add(Kind.END_OF_STEP)
+        if context.rank == 0:
+            board.log.add(Kind.REDUCE, 0)
+            story = told.get(timeout=60)
+            while "ended its step" not in story:
+                story = told.get(timeout=60)
+            assert "(last: it reduces the gradients of 'the edge unit'): rank 1 has not come" in story
+            dist.barrier()
+        else:
+            dist.barrier()
+            assert told.empty()
+    del waits
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def test_the_error_after_the_groups_timeout_names_the_operation_and_the_missing_rank(ranks: Any) -> None:
+    """Also through sockets, whose own error names neither."""
+    ranks(2, group_timeout_s=2.0).run(_times_out)
+
+
+def _times_out(context: RankContext) -> None:
+    model = _model("sockets")
+    apart = dist.new_group(timeout=datetime.timedelta(seconds=60))
+    with mock.patch.multiple(watch, _PATIENCE_S=0.05, _SHOW_AFTER_S=0.1):
+        _end_of_step(model, context)
+        if context.rank == 0:
+            with pytest.raises(CommunicationError) as caught:
+                next(model.parameters()).norm()
+            assert re.match("a sum over all ranks failed on rank 0 of 2: .*rank 1 has not come", str(caught.value))
+            assert "ended its step" in str(caught.value)
+        dist.barrier(apart)  # where rank 1 is meanwhile
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("over", TRANSPORTS)
+def test_an_error_that_one_rank_has_while_it_shards_its_model_is_every_ranks(context: RankContext, over: str) -> None:
+    """Memory that runs out, say. The others wait for it, and end with its text."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room for slots")
+
+    with contextlib.ExitStack() as stack:
+        if context.rank == 1:
+            stack.enter_context(mock.patch.object(build, "_allocate", fail))
+            stack.enter_context(pytest.raises(MemoryError, match="no room"))
+        else:
+            said = r"rank 1 has failed: StreamShard\(model\) ended with MemoryError: no room for slots"
+            stack.enter_context(pytest.raises(CommunicationError, match=said))
+        _model(over)
+
+
+@on_ranks(2)
+def test_another_model_of_the_same_ranks_ends_with_the_first_failure(context: RankContext) -> None:
+    """Its connections are closed as well."""
+    model, teacher = _model("sockets"), _model("sockets")
+    if context.rank == 1:
+        with pytest.raises(ValueError, match="bad"), engine_inside(teacher).ranks.guard("the gather of", "layers.1"):
+            raise ValueError("bad")
+    else:
+        said = "rank 1 has failed: the gather of 'layers.1' ended with ValueError: bad"
+        with pytest.raises(CommunicationError, match=said):
+            model(vector_batch(0, context.rank))
+
+
+# -- logs ---------------------------------------------------------------------------------------------------------
+
+NAMES = ("the edge unit", "layers.0")
+
+
+def _log(*entries: tuple[Kind, int]) -> Log:
+    log = Log()
+    for kind, tag in entries:
+        log.add(kind, tag)
+    return log
+
+
+def _differ(*logs: Log | None) -> str | None:
+    return describe_difference({rank: log.words for rank, log in enumerate(logs) if log is not None}, NAMES)
+
+
+def test_the_first_difference_is_named_and_units_by_their_names() -> None:
+    """What comes after it follows from it."""
+    same = [(Kind.FORWARD, 0), (Kind.GATHER, 0)]
+    ours = _log(*same, (Kind.GATHER, 1), (Kind.MEETING, 0))
+    theirs = _log(*same, (Kind.REDUCE, 1), (Kind.SUM, 0))
+    assert ours.digest != theirs.digest
+    assert _differ(ours, theirs) == (
+        "ranks do not do the same: rank 0 gathers 'layers.0', rank 1 reduces the gradients of 'layers.0'"
+    )
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_every_kind_has_words(kind: Kind) -> None:
+    """Beside another one."""
+    other = Kind.SUM if kind is not Kind.SUM else Kind.FORWARD
+    found = _differ(_log((kind, 2)), None, _log((other, 1)))
+    assert found is not None
+    assert found.startswith("ranks do not do the same: rank 0 ")
+    assert ", rank 2 " in found
+
+
+def test_what_only_one_rank_called_is_named() -> None:
+    """A checkpoint saved, or weights collected, behind ``if rank == 0:``."""
+    found = _differ(_log((Kind.MEETING, 0)), _log((Kind.GATHER_FULL, 1)))
+    assert found is not None
+    assert re.search(r"rank 0 .*save_checkpoint.*rank 1 .*'layers\.0' .*full_state_dict", found)
+
+
+def test_a_rank_that_is_behind_does_the_same() -> None:
+    """It may still come."""
+    entries = [(Kind.FORWARD, 0), (Kind.GATHER, 0), (Kind.GATHER, 1)]
+    assert _differ(_log(*entries), _log(*entries[:1]), _log()) is None
+    assert _differ(_log(*entries)) is None
+
+
+def test_of_the_rest_two_that_differ_are_found_although_this_rank_is_behind_both() -> None:
+    """It waits for them in vain."""
+    logs = [_log(), _log((Kind.GATHER, 0)), _log((Kind.GATHER, 1))]
+    assert _differ(*logs) is not None
+
+
+def test_what_was_overwritten_is_not_compared() -> None:
+    """A rank may be ahead by more than a log holds: that is no difference, and a real one is still found."""
+    entries = [(Kind.GATHER, number % 7) for number in range(3000)]
+    ahead, behind = _log(*entries), _log(*entries[:1500])
+    assert _differ(ahead, behind) is None
+    assert ahead.digest == _log(*entries).digest
+    other = _log(*entries[:2900], (Kind.REDUCE, 1))
+    assert _differ(ahead, other) is not None
+    assert _log(*entries[1:]).digest != ahead.digest
