@@ -23,6 +23,7 @@ import secrets
 import sys
 import weakref
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +63,15 @@ class State(enum.IntEnum):
 
 
 class Offer(NamedTuple):
-    """What peers need to map an arena: where the file is, and what it begins with."""
+    """What peers need to map an arena.
 
+    Attributes:
+        system: `_system` of the process; elsewhere its number means another process, or none.
+        descriptor, process: where the file is.
+        cookie: what it begins with.
+    """
+
+    system: str
     descriptor: int
     process: int
     cookie: bytes
@@ -218,19 +226,22 @@ def offer_memory(nbytes: int) -> tuple[ctypes.Array[ctypes.c_char], Offer] | Non
         os.ftruncate(descriptor, nbytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
         memory = _map_shared(descriptor, nbytes)
+        system = _system()
     except (OSError, ValueError):
         if descriptor is not None:
             os.close(descriptor)
         return None
     cookie = secrets.token_bytes(_COOKIE_BYTES)
     memoryview(memory).cast("B")[:_COOKIE_BYTES] = cookie
-    return memory, Offer(descriptor, os.getpid(), cookie)
+    return memory, Offer(system, descriptor, os.getpid(), cookie)
 
 
 def map_all(
     offers: Iterable[Offer | None], own: int, memory: ctypes.Array[ctypes.c_char], units: int
 ) -> list[Arena] | None:
     """All ranks' arenas; None unless all of them are sealed memory of this machine that we may map.
+
+    Of a process of another machine or container nothing is opened.
 
     Args:
         offers: all ranks', by rank.
@@ -253,6 +264,8 @@ def map_all(
 def _map_other(offer: Offer, nbytes: int, units: int) -> Arena | None:
     directory = file = None
     try:
+        if offer.system != _system():
+            return None
         directory = os.open(f"/proc/{offer.process}", os.O_PATH | os.O_DIRECTORY)
         file = os.open(f"fd/{offer.descriptor}", os.O_RDWR | os.O_CLOEXEC, dir_fd=directory)
         if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _seals() != _seals() or os.fstat(file).st_size != nbytes:
@@ -267,6 +280,13 @@ def _map_other(offer: Offer, nbytes: int, units: int) -> Arena | None:
         for descriptor in (directory, file):
             if descriptor is not None:
                 os.close(descriptor)
+
+
+def _system() -> str:
+    """The running kernel and the namespace of process numbers: where both are the same, a number is one process."""
+    namespace = os.stat("/proc/self/ns/pid")
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    return f"{boot} {namespace.st_dev} {namespace.st_ino}"
 
 
 def _seals() -> int:

@@ -116,3 +116,40 @@ def test_a_process_that_does_not_let_itself_be_asked_is_alive(
 
     monkeypatch.setattr(os, "pread", refuse)
     assert process.is_running()
+
+
+def test_nothing_of_a_process_elsewhere_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number means another process here. What the kernel and the namespace of numbers are is compared first."""
+    offered, own = offer_memory(1 << 13), offer_memory(1 << 13)
+    assert offered is not None
+    assert own is not None
+    memory, offer = offered
+    opened: list[object] = []
+
+    def note(path: object, *_: object, **__: object) -> int:
+        opened.append(path)
+        raise PermissionError
+
+    try:
+        monkeypatch.setattr(os, "open", note)
+        assert arena.map_all([None, offer._replace(system="another kernel 4 1")], 0, own[0], 1) is None
+        assert opened == []
+        assert arena.map_all([None, offer], 0, own[0], 1) is None
+        assert opened == [f"/proc/{os.getpid()}"]
+    finally:
+        monkeypatch.undo()
+        os.close(offer.descriptor)
+        os.close(own[1].descriptor)
+    assert len(memory) == 1 << 13
+
+
+def test_the_kernel_and_the_namespace_tell_machines_and_containers_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers of one machine have one kernel, and their own process numbers."""
+    before = arena._system()
+    assert arena._system() == before
+    with monkeypatch.context() as patch:
+        patch.setattr(arena.Path, "read_text", lambda *_: "another boot\n")
+        assert arena._system() != before
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", lambda _: os.stat_result((0, 17, 4, 0, 0, 0, 0, 0, 0, 0)))
+        assert arena._system() != before
