@@ -2985,13 +2985,6 @@ MUTANTS: list[Mutant] = [
         "training_state::test_how_long_ranks_wait_for_a_slow_disk_is_not_how_long_they_wait_for_a_group",
     ),
     Mutant(
-        "checkpoint/background",
-        "SIGTERM ends a save that is running",
-        "    if _running is None or _running.done:\n        signal",
-        "    if True:\n        signal",
-        "training_state::test_a_script_that_is_terminated_ends_after_the_save",
-    ),
-    Mutant(
         "checkpoint/publish",
         "the old file goes before the new ones are there",
         "    for file in files:\n        undo.callback(_remove, root / file.name)\n",

@@ -6,14 +6,11 @@ Owns the save that is running, of which there is one in a process.
 from __future__ import annotations
 
 import datetime
-import os
 import pickle
-import signal
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -42,6 +39,11 @@ class Saving:
     are. They may be replaced at any time. Writing to them in place before that step, ``wait()`` or ``done``, makes the
     save fail with a `CheckpointError` that names them; writes that autograd does not count (``.data``, numpy) it cannot
     see. Everything else is the caller's again at once.
+
+    An interpreter that ends, after an error or Ctrl-C too, waits for the save. SIGTERM ends the process at once, as
+    always: the checkpoint is not finished then, earlier ones are whole, and the next save removes what is left. To
+    finish it, call ``wait()`` in a handler of your own and exit after that; Python calls handlers once the main thread
+    is not in a collective.
 
     Attributes:
         path: where it will be.
@@ -109,23 +111,10 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGr
 
 
 def run_in_background(saving: Saving) -> Saving:
-    """Remember `saving`, which runs, for the next call to wait for; the process ends after it, not in the midst."""
+    """Remember `saving`, which runs, for the next call to wait for."""
     global _running
     _running = saving
-    is_main = threading.current_thread() is threading.main_thread()  # others may not say what a signal does
-    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _end_after_saving)
     return saving
-
-
-def _end_after_saving(number: int, frame: FrameType | None) -> None:
-    """SIGTERM does as Ctrl-C does while a save runs, which the interpreter waits for; else what it always does."""
-    if _running is None or _running.done:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-        return
-    log.warning("SIGTERM while %s is being written: ending after that", _running.path)
-    raise SystemExit(128 + number)
 
 
 def finish_running(ranks: Ranks) -> None:
