@@ -21,6 +21,7 @@ from streamshard.checkpoint.background import (
     Saving,
     background_group,
     finish_running,
+    has_connections,
     run_in_background,
 )
 from streamshard.checkpoint.collect import Collected, collect
@@ -35,7 +36,7 @@ from streamshard.checkpoint.writer import gather_from_all_ranks, run_on_all_rank
 from streamshard.comm.ranks import Ranks
 from streamshard.config import parse_path
 from streamshard.engine.engine import Engine
-from streamshard.errors import CheckpointError, ConfigError, RankMismatchError, warn_user
+from streamshard.errors import CheckpointError, ConfigError, RankMismatchError, StreamShardError, warn_user
 from streamshard.initialise import compute_buffers
 from streamshard.log import log, progress
 from streamshard.unit.unreduced_grad import UnreducedGrad
@@ -145,10 +146,8 @@ def save_checkpoint(
             raise ConfigError(f"{name}={value!r}: wanted an integer of at least {least}, or None")
     parts = name_parts("save_checkpoint", model, optimizer, scheduler, scaler, extra, accepts_empty=False)
     ranks = parts.engine.ranks
-    finish_running(ranks)
-    number = _agree(root, keep, step, wait, parts)
-    group = None if wait else background_group(ranks)
-    _say_what_is_lost(parts)
+    number, connects = _agree(root, keep, step, wait, parts)
+    group = None if wait else background_group(ranks, connects=connects)
     collected = collect(parts)
     if group is not None:
         return _write_in_background(root, number, keep, parts.engine, collected, group, began)
@@ -194,7 +193,6 @@ def load_checkpoint(
     root = parse_path("directory", directory)
     parts = name_parts("load_checkpoint", model, optimizer, scheduler, scaler, extra, accepts_empty=True)
     ranks = parts.engine.ranks
-    finish_running(ranks)
     path, manifest = _find(root, ranks)
     doing = f"load {path}"
     with contextlib.ExitStack() as opened:
@@ -216,25 +214,32 @@ def load_checkpoint(
     return Loaded(plan.values, path, plan.left_out)
 
 
-def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Parts) -> int:
-    """The checkpoint's number, where all ranks mean the same one, with the same in it."""
+def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Parts) -> tuple[int, bool]:
+    """The checkpoint's number, where all ranks mean the same one, with the same in it.
+
+    Returns:
+        The number, and whether a rank has no connections for a save in the background.
+    """
     ranks = parts.engine.ranks
     mine: dict[str, Any] = {"directory": str(root), "keep": keep, "step": step, "wait": bool(wait)}
     mine |= {"models": list(parts.models), "optimizers": list(parts.optimizers)}
 
-    def find() -> tuple[int, dict[str, Any]]:
-        return next_number(root) if step is None and ranks.is_first else step or 0, mine
+    def find() -> tuple[int, dict[str, Any], bool]:
+        finish_running()
+        _say_what_is_lost(parts)
+        number = next_number(root) if step is None and ranks.is_first else step or 0
+        return number, mine, has_connections(ranks)
 
     found = gather_from_all_ranks(ranks, f"save to {root}", find)
-    number, firsts = found[0]
-    for rank, (_, theirs) in enumerate(found):
+    number, firsts, _ = found[0]
+    for rank, (_, theirs, _) in enumerate(found):
         for name, value in theirs.items():
             if value != firsts[name]:
                 raise RankMismatchError(
                     f"save_checkpoint has {name}={firsts[name]!r} on rank 0 and {name}={value!r} on rank {rank}: "
                     "wanted the same on all ranks"
                 )
-    return number
+    return number, not all(is_connected for _, _, is_connected in found)
 
 
 def _write_in_background(
@@ -248,16 +253,26 @@ def _write_in_background(
 ) -> Saving:
     """Copy what is saved, and let a thread do the rest. Other ranks hear of what cannot be copied from that thread."""
     root = Path(os.path.abspath(root))  # where the process is by then may be elsewhere
-    copies = HostCopies(engine, collected.pieces, collected.moments)
-    collected = collected._replace(pieces=[])  # those of the run go as soon as they are copied
+    state = collected._replace(pieces=[])  # those of the run go as soon as they are copied
 
-    def write() -> None:
-        copied = run_on_all_ranks(group, f"save to {root}", copies.finish)
-        job = plan_job(root, number, keep, group, collected._replace(pieces=copied))
-        path = job.write(group, check=copies.check)
+    def write(copies: HostCopies) -> None:
+        try:
+            copied = run_on_all_ranks(group, f"save to {root}", copies.finish)
+            job = plan_job(root, number, keep, group, state._replace(pieces=copied))
+            path = job.write(group, check=copies.check)
+        except StreamShardError:  # on all ranks
+            raise
+        except BaseException as error:
+            group.give_up(error)
+            raise
         log.info("saved %s in the background, %.1f s after the call", path, time.perf_counter() - began)
 
-    return run_in_background(Saving(root / checkpoint_name(number), copies, write))
+    try:
+        copies = HostCopies(engine, collected.pieces, collected.moments)
+        return run_in_background(Saving(root / checkpoint_name(number), copies, lambda: write(copies)))
+    except BaseException as error:  # other ranks have begun to write, and wait for this one
+        group.give_up(error)
+        raise
 
 
 def _say_what_is_lost(parts: Parts) -> None:
@@ -274,7 +289,12 @@ def _say_what_is_lost(parts: Parts) -> None:
 def _find(root: Path, ranks: Ranks) -> tuple[Path, Manifest]:
     """The checkpoint that all ranks load. Collective."""
     doing = f"load {root}"
-    path = gather_from_all_ranks(ranks, doing, lambda: find_checkpoint(root) if ranks.is_first else Path())[0]
+
+    def find() -> Path:
+        finish_running()
+        return find_checkpoint(root) if ranks.is_first else Path()
+
+    path = gather_from_all_ranks(ranks, doing, find)[0]
     doing = f"load {path}"
     manifest = run_on_all_ranks(ranks, doing, lambda: _read_whole_manifest(path))
     if not ranks.are_equal(repr((manifest.files, manifest.versions))):

@@ -2959,15 +2959,15 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "checkpoint/background",
         "errors of the background are not raised by the next call",
-        "        saving.finish(ranks)\n",
+        "        saving.finish()\n",
         "        saving._thread.join()\n",
         "training_state::test_what_fails_in_the_background_is_raised_by_the_next_call",
     ),
     Mutant(
         "checkpoint/background",
-        "who has waited for an error does not raise it with the others",
-        "ranks.any_rank(not self._is_told)",
-        "not self._is_told",
+        "an error that wait() has raised is raised again by the next call",
+        "if self._error is not None and not self._is_told:",
+        "if self._error is not None:",
         "training_state::test_what_one_rank_has_waited_for_is_raised_on_all_by_the_next_call",
     ),
     Mutant(
@@ -2980,8 +2980,15 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "checkpoint/background",
         "ranks wait as long for the disk as for a group",
-        "options.timeout = WRITTEN_WITHIN",
-        "options.timeout = MADE_WITHIN",
+        "gather_bytes(self._group, data, WRITTEN_WITHIN)",
+        "gather_bytes(self._group, data, MADE_WITHIN)",
+        "training_state::test_how_long_ranks_wait_for_a_slow_disk_is_not_how_long_they_wait_for_a_group",
+    ),
+    Mutant(
+        "checkpoint/background",
+        "broken connections are used again",
+        " and not connections.are_broken\n",
+        "\n",
         "training_state::test_how_long_ranks_wait_for_a_slow_disk_is_not_how_long_they_wait_for_a_group",
     ),
     Mutant(

@@ -51,6 +51,7 @@ from streamshard.errors import CheckpointError, CommunicationError, ConfigError,
 from streamshard.inspect import engine_inside
 from streamshard.log import log
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
+from tests.launched import Launched, run_script
 from tests.models import DIM, Layer, NormStack, Stack
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import EXACT, FP32, Call, adamw, assert_same, full_weights, stack_step
@@ -443,14 +444,15 @@ def test_ranks_meet_twice_before_training_goes_on(context: RankContext, tmp_path
     steps(run, 0, 1)
     _save(tmp_path, run, wait=False).wait()  # makes a group
     meetings: list[None] = []
-    gather = Ranks.gather_objects
+    gather = Ranks.gather_bytes
 
-    def gather_and_count(self: Ranks, value: object, **settings: Any) -> list[Any]:
-        meetings.append(None)
-        return gather(self, value, **settings)
+    def gather_and_count(self: Ranks, data: bytes, **settings: Any) -> list[bytes]:
+        if data:  # else whether all could read what came
+            meetings.append(None)
+        return gather(self, data, **settings)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ranks, "gather_objects", gather_and_count)
+        patch.setattr(Ranks, "gather_bytes", gather_and_count)
         saving = _save(tmp_path, run, wait=False, extra={"rank": context.rank})
     saving.wait()
     assert len(meetings) == 2
@@ -463,7 +465,7 @@ def test_a_rank_that_dies_before_the_first_save_in_the_background_is_missed(
     """The others make a group for it, at the store, which does not say that nobody comes any more."""
     run = start(0)
 
-    def die(ranks: Ranks) -> Any:
+    def die(ranks: Ranks, **settings: Any) -> Any:
         raise SystemExit
 
     with pytest.MonkeyPatch.context() as patch:
@@ -492,13 +494,95 @@ def test_how_long_ranks_wait_for_a_slow_disk_is_not_how_long_they_wait_for_a_gro
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(background, "MADE_WITHIN", datetime.timedelta(minutes=10))
         patch.setattr(background, "WRITTEN_WITHIN", datetime.timedelta(seconds=0.5))
+        patch.setattr(background, "ANSWERED_WITHIN_S", 0.1)
         patch.setattr(save_job, "write_piece_file", write_too_late)
         saving = _save(tmp_path / "run", run, wait=False)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(CheckpointError, match="saving in the background failed: rank 1 does not answer"):
             saving.wait()
         given_up.touch()
-    with pytest.raises(RuntimeError):  # nobody knows who has heard of it
-        _save(tmp_path / "run", run)
+    # All ranks are alive: they make new connections.
+    for number in (1, 2):
+        assert _save(tmp_path / "run", run, wait=False).wait().name == f"checkpoint-{number}"
+
+
+@on_ranks(3)
+def test_a_rank_that_is_interrupted_before_it_writes_ends_the_save_on_all(context: RankContext, tmp_path: Path) -> None:
+    """The others write by then, and hear of it at once; the next save works, and so does training."""
+    run = start(0)
+    _save(tmp_path, run, wait=False).wait()
+
+    def interrupt(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        if context.rank == 1:
+            patch.setattr(training_state, "HostCopies", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                _save(tmp_path, run, wait=False)
+        else:
+            saving = _save(tmp_path, run, wait=False)
+            with pytest.raises(CheckpointError, match="background failed: rank 1: KeyboardInterrupt"):
+                saving.wait()
+    steps(run, 0, 1)
+    assert _save(tmp_path, run, wait=False).wait().name == "checkpoint-2"
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-2"}
+
+
+@on_ranks(2)
+def test_a_rank_that_is_interrupted_while_it_writes_tells_the_others(context: RankContext, tmp_path: Path) -> None:
+    """So all of them end the save, and go on together if the user wants."""
+    run = start(0)
+
+    def interrupt(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        if context.rank == 1:
+            patch.setattr(save_job, "write_piece_file", interrupt)
+        error, words = (
+            (KeyboardInterrupt, None) if context.rank == 1 else (CheckpointError, "rank 1: KeyboardInterrupt")
+        )
+        with pytest.raises(error, match=words):
+            _save(tmp_path, run)
+    assert not any(tmp_path.iterdir())
+    assert _save(tmp_path, run).name == "checkpoint-1"
+
+
+_DIES = """
+    import os, signal, sys, torch, torch.distributed as dist
+    from streamshard import StreamShard, save_checkpoint
+    from streamshard.checkpoint import save_job
+    from streamshard.errors import CheckpointError, StreamShardError
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = StreamShard(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))))
+    write = save_job.write_piece_file
+
+    def die(*args):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(*args)
+
+    save_job.write_piece_file = die
+    saving = save_checkpoint(sys.argv[1], model, wait=False)
+    for action in (saving.wait, lambda: save_checkpoint(sys.argv[1], model)):
+        try:
+            action()
+        except StreamShardError as error:
+            print(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.ranks
+def test_a_rank_that_dies_while_a_save_runs_is_named_on_all_others(tmp_path: Path) -> None:
+    """As soon as its connections close, and by the next call too."""
+    script = _DIES.replace("sys.argv[1]", repr(str(tmp_path / "run")))
+    results = Launched(3, tmp_path, run_script, script).end()
+    for rank in (0, 2):
+        code, output = results[rank]
+        assert code == 0, output
+        assert "CheckpointError: saving in the background failed: rank 1 has died" in output, output
+        assert re.search("CommunicationError: .*rank( 1)? has died", output), output
 
 
 @on_ranks(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -116,6 +117,11 @@ class _Plan(NamedTuple):
     difference: Difference
 
 
+def _seen(stored: StoredDirectory, *, samples: bool) -> tuple[object, object]:
+    """What has to be the same on all ranks: of one directory, or of copies."""
+    return stored.layout, stored.sample() if samples else stored.identity
+
+
 def _open_together(group: RankGroup, root: Path, opened: contextlib.ExitStack) -> tuple[StoredDirectory, bool]:
     """The directory as all ranks see it; an export may put another in its place between one rank's look and the next's.
 
@@ -124,10 +130,9 @@ def _open_together(group: RankGroup, root: Path, opened: contextlib.ExitStack) -
     """
     for _ in range(_OPENED_AT_MOST):
         stored = run_on_all_ranks(group, f"load {root}", lambda: opened.enter_context(read_directory(root)))
-        if _are_equal(group.gather_objects((stored.layout, stored.identity))):
+        if _are_equal(gather_from_all_ranks(group, f"load {root}", functools.partial(_seen, stored, samples=False))):
             return stored, True
-        sample = run_on_all_ranks(group, f"load {root}", stored.sample)
-        seen = group.gather_objects((stored.layout, sample))
+        seen = gather_from_all_ranks(group, f"load {root}", functools.partial(_seen, stored, samples=True))
         if _are_equal(seen):
             return stored, False
         opened.close()

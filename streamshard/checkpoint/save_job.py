@@ -5,6 +5,7 @@ make the directory (rank 0) -> write and fsync (every rank) -> publish by renami
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 from collections.abc import Callable, Mapping
@@ -18,8 +19,8 @@ from streamshard.checkpoint.directory import checkpoint_name, create_partial, pu
 from streamshard.checkpoint.manifest import FileRecord, Manifest, PieceRecord, TensorRecord
 from streamshard.checkpoint.piece_file import Piece, plan_piece_file, write_piece_file
 from streamshard.checkpoint.safetensors_file import FileLayout
-from streamshard.checkpoint.writer import RankGroup, gather_from_all_ranks, run_on_first_rank
-from streamshard.errors import CheckpointError
+from streamshard.checkpoint.writer import RankGroup, gather_from_all_ranks, run_on_all_ranks, run_on_first_rank
+from streamshard.errors import CheckpointError, StreamShardError
 from streamshard.log import progress
 from streamshard.version import __version__
 
@@ -71,11 +72,11 @@ class SaveJob(NamedTuple):
 
             records = gather_from_all_ranks(group, doing, write)
             run_on_first_rank(group, doing, lambda: publish_checkpoint(partial, self._manifest(records), self.keep))
-        except BaseException as error:
+        except BaseException:
             if partial is not None and group.is_first:
                 remove_partial(partial)
-            if isinstance(error, CheckpointError):  # on all ranks: none of them returns before it is gone
-                group.gather_objects(None)
+            with contextlib.suppress(StreamShardError):  # raises at once if ranks cannot reach each other any more
+                run_on_all_ranks(group, doing, lambda: None)  # no rank returns before the directory is gone
             raise
         return self.path
 

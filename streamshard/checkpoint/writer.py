@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -39,6 +39,7 @@ from streamshard.checkpoint.safetensors_file import (
     encode_index,
     plan_files,
 )
+from streamshard.comm.objects import gather_results
 from streamshard.config import parse_bytes
 from streamshard.errors import CheckpointError
 
@@ -84,8 +85,8 @@ class RankGroup(Protocol):
     def total_size(self) -> int:
         """How many there are."""
 
-    def gather_objects(self, value: Any, /) -> list[Any]:
-        """Every rank's `value`, in rank order. Blocks until all ranks have called it."""
+    def gather_bytes(self, data: bytes, /) -> list[bytes]:
+        """Every rank's `data`, in rank order. Blocks until all ranks have called it. Not called where there is one."""
 
 
 class Alone:
@@ -97,9 +98,9 @@ class Alone:
     world_size = 1
     total_size = 1
 
-    def gather_objects(self, value: Any, /) -> list[Any]:
+    def gather_bytes(self, data: bytes, /) -> list[bytes]:
         """Its own."""
-        return [value]
+        return [data]
 
 
 class Elements(Protocol):
@@ -218,23 +219,8 @@ def run_on_first_rank(group: RankGroup, doing: str, action: Callable[[], object]
 
 
 def gather_from_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> list[_T]:
-    """What `action` gives on every rank, in rank order; otherwise as `run_on_all_ranks`."""
-    cause: Exception | None = None
-    told: str | None = None
-    result: _T | None = None
-    try:
-        result = action()
-    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
-        cause = error
-        told = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    gathered = group.gather_objects((told, result))
-    errors = [error for error, _ in gathered]
-    failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
-    if failed and len(set(errors)) == 1:
-        failed = [f"all ranks: {told}" if len(errors) > 1 else str(told)]
-    if failed:
-        raise CheckpointError(f"could not {doing}: " + "; ".join(failed)) from cause
-    return [theirs for _, theirs in gathered]
+    """What `action` gives on every rank, in rank order; otherwise as `run_on_all_ranks`. It can be pickled."""
+    return gather_results(group.gather_bytes if group.total_size > 1 else None, doing, action, CheckpointError)
 
 
 def _plan(entries: Sequence[TensorEntry], max_file_bytes: int, metadata: Mapping[str, str]) -> tuple[FileLayout, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import os
 import weakref
@@ -17,7 +18,17 @@ from streamshard.comm.watchdog import Wait, Watch, explain
 from streamshard.device import has_streams, serves
 from streamshard.errors import CommunicationError, ConfigError, ShardingError, StreamShardError
 
-__all__ = ["Groups", "groups_of", "host_group_of", "make_default_group", "refuse_together", "resolve_group"]
+__all__ = [
+    "Groups",
+    "close_connections",
+    "groups_of",
+    "host_group_of",
+    "make_default_group",
+    "refuse_together",
+    "resolve_group",
+]
+
+_NOBODYS_TAG = (1 << 31) - 1  # of a message that is never sent
 
 
 class Groups(NamedTuple):
@@ -143,6 +154,20 @@ def host_group_of(group: dist.ProcessGroup, *, makes: bool = True) -> dist.Proce
         _host_groups[group] = weakref.ref(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
     group_of = _host_groups.get(group)
     return None if group_of is None else group_of()
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """End every wait of this rank over `group`, and of ranks that wait for this one, with an error. For good.
+
+    gloo has no function for it, but closes all connections when a message is overdue.
+
+    Args:
+        group: of gloo.
+    """
+    if group.size() > 1:
+        peer = (group.rank() + 1) % group.size()
+        with contextlib.suppress(RuntimeError):
+            group.recv([torch.empty(1)], peer, _NOBODYS_TAG).wait(datetime.timedelta(milliseconds=1))
 
 
 def _told(error: Exception) -> str:

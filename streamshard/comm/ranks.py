@@ -10,23 +10,27 @@ its connections. That ends the waits of the others, which read the text. So all 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import Board, Kind, Log
 from streamshard.comm.groups import host_group_of
+from streamshard.comm.objects import gather_bytes, gather_results
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.comm.transport import Transport
 from streamshard.comm.watchdog import Guard, Watch
-from streamshard.errors import CommunicationError, StreamShardError
+from streamshard.errors import CommunicationError, ShardingError, StreamShardError
 
 __all__ = ["Ranks"]
+
+_T = TypeVar("_T")
 
 
 class Ranks:
@@ -158,26 +162,35 @@ class Ranks:
         Args:
             value: can be pickled.
             with_replicas: from replicas too.
+
+        Raises:
+            ShardingError: on every rank: a value cannot be pickled, or not be unpickled. Ranks go on together.
         """
-        values: list[Any] = [value] * (self.total_size if with_replicas else self.world_size)
-        if len(values) > 1:
-            self.transport.before_talk()
-            with self.guard("a meeting of all ranks"):
-                self.log.add(Kind.MEETING)
-                group = self.host_group if with_replicas else _host_group(self.group)
-                dist.all_gather_object(values, value, group=group)
-        return values
+        return self.gather_results("send an object to the other ranks", lambda: value, with_replicas=with_replicas)
+
+    def gather_results(
+        self,
+        doing: str,
+        action: Callable[[], _T],
+        raises: type[StreamShardError] = ShardingError,
+        *,
+        with_replicas: bool = True,
+    ) -> list[_T]:
+        """See `streamshard.comm.objects.gather_results`."""
+        if (self.total_size if with_replicas else self.world_size) == 1:
+            return gather_results(None, doing, action, raises)
+        return gather_results(functools.partial(self.gather_bytes, with_replicas=with_replicas), doing, action, raises)
+
+    def gather_bytes(self, data: bytes, *, with_replicas: bool = True) -> list[bytes]:
+        """Every rank's `data`, in rank order. Blocks."""
+        self.transport.before_talk()
+        with self.guard("a meeting of all ranks"):
+            self.log.add(Kind.MEETING)
+            return gather_bytes(self.host_group if with_replicas else _host_group(self.group), data)
 
     def of_first(self, value: object) -> Any:
         """The first rank's `value`, which can be pickled. Blocks; for set-up."""
-        values = [value]
-        if self.total_size > 1:
-            self.transport.before_talk()
-            with self.guard("a meeting of all ranks"):
-                self.log.add(Kind.MEETING)
-                source = dist.get_global_rank(self.all_ranks, 0)
-                dist.broadcast_object_list(values, src=source, group=self.host_group)
-        return values[0]
+        return self.gather_objects(value if self.is_first else None)[0]
 
     def are_equal(self, text: str) -> bool:
         """Whether all ranks give the same `text`, replicas too: a sum of 16 bytes however many they are. Blocks."""

@@ -14,8 +14,6 @@ slower than this exchange (docs/internals/log.md).
 from __future__ import annotations
 
 import abc
-import contextlib
-import datetime
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -24,14 +22,13 @@ import torch
 import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import Board, Kind, Log
+from streamshard.comm.groups import close_connections
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
 from streamshard.comm.watchdog import Guard
 from streamshard.config import Precision, ReductionMode
 from streamshard.errors import StateError
 
 __all__ = ["Peers", "Reduction", "Transport", "sum_in_rank_order"]
-
-_NOBODYS_TAG = (1 << 31) - 1  # of a message that is never sent
 
 
 class Peers(Protocol):
@@ -197,16 +194,9 @@ class Transport(abc.ABC):
     # -- when ranks do not do the same ------------------------------------------------------------------------------
 
     def hang_up(self) -> None:
-        """End every wait of this rank's host, and of those that wait for it, with an error.
-
-        gloo has no word for it, but closes all connections when a message is overdue.
-        """
+        """End every wait of this rank's host, and of those that wait for it, with an error."""
         for group in self.ranks.host_groups():
-            if group.size() == 1:
-                continue
-            peer = (group.rank() + 1) % group.size()
-            with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1)], peer, _NOBODYS_TAG).wait(datetime.timedelta(milliseconds=1))
+            close_connections(group)
 
     def on_failure(self) -> None:  # noqa: B027  # most have nobody to tell
         """This rank has failed, and is about to hang up."""

@@ -35,9 +35,9 @@ class ThreadGroup:
         self._barrier = barrier
         self._told = told
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every thread's value."""
-        self._told[self.rank] = value
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every thread's."""
+        self._told[self.rank] = data
         self._barrier.wait()
         everyone = list(self._told)
         self._barrier.wait()

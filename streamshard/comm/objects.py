@@ -1,0 +1,124 @@
+"""Objects between ranks: every rank prepares its own first, so that an error of one rank becomes the same error on all.
+
+[Note: errors of one rank]
+Other ranks wait for each rank in a collective. So a rank runs and pickles whatever can fail before the collective
+starts. If that fails, the rank takes part with the text of the error, and every rank raises. The connections stay in
+step: training and later saves go on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # not in stubs
+
+from streamshard.errors import StreamShardError
+
+__all__ = ["describe", "gather_bytes", "gather_results"]
+
+_VALUE, _ERROR = b"v", b"e"  # first bytes of what a rank sends
+
+_T = TypeVar("_T")
+
+
+def gather_results(
+    gather: Callable[[bytes], list[bytes]] | None,
+    doing: str,
+    action: Callable[[], _T],
+    raises: type[StreamShardError],
+) -> list[_T]:
+    """Run `action` on every rank, and return all results in rank order. See [Note: errors of one rank].
+
+    Args:
+        gather: gives the bytes of all ranks, in rank order; None: this is the only rank.
+        doing: what the action does, for the message: "could not <doing>".
+        action: this rank's work; it must not communicate, and its result can be pickled.
+        raises: the class of the error.
+
+    Raises:
+        StreamShardError: of class `raises`, on every rank, with the same words: the action raised on some rank, or its
+            result cannot be pickled there, or a result cannot be unpickled. A rank that was interrupted
+            (`KeyboardInterrupt`, `SystemExit`) raises that instead.
+    """
+    try:
+        value = action()
+        sent = b"" if gather is None else _VALUE + pickle.dumps(value)
+    except BaseException as error:
+        _fail(gather, doing, error, raises)
+    if gather is None:
+        return [value]
+    gathered = gather(sent)
+    _raise_errors(gathered, doing, raises)
+    try:
+        values: list[_T] = [pickle.loads(memoryview(each)[len(_VALUE) :]) for each in gathered]
+    except BaseException as error:
+        _fail(gather, doing, error, raises)
+    _raise_errors(gather(b""), doing, raises)
+    return values
+
+
+def describe(error: BaseException) -> str:
+    """`error` in words, for other ranks; errors of this package name what they are about themselves."""
+    try:
+        words = str(error)
+    except Exception:  # a class of the user's may fail to say what it is
+        words = ""
+    if isinstance(error, StreamShardError):
+        return words
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+
+
+def _fail(
+    gather: Callable[[bytes], list[bytes]] | None, doing: str, error: BaseException, raises: type[StreamShardError]
+) -> NoReturn:
+    """Take part with `error` in the place of a value, and raise what all ranks raise."""
+    told = _ERROR + describe(error).encode(errors="backslashreplace")
+    gathered = [told] if gather is None else gather(told)
+    if not isinstance(error, Exception):
+        raise error
+    _raise_errors(gathered, doing, raises, error)
+    raise error  # not reached: `told` is among them
+
+
+def _raise_errors(
+    gathered: list[bytes], doing: str, raises: type[StreamShardError], cause: Exception | None = None
+) -> None:
+    errors = [each[len(_ERROR) :].decode() if each.startswith(_ERROR) else None for each in gathered]
+    failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
+    if not failed:
+        return
+    if len(set(errors)) == 1:
+        failed = [f"all ranks: {errors[0]}" if len(errors) > 1 else str(errors[0])]
+    raise raises(f"could not {doing}: " + "; ".join(failed)) from cause
+
+
+def gather_bytes(group: dist.ProcessGroup, data: bytes, timeout: datetime.timedelta | None = None) -> list[bytes]:
+    """Every rank's `data`, in rank order. Blocks; one collective if nobody has any, else two.
+
+    Args:
+        group: takes tensors in CPU memory.
+        data: of any length, another one on each rank.
+        timeout: None: the group's own.
+    """
+    sizes = [int(size) for size in _all_gather(group, torch.tensor([len(data)]), timeout)]
+    if not any(sizes):
+        return [b""] * len(sizes)
+    padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+    gathered = _all_gather(group, padded, timeout)
+    return [each[:size].numpy().tobytes() for each, size in zip(gathered, sizes, strict=True)]
+
+
+def _all_gather(
+    group: dist.ProcessGroup, tensor: torch.Tensor, timeout: datetime.timedelta | None
+) -> list[torch.Tensor]:
+    results = [torch.empty_like(tensor) for _ in range(group.size())]
+    options = AllgatherOptions()
+    if timeout is not None:
+        options.timeout = timeout
+    group.allgather([results], [tensor], options).wait()
+    return results
