@@ -17,6 +17,7 @@ import shutil
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
@@ -35,6 +36,7 @@ from streamshard import (
     LocalSGD,
     StreamShard,
     export_safetensors,
+    full_optimizer_state_dict,
     latest,
     load_checkpoint,
     load_safetensors,
@@ -54,7 +56,7 @@ from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
 from tests.launched import Launched, run_script
 from tests.models import DIM, Layer, NormStack, Stack
 from tests.ranks import RankContext, RankPool, on_ranks
-from tests.reference import EXACT, FP32, Call, adamw, assert_same, full_weights, stack_step
+from tests.reference import EXACT, FP32, Call, adamw, assert_same, full_weights, piece_of, stack_step
 
 
 def _save(directory: Path, run: Run, **settings: Any) -> Any:
@@ -236,20 +238,107 @@ def test_parameters_of_nothing_that_was_given(context: RankContext, tmp_path: Pa
         load_checkpoint(path, model, longer)
 
 
+class Holder:
+    """Gives its value as its state."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        """It, or what it returns."""
+        return self.value() if callable(self.value) else self.value
+
+    def load_state_dict(self, state: Any) -> None:
+        """Nothing."""
+
+
+def _boom() -> Any:
+    raise ValueError("boom")
+
+
+def _refused(case: str, run: Run) -> tuple[dict[str, Any], str]:
+    """What is saved beside `run`, which may change, and the error."""
+    average, plain = [param.detach().clone() for param in run.model.parameters()], "a checkpoint holds numbers"
+    first = next(param for param in run.model.parameters() if piece_of(param).numel())
+    match case:
+        case "an average in a list":
+            return {"extra": {"ema": average}}, r"extra\.ema\[0\] is one rank's piece.*second sharded model"
+        case "an average in a scheduler":
+            return {"scheduler": Holder({"ema": average})}, r"scheduler\.ema\[0\] is one rank's piece"
+        case "a view of a weight":
+            return {"extra": {"weight": first.data}}, "extra.weight is one rank's piece"
+        case "a parameter":
+            return {"extra": {"weight": first}}, "extra.weight is one rank's piece"
+        case "pieces in a deque":
+            return {"extra": {"queue": deque(average)}}, rf"extra\.queue is a collections\.deque: {plain}"
+        case "a state_dict that raises on one rank":
+            value: Any = _boom if dist.get_rank() == 1 else {}
+            return {"extra": {"mine": Holder(value)}}, "rank 1: state_dict.. of 'extra.mine' raised ValueError: boom"
+        case "a param group":
+            run.optimizer.param_groups[0]["ema"] = average
+            return {}, r"param_groups\[0\]\.ema\[0\] is one rank's piece"
+        case "state in a list":
+            run.optimizer.state[first]["history"] = [first.detach().clone()]
+            return {}, "AdamW's state 'history' of '.*' is a list of tensors"
+        case _:
+            run.optimizer.state[first]["history"] = deque([first.detach().clone()])
+            return {}, rf"AdamW's state 'history' of '.*' is a collections\.deque: {plain}"
+
+
+REFUSED = [
+    "an average in a list",
+    "an average in a scheduler",
+    "a view of a weight",
+    "a parameter",
+    "pieces in a deque",
+    "a state_dict that raises on one rank",
+    "a param group",
+    "state in a list",
+    "state in a deque",
+]
+
+
 @on_ranks(2)
-def test_state_that_cannot_be_put_together_is_named_and_the_run_goes_on(context: RankContext, tmp_path: Path) -> None:
-    """Pieces in a list, which only ranks that have some would refuse to send."""
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_saved_is_named_on_all_ranks_and_the_run_goes_on(
+    context: RankContext, tmp_path: Path, case: str
+) -> None:
+    """Whatever holds the pieces, and whichever rank has some."""
     run = start(0)
     steps(run, 0, 1)
-    for param in run.model.parameters():
-        run.optimizer.state[param]["history"] = [param.detach().clone()]
+    given, words = _refused(case, run)
     for wait in (True, False):
-        with pytest.raises(ShardingError, match=r"state 'history' of '.*' is a list of tensors"):
-            save_checkpoint(tmp_path, run.model, run.optimizer, wait=wait)
-    for param in run.model.parameters():
-        del run.optimizer.state[param]["history"]
-    steps(run, 1, 2)
+        with pytest.raises(CheckpointError, match=words):
+            save_checkpoint(tmp_path, run.model, run.optimizer, wait=wait, **given)  # type: ignore[call-overload]
+    if not given:
+        with pytest.raises(ShardingError, match="history|one rank's piece"):
+            full_optimizer_state_dict(run.model, run.optimizer)
+    run.optimizer.param_groups[0].pop("ema", None)
+    for state in run.optimizer.state.values():
+        state.pop("history", None)
     assert not any(tmp_path.iterdir())
+    steps(run, 1, 2)
+    run.model.full_state_dict()
+    _load(_save(tmp_path, run), run)
+
+
+@on_ranks(2)
+def test_a_rank_without_memory_for_the_whole_state_is_named_on_all(context: RankContext) -> None:
+    """Only the first rank wants it; the others gather on."""
+    run = start(0)
+    steps(run, 0, 1)
+    to = torch.Tensor.to
+
+    def refuse(tensor: torch.Tensor, *args: Any, **settings: Any) -> torch.Tensor:
+        if settings.get("copy") and context.rank == 0:
+            raise MemoryError("no room")
+        return to(tensor, *args, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", refuse)
+        with pytest.raises(ShardingError, match="rank 0: MemoryError: no room"):
+            full_optimizer_state_dict(run.model, run.optimizer)
+    assert bool(full_optimizer_state_dict(run.model, run.optimizer)) == (context.rank == 0)
 
 
 @on_ranks(2)

@@ -171,17 +171,21 @@ class _OptimizerState:
                 {"params": [self._names[param] for param in group["params"]], **named, "options": options}
             )
         self._others = encode(packed, f"{name}/others", self._tensors)
+        self._pieces = [
+            piece
+            for engine, shard in self._owners
+            for piece in _moments(f"{name}/{self._names[shard.param]}", optimizer, engine, shard)
+        ]
         self.outlines = outline_state([shard for _, shard in self._owners], optimizer, self._numbers)
 
     def collect(self, by_rank: list[Outlines], pieces: list[Piece], moments: set[str]) -> dict[str, Any]:
         """The JSON, where every rank has said its outlines; `pieces` gain those of this rank, and `moments` names."""
-        owners = {shard.param: (engine, shard) for engine, shard in self._owners}
+        sharded = {shard.param for _, shard in self._owners}
         agreed = agree_on_outlines(by_rank, [shard for _, shard in self._owners], self._numbers)
-        are_seen = sees_steps(self._optimizer)
         state: dict[str, Any] = {}
         for param, number in self._numbers.items():
             param_name = self._names[param]
-            if param not in owners:
+            if param not in sharded:
                 state[param_name] = self._unsharded[param]
                 continue
             prefix = f"{self._name}/{param_name}"
@@ -190,10 +194,9 @@ class _OptimizerState:
                 tensor = f"{prefix}/{key}"
                 is_moment = isinstance(value, Moment)
                 own[key] = {"$": "moment", "tensor": tensor} if is_moment else encode(value, tensor, self._tensors)
-            found = list(_moments(prefix, self._optimizer, *owners[param]))
-            pieces.extend(found)
-            if are_seen:
-                moments.update(piece.name for piece in found)
+        pieces.extend(self._pieces)
+        if sees_steps(self._optimizer):
+            moments.update(piece.name for piece in self._pieces)
         if self._ranks.is_first:
             pieces.extend(_whole(tensor_name, tensor) for tensor_name, tensor in self._tensors.items())
         return {
@@ -226,7 +229,7 @@ class _Tree(NamedTuple):
         digest = hashlib.sha256(json.dumps(self.json, sort_keys=True).encode())
         for name, tensor in sorted(self.tensors.items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(bytes_of(tensor.cpu().contiguous()))
+            digest.update(bytes_of(tensor.cpu()))
         return digest.hexdigest()
 
 
@@ -237,7 +240,8 @@ def _trees_of(parts: Parts) -> dict[str, _Tree]:
     found = {}
     for name, value in values.items():
         tensors: dict[str, torch.Tensor] = {}
-        found[name] = _Tree(encode(value, name, tensors), tensors)
+        json_ = encode(value, name, tensors)
+        found[name] = _Tree(json_, {key: tensor.contiguous() for key, tensor in tensors.items()})
     return found
 
 

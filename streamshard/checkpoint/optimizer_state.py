@@ -14,12 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from streamshard.checkpoint.tree import encode
 from streamshard.engine.containers import tensors_in
 from streamshard.engine.engine import Engine
-from streamshard.errors import RankMismatchError, ShardingError
+from streamshard.errors import CheckpointError, RankMismatchError, ShardingError
 from streamshard.unit.optimizer_hooks import NUMBERS, take_over_state
 from streamshard.unit.shard import ParamShard
-from streamshard.unit.sharded_tensor import ShardedTensor
+from streamshard.unit.sharded_tensor import ShardedTensor, is_piece
 
 __all__ = [
     "Moment",
@@ -35,18 +36,7 @@ __all__ = [
 ]
 
 Outline = dict[str, Any]  # what is kept for one parameter, by name; a `Moment` stands for a tensor of its size
-
-
-class Outlines(NamedTuple):
-    """What a rank tells the others of its part of an optimizer's state.
-
-    Attributes:
-        of: by the parameter's number.
-        error: why it cannot be told.
-    """
-
-    of: dict[int, Outline]
-    error: str | None
+Outlines = dict[int, Outline]  # a rank's part of an optimizer's state, by the parameter's number
 
 
 class Moment(NamedTuple):
@@ -65,17 +55,29 @@ class _Number(NamedTuple):
 def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict[str, Any]:
     """See `streamshard.full_optimizer_state_dict`."""
     engine.settle()
-    take_over_state(optimizer)
     wanted = not rank0_only or engine.ranks.is_first
     numbers = {param: number for number, param in enumerate(params_in(optimizer))}
-    packed = optimizer.state_dict()
-    said = engine.ranks.gather_objects(outline_state(engine.param_shards, optimizer, numbers))
+    packed: dict[str, Any] = {}
+
+    def outline() -> Outlines:
+        take_over_state(optimizer)
+        packed.update(optimizer.state_dict())
+        for key, value in packed.items():
+            if key != "state" and any(map(is_piece, tensors_in(value))):
+                raise ShardingError(
+                    f"{type(optimizer).__name__}'s {key} hold one rank's piece of a sharded tensor: only its state of "
+                    "each parameter can be put together. Keep the tensor elsewhere"
+                )
+        return outline_state(engine.param_shards, optimizer, numbers)
+
+    said = engine.ranks.gather_results("collect the optimizer's state", outline)
     outlines = agree_on_outlines(said, engine.param_shards, numbers)
     state = {number: dict(values) for number, values in outlines.items()}
     sharded = {numbers.get(shard.param) for shard in engine.param_shards}
     for number, values in packed["state"].items():
         if number not in sharded:  # a parameter of something else
             state[number] = {name: _copied(value) for name, value in values.items()}
+    failure: Exception | None = None
     for unit in engine.units:
         shards = unit.params
         known = [outlines.get(numbers.get(shard.param, -1), {}) for shard in shards]
@@ -89,52 +91,72 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
                 for shard, moment, is_kept in zip(shards, own, has, strict=True)
             ]
             wholes = unit.gather_whole(pieces, torch.float32)
-            for shard, whole, is_kept, values in zip(shards, wholes, has, known, strict=True):
-                if wanted and is_kept and whole is not None:
-                    state[numbers[shard.param]][name] = whole.to("cpu", values[name].dtype, copy=True)
+            try:
+                for shard, whole, is_kept, values in zip(shards, wholes, has, known, strict=True):
+                    if wanted and is_kept and whole is not None and failure is None:
+                        state[numbers[shard.param]][name] = whole.to("cpu", values[name].dtype, copy=True)
+            except Exception as error:  # such as too little memory on the one rank that wants it: others gather on
+                failure = error
+
+    def finish() -> None:
+        if failure is not None:
+            raise failure
+
+    engine.ranks.gather_results("collect the optimizer's state", finish)
     return {**packed, "state": dict(sorted(state.items()))} if wanted else {}
 
 
 def outline_state(shards: Sequence[ParamShard], optimizer: Optimizer, numbers: Mapping[nn.Parameter, int]) -> Outlines:
-    """What this rank keeps for which parameter.
+    """What this rank keeps for which parameter. All of it can be sent and saved.
 
     Args:
         shards: parameters, all that are sharded and some that the optimizer does not have.
         optimizer: keeps it.
         numbers: of the optimizer's parameters.
+
+    Raises:
+        ShardingError: names the state that cannot be put together.
     """
-    outlines: dict[int, Outline] = {}
-    error: str | None = None
+    outlines: Outlines = {}
     seen: dict[str, Outline] = {}
     for shard in shards:
         number = numbers.get(shard.param)
         # A rank without elements keeps nothing, but for what it has loaded or had before it was sharded.
         if number is None or shard.layout.numel and not shard.local.numel:
             continue
-        outline: Outline = {}
-        for name, value in optimizer.state.get(shard.param, {}).items():
-            if not isinstance(value, torch.Tensor) and any(True for _ in tensors_in(value)):
-                error = error or (
-                    f"optimizer state {name!r} of {shard.name!r} is a {type(value).__name__} of tensors: only tensors "
-                    "that stand by themselves, with one number for each element, can be put together"
-                )
-                continue
-            is_quantized = is_traceable_wrapper_subclass(value)
-            if not is_quantized and moment_of(shard, optimizer, name) is not None:
-                outline[name] = Moment(value.dtype)
-            elif not is_quantized and not (isinstance(value, torch.Tensor) and value.ndim):
-                outline[name] = _number_of(value) if isinstance(value, torch.Tensor) else value
-            else:
-                error = error or (
-                    f"optimizer state {name!r} of {shard.name!r} is {'quantized' if is_quantized else 'of'} "
-                    f"{tuple(value.shape)} for a piece of {tuple(shard.piece.shape)}: only what has one number for "
-                    "each element can be put together. Collect the weights alone (model.full_state_dict()) and begin "
-                    "with new moments, or use an optimizer of torch.optim"
-                )
+        outline = {
+            name: _outline_value(value, f"{type(optimizer).__name__}'s state {name!r} of {shard.name!r}", shard)
+            for name, value in optimizer.state.get(shard.param, {}).items()
+        }
         # Parameters have mostly the same: pickled once.
         is_plain = all(isinstance(value, Moment | _Number) for value in outline.values())
         outlines[number] = seen.setdefault(repr(outline), outline) if is_plain else outline
-    return Outlines(outlines, error)
+    return outlines
+
+
+def _outline_value(value: Any, path: str, shard: ParamShard) -> Any:
+    """A `Moment`, a number, or what `encode` takes."""
+    without = "Leave this optimizer out (save the weights alone), or use one of torch.optim"
+    if not isinstance(value, torch.Tensor):
+        if any(True for _ in tensors_in(value)):
+            raise ShardingError(
+                f"{path} is a {type(value).__name__} of tensors: only tensors that stand by themselves, with one "
+                f"number for each element, can be put together. {without}"
+            )
+        try:
+            encode(value, path, {})
+        except CheckpointError as error:
+            raise ShardingError(f"{error}. {without}") from error
+        return value
+    is_quantized = is_traceable_wrapper_subclass(value)
+    if not is_quantized and _piece_of_state(value, shard) is not None:
+        return Moment(value.dtype)
+    if is_quantized or value.ndim:
+        raise ShardingError(
+            f"{path} is {'quantized' if is_quantized else 'of'} {tuple(value.shape)} for a piece of "
+            f"{tuple(shard.piece.shape)}: only what has one number for each element can be put together. {without}"
+        )
+    return _Number(value.detach().as_subclass(torch.Tensor).item(), value.dtype)
 
 
 def agree_on_outlines(
@@ -151,14 +173,10 @@ def agree_on_outlines(
 
     Raises:
         RankMismatchError: two of them keep different things.
-        ShardingError: something has neither an element for each of the piece's nor is one number.
     """
-    agreed: dict[int, Outline] = {}
-    for outlines in by_rank:
-        if outlines.error is not None:
-            raise ShardingError(outlines.error)
+    agreed: Outlines = {}
     for rank, outlines in enumerate(by_rank):
-        for number, outline in outlines.of.items():
+        for number, outline in outlines.items():
             first = agreed.setdefault(number, outline)
             if list(first) != list(outline):
                 name = next(shard.name for shard in shards if numbers.get(shard.param) == number)
@@ -173,10 +191,6 @@ def agree_on_outlines(
     }
 
 
-def _number_of(value: torch.Tensor) -> _Number:
-    return _Number(value.detach().as_subclass(torch.Tensor).item(), value.dtype)
-
-
 def _as_it_was(value: Any) -> Any:
     return torch.tensor(value.value, dtype=value.dtype) if isinstance(value, _Number) else value
 
@@ -187,17 +201,18 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
     ranks, params = engine.ranks, params_in(optimizer)
     shards = {shard.param: shard for shard in engine.param_shards}
     given: Mapping[str, Any] = (state_dict if ranks.is_first else None) or {"state": {}, "param_groups": []}
-    errors = ranks.gather_errors(_format_error(given))
-    if errors[0] is not None:
-        raise ShardingError(errors[0])
-    # Everything but tensors with elements, which follow one by one.
-    outline = {
-        number: {name: _outline(name, value, shards.get(params[number])) for name, value in values.items()}
-        for number, values in given["state"].items()
-        if number < len(params)
-    }
-    others = {key: value for key, value in given.items() if key != "state"}  # param groups; counters of wrappers
-    outline, others = ranks.gather_objects((outline, others))[0]
+
+    def outline_given() -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
+        """Everything but tensors with elements, which follow one by one."""
+        _check_format(given)
+        outline = {
+            number: {name: _outline(name, value, shards.get(params[number])) for name, value in values.items()}
+            for number, values in given["state"].items()
+            if number < len(params)
+        }
+        return outline, {key: value for key, value in given.items() if key != "state"}
+
+    outline, others = ranks.gather_results("load the optimizer's state", outline_given)[0]
     groups = others["param_groups"]
     _check(outline, groups, params, shards)
     state: dict[int, dict[str, Any]] = {}
@@ -255,17 +270,22 @@ def names_of_moments(shards: Sequence[ParamShard], optimizer: Optimizer) -> list
 
 def moment_of(shard: ParamShard, optimizer: Optimizer, name: str) -> torch.Tensor | None:
     """State `name` of a parameter, in its sharded shape; None if it has none that has an element for each of its."""
-    value = optimizer.state.get(shard.param, {}).get(name)
+    return _piece_of_state(optimizer.state.get(shard.param, {}).get(name), shard)
+
+
+def _piece_of_state(value: object, shard: ParamShard) -> torch.Tensor | None:
     if isinstance(value, ShardedTensor):  # made by the optimizer's constructor
         value = value.as_subclass(torch.Tensor)
     return value if isinstance(value, torch.Tensor) and value.shape == shard.piece.shape else None
 
 
-def _format_error(given: object) -> str | None:
+def _check_format(given: object) -> None:
     if isinstance(given, Mapping) and isinstance(given.get("state"), Mapping) and "param_groups" in given:
-        return None
+        return
     shown = f"a dict of {sorted(map(str, given))}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
-    return f"the optimizer state is {shown}: wanted what Optimizer.state_dict() gives, with 'state' and 'param_groups'"
+    raise ShardingError(
+        f"the optimizer state is {shown}: wanted what Optimizer.state_dict() gives, with 'state' and 'param_groups'"
+    )
 
 
 def _check(

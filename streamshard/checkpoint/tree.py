@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamshard.errors import CheckpointError
+from streamshard.unit.sharded_tensor import is_piece
 
 __all__ = ["decode", "encode"]
 
@@ -124,6 +125,13 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
         raise CheckpointError(
             f"{path} is a {type(value).__name__} of layout {value.layout}: a checkpoint holds plain tensors; give it "
             "what it is made of, or value.full_tensor(), value.to_dense() and the like"
+        )
+    if is_piece(value):
+        raise CheckpointError(
+            f"{path} is one rank's piece of a sharded tensor: a checkpoint holds pieces of models and of moments only, "
+            "which it cuts anew for other ranks. Average weights in a second sharded model, average = "
+            'StreamShard(Model().requires_grad_(False)), and save both: model={"model": model, "average": average} '
+            "(docs/guide/optimizers.md, Averages of weights). Of a number give float(value)"
         )
     if value.is_meta:
         raise CheckpointError(f"{path} is on the meta device: it has no values yet")

@@ -23,11 +23,11 @@ from streamshard.errors import ShardingError
 from streamshard.unit.global_ops import global_extreme, global_mean, global_norm, global_sum, part_of, replicate
 from streamshard.unit.norms import PartialNorm, local_norm, look_at_norms
 from streamshard.unit.op_kinds import OpKind, is_attribute, kind_of
-from streamshard.unit.pieces import StatePiece
+from streamshard.unit.pieces import StatePiece, holds_pieces, piece_of
 from streamshard.unit.sharding import Sharding
 from streamshard.unit.unreduced_grad import UnreducedGrad, flat
 
-__all__ = ["ShardedTensor"]
+__all__ = ["ShardedTensor", "is_piece"]
 
 _AsTensors = torch._C.DisableTorchFunctionSubclass
 
@@ -86,6 +86,13 @@ class ShardedTensor(torch.Tensor):
         if self.sharding.ranks.world_size == 1:
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
         self.as_subclass(StatePiece).refuse()
+
+
+def is_piece(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` holds one rank's part of something, and other ranks hold the rest."""
+    if isinstance(tensor, ShardedTensor):
+        return tensor.sharding.ranks.world_size > 1
+    return isinstance(tensor, PartialNorm | StatePiece) or piece_of(tensor) is not None or holds_pieces(tensor)
 
 
 # -- what comes of a piece --------------------------------------------------------------------------------------------
