@@ -270,7 +270,8 @@ class StreamShard(Uncopyable):
             rank0_only: other ranks get an empty dict.
 
         Raises:
-            ShardingError: a module's own part in it failed on another rank. On that rank, what it raised.
+            ShardingError: on every rank, with the ranks and causes: a module's own part in it failed, or a rank has no
+                memory for the whole.
         """
         engine = engine_at_rest(self, "full_state_dict", accepts_whole=True)
         return gather_state_dict(engine, self, rank0_only=rank0_only)
@@ -482,6 +483,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only
 
     Raises:
         ConfigError: it has no parameter of this model.
+        ShardingError: on every rank; names state that cannot be put together, or the rank that failed.
         RankMismatchError: the optimizer has other state on another rank.
     """
     return gather_state(engine_of_both(optimizer, model), optimizer, rank0_only)

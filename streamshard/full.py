@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from streamshard.comm.objects import raise_if
 from streamshard.engine.engine import Engine
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.plan.structure import leave_inference_mode
@@ -206,29 +207,27 @@ def gather_state_dict(engine: Engine, model: nn.Module, *, rank0_only: bool) -> 
     """See `StreamShard.full_state_dict`."""
     wanted = not rank0_only or engine.ranks.is_first
     whole: list[tuple[ParamShard, torch.Tensor]] = []
+    failure: Exception | None = None
     for unit in engine.units:
         shards = unit.params
         if engine.is_alone or any(piece_of(shard.param) for shard in shards):
             wholes = unit.gather_whole([shard.main for shard in shards])
         else:  # inside summon_full_params
             wholes = [shard.param.detach() for shard in shards]
-        if wanted:
-            found = zip(shards, wholes, strict=True)
-            whole.extend((shard, tensor.to("cpu", copy=True)) for shard, tensor in found if tensor is not None)
-    state: dict[str, Any] = {}
-    error: Exception | None = None
-    try:
-        if wanted:
-            state = _state_dict_of(model, whole)
-    except Exception as raised:
-        error = raised
-    errors = engine.ranks.gather_errors(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for rank, story in enumerate(errors):
-        if story is not None:
-            raise ShardingError(f"full_state_dict failed on rank {rank}: {story}")
-    return state
+        try:
+            if wanted and failure is None:
+                found = zip(shards, wholes, strict=True)
+                whole.extend((shard, tensor.to("cpu", copy=True)) for shard, tensor in found if tensor is not None)
+        except Exception as error:  # such as too little memory on the one rank that wants it: others gather on
+            failure = error
+    states: list[dict[str, Any]] = []
+
+    def finish() -> None:
+        raise_if(failure)
+        states.append(_state_dict_of(model, whole) if wanted else {})
+
+    engine.ranks.gather_results("collect the model's state dict", finish)
+    return states[0]
 
 
 def _state_dict_of(model: nn.Module, whole: Sequence[tuple[ParamShard, torch.Tensor]]) -> dict[str, Any]:

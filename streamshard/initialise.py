@@ -81,16 +81,15 @@ def _run(engine: Engine, model: nn.Module, init: Init | None, params: set[str], 
     room = Room(engine, params)
     needed = _modules_of(model, params | buffers, engine)
     found = {name: buffer for name, buffer in buffers_of(model).items() if name in buffers}
-    error: Exception | None = None
-    try:
+
+    def initialise() -> None:
         with torch.no_grad(), _seeded(engine.streams.device, seed), _kept(engine, model, buffers):
             with room.in_modules(model):
                 _initialise(model, init, needed, room, model, buffers)
             room.finish()
-    except Exception as raised:  # whatever it is, the other ranks are waiting to hear of it
-        error = raised
+
     try:
-        _refuse_together(engine, error)
+        engine.ranks.gather_results("initialise the model", initialise)
         room.check_equal()
     except Exception:
         for name, buffer in found.items():
@@ -99,16 +98,6 @@ def _run(engine: Engine, model: nn.Module, init: Init | None, params: set[str], 
         assert engine.empty is not None
         engine.empty.renew([shard for shard in engine.param_shards if shard.name in params], found)
         raise
-
-
-def _refuse_together(engine: Engine, error: Exception | None) -> None:
-    told = None if error is None else f"{type(error).__name__}: {error}"
-    stories = engine.ranks.gather_errors(told)
-    if error is not None:
-        raise error
-    for rank, story in enumerate(stories):
-        if story is not None:
-            raise ShardingError(f"initialisation failed on rank {rank}: {story}")
 
 
 def _initialise(

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamshard.checkpoint.tree import encode
+from streamshard.comm.objects import raise_if
 from streamshard.engine.containers import tensors_in
 from streamshard.engine.engine import Engine
 from streamshard.errors import CheckpointError, RankMismatchError, ShardingError
@@ -97,12 +98,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
                         state[numbers[shard.param]][name] = whole.to("cpu", values[name].dtype, copy=True)
             except Exception as error:  # such as too little memory on the one rank that wants it: others gather on
                 failure = error
-
-    def finish() -> None:
-        if failure is not None:
-            raise failure
-
-    engine.ranks.gather_results("collect the optimizer's state", finish)
+    engine.ranks.gather_results("collect the optimizer's state", lambda: raise_if(failure))
     return {**packed, "state": dict(sorted(state.items()))} if wanted else {}
 
 

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from streamshard.errors import StreamShardError
 
-__all__ = ["describe", "gather_bytes", "gather_results"]
+__all__ = ["describe", "gather_bytes", "gather_results", "raise_if"]
 
 _VALUE, _ERROR = b"v", b"e"  # first bytes of what a rank sends
 
@@ -60,6 +60,12 @@ def gather_results(
         _fail(gather, doing, error, raises)
     _raise_errors(gather(b""), doing, raises)
     return values
+
+
+def raise_if(error: Exception | None) -> None:
+    """Raise `error`, which a rank has kept to go on with the collectives of others; an action of `gather_results`."""
+    if error is not None:
+        raise error
 
 
 def describe(error: BaseException) -> str:

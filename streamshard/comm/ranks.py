@@ -204,12 +204,6 @@ class Ranks:
             dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.host_group)
         return extremes.tolist() == [number, -number]
 
-    def gather_errors(self, error: str | None) -> list[str | None]:
-        """Every rank's error, None where there is none. Blocks."""
-        if not self.any_rank(error is not None):
-            return [None] * self.total_size
-        return self.gather_objects(error)
-
     def barrier(self) -> None:
         """Return once every rank has called this."""
         self.gather_objects(None)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from streamshard.comm.objects import raise_if
 from streamshard.device import on_device
 from streamshard.errors import ConfigError, OptimizerError
 from streamshard.optim.local_sgd import LocalSGD
@@ -71,10 +72,5 @@ class DistributedOptimizer(WrappedOptimizer):
                     raise
                 error = raised
             if ranks.any_rank(error is not None):
-                raise self._error_of_all(error) from error
+                ranks.gather_results("step the optimizer", lambda: raise_if(error), OptimizerError)
             return result
-
-    def _error_of_all(self, error: Exception | None) -> OptimizerError:
-        heard = self.engine.ranks.gather_errors(None if error is None else f"{type(error).__name__}: {error}")
-        stories = [f"on rank {rank}: {story}" for rank, story in enumerate(heard) if story is not None]
-        return OptimizerError(f"the optimizer's step failed {', '.join(stories)}")
