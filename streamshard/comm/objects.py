@@ -55,11 +55,9 @@ def gather_results(
     gathered = gather(sent)
     _raise_errors(gathered, doing, raises)
     try:
-        values: list[_T] = [pickle.loads(memoryview(each)[len(_VALUE) :]) for each in gathered]
-    except BaseException as error:
-        _fail(gather, doing, error, raises)
-    _raise_errors(gather(b""), doing, raises)
-    return values
+        return [pickle.loads(memoryview(each)[len(_VALUE) :]) for each in gathered]
+    except Exception as error:  # of the same bytes on all ranks
+        raise raises(f"could not {doing}: {describe(error)}") from error
 
 
 def raise_if(error: Exception | None) -> None:
