@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -287,8 +286,7 @@ def _verify(path: Path, manifest: Manifest, *, reads: bool) -> None:
     """Raise a CheckpointError that names the file that is missing or damaged; without `reads`, of another size."""
     check_sizes(path, manifest)
     if reads:
-        with contextlib.ExitStack() as opened:
-            PieceFiles(path, manifest, opened).verify(Alone())
+        PieceFiles(path, manifest).verify(Alone())
 
 
 def _export(arguments: argparse.Namespace) -> None:

@@ -5,7 +5,6 @@ collect -> copy to the host, if training goes on meanwhile -> write, see `save_j
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -195,8 +194,7 @@ def load_checkpoint(
     ranks = parts.engine.ranks
     path, manifest = _find(root, ranks)
     doing = f"load {path}"
-    with contextlib.ExitStack() as opened:
-        files = PieceFiles(path, manifest, opened)
+    with PieceFiles(path, manifest) as files:
         files.verify(ranks)
         plan = run_on_all_ranks(ranks, doing, lambda: plan_restore(parts, manifest, files.read_whole, strict=strict))
         run_on_all_ranks(ranks, doing, lambda: files.open(plan.reads))

@@ -2755,6 +2755,20 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "checkpoint/piece_files",
+        "all files of a checkpoint are open at once",
+        "            while len(self._opened) >= _OPENED_AT_MOST:",
+        "            while False:",
+        "piece_files::test_a_checkpoint_of_more_files_than_may_be_open_is_read",
+    ),
+    Mutant(
+        "checkpoint/piece_files",
+        "any file is taken for the one that was open before",
+        "            if _identity(file) != self._headers[number].identity[0]:",
+        "            if False:",
+        "piece_files::test_a_file_that_is_opened_again_must_be_the_same",
+    ),
+    Mutant(
+        "checkpoint/piece_files",
         "files are not compared with their checksums",
         "            if shown(crc32) != record.crc32:",
         "            if False:",
@@ -2775,10 +2789,10 @@ MUTANTS: list[Mutant] = [
         "training_state::test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_mixed",
     ),
     Mutant(
-        "checkpoint/stored_files",
+        "checkpoint/piece_files",
         "files that were written to meanwhile are believed",
-        "            if now != file.identity:",
-        "            if False:",
+        "        if _identity(self._opened[number]) != self._headers[number].identity[0]:",
+        "        if False:",
         "training_state::test_a_file_that_is_written_to_while_it_is_loaded_is_named",
     ),
     Mutant(

@@ -67,8 +67,8 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Iterator[Opened]:
     path = find_checkpoint(parse_path("directory", directory))
     manifest = read_manifest(path)
     check_sizes(path, manifest)
-    with contextlib.ExitStack() as opened:
-        yield Opened(path, manifest, PieceFiles(path, manifest, opened))
+    with PieceFiles(path, manifest) as files:
+        yield Opened(path, manifest, files)
 
 
 class Exported(NamedTuple):

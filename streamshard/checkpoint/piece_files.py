@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
@@ -23,14 +24,25 @@ from streamshard.log import progress
 __all__ = ["PieceFiles"]
 
 
-class PieceFiles:
-    """The files of one checkpoint, opened when they are needed."""
+_OPENED_AT_MOST = 64  # files; `ulimit -n` is often 1024 or 256, for the whole process
 
-    def __init__(self, path: Path, manifest: Manifest, opened: contextlib.ExitStack) -> None:
+
+class PieceFiles(contextlib.AbstractContextManager["PieceFiles"]):
+    """The files of one checkpoint, opened when they are needed, a bounded number at a time. Leaving it closes them.
+
+    Where all of them are open, whoever deletes or replaces the checkpoint changes nothing in what is read. Where there
+    are more, a file that has to be opened again must still be the same one.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
         self._path = path
         self._manifest = manifest
-        self._opened = opened
-        self._files: dict[int, StoredDirectory] = {}
+        self._headers: dict[int, StoredDirectory] = {}  # of all files that were opened; closed
+        self._opened: dict[int, FileIO] = {}  # the one that was used last comes last
+
+    def __exit__(self, *args: object) -> None:
+        for file in self._opened.values():
+            file.close()
 
     def verify(self, ranks: Ranks | Alone) -> None:
         """Compare the files with their checksums; each rank reads an equal share of all bytes.
@@ -62,11 +74,12 @@ class PieceFiles:
             CheckpointError: names what is not where the manifest says.
         """
         for piece, first, last in self._overlaps(read):
-            stored = self._file(piece.file).tensors.get(read.name)
-            if stored is None or stored.shape != (piece.stop - piece.start,):
-                raise CheckpointError(
-                    f"{self._manifest.files[piece.file].name} does not hold what it should of {read.name!r}"
-                )
+            file = self._file(piece.file)
+            stored = self._headers[piece.file].tensors.get(read.name)
+            wanted = (piece.stop - piece.start,), getattr(torch, self._manifest.tensors[read.name].dtype)
+            if stored is None or (stored.shape, stored.dtype) != wanted:
+                raise CheckpointError(f"{os.fsdecode(file.name)} does not hold what it should of {read.name!r}")
+            stored = stored._replace(file=file)
             read_range(stored, first - piece.start, read.target[first - read.start : last - read.start])
 
     def read_whole(self, name: str) -> torch.Tensor:
@@ -77,7 +90,7 @@ class PieceFiles:
         return whole
 
     def open(self, reads: Iterable[Read]) -> None:
-        """Open what will be read, whatever is put in its place afterwards.
+        """Open what will be read, as far as that many files may be open.
 
         Raises:
             CheckpointError: something was put in the checkpoint's place since its manifest was read.
@@ -98,17 +111,42 @@ class PieceFiles:
 
     def check_unchanged(self) -> None:
         """Raise a CheckpointError if somebody has written into one of the files."""
-        for file in self._files.values():
-            file.check_unchanged()
+        for number in self._opened:
+            self._check_unchanged(number)
 
-    def _file(self, number: int) -> StoredDirectory:
-        if number not in self._files:
-            self._files[number] = self._opened.enter_context(read_file(self._path / self._manifest.files[number].name))
-        return self._files[number]
+    def _file(self, number: int) -> FileIO:
+        """Open until `_OPENED_AT_MOST` others have been asked for."""
+        file = self._opened.pop(number, None)
+        if file is None:
+            while len(self._opened) >= _OPENED_AT_MOST:
+                oldest = next(iter(self._opened))
+                self._check_unchanged(oldest)
+                self._opened.pop(oldest).close()
+            path = self._path / self._manifest.files[number].name
+            if number not in self._headers:
+                with read_file(path) as header:
+                    self._headers[number] = header
+            file = self._opened[number] = _open(path)
+            if _identity(file) != self._headers[number].identity[0]:
+                raise CheckpointError(f"{self._path} was replaced while it was being loaded: load again")
+        self._opened[number] = file
+        return file
+
+    def _check_unchanged(self, number: int) -> None:
+        if _identity(self._opened[number]) != self._headers[number].identity[0]:
+            raise CheckpointError(f"{self._path / self._manifest.files[number].name} was written to while it was read")
+
+
+def _identity(file: FileIO) -> tuple[int, int, int]:
+    """As in `StoredDirectory.identity`."""
+    status = os.fstat(file.fileno())
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _open(path: Path) -> FileIO:
     try:
         return FileIO(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} was deleted while the checkpoint was being read") from error
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error

@@ -308,6 +308,7 @@ def _read_header(file: _OpenFile) -> dict[str, StoredTensor]:
         length = int.from_bytes(os.pread(file.opened.fileno(), LENGTH_BYTES, 0), "little")
     except (SafetensorError, OSError) as error:
         file.check_in_place()
+        _check_can_open(file.path)
         raise CheckpointError(f"cannot read {file.path}, or it is damaged: {error}") from error
     tensors = {}
     position = LENGTH_BYTES + length
@@ -319,3 +320,11 @@ def _read_header(file: _OpenFile) -> dict[str, StoredTensor]:
     if position != file.identity.size_bytes:
         raise CheckpointError(f"{file.path} has {file.identity.size_bytes} bytes, but its header describes {position}")
     return tensors
+
+
+def _check_can_open(path: Path) -> None:
+    """Say why a file cannot be opened. The safetensors library says that there is none, whatever the reason is."""
+    try:
+        os.close(os.open(path, os.O_RDONLY))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
