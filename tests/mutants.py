@@ -2742,7 +2742,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "checkpoint/manifest",
         "a newer format is read",
-        '    if content["format"] != FORMAT:',
+        "    if found != FORMAT:",
         "    if False:",
         "training_state::test_a_newer_format_is_refused_by_its_version",
     ),
@@ -2752,6 +2752,13 @@ MUTANTS: list[Mutant] = [
         "        if size_bytes != record.size_bytes:",
         "        if False:",
         "directory::test_the_latest_is_the_latest_that_is_whole",
+    ),
+    Mutant(
+        "checkpoint/manifest_schema",
+        "a checkpoint's files may be anywhere",
+        "    if not isinstance(value, str) or not _FILE_NAME.fullmatch(value):",
+        "    if not isinstance(value, str):",
+        "manifest::test_a_manifest_of_a_stranger_is_refused_and_passed_over",
     ),
     Mutant(
         "checkpoint/piece_files",

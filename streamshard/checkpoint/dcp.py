@@ -98,7 +98,7 @@ class _Saved(torch.Tensor):
 
 def _stand_in(opened: Opened, name: str) -> torch.Tensor:
     record = opened.manifest.tensors[name]
-    data = torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="meta").as_subclass(_Saved)
+    data = torch.empty(record.shape, dtype=record.torch_dtype, device="meta").as_subclass(_Saved)
     data.saved_name = name
     return data
 

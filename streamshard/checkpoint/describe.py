@@ -134,10 +134,7 @@ def _short(manifest: Manifest, value: Any, suffix: str = "") -> str:
         return f"{kind} {list(record.shape)} {record.dtype}" if kind != "bytes" else f"{record.numel} bytes"
     if "value" in value:
         return str(value["value"])
-    items = value["items"]
-    if isinstance(items, dict):  # of a tuple
-        items = items["items"]
-    return f"{kind}({', '.join(_parts(manifest, items, suffix))})"
+    return f"{kind}({', '.join(_parts(manifest, value['items'], suffix))})"
 
 
 def _parts(manifest: Manifest, values: Iterable[Any], suffix: str) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """The manifest of a checkpoint: what lies where. A directory is a checkpoint if it holds one, because it comes last.
 
 It is JSON, with the SHA-256 of itself in its first line and the CRC-32 of all other files inside: whatever byte of a
-checkpoint changes is noticed.
+checkpoint changes is noticed. A checksum does not say who has written it, so `read_manifest` checks every value
+(`manifest_schema.py`); its callers need not.
 """
 
 from __future__ import annotations
@@ -17,9 +18,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from streamshard.checkpoint.manifest_schema import LARGEST, check_manifest
+from streamshard.checkpoint.tree import dtype_named
 from streamshard.errors import CheckpointError
 
-__all__ = ["MANIFEST_NAME", "FileRecord", "Manifest", "PieceRecord", "TensorRecord", "read_manifest"]
+__all__ = [
+    "LARGEST",
+    "MANIFEST_NAME",
+    "FileRecord",
+    "Manifest",
+    "PieceRecord",
+    "TensorRecord",
+    "check_sizes",
+    "read_manifest",
+]
 
 MANIFEST_NAME = "checkpoint.json"
 FORMAT = 1
@@ -64,10 +76,14 @@ class TensorRecord:
         return math.prod(self.shape)
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype with that name."""
+        return dtype_named(self.dtype)
+
+    @property
     def size_bytes(self) -> int:
         """Of the whole."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return self.numel * dtype.itemsize
+        return self.numel * self.torch_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -82,6 +98,8 @@ class Manifest:
         files: beside the manifest, in the order in which pieces count them.
         tensors: by name.
         state: everything that is no tensor.
+        generation: orders the checkpoints of a directory: each has one more than the largest that was there when it
+            was published. No clock decides.
     """
 
     number: int
@@ -91,6 +109,7 @@ class Manifest:
     files: tuple[FileRecord, ...]
     tensors: Mapping[str, TensorRecord]
     state: Mapping[str, Any] = field(repr=False)
+    generation: int = 0
 
     def encode(self) -> bytes:
         """The file's content."""
@@ -121,21 +140,37 @@ def read_manifest(directory: Path) -> Manifest:
     expected = _HEAD.format(hashlib.sha256(body).hexdigest()).encode() + body + _TAIL.encode()
     if text != expected:
         raise CheckpointError(f"{path} is damaged: it is not what its checksum says")
-    content = json.loads(body)
-    if content["format"] != FORMAT:
-        by = content.get("versions", {}).get("streamshard", "?")
+    try:
+        content = json.loads(body)
+        found = content["format"]
+        if found == FORMAT:
+            check_manifest(content)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is malformed: {error}") from error
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is malformed: {type(error).__name__}: {error}") from error
+    if found != FORMAT:
+        versions = content.get("versions")
+        by = versions.get("streamshard", "?") if isinstance(versions, dict) else "?"
         raise CheckpointError(
-            f"{path} has format {content['format']}, written by streamshard {by}; this version reads format {FORMAT}: "
+            f"{path} has format {found!r:.20}, written by streamshard {by!s:.20}; this version reads format {FORMAT}: "
             "load it with that version"
         )
+    tensors = {
+        name: TensorRecord(
+            tuple(record["shape"]), record["dtype"], tuple(PieceRecord(*piece) for piece in record["pieces"])
+        )
+        for name, record in content["tensors"].items()
+    }
     return Manifest(
         content["number"],
         content["world_size"],
         content["replicas"],
         content["versions"],
         tuple(FileRecord(**record) for record in content["files"]),
-        {name: _tensor_record(path, name, record) for name, record in content["tensors"].items()},
+        tensors,
         content["state"],
+        content.get("generation", 0),
     )
 
 
@@ -153,16 +188,3 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
                 f"the checkpoint {directory} is not whole: {record.name} has {size_bytes} bytes, was written with "
                 f"{record.size_bytes}"
             )
-
-
-def _tensor_record(path: Path, name: str, record: Mapping[str, Any]) -> TensorRecord:
-    pieces = tuple(PieceRecord(*piece) for piece in record["pieces"])
-    shape = tuple(record["shape"])
-    stop = 0
-    for piece in pieces:
-        if piece.start != stop or piece.stop < piece.start:
-            raise CheckpointError(f"{path}: the pieces of {name!r} do not follow one another at element {stop}")
-        stop = piece.stop
-    if stop != math.prod(shape):
-        raise CheckpointError(f"{path}: the pieces of {name!r} end at element {stop} of {math.prod(shape)}")
-    return TensorRecord(shape, record["dtype"], pieces)

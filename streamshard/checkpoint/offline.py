@@ -19,6 +19,7 @@ from streamshard.checkpoint.piece_files import PieceFiles
 from streamshard.checkpoint.publish import write_synced
 from streamshard.checkpoint.rearrange import Run
 from streamshard.checkpoint.restore import Read
+from streamshard.checkpoint.tree import dtype_named
 from streamshard.checkpoint.writer import Alone, TensorEntry, write_sharded
 from streamshard.config import parse_bytes, parse_path
 from streamshard.errors import CheckpointError, ConfigError
@@ -122,8 +123,6 @@ def export_checkpoint(
 
         def write_beside(staging: Path) -> None:
             for file, text in plan["files"].items():
-                if Path(file).name != file:
-                    raise CheckpointError(f"{opened.path} has a file called {file!r}, which would be outside of {root}")
                 if file == "config.json" and wanted is not None:
                     text = with_dtype(text, wanted)
                 write_synced(staging / file, text.encode())
@@ -168,7 +167,7 @@ def _entries(
     opened: Opened, model: str, tensors: Sequence[Sequence[Any]], dtype: torch.dtype | None
 ) -> Iterator[TensorEntry]:
     for name, shape, own, runs in tensors:
-        stored: torch.dtype = getattr(torch, own)
+        stored = dtype_named(own)
         spec = name, tuple(shape), dtype if dtype is not None and stored.is_floating_point else stored
         yield TensorEntry(*spec, 0, 0, None)
         for run in (Run(*each) for each in runs):

@@ -76,7 +76,7 @@ class PieceFiles(contextlib.AbstractContextManager["PieceFiles"]):
         for piece, first, last in self._overlaps(read):
             file = self._file(piece.file)
             stored = self._headers[piece.file].tensors.get(read.name)
-            wanted = (piece.stop - piece.start,), getattr(torch, self._manifest.tensors[read.name].dtype)
+            wanted = (piece.stop - piece.start,), self._manifest.tensors[read.name].torch_dtype
             if stored is None or (stored.shape, stored.dtype) != wanted:
                 raise CheckpointError(f"{os.fsdecode(file.name)} does not hold what it should of {read.name!r}")
             stored = stored._replace(file=file)
@@ -85,7 +85,7 @@ class PieceFiles(contextlib.AbstractContextManager["PieceFiles"]):
     def read_whole(self, name: str) -> torch.Tensor:
         """A tensor, in new CPU memory."""
         record = self._manifest.tensors[name]
-        whole = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+        whole = torch.empty(record.shape, dtype=record.torch_dtype)
         self.read(Read(name, 0, whole.view(-1)))
         return whole
 

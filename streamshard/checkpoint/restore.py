@@ -189,7 +189,7 @@ def _plan_optimizer(
                 own.clear()
                 break
             moment = moment_of(shard, optimizer, key)
-            dtype = getattr(torch, record.dtype)
+            dtype = record.torch_dtype
             if moment is None or moment.dtype != dtype or not moment.is_contiguous():
                 moment = torch.empty(shard.piece.shape, dtype=dtype, device=device)
             own[key] = moment

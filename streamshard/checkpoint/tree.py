@@ -8,9 +8,10 @@ reading it back would need the code of a class.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from enum import Enum
 from typing import Any
 
@@ -20,9 +21,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from streamshard.errors import CheckpointError
 from streamshard.unit.sharded_tensor import is_piece
 
-__all__ = ["decode", "encode"]
+__all__ = ["check_tree", "decode", "dtype_named", "encode"]
 
 _KIND = "$"
+_DEEPEST = 64  # containers inside of each other; each takes up to four levels of JSON
+_DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+_TEXTS = {  # kinds whose value is a text
+    "device": re.compile(r"[a-z_]+(:[0-9]{1,3})?"),
+    "dtype": re.compile("|".join(_DTYPES)),
+    "float": re.compile("inf|-inf|nan"),
+}
 _LARGEST_BYTES = 8  # of a number
 _SEQUENCES = (list, tuple, torch.Size, set, frozenset)
 _MAPPINGS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
@@ -48,6 +56,8 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], around: dic
     if type(value) in _SEQUENCES or isinstance(value, defaultdict) or type(value) in _MAPPINGS.values():
         if id(value) in around:
             raise CheckpointError(f"{path} is {around[id(value)]} again: what contains itself cannot be saved")
+        if len(around) >= _DEEPEST:
+            raise CheckpointError(f"{path[:80]}... is nested in {_DEEPEST} containers: a checkpoint holds no more")
         around[id(value)] = path
         encoded = _encode_container(value, path, tensors, around)
         del around[id(value)]
@@ -83,6 +93,17 @@ def _is_known(dtype: Any) -> bool:
     return dtype.kind in "biuf" and dtype.itemsize <= _LARGEST_BYTES
 
 
+def dtype_named(name: object) -> torch.dtype:
+    """The dtype with this name, such as ``"bfloat16"``.
+
+    Raises:
+        CheckpointError: torch has no such dtype.
+    """
+    if isinstance(name, str) and name in _DTYPES:
+        return _DTYPES[name]
+    raise CheckpointError(f"{name!r:.80} is not the name of a dtype")
+
+
 def decode(saved: Any, tensor_of: Callable[[str], torch.Tensor], device: torch.device) -> Any:
     """What was given to `encode`.
 
@@ -90,34 +111,95 @@ def decode(saved: Any, tensor_of: Callable[[str], torch.Tensor], device: torch.d
         saved: the JSON.
         tensor_of: a new tensor in CPU memory, by its name.
         device: for tensors that were not in CPU memory.
+
+    Raises:
+        CheckpointError: `encode` gives no such JSON.
     """
+    try:
+        return _decode(saved, tensor_of, device)
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+        raise CheckpointError(f"a saved value is malformed: {type(error).__name__}: {error}") from error
+
+
+def _decode(saved: Any, tensor_of: Callable[[str], torch.Tensor], device: torch.device) -> Any:
     if isinstance(saved, list):
-        return [decode(each, tensor_of, device) for each in saved]
+        return [_decode(each, tensor_of, device) for each in saved]
     if not isinstance(saved, dict):
         return saved
     kind = saved.get(_KIND)
     if kind is None:
-        return {key: decode(each, tensor_of, device) for key, each in saved.items()}
+        return {key: _decode(each, tensor_of, device) for key, each in saved.items()}
     if kind == "float":
         return float(saved["value"])
     if kind == "number":
-        return torch.tensor(
-            _number(saved["value"]), dtype=getattr(torch, saved["dtype"]), device=_device(saved, device)
-        )
+        return _number(saved["value"], dtype_named(saved["dtype"])).to(_device(saved, device))
     if kind == "tensor":
         return tensor_of(saved["tensor"]).to(_device(saved, device))
     if kind == "bytes":
         return tensor_of(saved["tensor"]).numpy().tobytes()
     if kind == "array":
         return tensor_of(saved["tensor"]).numpy()
-    if kind in ("dtype", "device"):
-        return getattr(torch, saved["value"]) if kind == "dtype" else torch.device(saved["value"])
-    items = decode(saved["items"], tensor_of, device)
+    if kind == "dtype":
+        return dtype_named(saved["value"])
+    if kind == "device":
+        return _device_named(saved["value"])
+    items = _decode(saved["items"], tensor_of, device)
     if kind in ("tuple", "set", "frozenset"):
         return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
     if kind in _MAPPINGS:
         return _MAPPINGS[kind](dict(items))  # of a Counter the counts, not how many such items there are
     raise CheckpointError(f"a value of kind {kind!r}, which this version of streamshard does not know")
+
+
+def check_tree(saved: Any, tensors: Container[str], suffix: str = "") -> None:
+    """Raise a CheckpointError unless `decode` can read `saved`, which comes from a file that anybody may have made.
+
+    Args:
+        saved: the JSON.
+        tensors: names of those that there are.
+        suffix: of the names of tensors in `saved`.
+    """
+    level = [saved]
+    for _ in range(4 * _DEEPEST + 4):
+        level = [part for value in level for part in _check_node(value, tensors, suffix)]
+        if not level:
+            return
+    raise CheckpointError("a value is nested too deeply")
+
+
+def _check_node(value: Any, tensors: Container[str], suffix: str) -> list[Any]:
+    """Check one value; returns those in it, as far as they have to be checked."""
+    if isinstance(value, list):
+        return [each for each in value if isinstance(each, list | dict)]
+    if not isinstance(value, dict):
+        return []
+    kind, fields = value.get(_KIND), value.keys() - {_KIND, "device"}
+    if kind is None:
+        return [each for each in value.values() if isinstance(each, list | dict)]
+    if kind in ("tensor", "bytes", "array"):
+        is_sound = fields == {"tensor"} and isinstance(value["tensor"], str) and value["tensor"] + suffix in tensors
+    elif kind in ("tuple", "set", "frozenset", *_MAPPINGS):
+        is_sound = fields == {"items"} and isinstance(value["items"], list)
+        if is_sound and kind in _MAPPINGS:
+            is_sound = all(map(_is_pair, value["items"]))
+    elif isinstance(kind, str) and kind in _TEXTS:
+        is_sound = fields == {"value"} and isinstance(value["value"], str)
+        is_sound = is_sound and _TEXTS[kind].fullmatch(value["value"]) is not None
+    elif kind == "number":
+        is_sound = fields == {"dtype", "value"} and isinstance(value["value"], str | int | float)
+        if is_sound:
+            _number(value["value"], dtype_named(value["dtype"]))
+    else:
+        raise CheckpointError(f"a value of kind {kind!r:.80}, which this version of streamshard does not know")
+    if not is_sound or not isinstance(value.get("device", ""), str):
+        raise CheckpointError(f"a value of kind {kind!r} is malformed: {sorted(value)!r:.80}")
+    items: list[Any] = value.get("items", [])
+    return items
+
+
+def _is_pair(item: Any) -> bool:
+    is_tuple = isinstance(item, dict) and item.get(_KIND) == "tuple"
+    return is_tuple and isinstance(item.get("items"), list) and len(item["items"]) == 2
 
 
 def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -177,8 +259,19 @@ def _encode_mapping(
     return {_KIND: kind, "items": [{_KIND: "tuple", "items": item} for item in items]}
 
 
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, str) else value
+def _number(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Of no dimensions, in CPU memory."""
+    try:
+        return torch.tensor(float(value) if isinstance(value, str) else value, dtype=dtype)
+    except (RuntimeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{value!r:.80} is not a number of dtype {dtype}") from error
+
+
+def _device_named(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise CheckpointError(f"{name!r:.80} is not the name of a device") from error
 
 
 def _device(saved: Mapping[str, Any], device: torch.device) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,9 @@ def _put(directory: Path, number: int, saved_at: str, keep: int | None = None) -
     partial = create_partial(directory, number)
     (partial / FILE).write_bytes(b"1234")
     record = FileRecord(FILE, 4, "9be3e0a3")
-    return publish_checkpoint(partial, Manifest(number, 1, 1, {"saved_at": saved_at}, (record,), {}, {}), keep)
+    versions = {"streamshard": "0", "torch": "0", "saved_at": saved_at}
+    state: dict[str, Any] = {"models": {}, "optimizers": {}, "trees": {}}
+    return publish_checkpoint(partial, Manifest(number, 1, 1, versions, (record,), {}, state), keep)
 
 
 def _names(directory: Path) -> set[str]:

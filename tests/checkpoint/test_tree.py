@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.checkpoint.tree import decode, encode
+from streamshard.checkpoint.tree import check_tree, decode, encode
 from streamshard.errors import CheckpointError
 
 CPU = torch.device("cpu")
@@ -143,3 +143,39 @@ def test_what_contains_itself_is_refused_by_its_path() -> None:
         encode(keyed, "extra", {})
     twice = [1]
     assert there_and_back([twice, {"a": twice}, twice]) == [[1], {"a": [1]}, [1]]
+
+
+def test_what_is_nested_too_deeply_is_refused_when_it_is_saved() -> None:
+    """It could not be read back; what is accepted can be, of whatever kind it is."""
+    for wrap in (lambda value: [value], lambda value: (value,), lambda value: {1: value}, lambda value: {"a": value}):
+        value: Any = 0
+        for _ in range(64):
+            value = wrap(value)
+        encoded = encode(value, "extra.deep", {})
+        check_tree(encoded, ())
+        assert decode(encoded, {}.__getitem__, CPU) == value
+        with pytest.raises(CheckpointError, match="extra.deep.* is nested in 64 containers"):
+            encode(wrap(value), "extra.deep", {})
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"$": "dtype", "value": "load"},
+        {"$": "dtype", "value": ["load"]},
+        {"$": "device", "value": "nowhere"},
+        {"$": "number", "dtype": "load", "value": 1},
+        {"$": "number", "dtype": "uint8", "value": 300},
+        {"$": "float", "value": "high"},
+        {"$": "tensor", "tensor": "missing"},
+        {"$": "tuple"},
+        {"$": "set", "items": [[1]]},
+        {"$": "dict", "items": [1]},
+        {"$": "module", "items": []},
+        {"$": ["dict"], "items": []},
+    ],
+)
+def test_what_encode_does_not_give_is_refused(saved: Any) -> None:
+    """By an error of this package; nothing of torch is looked up that is no dtype."""
+    with pytest.raises(CheckpointError):
+        decode([saved], {}.__getitem__, CPU)
