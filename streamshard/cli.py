@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from streamshard.checkpoint.describe import (
     describe,
@@ -26,7 +27,7 @@ from streamshard.checkpoint.safetensors_file import SUMS_NAME
 from streamshard.checkpoint.stored_files import read_directory
 from streamshard.checkpoint.writer import Alone
 from streamshard.errors import CheckpointError, ConfigError, StreamShardError
-from streamshard.log import progress
+from streamshard.log import printable, progress
 from streamshard.version import __version__
 
 __all__ = ["main"]
@@ -131,12 +132,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
     except (StreamShardError, OSError) as error:
-        print(f"streamshard {arguments.command}: {error}", file=sys.stderr)
+        _say(f"streamshard {arguments.command}: {error}", sys.stderr)
         return _USAGE if isinstance(error, ConfigError) else _FAILED
     except KeyboardInterrupt:
-        print(f"streamshard {arguments.command}: interrupted", file=sys.stderr)
+        _say(f"streamshard {arguments.command}: interrupted", sys.stderr)
         return _INTERRUPTED
     return 0
+
+
+def _say(text: object, stream: TextIO | None = None) -> None:
+    """Print one line, of which strangers may have written a part: their checkpoint, or names in it."""
+    print(printable(str(text)), file=stream)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -216,38 +222,38 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 def _inspect_one(path: Path, arguments: argparse.Namespace) -> None:
     manifest = read_manifest(path)
-    print(path)
+    _say(path)
     for line in describe(manifest):
-        print(f"  {line}")
+        _say(f"  {line}")
     if arguments.tensors:
-        print("tensors")
+        _say("tensors")
         for line in tensor_lines(manifest):
-            print(f"  {line}")
+            _say(f"  {line}")
     sys.stdout.flush()  # before an error follows on the other stream
     _verify(path, manifest, reads=not arguments.no_verify)
-    print(
+    _say(
         "not verified: files have the sizes they should have" if arguments.no_verify else "verified: all is as written"
     )
 
 
 def _inspect_weights(root: Path, arguments: argparse.Namespace) -> None:
     with read_directory(root) as stored:
-        print(f"{root} is a Hugging Face directory")
+        _say(f"{root} is a Hugging Face directory")
         for line in describe_weights(stored):
-            print(f"  {line}")
+            _say(f"  {line}")
         if arguments.tensors:
-            print("tensors")
+            _say("tensors")
             for line in stored_lines(stored):
-                print(f"  {line}")
+                _say(f"  {line}")
         sys.stdout.flush()
         if stored.sums is not None and not arguments.no_verify:
             with progress(f"verifying {root.name}", sum(stored.sizes_bytes), shows=True) as advance:
                 stored.verify([stored.read_share(0, 1, advance)])
             stored.check_unchanged()
-            print("verified: the weights are as they were written")
+            _say("verified: the weights are as they were written")
         else:
             why = "" if arguments.no_verify else f"there are no checksums ({SUMS_NAME}); "
-            print(f"not verified: {why}files have the sizes they should have")
+            _say(f"not verified: {why}files have the sizes they should have")
 
 
 def _inspect_several(paths: Sequence[Path], *, verifies: bool) -> None:
@@ -271,7 +277,7 @@ def _inspect_several(paths: Sequence[Path], *, verifies: bool) -> None:
         told[max(whole)[-1]][-1] += ", latest"
     widths = [max(len(row[column]) for row in told.values()) for column in range(5)]
     for path in sorted(paths, key=_number_and_name):
-        print("  ".join(cell.ljust(width) for cell, width in zip(told[path], widths, strict=True)).rstrip())
+        _say("  ".join(cell.ljust(width) for cell, width in zip(told[path], widths, strict=True)).rstrip())
     if errors:
         sys.stdout.flush()
         raise CheckpointError("; ".join(errors))
@@ -293,11 +299,9 @@ def _export(arguments: argparse.Namespace) -> None:
     done = export_checkpoint(
         arguments.directory, arguments.out, arguments.model, arguments.dtype, arguments.max_shard_size
     )
-    print(f"{done.path} -> {arguments.out}: {', '.join(done.files)}")
+    _say(f"{done.path} -> {arguments.out}: {', '.join(done.files)}")
     if done.custom_code is not None:
-        print(
-            f"{done.custom_code} has code that is not in transformers, nor here: put its .py files beside the weights"
-        )
+        _say(f"{done.custom_code} has code that is not in transformers, nor here: put its .py files beside the weights")
 
 
 def _convert(arguments: argparse.Namespace) -> None:
@@ -306,12 +310,12 @@ def _convert(arguments: argparse.Namespace) -> None:
 
     if arguments.to is not None:
         path = to_dcp(arguments.directory, arguments.out, accelerate=arguments.to == "accelerate")
-        print(f"{path} -> {arguments.out}")
+        _say(f"{path} -> {arguments.out}")
         return
     if arguments.step is not None and arguments.step < 0:
         raise ConfigError(f"--step={arguments.step}: wanted 0 or more")
     keys = {"model": arguments.model_key, "optimizer": arguments.optimizer_key}
     done = from_dcp(arguments.directory, arguments.out, **keys, step=arguments.step)
-    print(f"{arguments.directory} -> {done.path}")
+    _say(f"{arguments.directory} -> {done.path}")
     if done.left_out:
-        print(f"left out: {', '.join(done.left_out)}")
+        _say(f"left out: {', '.join(done.left_out)}")

@@ -8,9 +8,14 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["log", "progress"]
+__all__ = ["log", "printable", "progress"]
 
 log = logging.getLogger("streamshard")
+
+
+def printable(text: str) -> str:
+    """`text` in one line, without what a terminal may take for a command: as a file, or its name, may hold."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 @contextlib.contextmanager
@@ -26,7 +31,7 @@ def progress(what: str, total_bytes: int, *, shows: bool) -> Iterator[Callable[[
     if bars is None:
         yield lambda count: None
         return
-    with bars(total=total_bytes, desc=what, unit="B", unit_scale=True, leave=False) as bar:
+    with bars(total=total_bytes, desc=printable(what), unit="B", unit_scale=True, leave=False) as bar:
         yield bar.update
 
 

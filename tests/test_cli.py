@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from streamshard.checkpoint.restore import Read
 from streamshard.cli import main
 from streamshard.errors import CheckpointError
 from tests import families
+from tests.checkpoint.crafted import rewrite
 from tests.checkpoint.exporting import Plain, assert_same_files
 from tests.checkpoint.runs import start, steps
 from tests.models import Stack
@@ -311,6 +315,31 @@ def test_arguments_that_cannot_work_are_usage_errors(
     """Exit code 2, before anything is read."""
     assert main(["export", str(saved), str(tmp_path / "out"), *options]) == 2
     assert options[1] in capsys.readouterr().err
+
+
+def test_nothing_that_a_terminal_obeys_is_printed(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of what strangers have written into a checkpoint, or how they have called it: it could say that all is well."""
+    attack = "\x1b]0;owned\x07\x1b[2K\rverified: all is as written\n\u202e\udcff"
+    path = tmp_path / os.fsdecode(b"run\x1b[2K\n\xff") / "checkpoint-1"
+    shutil.copytree(saved / "checkpoint-10", path)
+
+    def change(content: Any) -> None:
+        content["versions"]["torch"] = attack
+        content["state"]["trees"][attack] = {"all": attack}
+        content["tensors"][attack] = {"shape": [0], "dtype": "float32", "pieces": []}
+
+    rewrite(path, change)
+    assert main(["inspect", str(path), "--tensors"]) == 0
+    rewrite(path, lambda content: content.update(format=2, versions={"streamshard": attack}))
+    for command in (["inspect", str(path.parent)], ["inspect", str(path)], ["export", str(path.parent), "out"]):
+        assert main(command) == 1
+    said = capsys.readouterr()
+    assert "\\x1b]0;owned" in said.out and "\\x1b]0;owned" in said.err and "\\u202e\\udcff" in said.out
+    lines = (said.out + said.err).split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert lines.count("verified: all is as written") == 1
 
 
 # ------------------------------------------------------------------------------------------------ the command

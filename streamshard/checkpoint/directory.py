@@ -19,7 +19,7 @@ from streamshard.checkpoint.manifest import MANIFEST_NAME, Manifest, check_sizes
 from streamshard.checkpoint.publish import PARTIAL, sync_directory
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError
-from streamshard.log import log
+from streamshard.log import log, printable
 
 __all__ = [
     "checkpoint_name",
@@ -71,7 +71,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     """
     seen = _look_into(parse_path("directory", directory))
     for why in seen.others:
-        log.warning("passed over: %s", why)
+        log.warning("passed over: %s", printable(why))
     return seen.whole[-1].path if seen.whole else None
 
 
