@@ -18,7 +18,7 @@ from streamshard.checkpoint.describe import (
     tensor_lines,
     total_bytes,
 )
-from streamshard.checkpoint.directory import checkpoints_in, no_checkpoint
+from streamshard.checkpoint.directory import checkpoints_in, newest_last, no_checkpoint
 from streamshard.checkpoint.foreign import holds_weights
 from streamshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
 from streamshard.checkpoint.offline import export_checkpoint
@@ -257,7 +257,7 @@ def _inspect_weights(root: Path, arguments: argparse.Namespace) -> None:
 
 
 def _inspect_several(paths: Sequence[Path], *, verifies: bool) -> None:
-    whole: list[tuple[str, int, Path]] = []
+    whole: list[tuple[tuple[int, int, bool], Path]] = []
     told: dict[Path, list[str]] = {}
     errors: list[str] = []
     for path in paths:
@@ -271,7 +271,7 @@ def _inspect_several(paths: Sequence[Path], *, verifies: bool) -> None:
             errors.append(str(error))
             told[path].append("damaged")
         else:
-            whole.append((manifest.versions["saved_at"], manifest.number, path))
+            whole.append((newest_last(path, manifest), path))
             told[path].append("verified" if verifies else "not verified")
     if whole:
         told[max(whole)[-1]][-1] += ", latest"

@@ -1,22 +1,25 @@
 """Checkpoints of a run, side by side in one directory: their names, which is the latest, which are deleted.
 
 A directory is a checkpoint once it holds a manifest. It is written under a name that ends in ``.partial`` and gets its
-own by renaming, when everything in it is on the disk; it is deleted under such a name again. So one that is not whole
-is never taken for a checkpoint, whenever a run is killed.
+own by renaming, when everything in it is on the disk; it is deleted under such a name again (`partial.py`). So one that
+is not whole is never taken for a checkpoint, whenever a run is killed.
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
+import errno
+import functools
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+from streamshard.checkpoint import partial as partials
 from streamshard.checkpoint.foreign import CHECKPOINT, what_is
-from streamshard.checkpoint.manifest import MANIFEST_NAME, Manifest, check_sizes, read_manifest
-from streamshard.checkpoint.publish import PARTIAL, sync_directory
+from streamshard.checkpoint.manifest import LARGEST, MANIFEST_NAME, Manifest, check_sizes, read_manifest
+from streamshard.checkpoint.partial import PARTIAL, Partial, delete, place
+from streamshard.checkpoint.publish import sync_directory, write_all
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError
 from streamshard.log import log, printable
@@ -27,32 +30,25 @@ __all__ = [
     "create_partial",
     "find_checkpoint",
     "latest",
+    "newest_last",
     "next_number",
     "no_checkpoint",
     "publish_checkpoint",
-    "remove_partial",
 ]
 
-_REPLACED = ".replaced"  # whole, about to be deleted because another of its number takes its name
 _NAME = re.compile(r"checkpoint-(\d+)")
-_LEFT = re.compile(r"checkpoint-\d+(\.deleted\.partial|\.partial|\.replaced)")  # by runs that were killed
 
 
 class _Found(NamedTuple):
     path: Path
     manifest: Manifest
 
-    @property
-    def age(self) -> tuple[str, int, bool]:
-        """Sorts by when they were saved."""
-        return self.manifest.versions["saved_at"], self.manifest.number, not self.path.name.endswith(_REPLACED)
-
 
 class _Seen(NamedTuple):
     """What is in a directory.
 
     Attributes:
-        whole: checkpoints, by age, the newest last.
+        whole: checkpoints, the newest last.
         others: of those that are not whole, or that this version does not read, why.
     """
 
@@ -64,9 +60,11 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     """The checkpoint in `directory` that was saved last, of those that are whole; None where there is none.
 
     Whole means: the manifest is what its checksum says, and all files are there and as long as they were. Their
-    contents are verified when it is loaded.
+    contents are verified when it is loaded. Which was saved last does not depend on clocks: a save counts on from what
+    is in its directory.
 
     Raises:
+        CheckpointError: `directory` cannot be read.
         ConfigError: `directory` is no path.
     """
     seen = _look_into(parse_path("directory", directory))
@@ -81,7 +79,7 @@ def find_checkpoint(directory: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if (directory / MANIFEST_NAME).exists():
+    if os.path.exists(directory / MANIFEST_NAME):
         return directory
     found = latest(directory)
     if found is None:
@@ -92,17 +90,18 @@ def find_checkpoint(directory: Path) -> Path:
 def no_checkpoint(directory: Path) -> CheckpointError:
     """What to raise for a directory that holds no whole checkpoint: says what it, or one in it, is instead."""
     wanted = "wanted a directory that save_checkpoint has written to, or a checkpoint in it"
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         return CheckpointError(f"{directory} is no directory: {wanted}")
     if told := what_is(directory, CHECKPOINT):
         return CheckpointError(told)
     none = f"{directory} holds no whole checkpoint"
     if others := _look_into(directory).others:
         return CheckpointError(f"{none}: {'; '.join(others)}")
-    inside = [path for path in _children(directory) if path.is_dir() and os.access(path, os.R_OK | os.X_OK)]
-    inside.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    if below := [found for path in inside for found in _look_into(path).whole]:
-        newest = max(below, key=lambda found: found.age).path
+    inside = [
+        path for path in sorted(_children(directory)) if os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK)
+    ]
+    if below := [seen.whole[-1] for seen in map(_look_into, inside) if seen.whole]:
+        newest = max(below, key=lambda found: found.manifest.versions["saved_at"]).path  # they are of several runs
         return CheckpointError(f"{none}, but {newest.parent} in it does, the latest being {newest}")
     if told := next(filter(None, (what_is(path, CHECKPOINT) for path in inside)), None):
         return CheckpointError(f"{none}; {told}")
@@ -112,10 +111,13 @@ def no_checkpoint(directory: Path) -> CheckpointError:
 def checkpoints_in(directory: Path) -> list[Path]:
     """`directory` if it is a checkpoint, and those in it, whole or not."""
     return [
-        path
-        for path in [directory, *_children(directory)]
-        if not path.name.endswith(PARTIAL) and (path / MANIFEST_NAME).exists()
+        path for path in [directory, *_children(directory)] if not path.name.endswith(PARTIAL) and _holds_manifest(path)
     ]
+
+
+def newest_last(path: Path, manifest: Manifest) -> tuple[int, int, bool]:
+    """Key that sorts checkpoints of one directory. A copy under a name of the user's own comes before its original."""
+    return manifest.generation, manifest.number, path.name == checkpoint_name(manifest.number)
 
 
 def checkpoint_name(number: int) -> str:
@@ -129,83 +131,46 @@ def next_number(directory: Path) -> int:
     return max(numbers, default=0) + 1
 
 
-def create_partial(directory: Path, number: int) -> Path:
-    """An empty directory to write checkpoint `number` into. What killed runs have left is removed.
-
-    Raises:
-        CheckpointError: what is no checkpoint has its name, and would be lost.
-    """
-    os.makedirs(directory, exist_ok=True)
-    path = directory / checkpoint_name(number)
-    if os.path.lexists(path) and not (path / MANIFEST_NAME).exists() and not (path.is_dir() and not _children(path)):
-        raise CheckpointError(
-            f"{path} is there already, and is no checkpoint of this package: nothing is written over it; save with "
-            "another step=, or to another directory"
-        )
-    for left in _children(directory):
-        if not _LEFT.fullmatch(left.name):
-            continue
-        own = left.with_name(left.name.removesuffix(_REPLACED))
-        if left.name.endswith(PARTIAL) or own.exists():
-            _try_to_delete(left)
-        else:
-            os.replace(left, own)
-    partial = directory / f"{checkpoint_name(number)}{PARTIAL}"
-    try:
-        os.mkdir(partial)
-    except OSError:
-        remove_partial(partial)
-        raise
-    return partial
+def create_partial(directory: Path, number: int) -> Partial:
+    """A directory to write checkpoint `number` into, which the caller removes after an error. See `partial.create`."""
+    return partials.create(directory / checkpoint_name(number))
 
 
-def remove_partial(partial: Path) -> None:
-    """After an error: leave nothing."""
-    shutil.rmtree(partial, ignore_errors=True)
-
-
-def publish_checkpoint(partial: Path, manifest: Manifest, keep: int | None) -> Path:
+def publish_checkpoint(partial: Partial, manifest: Manifest, keep: int | None) -> Path:
     """`partial`, whose files are all there, becomes a checkpoint; then all but the newest `keep` are deleted.
 
-    Of those that are called as this calls them: a copy by another name, or a link, is somebody's own.
+    Of those that are called as this calls them: a copy by another name, or a link, is somebody's own. The manifest gets
+    its generation here.
 
-    An error leaves what was there before, and `partial`. Once the checkpoint is whole there is none: what cannot be
-    deleted then is left to the next save, with a warning.
+    An error leaves what was there before, and `partial`. Once the checkpoint has its name there is none: what fails
+    then is left to the next save, with a warning.
     """
-    check_sizes(partial, manifest)
-    descriptor = os.open(partial / MANIFEST_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    with open(descriptor, "wb") as file:
-        file.write(manifest.encode())
-        file.flush()
-        os.fsync(descriptor)
-    sync_directory(partial)
-    path = partial.with_name(checkpoint_name(manifest.number))
-    replaced = path.with_name(path.name + _REPLACED)
+    check_sizes(partial.path, manifest)
+    path = partial.path.with_name(checkpoint_name(manifest.number))
+    largest = max(map(_generation_of, checkpoints_in(path.parent)), default=0)
+    text = dataclasses.replace(manifest, generation=min(largest + 1, LARGEST)).encode()
+    descriptor = partial.manifest.fileno()
+    write_all(descriptor, memoryview(text), 0)
+    os.fsync(descriptor)
+    sync_directory(partial.path)
+    replaced = place(partial, path)
     try:
-        if path.exists():
-            os.replace(path, replaced)
-        os.replace(partial, path)
+        partial.manifest.close()
         sync_directory(path.parent)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            _take_back(partial, path, replaced)
-        raise
-    if replaced.exists():
-        _try_to_delete(replaced)
-    if keep is not None:
-        own = [found for found in _look_into(path.parent).whole if _is_own_name(found.path)]
-        for found in own[:-keep]:
-            if found.path != path and _try_to_delete(found.path):
-                log.info("deleted %s: keep=%d", found.path, keep)
+        if os.path.lexists(replaced):
+            delete(replaced)
+        if keep is not None:
+            _delete_all_but(keep, path)
+    except Exception as error:  # there is a checkpoint, which no error may hide
+        log.warning("%s is saved; what should follow is left to the next save: %s", path, error)
     return path
 
 
-def _take_back(partial: Path, path: Path, replaced: Path) -> None:
-    """Undo what has been done of publishing. A file system that says that a renaming has failed may have done it."""
-    if not partial.exists():
-        os.replace(path, partial)
-    if replaced.exists() and not path.exists():
-        os.replace(replaced, path)
+def _delete_all_but(keep: int, new: Path) -> None:
+    own = [found.path for found in _look_into(new.parent).whole if _is_own_name(found.path)]
+    for old in own[:-keep]:
+        if old != new and delete(old):
+            log.info("deleted %s: keep=%d", old, keep)
 
 
 def _is_own_name(path: Path) -> bool:
@@ -218,6 +183,45 @@ def _children(directory: Path) -> list[Path]:
         return list(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise CheckpointError(f"cannot read {directory}: {error.strerror}") from error
+
+
+def _holds_manifest(path: Path) -> bool:
+    try:
+        os.stat(path / MANIFEST_NAME)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:  # one that may not be entered, such as lost+found; a link to itself
+        if _NAME.fullmatch(path.name):
+            return True  # and whoever reads it is told why that cannot be done
+        log.debug("passed over: %s", error)
+        return False
+    return True
+
+
+def _generation_of(path: Path) -> int:
+    """The generation of a checkpoint, whole or not; 0 if its manifest cannot be read."""
+    try:
+        status = os.stat(path / MANIFEST_NAME)
+        return _read_generation(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+    except OSError:
+        return 0
+    except CheckpointError as error:
+        _raise_unless_about_files(error)
+        return 0
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _read_generation(path: Path, identity: tuple[int, ...]) -> int:
+    """Read once, as long as the manifest has this `identity`."""
+    return read_manifest(path).generation
+
+
+def _raise_unless_about_files(error: CheckpointError) -> None:
+    """A process that has too many files open finds nothing out about checkpoints."""
+    if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.EMFILE, errno.ENFILE):
+        raise error
 
 
 def _look_into(directory: Path) -> _Seen:
@@ -227,26 +231,8 @@ def _look_into(directory: Path) -> _Seen:
             manifest = read_manifest(path)
             check_sizes(path, manifest)
         except CheckpointError as error:
+            _raise_unless_about_files(error)
             others.append(str(error))
             continue
         whole.append(_Found(path, manifest))
-    return _Seen(sorted(whole, key=lambda found: found.age), others)
-
-
-def _try_to_delete(path: Path) -> bool:
-    """Whether it is gone. It is no checkpoint from the first step on; what is left of it, the next save removes."""
-    gone = path
-    try:
-        if not path.name.endswith(PARTIAL):
-            gone = path.with_name(f"{path.name.removesuffix(_REPLACED)}.deleted{PARTIAL}")
-            if gone.exists():
-                shutil.rmtree(gone)
-            os.replace(path, gone)
-        if gone.is_symlink():  # in the place of a checkpoint, which is another's
-            os.unlink(gone)
-        else:
-            shutil.rmtree(gone)
-    except OSError as error:
-        log.warning("could not delete %s: %s", gone, error)
-        return False
-    return True
+    return _Seen(sorted(whole, key=lambda found: newest_last(*found)), others)

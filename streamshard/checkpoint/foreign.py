@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,11 +87,11 @@ _KINDS = (
 def what_is(directory: Path, wanted: str) -> str | None:
     """What `directory` is instead of what is `wanted`, and what to do with it; None if that is unknown."""
     for files, kind, more, advice in _KINDS:
-        if kind != wanted and any(path.is_file() for file in files for path in directory.glob(file)):
+        if kind != wanted and any(os.path.isfile(path) for file in files for path in directory.glob(file)):
             return f"{directory} is a {kind}{more}, and no {wanted}: {advice.format(directory)}"
     return None
 
 
 def holds_weights(directory: Path) -> bool:
     """Whether it is a Hugging Face directory of safetensors files."""
-    return any((directory / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
+    return any(os.path.isfile(directory / name) for name in (SINGLE_NAME, INDEX_NAME))

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from streamshard.checkpoint import partial as partials
 from streamshard.checkpoint.collect import Collected
-from streamshard.checkpoint.directory import checkpoint_name, create_partial, publish_checkpoint, remove_partial
+from streamshard.checkpoint.directory import checkpoint_name, create_partial, publish_checkpoint
 from streamshard.checkpoint.manifest import FileRecord, Manifest, PieceRecord, TensorRecord
 from streamshard.checkpoint.piece_file import Piece, plan_piece_file, write_piece_file
 from streamshard.checkpoint.safetensors_file import FileLayout
@@ -57,11 +58,15 @@ class SaveJob(NamedTuple):
             check: called once this rank's file is written; raises if that must not be published.
         """
         doing = f"save {self.path}"
-        partial: Path | None = None
+        mine: list[partials.Partial] = []  # the first rank's, which alone deletes and renames it
+
+        def create() -> Path:
+            if group.is_first:
+                mine.append(create_partial(self.root, self.number))
+            return mine[0].path if mine else Path()
+
         try:
-            partial = gather_from_all_ranks(
-                group, doing, lambda: create_partial(self.root, self.number) if group.is_first else Path()
-            )[0]
+            partial = gather_from_all_ranks(group, doing, create)[0]
             held = {piece.name: piece.data for piece in self.pieces}
 
             def write() -> FileRecord:
@@ -71,10 +76,10 @@ class SaveJob(NamedTuple):
                 return record
 
             records = gather_from_all_ranks(group, doing, write)
-            run_on_first_rank(group, doing, lambda: publish_checkpoint(partial, self._manifest(records), self.keep))
+            run_on_first_rank(group, doing, lambda: publish_checkpoint(mine[0], self._manifest(records), self.keep))
         except BaseException:
-            if partial is not None and group.is_first:
-                remove_partial(partial)
+            for each in mine:
+                partials.remove(each)
             with contextlib.suppress(StreamShardError):  # raises at once if ranks cannot reach each other any more
                 run_on_all_ranks(group, doing, lambda: None)  # no rank returns before the directory is gone
             raise

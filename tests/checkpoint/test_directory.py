@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from streamshard import latest
+from streamshard.checkpoint import directory as directory_module
+from streamshard.checkpoint import partial as partials
 from streamshard.checkpoint.dcp_files import Source
 from streamshard.checkpoint.directory import create_partial, find_checkpoint, next_number, publish_checkpoint
-from streamshard.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest
+from streamshard.checkpoint.manifest import LARGEST, MANIFEST_NAME, FileRecord, Manifest, read_manifest
+from streamshard.checkpoint.partial import Partial
 from streamshard.checkpoint.stored_files import read_directory
 from streamshard.errors import CheckpointError
 
@@ -21,12 +29,21 @@ FILE = "rank-00000-of-00001.safetensors"
 
 def _put(directory: Path, number: int, saved_at: str, keep: int | None = None) -> Path:
     """A checkpoint with one file of four bytes."""
+    return _publish(_begin(directory, number), number, saved_at, keep)
+
+
+def _begin(directory: Path, number: int) -> Partial:
     partial = create_partial(directory, number)
-    (partial / FILE).write_bytes(b"1234")
-    record = FileRecord(FILE, 4, "9be3e0a3")
+    (partial.path / FILE).write_bytes(b"1234")
+    return partial
+
+
+def _publish(partial: Partial, number: int, saved_at: str = "2026-01-01", keep: int | None = None) -> Path:
     versions = {"streamshard": "0", "torch": "0", "saved_at": saved_at}
     state: dict[str, Any] = {"models": {}, "optimizers": {}, "trees": {}}
-    return publish_checkpoint(partial, Manifest(number, 1, 1, versions, (record,), {}, state), keep)
+    return publish_checkpoint(
+        partial, Manifest(number, 1, 1, versions, (FileRecord(FILE, 4, "9be3e0a3"),), {}, state), keep
+    )
 
 
 def _names(directory: Path) -> set[str]:
@@ -52,7 +69,7 @@ def test_the_latest_is_the_latest_that_is_whole(tmp_path: Path, damage: str) -> 
 def test_one_that_was_put_aside_is_found_and_gets_its_name_back(tmp_path: Path) -> None:
     """By a run that was killed while it replaced it."""
     first = _put(tmp_path, 1, "2026-01-01")
-    aside = first.rename(tmp_path / "checkpoint-1.replaced")
+    aside = first.rename(tmp_path / "checkpoint-1.12345678.replaced")
     (tmp_path / "checkpoint-1.partial").mkdir()
     assert latest(tmp_path) == aside
     _put(tmp_path, 2, "2026-01-02")
@@ -62,21 +79,22 @@ def test_one_that_was_put_aside_is_found_and_gets_its_name_back(tmp_path: Path) 
 
 def test_what_was_replaced_goes_where_its_successor_is_there(tmp_path: Path) -> None:
     """The newer one counts until then."""
-    _put(tmp_path, 1, "2026-01-01").rename(tmp_path / "checkpoint-1.replaced")
-    newer = tmp_path / "checkpoint-1"
-    _put(tmp_path / "other", 1, "2026-01-02").rename(newer)
-    assert latest(tmp_path) == newer
+    shutil.copytree(_put(tmp_path, 1, "2026-01-01"), tmp_path / "checkpoint-1.12345678.replaced")
+    newer = _put(tmp_path / "other", 2, "2026-01-02").parent / "checkpoint-2"
+    _put(tmp_path, 1, "2026-01-02")
+    shutil.copytree(newer, tmp_path / "checkpoint-1.12345678.replaced")
     _put(tmp_path, 2, "2026-01-03")
     assert _names(tmp_path) == {"checkpoint-1", "checkpoint-2", "other"}
-    assert b"2026-01-02" in (newer / MANIFEST_NAME).read_bytes()
+    assert b"2026-01-02" in (tmp_path / "checkpoint-1" / MANIFEST_NAME).read_bytes()
 
 
-def test_the_one_that_was_just_saved_stays(tmp_path: Path) -> None:
-    """Whatever the clock says, of another machine for example."""
-    _put(tmp_path, 1, "2030-01-01")
-    assert _put(tmp_path, 2, "2026-01-01", keep=1).is_dir()
-    _put(tmp_path, 3, "2026-01-02", keep=1)
-    assert _names(tmp_path) == {"checkpoint-1", "checkpoint-3"}
+def test_the_last_save_is_the_latest_whatever_the_clock_says(tmp_path: Path) -> None:
+    """Clocks are corrected, and those of machines differ; numbers are the user's. `keep` goes by the same order."""
+    for number, day in ((10, 9), (11, 8), (3, 7), (12, 6)):
+        assert latest(tmp_path) != _put(tmp_path, number, f"2026-01-0{day}", keep=2) == latest(tmp_path)
+    assert _names(tmp_path) == {"checkpoint-3", "checkpoint-12"}
+    (tmp_path / "checkpoint-12" / FILE).unlink()  # not whole, but it counts
+    assert read_manifest(_put(tmp_path, 1, "2026-01-01")).generation == 5
 
 
 @pytest.mark.parametrize("name", ["best", "checkpoint-best", "checkpoint-1-backup", "checkpoint-01"])
@@ -159,8 +177,8 @@ def test_a_damaged_checkpoint_is_not_told_to_be_one(tmp_path: Path) -> None:
 
 def test_checkpoints_one_directory_further_down_are_named(tmp_path: Path) -> None:
     """The latest of all that are whole, rather than what else is there."""
-    _put(tmp_path / "first", 2, "2026-01-02")
     _put(tmp_path / "first", 1, "2026-01-01")
+    _put(tmp_path / "first", 2, "2026-01-02")
     _put(tmp_path / "second", 1, "2026-01-01")
     (tmp_path / "third").mkdir()
     (tmp_path / "third" / "model.safetensors").write_bytes(b"")
@@ -179,3 +197,252 @@ def test_numbers_go_on_from_whatever_has_one(tmp_path: Path) -> None:
         find_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="is no directory"):
         find_checkpoint(tmp_path / "none")
+
+
+# ------------------------------------------------------------------------------------------------ neighbours
+
+
+@contextlib.contextmanager
+def _as_nobody() -> Iterator[Path]:
+    """Somebody who may not do everything, and a directory that is theirs."""
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as directory:
+        if user == 0:
+            os.chown(directory, 65534, 65534)
+            os.setresuid(65534, 65534, 0)
+        try:
+            yield Path(directory)
+        finally:
+            if user == 0:
+                os.setresuid(0, 0, 0)
+            for path in Path(directory).rglob("*"):
+                if not path.is_symlink():
+                    path.chmod(0o700)
+
+
+def test_neighbours_that_cannot_be_read_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    """At the root of a volume is a lost+found, and directories of other people may be anywhere."""
+    with _as_nobody() as root:
+        (root / "lost+found").mkdir(mode=0)
+        (root / "loop").symlink_to("loop")
+        (root / os.fsdecode(b"\xff\x1b[2K")).mkdir()
+        (root / "checkpoint-7").write_text("a file")
+        first = _put(root, 1, "2026-01-01")
+        assert latest(root) == find_checkpoint(root) == first
+        assert _put(root, 2, "2026-01-01", keep=1) == latest(root)
+        assert not first.exists()
+        assert caplog.messages == []
+        (root / "checkpoint-9").mkdir(mode=0)  # which may be the newest
+        (root / "checkpoint-8").symlink_to("checkpoint-8")
+        assert _put(root, 3, "2026-01-01", keep=1) == latest(root)
+        assert any("checkpoint-9" in each and "Permission denied" in each for each in caplog.messages)
+        with pytest.raises(CheckpointError, match="checkpoint-9 is there already"):
+            create_partial(root, 9)
+        with pytest.raises(CheckpointError, match=f"cannot read {root / 'lost'}.found: Permission denied"):
+            latest(root / "lost+found")
+
+
+def test_a_checkpoint_that_is_write_protected_stays(caplog: pytest.LogCaptureFixture) -> None:
+    """Whole, whatever `keep` is."""
+    with _as_nobody() as root:
+        protected = _put(root, 1, "2026-01-01")
+        protected.chmod(0o500)
+        for number in (2, 3):
+            _put(root, number, "2026-01-01", keep=1)
+        assert _names(root) == {"checkpoint-1", "checkpoint-3"}
+        assert read_manifest(protected).number == 1
+        assert caplog.messages == [f"{protected} stays, because it is write-protected"]
+
+
+def test_one_that_goes_while_it_is_looked_for_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run deletes it."""
+    first, second = _put(tmp_path, 1, "2026-01-01"), _put(tmp_path, 2, "2026-01-01")
+
+    def read_late(path: Path) -> Manifest:
+        shutil.rmtree(second, ignore_errors=True)
+        return read_manifest(path)
+
+    monkeypatch.setattr(directory_module, "read_manifest", read_late)
+    assert latest(tmp_path) == first
+
+
+def test_a_process_with_too_many_files_open_passes_nothing_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would begin again from an older checkpoint, or from none."""
+    _put(tmp_path, 1, "2026-01-01")
+
+    def fail(path: Path) -> bytes:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(CheckpointError, match="cannot read .*Too many open files"):
+        latest(tmp_path)
+
+
+def test_nothing_raises_once_a_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The caller would take it for lost."""
+    _put(tmp_path, 1, "2026-01-01")
+    sync = directory_module.sync_directory
+
+    def fail(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(errno.EIO, "the disk is broken")
+        sync(path)
+
+    monkeypatch.setattr(directory_module, "sync_directory", fail)
+    assert _put(tmp_path, 2, "2026-01-01", keep=1) == latest(tmp_path)
+    assert "checkpoint-2 is saved" in caplog.text and "the disk is broken" in caplog.text
+    assert _names(tmp_path) == {"checkpoint-1", "checkpoint-2"}  # which may be the newest on the disk
+
+
+def test_the_largest_generation_is_no_end(tmp_path: Path) -> None:
+    """Which nobody reaches by counting; the checkpoints that follow can be read all the same."""
+    path = _put(tmp_path, 1, "2026-01-01")
+    text = (path / MANIFEST_NAME).read_bytes()
+    manifest = read_manifest(path)
+    (path / MANIFEST_NAME).write_bytes(Manifest(**{**vars(manifest), "generation": LARGEST}).encode())
+    assert text != (path / MANIFEST_NAME).read_bytes()
+    assert _put(tmp_path, 2, "2026-01-01") == latest(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ two runs
+
+
+def _assert_whole(directory: Path, *names: str) -> None:
+    assert _names(directory) == set(names)
+    for name in names:
+        read_manifest(directory / name)
+        assert (directory / name / FILE).read_bytes() == b"1234"
+
+
+def test_two_runs_that_save_one_number_at_once_leave_a_whole_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one that is published later is there in the end. Whoever begins later is told of the other."""
+    for _ in range(2):  # there is none of that number; there is one
+        first = _begin(tmp_path, 5)
+        second = _begin(tmp_path, 5)
+        assert [message for message in caplog.messages if f"another run is saving to {first.path}" in message]
+        assert _publish(first, 5, "2026-01-01") == latest(tmp_path)
+        assert _publish(second, 5, "2026-01-02") == latest(tmp_path)
+        _assert_whole(tmp_path, "checkpoint-5")
+        assert b"2026-01-02" in (tmp_path / "checkpoint-5" / MANIFEST_NAME).read_bytes()
+
+
+@pytest.mark.parametrize("between", ["publishes", "begins", "ends"])
+@pytest.mark.parametrize("call", [1, 2])
+def test_another_run_between_two_renames_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: str, call: int
+) -> None:
+    """It publishes the same number, or sweeps up, before each of the calls that rename."""
+    _put(tmp_path, 5, "2026-01-01")
+    first, second = _begin(tmp_path, 5), _begin(tmp_path, 5)
+    replace, calls = os.replace, 0
+
+    def interrupted(*paths: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            if between == "publishes":
+                _publish(second, 5, "2026-01-02")
+            elif between == "begins":
+                partials.remove(_begin(tmp_path, 6))
+            else:
+                _put(tmp_path, 5, "2026-01-02")
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    assert _publish(first, 5, "2026-01-03") == latest(tmp_path)
+    partials.remove(second)
+    _assert_whole(tmp_path, "checkpoint-5")
+    assert b"2026-01-03" in (tmp_path / "checkpoint-5" / MANIFEST_NAME).read_bytes()
+
+
+def test_a_partial_directory_that_is_gone_is_not_published(tmp_path: Path) -> None:
+    """Whoever deleted it, or put another in its place: what was there before stays."""
+    before = _put(tmp_path, 5, "2026-01-01")
+    for is_replaced in (False, True):
+        partial = _begin(tmp_path, 5)
+        aside = partial.path.rename(tmp_path / "aside")
+        if is_replaced:
+            shutil.copytree(aside, partial.path)
+        with pytest.raises(CheckpointError, match="was deleted or replaced while it was written|is not whole"):
+            _publish(partial, 5, "2026-01-02")
+        partials.remove(partial)
+        shutil.rmtree(aside)
+        assert latest(tmp_path) == before
+    _put(tmp_path, 6, "2026-01-03")
+    _assert_whole(tmp_path, "checkpoint-5", "checkpoint-6")
+
+
+@pytest.mark.parametrize("left", ["checkpoint-3.partial", "checkpoint-3.12345678.partial", "checkpoint-3.x.partial"])
+def test_what_a_killed_run_has_left_goes_with_the_next_save(tmp_path: Path, left: str) -> None:
+    """Killed before there was a manifest, or after it; its lock went with it. A link's target stays."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "run").mkdir()
+    partial = tmp_path / "run" / left
+    partial.mkdir()
+    (partial / FILE).write_bytes(b"1234")
+    for has_manifest in (False, True):
+        if has_manifest:
+            killed = _begin(tmp_path / "run", 3)
+            killed.path.rename(partial)
+            killed.manifest.close()
+        _put(tmp_path / "run", 1, "2026-01-01")
+        _assert_whole(tmp_path / "run", "checkpoint-1")
+    partial.symlink_to(tmp_path / "own")
+    _put(tmp_path / "run", 1, "2026-01-01")
+    _assert_whole(tmp_path / "run", "checkpoint-1")
+    assert _names(tmp_path / "own") == set()
+
+
+def test_without_locks_what_may_be_another_runs_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some network file systems have none. It is said once."""
+
+    def fail(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    left = tmp_path / "checkpoint-1.12345678.partial"
+    left.mkdir()
+    for number in (1, 2):
+        _put(tmp_path, number, "2026-01-01", keep=1)
+        assert _names(tmp_path) == {f"checkpoint-{number}", left.name}
+    assert [message.partition(":")[0] for message in caplog.messages] == [f"{left} stays"]
+
+
+def test_a_directory_that_another_run_takes_for_a_leftover_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the calls that make it and lock it: whoever sweeps up then may delete it."""
+
+    due = ["flock", "mkdir"]  # calls before, or after, which another run sweeps up; from the last on
+
+    def sweep_at(call: str) -> None:
+        if due[-1:] == [call]:
+            due.append("nothing")
+            for left in tmp_path.iterdir():
+                partials._sweep(left, tmp_path / "checkpoint-1")
+            assert _names(tmp_path) == set()
+            del due[-2:]
+
+    mkdir, flock = os.mkdir, fcntl.flock
+
+    def mkdir_and_sweep(*args: Any) -> None:
+        mkdir(*args)
+        sweep_at("mkdir")
+
+    def sweep_and_flock(*args: Any) -> None:
+        sweep_at("flock")
+        flock(*args)
+
+    monkeypatch.setattr(os, "mkdir", mkdir_and_sweep)
+    monkeypatch.setattr(fcntl, "flock", sweep_and_flock)
+    _publish(_begin(tmp_path, 1), 1)
+    assert due == []
+    _assert_whole(tmp_path, "checkpoint-1")
