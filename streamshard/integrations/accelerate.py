@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         self.shard_references = self._options.pop("shard_references", True)
         if not isinstance(self.shard_references, bool):
             raise ConfigError(f"shard_references={self.shard_references!r}: wanted True or False")
-        self._notes = StepNotes(self)
+        self._notes = StepNotes()
         given = {name: value for name, value in self._options.items() if name in _SETTINGS}
         Settings(**{**given, "precision": self._precision_of(torch.float32)})  # raises now what prepare would raise
         if self.mixed_precision == "fp16":
@@ -229,7 +230,8 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
                 yield
             return
         inner = [own or given for own, given in zip(sharded, joinables, strict=True)]
-        with self._notes.open(), join(self, inner, even_batches, repeat or self._notes.repeat):
+        again = repeat or partial(self._notes.repeat, self)
+        with self._notes.open(self), join(self, inner, even_batches, again):
             yield
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

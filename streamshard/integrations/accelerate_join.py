@@ -25,12 +25,10 @@ __all__ = ["StepNotes", "join"]
 class StepNotes:
     """What this rank did in its last step, in order; a thing that is done again begins a new step.
 
-    Args:
-        accelerator: whose optimizers and schedulers are noted while `open`. Before the first step: all of them step.
+    Holds no reference to the accelerator that owns it, except while `open`: a cycle would keep its loaders alive.
     """
 
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
+    def __init__(self) -> None:
         self._acts: dict[object, Callable[[], object]] = {}
         self._is_open = False
 
@@ -42,23 +40,21 @@ class StepNotes:
             self._acts[key] = act
 
     @contextmanager
-    def open(self) -> Iterator[None]:
-        """Inside, acts are noted."""
-        self._acts = {}
+    def open(self, accelerator: Any) -> Iterator[None]:
+        """Inside, acts are noted: those of the accelerator's optimizers and schedulers, too."""
         self._is_open = True
         with ExitStack() as undone:
-            undone.callback(setattr, self, "_is_open", False)
-            for optimizer in self._accelerator._optimizers:
+            undone.callback(self._close)
+            for optimizer in accelerator._optimizers:
                 hook = optimizer.optimizer.register_step_pre_hook(partial(self._on_optimizer, optimizer))
                 undone.callback(hook.remove)
-            for scheduler in self._accelerator._schedulers:
+            for scheduler in accelerator._schedulers:
                 scheduler.step = partial(self._step_scheduler, scheduler, scheduler.step)
                 undone.callback(scheduler.__dict__.pop, "step", None)
             yield
 
-    def repeat(self) -> None:
-        """The last step's acts once more."""
-        accelerator = self._accelerator
+    def repeat(self, accelerator: Any) -> None:
+        """The last step's acts once more. Before the first step, all optimizers and schedulers step."""
         if accelerator.scaler is not None:
             accelerator.scaler.scale(torch.zeros((), device=accelerator.device))  # a rank that never had inputs
         acts = list(self._acts.values())
@@ -68,6 +64,9 @@ class StepNotes:
                 act()
         finally:
             self._is_open = True
+
+    def _close(self) -> None:
+        self._is_open, self._acts = False, {}
 
     def _on_optimizer(self, prepared: Any, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self.note(optimizer, prepared.step)

@@ -264,6 +264,20 @@ def test_free_memory_lets_go_of_everything(context: RankContext) -> None:
 
 
 @on_ranks(2)
+def test_an_accelerator_and_its_loader_are_freed_with_their_last_reference(context: RankContext) -> None:
+    """Without garbage collection, as accelerate's own: loaders end their processes when they are freed."""
+    with launched(context):
+        run = Trained(StreamShardAccelerator, steps=2)
+        accelerator, model = run.accelerator, run.model
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            run.epoch(3)
+        alive = [weakref.ref(each) for each in (accelerator, run.data, run.optimizer, run.scheduler)]
+        del accelerator, run
+        assert [each() for each in alive] == [None] * 4
+    del model  # has cycles of its own
+
+
+@on_ranks(2)
 def test_pieces_are_not_reduced_or_gathered(context: RankContext) -> None:
     """What accelerate's LocalSGD does with weights."""
     with launched(context):
