@@ -1,8 +1,8 @@
 """Methods of PEFT's and transformers' models that need whole weights, on sharded ones.
 
-A model of transformers is exported. What PEFT saves of its many methods it knows alone: its own ``save_pretrained``
-runs, on the first rank, while whole tensors lie under the parameters that are not the base model's. Only these are
-gathered, unit by unit.
+A model of transformers is exported. Adapters, of a PeftModel or of ``add_adapter``, are saved by the model's own
+``save_pretrained``, since only PEFT knows what each of its methods saves. The first rank calls it, while whole tensors
+lie under the parameters of the adapters. Only these are gathered, unit by unit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,28 @@ from torch import nn
 from streamshard.checkpoint.disk_layout import saved_names
 from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.huggingface import is_transformers_model
+from streamshard.checkpoint.safetensors_file import SUMS_NAME
 from streamshard.checkpoint.writer import run_on_all_ranks
 from streamshard.engine.engine import Engine
 from streamshard.engine.handle import Uncopyable, engine_at_rest, engine_of, handle_of, not_a_layer
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.full import summon
 from streamshard.plan.structure import modules_inside
-from streamshard.unit.pieces import piece_of
+from streamshard.unit.pieces import holds_pieces, piece_of
 from streamshard.unit.shard import ParamShard, SegmentShard
 from streamshard.unit.sharded_parameter import be_piece, be_whole, data_of
+from streamshard.unit.sharded_tensor import ShardedTensor
 
-__all__ = ["adapt_methods", "is_peft_model", "save_adapters"]
+__all__ = [
+    "adapt_methods",
+    "find_piece",
+    "forget_sums",
+    "has_adapters",
+    "plain_classes",
+    "refuse_pieces",
+    "save_adapters",
+    "save_whole",
+]
 
 _BASES = {"base_layer", "original_module", "model", "base_model"}  # children of PEFT's modules that are not its own
 
@@ -45,6 +56,11 @@ def is_peft_model(model: nn.Module) -> bool:
     """Whether `model` is a PeftModel."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether ``save_pretrained`` saves adapters, and not the model: a PeftModel, or one with ``add_adapter``."""
+    return is_peft_model(model) or (is_transformers_model(model) and getattr(model, "_hf_peft_config_loaded", False))
 
 
 def adapt_methods(model: nn.Module) -> None:
@@ -64,14 +80,14 @@ def adapt_methods(model: nn.Module) -> None:
 def save_adapters(
     model: nn.Module, engine: Engine, directory: str | os.PathLike[str], dtype: torch.dtype | None = None, **given: Any
 ) -> list[str]:
-    """What ``save_pretrained`` of an unsharded PeftModel writes. Collective; the first rank writes.
+    """What ``save_pretrained`` of an unsharded model with adapters writes. Collective; the first rank writes.
 
     Args:
-        model: a sharded PeftModel.
+        model: a sharded model that `has_adapters`.
         engine: its engine.
         directory: where to. Files there are replaced one by one when all are complete, the configs last.
         dtype: of floating-point weights; None is what each parameter had before sharding.
-        **given: arguments of ``PeftModel.save_pretrained``, the same on every rank.
+        **given: arguments of its ``save_pretrained``, the same on every rank.
 
     Returns:
         Names of the files with weights.
@@ -86,15 +102,59 @@ def save_adapters(
         wanted = run_on_all_ranks(ranks, "find what PEFT saves", lambda: _wanted(model, engine.param_shards, given))
         whole = _gather(engine, wanted, dtype)
 
-    def write() -> list[str]:
-        if not ranks.is_first:
-            return []
-        with _under_params(model, engine, whole):
-            own: Any = super(type(model), model)  # PEFT's method, which ours hides
-            return _write(Path(directory), functools.partial(own.save_pretrained, **given))
+    own: Any = super(type(model), model)  # the model's method, which ours hides
+    save = functools.partial(own.save_pretrained, **given)
+    made = _save_on_first(model, engine, directory, f"save adapters to {directory}", save, whole)
+    return [str(path) for path in made if path.name.startswith("adapter_model.")]
 
-    names: list[str] = ranks.of_first(run_on_all_ranks(ranks, f"save adapters to {directory}", write))
-    return names
+
+def save_whole(
+    model: nn.Module, engine: Engine, directory: str | os.PathLike[str], save: Callable[[str], object]
+) -> None:
+    """Let the first rank call `save` while whole weights are under its parameters, in CPU memory. Collective.
+
+    Args:
+        model: sharded; it computes as an unsharded model while `save` runs.
+        engine: its engine.
+        directory: where to. Files there are replaced one by one when `save` has written all of them.
+        save: is called with another directory, to write them to.
+
+    Raises:
+        CheckpointError: on every rank; names the rank on which it went wrong.
+    """
+    whole = {} if engine.is_whole else _gather(engine, engine.param_shards, None)
+    _save_on_first(model, engine, directory, f"save to {directory}", save, whole)
+
+
+def refuse_pieces(state_dict: Mapping[str, Any], what: str) -> None:
+    """Raise if `state_dict` holds pieces, on this rank: nothing is sent.
+
+    Args:
+        state_dict: is about to be saved by one rank.
+        what: would save it.
+
+    Raises:
+        CheckpointError: names the first tensor that is a piece.
+    """
+    if (name := find_piece(state_dict)) is not None:
+        raise CheckpointError(
+            f"{what}: {name!r} in the state dict is one rank's piece, as model.state_dict() gives it. Let all ranks "
+            "call accelerator.get_state_dict(model) or model.full_state_dict() and give what rank 0 gets, or let all "
+            "ranks save without state_dict: trainer.save_model(directory), model.save_pretrained(directory)"
+        )
+
+
+def find_piece(state_dict: Mapping[str, Any]) -> str | None:
+    """The name of the first tensor in `state_dict` that is one rank's piece; None if all are whole."""
+    for name, value in state_dict.items():
+        if isinstance(value, ShardedTensor) or (isinstance(value, torch.Tensor) and holds_pieces(value)):
+            return name
+    return None
+
+
+def forget_sums(directory: Path) -> None:
+    """Remove the checksums of an earlier export from `directory`: something else is about to write weights there."""
+    (directory / SUMS_NAME).unlink(missing_ok=True)
 
 
 # -- methods of models --------------------------------------------------------------------------------------------
@@ -110,7 +170,7 @@ def _save_model(self: Any, save_directory: str | os.PathLike[str], *args: Any, *
     With ``state_dict=``, and where parameters are whole, it is transformers' own, on whatever rank.
 
     Raises:
-        CheckpointError: as for the export; an argument that only transformers' own can do.
+        CheckpointError: as for the export; an argument that only transformers' own can do; pieces in `state_dict`.
     """
     own = super(type(self), self).save_pretrained
     known = inspect.signature(own).parameters
@@ -118,10 +178,18 @@ def _save_model(self: Any, save_directory: str | os.PathLike[str], *args: Any, *
     engine = engine_of(self)
     handle = handle_of(self)
     is_part = engine.is_alone and handle is not None and not handle.is_root  # such as what PEFT's merging leaves
-    if given.get("state_dict") is not None or engine.is_whole or is_part:
+    state_dict = given.get("state_dict")
+    if state_dict is not None or engine.is_whole or is_part:
+        refuse_pieces(state_dict or {}, "save_pretrained(state_dict=..)")
+        if given.get("is_main_process", True):
+            forget_sums(Path(save_directory))
         own(save_directory, **given)
         return
     engine = engine_at_rest(not_a_layer(self), "save_pretrained")
+    if has_adapters(self):
+        given.pop("is_main_process", None)
+        save_adapters(self, engine, save_directory, **given)
+        return
     max_shard_size = given.pop("max_shard_size", known["max_shard_size"].default)
     given.pop("is_main_process", None)
     if others := [name for name, value in given.items() if name in known and value != known[name].default]:
@@ -149,6 +217,7 @@ def _save_pretrained(self: Any, save_directory: str, safe_serialization: bool = 
     names = ("selected_adapters", "save_embedding_layers", "is_main_process")  # the order of PEFT's arguments
     given |= {"safe_serialization": safe_serialization, **dict(zip(names, args, strict=False))}
     if given.get("state_dict") is not None:
+        refuse_pieces(given["state_dict"], "save_pretrained(state_dict=..)")
         super(type(self), self).save_pretrained(save_directory, **given)
         return
     engine = engine_at_rest(self, "save_pretrained", accepts_whole=True)
@@ -263,33 +332,71 @@ def _gather_some(engine: Engine, segment: SegmentShard, shards: Sequence[ParamSh
 # -- writing ------------------------------------------------------------------------------------------------------
 
 
+def _save_on_first(
+    model: nn.Module,
+    engine: Engine,
+    directory: str | os.PathLike[str],
+    doing: str,
+    save: Callable[[str], object],
+    whole: dict[ParamShard, torch.Tensor],
+) -> list[Path]:
+    """Let the first rank write with these tensors under its parameters. Collective.
+
+    Returns:
+        The files, on every rank.
+    """
+
+    def write() -> list[Path]:
+        if not engine.ranks.is_first:
+            return []
+        with _under_params(model, engine, whole):
+            return _write(Path(directory), save)
+
+    made: list[Path] = engine.ranks.of_first(run_on_all_ranks(engine.ranks, doing, write))
+    return made
+
+
 @contextlib.contextmanager
-def _under_params(model: Any, engine: Engine, whole: dict[ParamShard, torch.Tensor]) -> Iterator[None]:
-    """Inside, these tensors lie under their parameters on this rank, and prompt encoders compute with them."""
+def _under_params(model: nn.Module, engine: Engine, whole: dict[ParamShard, torch.Tensor]) -> Iterator[None]:
+    """Inside, these tensors lie under their parameters on this rank, and modules compute with what they hold.
+
+    Prompt encoders compute when they are saved, and so do models that write an example into their model card.
+    """
     before = [(shard.param, data_of(shard.param), piece_of(shard.param)) for shard in whole]
-    encoders = getattr(model, "prompt_encoder", None)
-    kinds = [(module, type(module)) for module in modules_inside(encoders)] if encoders is not None else []
     was_whole = engine.is_whole
     try:
         engine.is_whole = True
         for shard, tensor in whole.items():
             be_whole(shard.param)
             shard.param.data = tensor
-        for module, kind in kinds:  # a call is no pass, of this rank alone
-            plain = next(each for each in kind.__mro__ if not issubclass(each, Uncopyable))
-            object.__setattr__(module, "__class__", plain)
-        yield
+        with plain_classes(model):
+            yield
     finally:
         engine.is_whole = was_whole
-        for module, kind in kinds:
-            object.__setattr__(module, "__class__", kind)
         for param, data, piece in before:
             param.data = data
             if piece is not None:
                 be_piece(param, piece)
 
 
-def _write(directory: Path, save: Callable[[str], object]) -> list[str]:
+@contextlib.contextmanager
+def plain_classes(model: nn.Module) -> Iterator[None]:
+    """Inside, modules of a sharded model have their own classes: calls gather nothing, and run none of our methods."""
+    kinds = [(module, type(module)) for module in modules_inside(model) if isinstance(module, Uncopyable)]
+    try:
+        for module, kind in kinds:
+            plain = next(each for each in kind.__mro__ if not issubclass(each, Uncopyable))
+            object.__setattr__(module, "__class__", plain)
+        yield
+    finally:
+        for module, kind in kinds:
+            object.__setattr__(module, "__class__", kind)
+
+
+_LAST = ("adapter_config.json", "modules.json")  # what says that the other files are there
+
+
+def _write(directory: Path, save: Callable[[str], object]) -> list[Path]:
     """Let `save` fill a directory beside, and put what it has made into `directory`, the configs last."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".partial", dir=directory.parent))
@@ -298,11 +405,13 @@ def _write(directory: Path, save: Callable[[str], object]) -> list[str]:
             shutil.copy(directory / "README.md", staging)
         save(str(staging))
         made = sorted(path.relative_to(staging) for path in staging.rglob("*") if path.is_file())
-        for path in sorted(made, key=lambda path: path.name == "adapter_config.json"):
+        if any(path.name.startswith("model") for path in made):
+            forget_sums(directory)
+        for path in sorted(made, key=lambda path: path.name in _LAST):
             with open(staging / path, "rb") as file:
                 os.fsync(file.fileno())
             (directory / path).parent.mkdir(parents=True, exist_ok=True)
             os.replace(staging / path, directory / path)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return [str(path) for path in made if path.name.startswith("adapter_model.")]
+    return made

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from streamshard.adapters import is_peft_model, save_adapters
+from streamshard.adapters import has_adapters, save_adapters
 from streamshard.build import shard_model
 from streamshard.checkpoint.export import export_shards, floating_dtype
 from streamshard.checkpoint.load import Difference, load_shards
@@ -373,8 +373,8 @@ def export_safetensors(
     whole, at every moment, and after a run was killed at any. A config that differs from the earlier one's is replaced
     right before the weights.
 
-    Of a PeftModel its adapters are written, for PEFT's ``from_pretrained``: by the first rank, which gets them from the
-    others, in one file each, without checksums.
+    Of a PeftModel, or of a model with ``add_adapter``, the adapters are written as ``save_pretrained`` writes them: by
+    the first rank, which gets them from the others, in one file each, without checksums.
 
     Args:
         model: a model made by `StreamShard`.
@@ -389,12 +389,12 @@ def export_safetensors(
     Raises:
         ConfigError: `dtype` or `max_shard_size` cannot be read.
         CheckpointError: the files cannot be written, the model's class stores its weights in a way that does not
-            consist of ranges of its parameters, or it has adapters and is no PeftModel. Raised on every rank; names the
+            consist of ranges of its parameters, or a module inside it has adapters. Raised on every rank; names the
             rank on which it went wrong. An earlier export is still there then, or the new one is, whole.
     """
     directory = parse_path("directory", directory)
     engine = engine_at_rest(not_a_layer(model), "export_safetensors")
-    if is_peft_model(model):
+    if has_adapters(model):
         return save_adapters(model, engine, directory, floating_dtype(dtype))
     return export_shards(model, engine.param_shards, engine.ranks, directory, dtype, max_shard_size)
 

@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, trainer_utils
 
+from streamshard.adapters import find_piece, forget_sums, has_adapters, plain_classes, refuse_pieces, save_whole
 from streamshard.api import (
     export_safetensors,
     full_optimizer_state_dict,
@@ -72,6 +73,8 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     Raises:
         ConfigError: a training argument asks for another way of sharding, or for what sharded models cannot do.
     """
+
+    is_fsdp_enabled: bool  # Trainer's
 
     def __init__(self, *args: Any, streamshard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._sharding_options = dict(streamshard or {})
@@ -144,11 +147,16 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         elif dtype is not None and engine is not None and engine.precision.param_dtype is not dtype:
             raise ConfigError(_NO_FULL_EVAL)
         given = {name: getattr(settings, name) for name in _FULL_EVAL}
+        is_fsdp = self.is_fsdp_enabled
         try:
             for name in _FULL_EVAL:
                 setattr(settings, name, False)
+            if getattr(self, "evaluator", None) is not None:
+                # sentence-transformers lets ranks take different numbers of batches, except of models that are sharded.
+                self.is_fsdp_enabled = True
             return super().evaluation_loop(*args, **kwargs)
         finally:
+            self.is_fsdp_enabled = is_fsdp
             for name, value in given.items():
                 setattr(settings, name, value)
 
@@ -237,19 +245,32 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             self._saved_to = before
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As Trainer does. Call it on every rank; with a whole `state_dict`, on the rank that has it.
+
+        A trainer's own ``_save`` runs on rank 0, where parameters are whole meanwhile, in CPU memory.
+
+        Raises:
+            CheckpointError: on every rank; for pieces in `state_dict`, on the calling rank, which waits for no other.
+        """
         engine = _engine(self.model)
         if engine is None:
             super()._save(output_dir, state_dict)
             return
-        directory = self._directory(output_dir)
-        if directory == self._saved_to:
+        directory, save = self._directory(output_dir), super()._save
+        is_saved = directory == self._saved_to
+        if state_dict is not None and not (is_saved and find_piece(state_dict)):
+            refuse_pieces(state_dict, "Trainer._save(state_dict=..)")
+            if self.args.should_save:
+                forget_sums(directory)
+                save(str(directory), state_dict=state_dict)
+            return
+        if is_saved:
             return
         ranks, doing = engine.ranks, f"save to {directory}"
         was_there = gather_from_all_ranks(ranks, doing, directory.exists)[0]
-        save = super()._save
         try:
-            if state_dict is not None:  # whole, somebody has seen to that
-                run_on_all_ranks(ranks, doing, lambda: save(str(directory), state_dict=state_dict))
+            if self._writes_itself:
+                save_whole(self.model, engine, directory, save)
             else:
                 export_safetensors(self.model, directory, max_shard_size=_MAX_SHARD_SIZE)
                 run_on_all_ranks(ranks, doing, lambda: self._save_beside(directory))
@@ -259,6 +280,11 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             raise
         if self._checkpoint is not None:
             self._checkpoint.is_collected = self.args.save_only_model
+
+    @property
+    def _writes_itself(self) -> bool:
+        """Whether the trainer's class has a ``_save`` of its own, as that of sentence-transformers."""
+        return getattr(super()._save, "__func__", None) is not Trainer._save
 
     def _directory(self, output_dir: str | None) -> Path:
         return Path(self.args.output_dir if output_dir is None else output_dir)
@@ -308,11 +334,13 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if self._can_read(resume_from_checkpoint):
             self._resumed_from = resume_from_checkpoint  # once it is sharded, each rank what it owns
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        # sentence-transformers makes another model of the model's class, and loads that one's state dict.
+        with plain_classes(self.model) if self._writes_itself else contextlib.nullcontext():
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_weights(self) -> None:
         if self._resumed_from is not None:
@@ -329,7 +357,8 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     def _can_read(self, directory: str) -> bool:
         """Whether it holds the whole model in a format that ranks read slices of."""
         names = ("model.safetensors", "model.safetensors.index.json")
-        return not _has_adapters(self.model) and any((Path(directory) / name).is_file() for name in names)
+        is_ours = not self._writes_itself and not has_adapters(self.model)
+        return is_ours and any((Path(directory) / name).is_file() for name in names)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         engine = _engine(self.model)
@@ -456,11 +485,6 @@ def _full_eval_dtype(args: Any) -> torch.dtype | None:
 
 def _engine(model: nn.Module) -> Engine | None:
     return None if handle_of(model) is None else engine_of(model)
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    """Whether ``save_pretrained`` saves adapters, and not the model."""
-    return hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False)
 
 
 def _raise(error: Exception | None) -> None:

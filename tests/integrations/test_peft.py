@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from streamshard import StreamShard, export_safetensors
@@ -21,6 +22,8 @@ from streamshard.engine.handle import engine_of
 from streamshard.errors import CheckpointError, ShardingError
 from tests import families
 from tests.integrations.accelerating import on_ranks
+from tests.integrations.models import make_rows
+from tests.integrations.trainers import launched, train
 from tests.launched import Launched, run_file
 from tests.models import token_batch
 from tests.ranks import RankContext
@@ -228,6 +231,44 @@ def test_save_pretrained_writes_what_peft_writes_without_sharding(
 def _same_base(kind: str) -> nn.Module:
     torch.manual_seed(3)
     return _base(kind)
+
+
+def _with_native_adapter() -> Any:
+    """Adapted by transformers, without PEFT's class around the model."""
+    torch.manual_seed(3)
+    model: Any = _base()
+    model.add_adapter(_lora())
+    return model
+
+
+@on_ranks(2)
+def test_trainer_saves_adapters_of_add_adapter_as_with_ddp(context: RankContext, tmp_path: Path) -> None:
+    """Only the adapters are gathered, and transformers loads them."""
+    from transformers import Trainer
+
+    from streamshard.integrations.transformers import StreamShardTrainer
+
+    with launched(context):
+        for each in (Trainer, StreamShardTrainer):
+            out = tmp_path / each.__name__
+            data, saving = make_rows("llama"), {"save_strategy": "steps", "save_steps": 2}
+            run = train(each, _with_native_adapter(), out, data, ddp_find_unused_parameters=False, **saving)
+            run.trainer.save_model(str(out))
+        run.trainer.model.save_pretrained(tmp_path / "model")
+        export_safetensors(run.trainer.model, tmp_path / "export")
+        dist.barrier()
+    ours = tmp_path / "StreamShardTrainer"
+    for directory in (ours, ours / "checkpoint-2"):
+        theirs = tmp_path / "Trainer" / directory.relative_to(ours)
+        assert {path.name for path in directory.iterdir()} == {path.name for path in theirs.iterdir()}
+    weights = [_contents(tmp_path / each) for each in ("Trainer", ours.name, "model", "export")]
+    for found in weights[1:]:
+        assert_same(
+            {name: found[name] for name in weights[2]}, {name: weights[0][name] for name in weights[2]}, "saved"
+        )
+    loaded: Any = _same_base("lora")
+    loaded.load_adapter(ours)
+    assert_same(loaded.state_dict(), run.weights, "weights of what is loaded")
 
 
 @on_ranks(2)

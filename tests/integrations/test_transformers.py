@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,12 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from streamshard import StreamShard
+from streamshard import StreamShard, load_safetensors
+from streamshard.comm.ranks import Ranks
 from streamshard.errors import CheckpointError, ConfigError
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import FAMILIES, make_model, make_rows, make_tokenizer
 from tests.integrations.trainers import assert_equal, checkpointing, launched, run_example, train, whole_weights
 from tests.ranks import RankContext, RankPool
+from tests.reference import assert_same
 
 
 def _trainers() -> tuple[Any, Any]:
@@ -345,6 +349,58 @@ def test_trainers_that_save_on_the_first_rank_alone(context: RankContext, tmp_pa
         found = {path.name for path in (tmp_path / name).iterdir() if path.is_file()} - {"model.safetensors.sfv"}
         assert found == {path.name for path in (tmp_path / "theirs").iterdir() if path.is_file()} | {"head.txt"}
     assert_equal(ours, theirs)
+
+
+@contextlib.contextmanager
+def _without_other_ranks() -> Iterator[None]:
+    """Inside, whatever waits for other ranks raises."""
+    with mock.patch.object(Ranks, "gather_objects", side_effect=AssertionError("waits for other ranks")):
+        yield
+
+
+@on_ranks(2)
+def test_a_whole_state_dict_is_saved_without_the_other_ranks(context: RankContext, tmp_path: Path) -> None:
+    """As FSDP's scripts save it, from rank 0 alone: by Trainer, by the model, and as accelerate's documentation says.
+
+    Each over an earlier export, whose checksums are gone then.
+    """
+    _, ours_class = _trainers()
+    with launched(context):
+        run = train(ours_class, make_model("llama-tied"), tmp_path, make_rows("llama-tied"))
+        trainer = run.trainer
+        accelerator, model = trainer.accelerator, trainer.model
+        ways: dict[str, Callable[[str, Any], None]] = {
+            "trainer": lambda out, state: trainer._save(out, state_dict=state),
+            "model": lambda out, state: model.save_pretrained(out, state_dict=state),
+            "accelerate": lambda out, state: accelerator.unwrap_model(model).save_pretrained(
+                *(out, context.rank == 0), save_function=accelerator.save, state_dict=state
+            ),
+        }
+        for name, save in ways.items():
+            trainer.save_model(str(tmp_path / name))
+            state = {key: value + 1 for key, value in accelerator.get_state_dict(model).items()}
+            with _without_other_ranks():
+                if context.rank == 0 or name == "accelerate":
+                    save(str(tmp_path / name), dict(state))
+            dist.barrier()
+            load_safetensors(model, tmp_path / name)
+            assert_same(whole_weights(model), state, name)
+
+
+@on_ranks(2)
+def test_a_state_dict_of_pieces_is_refused_without_the_other_ranks(context: RankContext, tmp_path: Path) -> None:
+    """On the rank that would save it; the earlier save stays."""
+    _, ours_class = _trainers()
+    with launched(context):
+        trainer = train(ours_class, make_model("llama"), tmp_path, make_rows("llama")).trainer
+        trainer.save_model(str(tmp_path))
+        pieces = {key: value.cpu() for key, value in trainer.model.state_dict().items()}
+        if context.rank == 0:
+            for save in (trainer._save, trainer.model.save_pretrained):
+                with _without_other_ranks(), pytest.raises(CheckpointError, match=r"piece.*get_state_dict.*all ranks"):
+                    save(str(tmp_path), state_dict=pieces)
+        dist.barrier()
+        load_safetensors(trainer.model, tmp_path)
 
 
 @on_ranks(2)
