@@ -30,7 +30,7 @@ from streamshard.checkpoint.safetensors_file import SUMS_NAME
 from streamshard.checkpoint.writer import run_on_all_ranks
 from streamshard.engine.engine import Engine
 from streamshard.engine.handle import Uncopyable, engine_at_rest, engine_of, handle_of, not_a_layer
-from streamshard.errors import CheckpointError, ShardingError
+from streamshard.errors import CheckpointError, CommunicationError, ShardingError
 from streamshard.full import summon
 from streamshard.plan.structure import modules_inside
 from streamshard.unit.pieces import holds_pieces, piece_of
@@ -40,6 +40,7 @@ from streamshard.unit.sharded_tensor import ShardedTensor
 
 __all__ = [
     "adapt_methods",
+    "called_on_all_ranks",
     "find_piece",
     "forget_sums",
     "has_adapters",
@@ -65,12 +66,15 @@ def has_adapters(model: nn.Module) -> bool:
 
 def adapt_methods(model: nn.Module) -> None:
     """Let methods that need whole weights have them: the classes of a sharded model's modules are ours by now."""
+    kind: Any
     for module in modules_inside(model):
         if is_transformers_model(module):
-            _replace(type(module), _save_model)
+            kind = type(module)
+            _replace(kind, _save_model)
+            kind.resize_token_embeddings = _resize
     if not is_peft_model(model):
         return
-    kind: Any = type(model)
+    kind = type(model)
     _replace(kind, _save_pretrained)
     for name, does in _NEED_WHOLE.items():
         if hasattr(model, name):  # not where prompts are learnt
@@ -152,6 +156,19 @@ def find_piece(state_dict: Mapping[str, Any]) -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def called_on_all_ranks(method: str) -> Iterator[None]:
+    """Around a collective save: if the other ranks do not come, the error says that all ranks have to call `method`."""
+    try:
+        yield
+    except CommunicationError as error:
+        raise CommunicationError(
+            f"{method} of a sharded model could not go on. All ranks have to call it, so call it outside of `if "
+            "trainer.is_world_process_zero()`, `if accelerator.is_main_process` and the like: rank 0 alone writes what "
+            f"is written once. Earlier saves are untouched. {error}"
+        ) from error
+
+
 def forget_sums(directory: Path) -> None:
     """Remove the checksums of an earlier export from `directory`: something else is about to write weights there."""
     (directory / SUMS_NAME).unlink(missing_ok=True)
@@ -162,6 +179,25 @@ def forget_sums(directory: Path) -> None:
 
 def _replace(kind: Any, save: Callable[..., None]) -> None:
     kind.save_pretrained, kind.push_to_hub = save, _push
+
+
+def _resize(
+    self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **given: Any
+) -> nn.Module:
+    """transformers' ``resize_token_embeddings``, which makes new parameters; as ever where no row is added or removed.
+
+    Raises:
+        ShardingError: the embedding has another number of rows.
+    """
+    rows = self.get_input_embeddings().weight.shape[0]
+    if pad_to_multiple_of is not None or new_num_tokens not in (None, rows):
+        raise ShardingError(
+            f"resize_token_embeddings of {type(self).__name__}, which is sharded by StreamShard: the new embedding and "
+            "head would be this rank's alone. Resize before the model is sharded, that is before StreamShard(model), "
+            "accelerator.prepare(model) or trainer.train()"
+        )
+    own: nn.Module = super(type(self), self).resize_token_embeddings(new_num_tokens, None, *args, **given)
+    return own
 
 
 def _save_model(self: Any, save_directory: str | os.PathLike[str], *args: Any, **given: Any) -> None:
@@ -186,19 +222,20 @@ def _save_model(self: Any, save_directory: str | os.PathLike[str], *args: Any, *
         own(save_directory, **given)
         return
     engine = engine_at_rest(not_a_layer(self), "save_pretrained")
+    given.pop("is_main_process", None)
     if has_adapters(self):
-        given.pop("is_main_process", None)
-        save_adapters(self, engine, save_directory, **given)
+        with called_on_all_ranks("save_pretrained()"):
+            save_adapters(self, engine, save_directory, **given)
         return
     max_shard_size = given.pop("max_shard_size", known["max_shard_size"].default)
-    given.pop("is_main_process", None)
     if others := [name for name, value in given.items() if name in known and value != known[name].default]:
         raise CheckpointError(
             f"save_pretrained({others[0]}={given[others[0]]!r}) of a sharded model: transformers alone does that, of "
             "whole weights. Call weights = model.full_state_dict() on all ranks, and on rank 0 "
             f"model.save_pretrained(directory, state_dict=weights, {others[0]}=..)"
         )
-    export_shards(self, engine.param_shards, engine.ranks, save_directory, None, max_shard_size)
+    with called_on_all_ranks("save_pretrained()"):
+        export_shards(self, engine.param_shards, engine.ranks, save_directory, None, max_shard_size)
 
 
 def _push(self: Any, repo_id: str, *_: Any, **__: Any) -> None:
@@ -222,7 +259,8 @@ def _save_pretrained(self: Any, save_directory: str, safe_serialization: bool = 
         return
     engine = engine_at_rest(self, "save_pretrained", accepts_whole=True)
     given.pop("is_main_process", None)
-    save_adapters(self, engine, save_directory, **given)
+    with called_on_all_ranks("save_pretrained()"):
+        save_adapters(self, engine, save_directory, **given)
 
 
 def _change_whole(self: Any, name: str, *args: Any, **given: Any) -> Any:

@@ -337,7 +337,8 @@ class StreamShard(Uncopyable):
         raise ShardingError(
             "torch.distributed.checkpoint takes this rank's pieces of a StreamShard model for whole tensors: use "
             "model.full_state_dict() and model.load_state_dict(whole), full_optimizer_state_dict and "
-            "load_optimizer_state_dict, or export_safetensors and load_safetensors"
+            "load_optimizer_state_dict, or export_safetensors and load_safetensors. accelerate's "
+            "load_checkpoint_in_model calls it: use load_safetensors(model, directory) in its place"
         )
 
 

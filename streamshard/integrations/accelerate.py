@@ -19,6 +19,7 @@ from accelerate.utils import DynamoBackend, is_compiled_module, recursively_appl
 from accelerate.utils.other import is_repeated_blocks
 from torch import nn
 
+from streamshard.adapters import called_on_all_ranks
 from streamshard.api import StreamShard, export_safetensors
 from streamshard.config import Precision, Settings, read_environment
 from streamshard.engine.handle import engine_of, handle_of
@@ -285,7 +286,8 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         inner = sharded_in(model)
         if inner is None:
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
-        return StreamShard.full_state_dict(inner, rank0_only=rank0_only)  # type: ignore[arg-type]  # it is one
+        with called_on_all_ranks("get_state_dict()"):
+            return StreamShard.full_state_dict(inner, rank0_only=rank0_only)  # type: ignore[arg-type]  # it is one
 
     def save_model(
         self,
@@ -308,7 +310,8 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
                 "save_model(safe_serialization=False): sharded models are written as safetensors. For a file of "
                 "torch.save: accelerator.save(accelerator.get_state_dict(model), 'pytorch_model.bin')"
             )
-        export_safetensors(inner, save_directory, max_shard_size=max_shard_size)
+        with called_on_all_ranks("save_model()"):
+            export_safetensors(inner, save_directory, max_shard_size=max_shard_size)
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
@@ -329,7 +332,8 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         """
         if not self._sharded:
             return super().save_state(output_dir, safe_serialization, **kwargs)
-        return save_run(self._run(), output_dir)
+        with called_on_all_ranks("save_state()"):
+            return save_run(self._run(), output_dir)
 
     def load_state(
         self,

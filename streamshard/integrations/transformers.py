@@ -1,8 +1,8 @@
 """`StreamShardTrainer`: transformers' Trainer whose model is sharded where Trainer prepares it.
 
-`StreamShardTrainerMixin` is what it is made of, for `Seq2SeqTrainer`, the trainers of TRL, and others that derive from
-Trainer. Sharding itself, clipping and precision are `StreamShardAccelerator`'s. What is here is what Trainer does with
-models and optimizers beside its accelerator: files, and counts of parameters.
+`StreamShardTrainerMixin` is what it is made of, for `Seq2SeqTrainer`, the trainers of TRL and sentence-transformers,
+and others that derive from Trainer. Sharding itself, clipping and precision are `StreamShardAccelerator`'s. What is
+here is what Trainer does with models and optimizers beside its accelerator: files, and counts of parameters.
 
 A checkpoint has the files that Trainer writes under DistributedDataParallel, so that each goes on from the other's. It
 is written into a directory of another name, which gets its own when everything is in it: see `_Checkpoint`.
@@ -25,7 +25,15 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, trainer_utils
 
-from streamshard.adapters import find_piece, forget_sums, has_adapters, plain_classes, refuse_pieces, save_whole
+from streamshard.adapters import (
+    called_on_all_ranks,
+    find_piece,
+    forget_sums,
+    has_adapters,
+    plain_classes,
+    refuse_pieces,
+    save_whole,
+)
 from streamshard.api import (
     export_safetensors,
     full_optimizer_state_dict,
@@ -163,6 +171,11 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         if _full_eval_dtype(self.args) is not None:
             raise ConfigError(_NO_FULL_EVAL)
+        if self.args.optim == "adafactor":
+            raise ConfigError(
+                'optim="adafactor" keeps statistics of rows and columns, of which each rank has pieces: take an '
+                'optimizer that computes element by element, such as optim="adamw_torch"'
+            )
         return super()._inner_training_loop(*args, **kwargs)
 
     # -- saving -------------------------------------------------------------------------------------------------------
@@ -256,21 +269,27 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         if engine is None:
             super()._save(output_dir, state_dict)
             return
-        directory, save = self._directory(output_dir), super()._save
+        directory = self._directory(output_dir)
         is_saved = directory == self._saved_to
         if state_dict is not None and not (is_saved and find_piece(state_dict)):
             refuse_pieces(state_dict, "Trainer._save(state_dict=..)")
             if self.args.should_save:
                 forget_sums(directory)
-                save(str(directory), state_dict=state_dict)
+                super()._save(str(directory), state_dict=state_dict)
             return
         if is_saved:
             return
+        with called_on_all_ranks("save_model()"):
+            self._save_together(directory, engine)
+        if self._checkpoint is not None:
+            self._checkpoint.is_collected = self.args.save_only_model
+
+    def _save_together(self, directory: Path, engine: Engine) -> None:
         ranks, doing = engine.ranks, f"save to {directory}"
         was_there = gather_from_all_ranks(ranks, doing, directory.exists)[0]
         try:
             if self._writes_itself:
-                save_whole(self.model, engine, directory, save)
+                save_whole(self.model, engine, directory, super()._save)
             else:
                 export_safetensors(self.model, directory, max_shard_size=_MAX_SHARD_SIZE)
                 run_on_all_ranks(ranks, doing, lambda: self._save_beside(directory))
@@ -278,8 +297,6 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             if ranks.is_first and not was_there:
                 shutil.rmtree(directory, ignore_errors=True)
             raise
-        if self._checkpoint is not None:
-            self._checkpoint.is_collected = self.args.save_only_model
 
     @property
     def _writes_itself(self) -> bool:
@@ -467,7 +484,8 @@ def _refuse(args: Any) -> None:
     }
     for name, reason in reasons.items():
         if value := getattr(args, name, None):
-            raise ConfigError(f"{name}={value!r} does not go with StreamShard: {reason}")
+            given = name if name == "fsdp" else f"{name}={value!r}"  # Trainer makes True of fsdp="full_shard"
+            raise ConfigError(f"the training argument {given} does not go with StreamShard: {reason}")
     if args.n_gpu > 1:
         raise ConfigError(
             f"one process sees {args.n_gpu} GPUs: wanted one process for each, as `accelerate launch` or `torchrun "

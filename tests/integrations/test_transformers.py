@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from streamshard import StreamShard, load_safetensors
 from streamshard.comm.ranks import Ranks
-from streamshard.errors import CheckpointError, ConfigError
+from streamshard.errors import CheckpointError, CommunicationError, ConfigError, ShardingError
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import FAMILIES, make_model, make_rows, make_tokenizer
 from tests.integrations.trainers import assert_equal, checkpointing, launched, run_example, train, whole_weights
@@ -404,6 +404,31 @@ def test_a_state_dict_of_pieces_is_refused_without_the_other_ranks(context: Rank
 
 
 @on_ranks(2)
+def test_a_save_that_other_ranks_do_not_join_says_so_and_leaves_the_earlier_one(
+    context: RankContext, tmp_path: Path
+) -> None:
+    """What a script gets that saves under ``if trainer.is_world_process_zero()``."""
+    _, ours_class = _trainers()
+    with launched(context):
+        trainer = train(ours_class, make_model("llama"), tmp_path, make_rows("llama")).trainer
+        trainer.save_model(str(tmp_path))
+        wanted = whole_weights(trainer.model)
+        saves = {
+            r"save_model\(\)": trainer.save_model,
+            r"save_pretrained\(\)": trainer.model.save_pretrained,
+            r"save_model\(\) of": lambda out: trainer.accelerator.save_model(trainer.model, out),
+            r"save_state\(\)": trainer.accelerator.save_state,
+        }
+        alone = mock.patch.object(Ranks, "gather_objects", side_effect=CommunicationError("rank 1 did not come"))
+        for name, save in saves.items():
+            message = f"{name}.*All ranks have to call it.*rank 1 did not come"
+            with alone, pytest.raises(CommunicationError, match=message):
+                save(str(tmp_path))
+        load_safetensors(trainer.model, tmp_path)
+        assert_same(whole_weights(trainer.model), wanted, "weights")
+
+
+@on_ranks(2)
 @pytest.mark.parametrize(
     "failing", ["training_args.bin", "optimizer.pt", "rng_state_1.pth", "trainer_state.json", "README.md"]
 )
@@ -622,8 +647,9 @@ def _with_deepspeed(**arguments: Any) -> Any:
     [
         ({"bf16_full_eval": True}, "bf16_full_eval .* train with bf16"),
         ({"fp16_full_eval": True, "bf16": True}, "fp16_full_eval .* train with bf16"),
-        ({"fsdp": "full_shard"}, "fsdp=.* leave it out"),
-        ({"fsdp": True}, "fsdp=.* leave it out"),
+        ({"fsdp": "full_shard"}, "argument fsdp does not go with .* leave it out"),
+        ({"fsdp": True}, "argument fsdp does not go with .* leave it out"),
+        ({"optim": "adafactor"}, 'optim="adafactor" .* optim="adamw_torch"'),
         ({"arguments_class": _with_deepspeed}, "deepspeed='zero3.json' .* leave it out"),
         ({"save_on_each_node": True}, "storage that they share"),
         ({"given": {"streamshard": {"slots": 3}}}, "no such option: slots"),
@@ -636,6 +662,27 @@ def test_what_does_not_go_with_sharding_is_refused_at_once(
     _, ours_class = _trainers()
     with launched(context), pytest.raises(ConfigError, match=message):
         train(ours_class, make_model("llama"), tmp_path, make_rows("llama"), **arguments)
+
+
+@on_ranks(2)
+def test_embeddings_are_resized_before_sharding(context: RankContext) -> None:
+    """Afterwards the model stays as it is; a size that the embedding has changes nothing."""
+    model: Any = StreamShard(make_model("llama-tied"))
+    assert model.resize_token_embeddings(61) is model.resize_token_embeddings() is model.model.embed_tokens
+    for given in ((70,), (61, 8)):
+        with pytest.raises(ShardingError, match="resize_token_embeddings of Llama.* Resize before"):
+            model.resize_token_embeddings(*given)
+    assert model.config.vocab_size == 61
+
+
+@on_ranks(2)
+def test_accelerates_loading_of_a_checkpoint_says_what_to_call(context: RankContext, tmp_path: Path) -> None:
+    from accelerate import load_checkpoint_in_model
+
+    model: Any = StreamShard(make_model("llama"))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ShardingError, match=r"load_checkpoint_in_model calls it: use load_safetensors\(model, "):
+        load_checkpoint_in_model(model, str(tmp_path))
 
 
 @on_ranks(1)
