@@ -1,0 +1,203 @@
+"""The trainers of sentence-transformers with StreamShard on two ranks: the numbers of DistributedDataParallel."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from streamshard import StreamShard
+from tests.integrations.accelerating import on_ranks
+from tests.integrations.models import make_tokenizer
+from tests.integrations.trainers import Run, assert_equal, launched, train
+from tests.ranks import RankContext
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # one of its own modules imports another by an old name
+    st: Any = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
+
+from sentence_transformers.sentence_transformer import losses, modules  # noqa: E402
+from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator  # noqa: E402
+
+
+def _trainers(name: str = "SentenceTransformerTrainer") -> tuple[Any, Any]:
+    """sentence-transformers' trainer of that name, and the same with our mixin."""
+    from streamshard.integrations.transformers import StreamShardTrainerMixin
+
+    theirs = getattr(st, name)
+    return theirs, type(f"Sharded{name}", (StreamShardTrainerMixin, theirs), {})
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without progress bars, and without warnings of sentence-transformers about accelerate."""
+    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _bert(directory: Path) -> str:
+    """A tiny BERT with its tokenizer, in a directory."""
+    from transformers import BertConfig, BertModel
+
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 24}
+    where = directory / "bert"
+    if dist.get_rank() == 0 and not where.exists():
+        torch.manual_seed(0)
+        BertModel(BertConfig(**sizes, **off)).save_pretrained(where)
+        make_tokenizer().save_pretrained(where)
+    dist.barrier()
+    return str(where)
+
+
+def _sentences(directory: Path, *more: Any) -> Any:
+    layers = [modules.Transformer(_bert(directory)), modules.Pooling(16, "mean"), *more, modules.Normalize()]
+    return st.SentenceTransformer(modules=layers, device="cpu")
+
+
+def _words(count: int, seed: int) -> list[str]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 9, (count,), generator=generator).tolist()
+    return [" ".join(f"w{n}" for n in torch.randint(0, 56, (each,), generator=generator).tolist()) for each in lengths]
+
+
+def _data(labels: list[float] | list[int] | None = None) -> Any:
+    from datasets import Dataset
+
+    columns: dict[str, Any] = {"anchor": _words(16, 0), "positive": _words(16, 1)}
+    return Dataset.from_dict(columns if labels is None else {**columns, "label": labels})
+
+
+def _train(each: Any, model: Any, out: Path, data: Any, loss: Any, *, given: Any = None, **options: Any) -> Run:
+    arguments = st.SentenceTransformerTrainingArguments
+    return train(
+        *(each, model, out / each.__name__, data),
+        given={"loss": loss, **(given or {})},
+        arguments_class=arguments,
+        **options,
+    )
+
+
+def _static(directory: Path) -> Any:
+    torch.manual_seed(0)
+    return st.SentenceTransformer(
+        modules=[modules.StaticEmbedding(make_tokenizer()._tokenizer, embedding_dim=16)], device="cpu"
+    )
+
+
+def _with_dense(directory: Path) -> Any:
+    torch.manual_seed(0)
+    return _sentences(directory, modules.Dense(16, 8))
+
+
+_SCORES = [number / 15 for number in range(16)]
+_CLASSES = [number % 3 for number in range(16)]
+_CASES: dict[str, tuple[Callable[[Path], Any], Any, Callable[[Any], Any]]] = {
+    "pairs": (_sentences, None, lambda model: losses.MultipleNegativesRankingLoss(model)),
+    "pairs of all ranks": (
+        *(_sentences, None),
+        lambda model: losses.MultipleNegativesRankingLoss(model, gather_across_devices=True),
+    ),
+    "cached": (
+        *(_with_dense, None),
+        lambda model: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=1),
+    ),
+    "matryoshka": (
+        *(_static, None),
+        lambda model: losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [16, 8]),
+    ),
+    "scores": (_sentences, _SCORES, lambda model: losses.CoSENTLoss(model)),
+    "a head in the loss": (_sentences, _CLASSES, lambda model: losses.SoftmaxLoss(model, 16, 3)),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", list(_CASES))
+def test_losses_equal_ddp(context: RankContext, case: str, tmp_path: Path) -> None:
+    """Losses, norms, weights; those that run several forwards for one backward, or have weights of their own, too."""
+    build, labels, loss = _CASES[case]
+    runs = []
+    with launched(context), _quiet():
+        for each in _trainers():
+            model = build(tmp_path)
+            torch.manual_seed(3)
+            runs.append(_train(each, model, tmp_path, _data(labels), loss(model), per_device_train_batch_size=4))
+    theirs, ours = runs
+    assert isinstance(ours.trainer.model, StreamShard)
+    assert_equal(ours, theirs)
+
+
+@on_ranks(2)
+def test_a_run_evaluates_saves_and_goes_on_as_with_ddp(context: RankContext, tmp_path: Path) -> None:
+    """Each rank evaluates all sentences. A checkpoint is what SentenceTransformer loads; the best one comes back."""
+    scores = torch.linspace(0, 1, 9).tolist()
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    saving |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_pearson_cosine"}
+    saving |= {"greater_is_better": False}  # so that the best is not the last
+
+    def given() -> dict[str, Any]:
+        evaluator = EmbeddingSimilarityEvaluator(
+            _words(9, 2), _words(9, 3), scores, batch_size=2, write_csv=False, show_progress_bar=False
+        )
+        return {"eval_dataset": _data(), "evaluator": evaluator}
+
+    with launched(context), _quiet():
+        runs, encoded = [], []
+        for each in _trainers():
+            model = _with_dense(tmp_path)
+            loss = losses.MultipleNegativesRankingLoss(model)
+            run = _train(each, model, tmp_path, _data(), loss, given=given(), **saving, max_steps=4)
+            run.trainer.save_model()
+            dist.barrier()
+            found = st.SentenceTransformer(str(tmp_path / each.__name__), device="cpu")
+            encoded += [run.trainer.model.encode(_words(5, 4)), found.encode(_words(5, 4))]
+            model = _with_dense(tmp_path)
+            loss = losses.MultipleNegativesRankingLoss(model)
+            resume = tmp_path / each.__name__ / "checkpoint-2"
+            runs += [
+                run,
+                _train(each, model, tmp_path, _data(), loss, given=given(), **saving, max_steps=4, resume=resume),
+            ]
+    assert all(run.trainer.state.best_model_checkpoint.endswith("checkpoint-2") for run in runs)
+    assert_equal(runs[2], runs[0])
+    assert_equal(runs[3], runs[1], resumed=True)
+    for one in encoded[1:]:
+        torch.testing.assert_close(one, encoded[0], rtol=1e-4, atol=2e-6)
+    theirs, ours = (tmp_path / each.__name__ for each in _trainers())
+    for directory in (ours, ours / "checkpoint-4"):
+        other = theirs / directory.relative_to(ours)
+        assert {path.name for path in directory.iterdir()} == {path.name for path in other.iterdir()}
+
+
+@on_ranks(2)
+def test_a_cross_encoder_trains_as_with_ddp(context: RankContext, tmp_path: Path) -> None:
+    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
+
+    runs = []
+    with launched(context), _quiet():
+        for each in _trainers("CrossEncoderTrainer"):
+            bert = _bert(tmp_path)
+            torch.manual_seed(0)  # for the head
+            model = st.CrossEncoder(bert, num_labels=1, device="cpu")
+            runs.append(
+                train(
+                    *(each, model, tmp_path / each.__name__, _data(_SCORES)),
+                    given={"loss": BinaryCrossEntropyLoss(model)},
+                    arguments_class=st.CrossEncoderTrainingArguments,
+                    ddp_find_unused_parameters=False,  # with which DDP raises
+                )
+            )
+            runs[-1].trainer.save_model()
+            dist.barrier()
+            pairs = list(zip(_words(3, 4), _words(3, 5), strict=True))
+            found = st.CrossEncoder(str(tmp_path / each.__name__), device="cpu")
+            torch.testing.assert_close(found.predict(pairs), runs[-1].trainer.model.predict(pairs))
+    assert_equal(runs[1], runs[0])
