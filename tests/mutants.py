@@ -3042,10 +3042,32 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "checkpoint/publish",
-        "the old file goes before the new ones are there",
-        "    for file in files:\n        undo.callback(_remove, root / file.name)\n",
-        "    _remove(root / SINGLE_NAME)\n    for file in files:\n        undo.callback(_remove, root / file.name)\n",
+        "the old front goes before the new one is there",
+        "        _place_beside(staged, undo)\n",
+        "        _remove(root / other)\n        _place_beside(staged, undo)\n",
         "publish::test_export_killed_anywhere_leaves_the_old_one_or_the_new",
+    ),
+    Mutant(
+        "checkpoint/publish",
+        "a numbered file gets a name that another had",
+        'name.replace("model-", f"model-{token}-", 1)',
+        'name.replace("model-", f"model-{16 * \'0\'}-", 1)',
+        "publish::test_no_name_of_a_numbered_file_is_used_again",
+    ),
+    Mutant(
+        "checkpoint/publish",
+        "files of another export are swept, and it is published",
+        "    numbered = [each for each in root.iterdir() if _NUMBERED.fullmatch(each.name) and not each.is_dir()]\n"
+        "    _remove_all(_partials(root))\n",
+        "    numbered = [each for each in root.iterdir() if _NUMBERED.fullmatch(each.name) and not each.is_dir()]\n",
+        "publish::test_two_exports_at_once_are_not_mixed",
+    ),
+    Mutant(
+        "checkpoint/stored_files",
+        "checksums of another export are taken",
+        "    front.check_in_place()  # so these checksums",
+        "    # so these checksums",
+        "publish::test_reader_beside_a_writer_reads_one_export",
     ),
     Mutant(
         "checkpoint/publish",

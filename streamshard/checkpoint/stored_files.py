@@ -145,9 +145,9 @@ class StoredDirectory(contextlib.AbstractContextManager["StoredDirectory"]):
 def read_directory(directory: str | os.PathLike[str]) -> StoredDirectory:
     """Open a Hugging Face directory and find every tensor in it; of files, headers only are read.
 
-    What is found was all there at one moment, also while an export replaces another: all files are opened, then the
-    index must still be the one that named them. The safetensors library must accept each of them, and they must hold
-    what the index says.
+    An export may replace another meanwhile. No name of a numbered file ever stands for different bytes, so an index
+    leads to its own files or, once they are gone, to none; then the directory is opened again. The safetensors library
+    must accept each file, and the files must hold what the index says.
 
     Raises:
         CheckpointError: there is nothing to read, what is there is damaged or contradicts itself, or it is replaced
@@ -212,68 +212,58 @@ class _OpenFile(NamedTuple):
 
 
 def _open_directory(root: Path, opened: contextlib.ExitStack) -> StoredDirectory:
-    sums = _read_sums(root)
     single = _open(root / SINGLE_NAME, opened)
-    if single is not None:
-        tensors = _read_header(single)
-        _check_sums(root, sums)
-        return StoredDirectory([single], tensors, None if sums is None else parse_sums(root, sums))
-    index = _open(root / INDEX_NAME, opened)
-    if index is None:
+    front = single or _open(root / INDEX_NAME, opened)
+    if front is None:
         if (root / SINGLE_NAME).is_file():  # came while it was looked for, and the index went
             raise _Replaced
         raise CheckpointError(what_is(root, HUGGING_FACE) or f"{root} has neither {SINGLE_NAME} nor {INDEX_NAME}")
     try:
+        files, tensors = ([front], _read_header(front)) if single else _open_indexed(root, front, opened)
+        sums = _read_sums(root)
+    except CheckpointError:
+        front.check_in_place()
+        raise
+    front.check_in_place()  # so these checksums, which are always those of the export that is in place, are its own
+    return StoredDirectory(files, tensors, sums)
+
+
+def _open_indexed(
+    root: Path, index: _OpenFile, opened: contextlib.ExitStack
+) -> tuple[list[_OpenFile], dict[str, StoredTensor]]:
+    """`index`, all files that it names, and the tensors in them."""
+    try:
         weight_map = files_of_index(index.opened.readall())
     except ValueError as error:
         raise CheckpointError(f"{index.path} is not an index of safetensors files: {error}") from error
-    files = _open_files(root, index, weight_map.values(), opened)
-    tensors = {}
-    for name, file in files.items():
+    files, tensors = [index], {}
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name:
+            raise CheckpointError(f"{index.path} names {name!r}, which is not a file of its own directory")
+        file = _open(root / name, opened)
+        if file is None:
+            raise CheckpointError(f"cannot read {root / name}, which {INDEX_NAME} names: there is no such file")
         inside = _read_header(file)
         stray = next((tensor for tensor in inside if weight_map.get(tensor) != name), None)
         if stray is not None:
             raise CheckpointError(
                 f"{file.path} holds {stray!r}, which {INDEX_NAME} does not say: they do not belong together"
             )
+        files.append(file)
         tensors.update(inside)
     lost = next((tensor for tensor in weight_map if tensor not in tensors), None)
     if lost is not None:
         raise CheckpointError(f"{index.path} says {lost!r} is in {weight_map[lost]}, which does not have it")
-    _check_sums(root, sums)
-    return StoredDirectory([index, *files.values()], tensors, None if sums is None else parse_sums(root, sums))
+    return files, tensors
 
 
-def _read_sums(root: Path) -> bytes | None:
+def _read_sums(root: Path) -> dict[str, frozenset[str]] | None:
     try:
-        return (root / SUMS_NAME).read_bytes()
+        return parse_sums(root, (root / SUMS_NAME).read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         raise CheckpointError(f"cannot read {root / SUMS_NAME}: {error}") from error
-
-
-def _check_sums(root: Path, sums: bytes | None) -> None:
-    """Those that were there before the files were opened have to be theirs: an export replaces them first and last."""
-    if _read_sums(root) != sums:
-        raise _Replaced
-
-
-def _open_files(
-    root: Path, index: _OpenFile, names: Iterable[str], opened: contextlib.ExitStack
-) -> dict[str, _OpenFile]:
-    """All files that `index` names, at a moment at which it was in place. Exports replace it before its files."""
-    files = {}
-    for name in sorted(set(names)):
-        if Path(name).name != name:
-            raise CheckpointError(f"{index.path} names {name!r}, which is not a file of its own directory")
-        file = _open(root / name, opened)
-        if file is None:
-            index.check_in_place()
-            raise CheckpointError(f"cannot read {root / name}, which {INDEX_NAME} names: there is no such file")
-        files[name] = file
-    index.check_in_place()
-    return files
 
 
 def _open(path: Path, opened: contextlib.ExitStack) -> _OpenFile | None:

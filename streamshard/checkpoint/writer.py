@@ -1,6 +1,6 @@
 """Writes safetensors files from all ranks at once, each its own byte ranges. Nothing is gathered.
 
-    plan -> clear leftovers -> create (rank 0) -> write and fsync (every rank) -> publish by renaming (rank 0)
+    plan -> create (rank 0) -> write and fsync (every rank) -> publish by renaming (rank 0)
 
 Between two arrows all ranks meet, and a failure on one becomes a `CheckpointError` on all that names it.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +24,9 @@ import torch
 
 from streamshard.checkpoint.checksum import Extent, Extents, join_extents
 from streamshard.checkpoint.publish import (
-    BESIDE,
-    PARTIAL,
+    Staged,
     check_free,
+    final_names,
     publish,
     remove_partials,
     sweep,
@@ -173,23 +174,27 @@ def write_sharded(
     max_file_bytes = parse_bytes("max_shard_size", max_shard_size)
     root = Path(directory)
     files = run_on_all_ranks(group, "plan the export", lambda: _plan(entries, max_file_bytes, metadata))
-    index = encode_index(files, total_parameters) if len(files) > 1 else None
+    token = secrets.token_hex(8)
+
+    def create() -> tuple[str, list[str]]:
+        """The first rank's token, and the names it has chosen for the files."""
+        if not group.is_first:
+            return "", []
+        names = _begin(root, files, token)
+        _create(_stage(root, token, files, names, total_parameters), write_beside)
+        return token, names
 
     try:
-        # On every rank, not only on rank 0: where a directory is not shared, leftovers of an earlier run must not be
-        # taken for the files that rank 0 is about to create.
-        run_on_all_ranks(group, f"clear {root}", lambda: remove_partials(root))
-        run_on_first_rank(group, f"create files in {root}", lambda: _create(root, files, index, write_beside))
-        written = gather_from_all_ranks(group, f"write to {root}", lambda: _write(root, files, entries, advance))
-        run_on_first_rank(
-            group, f"publish {root}", lambda: publish(root, files, total_parameters, _join(root, files, written))
-        )
+        chosen = gather_from_all_ranks(group, f"create files in {root}", create)[0]
+        staged = _stage(root, chosen[0], files, chosen[1], total_parameters)
+        written = gather_from_all_ranks(group, f"write to {root}", lambda: _write(staged, entries, advance))
+        run_on_first_rank(group, f"publish {root}", lambda: publish(staged, _join(staged, written)))
     except BaseException:
         if group.is_first:
             with contextlib.suppress(OSError):
-                remove_partials(root)
+                remove_partials(root, token)
         raise
-    return [file.name for file in files] + ([INDEX_NAME] if index is not None else [])
+    return [file.name for file in staged.files] + ([INDEX_NAME] if staged.index_json is not None else [])
 
 
 def run_on_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> _T:
@@ -240,42 +245,51 @@ def _plan(entries: Sequence[TensorEntry], max_file_bytes: int, metadata: Mapping
     return plan_files(list(specs.values()), max_file_bytes, metadata)
 
 
-def _create(
-    root: Path, files: Sequence[FileLayout], index: bytes | None, write_beside: Callable[[Path], None] | None
-) -> None:
-    """Every file at its full size with its header in place; ranks fill in the rest."""
+def _begin(root: Path, files: Sequence[FileLayout], token: str) -> list[str]:
+    """Final names for the files. Removes what other exports have left."""
     os.makedirs(root, exist_ok=True)
-    if write_beside is not None:
-        os.mkdir(root / BESIDE)
-        write_beside(root / BESIDE)
-    check_free(root, files)
+    names = final_names(root, files, token)  # before sweeping: a name that is in use now is not used again
     sweep(root)
-    for file in files:
-        with _opened(root / (file.name + PARTIAL), os.O_RDWR | os.O_CREAT | os.O_EXCL) as descriptor:
+    return names
+
+
+def _stage(
+    root: Path, token: str, files: Sequence[FileLayout], names: Sequence[str], total_parameters: int | None
+) -> Staged:
+    renamed = tuple(file._replace(name=name) for file, name in zip(files, names, strict=True))
+    return Staged(root, token, renamed, encode_index(renamed, total_parameters) if len(renamed) > 1 else None)
+
+
+def _create(staged: Staged, write_beside: Callable[[Path], None] | None) -> None:
+    """Every file at its full size with its header in place; ranks fill in the rest.
+
+    The front comes first: another export that removes later files then removes it too, which stops this one.
+    """
+    if staged.index_json is not None:
+        write_synced(staged.partial(INDEX_NAME), staged.index_json)
+    for file in staged.files:
+        with _opened(staged.partial(file.name), os.O_RDWR | os.O_CREAT | os.O_EXCL) as descriptor:
             os.ftruncate(descriptor, file.size_bytes)
             write_all(descriptor, memoryview(file.header), 0)
             os.fsync(descriptor)
-    if index is not None:
-        write_synced(root / (INDEX_NAME + PARTIAL), index)
+    if write_beside is not None:
+        os.mkdir(staged.beside)
+        write_beside(staged.beside)
+    check_free(staged)
 
 
-def _join(root: Path, files: Sequence[FileLayout], written: Sequence[Sequence[Extent]]) -> list[int]:
+def _join(staged: Staged, written: Sequence[Sequence[Extent]]) -> list[int]:
     """The files' checksums, of what the ranks have written."""
     headers = Extents()
-    for number, file in enumerate(files):
+    for number, file in enumerate(staged.files):
         headers.add(number, 0, memoryview(file.header))
     try:
-        return join_extents([*headers.found, *itertools.chain(*written)], [file.size_bytes for file in files])
+        return join_extents([*headers.found, *itertools.chain(*written)], [file.size_bytes for file in staged.files])
     except CheckpointError as error:
-        raise CheckpointError(f"ranks did not write every byte of {root} once: {error}") from error
+        raise CheckpointError(f"ranks did not write every byte of {staged.root} once: {error}") from error
 
 
-def _write(
-    root: Path,
-    files: Sequence[FileLayout],
-    entries: Sequence[TensorEntry],
-    advance: Callable[[int], object] | None,
-) -> list[Extent]:
+def _write(staged: Staged, entries: Sequence[TensorEntry], advance: Callable[[int], object] | None) -> list[Extent]:
     """This rank's byte ranges, file by file."""
     staging = bytearray(CHUNK_BYTES)
     written = Extents()
@@ -283,12 +297,12 @@ def _write(
     for entry in entries:
         if entry.start < entry.stop:
             by_name.setdefault(entry.name, []).append(entry)
-    for number, file in enumerate(files):
+    for number, file in enumerate(staged.files):
         mine = [(offset, entry) for name, offset in file.offsets.items() for entry in by_name.get(name, ())]
         if not mine:
             continue
         try:
-            with _opened(root / (file.name + PARTIAL), os.O_RDWR) as descriptor:
+            with _opened(staged.partial(file.name), os.O_RDWR) as descriptor:
                 if os.pread(descriptor, len(file.header), 0) != file.header:
                     raise CheckpointError(
                         f"{file.name} made by rank 0 has another header: ranks disagree on the tensors"
@@ -333,7 +347,8 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
                 raise
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"{path} is not there, though rank 0 created it: the directory must be on storage all ranks share"
+                    f"{path} is not there, though rank 0 created it: the directory must be on storage all ranks share, "
+                    "and one process only may export into it at a time"
                 ) from error
             time.sleep(0.1)
     try:

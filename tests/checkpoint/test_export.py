@@ -282,8 +282,8 @@ def test_save_pretrained_of_a_sharded_model_exports_it(context: RankContext, tmp
         plain.save_pretrained(tmp_path / "several", max_shard_size="3KB")
     model.save_pretrained(tmp_path / "ours", is_main_process=context.rank == 0, safe_serialization=True)
     assert_same_files(tmp_path / "ours", tmp_path / "theirs")
-    model.save_pretrained(tmp_path / "ours", max_shard_size="3KB")
-    assert_same_files(tmp_path / "ours", tmp_path / "several")
+    model.save_pretrained(tmp_path / "ours in several", max_shard_size="3KB")
+    assert_same_files(tmp_path / "ours in several", tmp_path / "several")
     whole = model.full_state_dict()
     with model.summon_full_params():
         if context.rank == 0:

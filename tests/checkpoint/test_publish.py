@@ -6,10 +6,12 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +21,20 @@ from torch import nn
 
 from streamshard.checkpoint import stored_files, writer
 from streamshard.checkpoint.export import export_shards
+from streamshard.checkpoint.publish import sweep
 from streamshard.checkpoint.stored_files import read_directory
 from streamshard.errors import CheckpointError
-from tests.checkpoint.exporting import Plain, ThreadGroup, export, filled, names_in, shards_for, stored_bytes
+from tests.checkpoint import exporting
+from tests.checkpoint.exporting import (
+    Plain,
+    ThreadGroup,
+    assert_sums,
+    export,
+    filled,
+    names_in,
+    shards_for,
+    stored_bytes,
+)
 from tests.families import llama
 from tests.launched import Launched
 
@@ -29,7 +42,7 @@ from tests.launched import Launched
 THREE, TWO = 180, 250
 # As (old, new) max_shard_size: the same file, the same number of files, fewer, more, one to several and back.
 SIZES = [("5GB", "5GB"), (TWO, TWO), (THREE, TWO), (TWO, THREE), ("5GB", TWO), (TWO, "5GB")]
-CALLS = ("open", "ftruncate", "pwrite", "fsync", "link", "replace", "unlink", "mkdir", "rmdir")
+CALLS = ("open", "ftruncate", "pwrite", "fsync", "replace", "unlink", "mkdir", "rmdir")
 
 
 class Exports(NamedTuple):
@@ -58,6 +71,11 @@ def read_by_us(directory: Path) -> dict[str, bytes]:
             name: os.pread(each.file.fileno(), int(torch.Size(each.shape).numel()) * each.dtype.itemsize, each.offset)
             for name, each in stored.tensors.items()
         }
+
+
+def kinds_in(directory: Path) -> list[str]:
+    """Names of files, without the tokens of exports that have replaced others."""
+    return [re.sub("-[0-9a-f]{16}-", "-", name) for name in names_in(directory)]
 
 
 def make_exports(
@@ -164,11 +182,11 @@ def test_export_killed_anywhere_leaves_the_old_one_or_the_new(
             break
         found.append(exports.found(directory))
         exports.replace(directory)
-        assert names_in(directory) == names_in(exports.new)
+        assert kinds_in(directory) == names_in(exports.new)
         assert exports.found(directory) == "new"
     assert set(found) == {"old", "new"}
     assert found == sorted(found, reverse=True)
-    assert names_in(directory) == names_in(exports.new)
+    assert kinds_in(directory) == names_in(exports.new)
 
 
 @pytest.mark.ranks
@@ -192,7 +210,7 @@ def test_export_killed_after_one_that_was_killed(tmp_path: Path, at_call: Callab
                 break
             assert exports.found(directory) in ("old", "new")
             shutil.rmtree(directory)
-        assert names_in(directory) == names_in(exports.new)
+        assert kinds_in(directory) == names_in(exports.new)
 
 
 @pytest.mark.ranks
@@ -219,7 +237,7 @@ def _killing_children(root: Path) -> None:
             break
         found.append(exports.found(directory))
         exports.replace(directory)
-        assert names_in(directory) == names_in(exports.new)
+        assert kinds_in(directory) == names_in(exports.new)
     print(*dict.fromkeys(found), flush=True)
 
 
@@ -271,7 +289,7 @@ def test_error_anywhere_leaves_the_old_one_or_the_new(
             assert names_in(directory) == names_in(exports.old)
         assert not [name for name in names_in(directory) if name.endswith("safetensors.partial")]
         exports.replace(directory)
-        assert names_in(directory) == names_in(exports.new)
+        assert kinds_in(directory) == names_in(exports.new)
     assert found == {"old", "new"}
 
 
@@ -292,37 +310,17 @@ def test_config_stays_with_its_weights_after_an_error(tmp_path: Path, at_call: C
             shutil.rmtree(directory)
 
 
-def test_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies do the same."""
-    exports = make_exports(tmp_path, 150, 150)
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", refuse)
-    directory = exports.copy_old(tmp_path / "out")
-    exports.replace(directory)
-    assert exports.found(directory) == "new"
-    assert names_in(directory) == names_in(exports.new)
-
-
 def test_directory_in_the_way_is_named_and_nothing_changes(tmp_path: Path) -> None:
     """Found before anything is written."""
     exports = make_exports(tmp_path, "5GB", 150)
-    names = [
-        "model-00002-of-00005.safetensors",
-        "model-00001-of-00005.next.safetensors",
-        "model.safetensors.index.json",
-    ]
-    total = len([name for name in names_in(exports.new) if name.startswith("model-")])
-    for number, name in enumerate(names):
-        directory = exports.copy_old(tmp_path / str(number))
-        blocked = name.replace("-of-00005", f"-of-{total:05d}")
+    for blocked in ("model.safetensors.index.json", "model.safetensors.sfv"):
+        directory = exports.copy_old(tmp_path / blocked)
+        (directory / blocked).unlink(missing_ok=True)
         (directory / blocked).mkdir()
         with pytest.raises(CheckpointError, match=f"{blocked} is a directory"):
             exports.replace(directory)
-        assert exports.found(directory) == "old"
-        assert names_in(directory) == sorted([*names_in(exports.old), blocked])
+        assert stored_bytes(directory) == stored_bytes(exports.old)
+        assert names_in(directory) == sorted({*names_in(exports.old), blocked})
 
 
 def test_links_are_replaced_and_not_followed(tmp_path: Path) -> None:
@@ -399,3 +397,174 @@ def test_reader_beside_a_writer_reads_one_export(
                 break
         if not reached:
             break
+
+
+@pytest.mark.parametrize(("old", "new"), SIZES)
+def test_reader_that_follows_the_index_finds_one_export_or_a_missing_file(
+    old: int | str, new: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers and others open file after file by name. The writer comes between any two of these."""
+    exports = make_exports(tmp_path, old, new)
+    real = exporting.safe_open
+    found = set()
+    for step in itertools.count():
+        directory = exports.copy_old(tmp_path / str(step))
+        steps = 0
+
+        def safe_open(*args: Any, step: int = step, directory: Path = directory) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps - 1 == step:
+                exports.replace(directory)
+            return real(*args)
+
+        monkeypatch.setattr(exporting, "safe_open", safe_open)
+        try:
+            state = stored_bytes(directory)
+        except FileNotFoundError:
+            found.add("missing")
+        else:
+            assert state in (stored_bytes(exports.old), stored_bytes(exports.new))
+        monkeypatch.setattr(exporting, "safe_open", real)
+        if steps <= step:
+            break
+        assert exports.found(directory) == "new"
+    assert "missing" in found or old == "5GB"
+
+
+def test_no_name_of_a_numbered_file_is_used_again(tmp_path: Path) -> None:
+    """A directory without weights gets save_pretrained's names; every later export has names that are new."""
+    model = filled(Plain)
+    seen: set[str] = set()
+    for number, size in enumerate((TWO, TWO, "5GB", TWO, THREE, TWO)):
+        _export_alone(model, tmp_path, size)
+        numbered = {name for name in names_in(tmp_path) if name.startswith("model-")}
+        assert numbered.isdisjoint(seen)
+        standard = {name for name in numbered if re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", name)}
+        assert standard == (numbered if number == 0 else set())
+        assert all(name.endswith(".safetensors") for name in numbered)
+        assert_sums(tmp_path)
+        seen |= numbered
+
+
+def test_sweep_keeps_what_is_not_an_exports(tmp_path: Path) -> None:
+    """Names that look alike are the user's; while the index cannot be read, its files stay."""
+    _export_alone(filled(Plain), tmp_path, TWO)
+    own = ["model-fp16-00001-of-00002.safetensors", "model-old.partial", "model.safetensors.partial", "model-1.bin"]
+    for name in own:
+        (tmp_path / name).write_text("mine")
+    before = set(names_in(tmp_path))
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    sweep(tmp_path)
+    assert set(names_in(tmp_path)) == before
+    _export_alone(filled(Plain), tmp_path, TWO)
+    assert set(own) < set(names_in(tmp_path))
+    assert "model-00001-of-00002.safetensors" not in names_in(tmp_path)
+
+
+class Turns:
+    """Two threads, of which one runs at a time. Each pauses once, before a call, for the other to run.
+
+    Args:
+        pauses: by thread, how many calls it makes before it pauses. The first one begins.
+    """
+
+    def __init__(self, pauses: dict[str, int]) -> None:
+        self._left = pauses
+        self._may_run = {name: threading.Semaphore(0) for name in self._left}
+        self._over: set[str] = set()
+
+    def call(self) -> None:
+        """Before a change to the file system."""
+        name = threading.current_thread().name
+        if name in self._left:
+            self._left[name] -= 1
+            if self._left[name] == -1:
+                self._pass_on(name)
+                self._may_run[name].acquire()
+
+    def run(self, actions: dict[str, Callable[[], None]]) -> None:
+        """Each in its thread, until both are over."""
+
+        def act(name: str) -> None:
+            self._may_run[name].acquire()
+            try:
+                actions[name]()
+            finally:
+                self._over.add(name)
+                self._pass_on(name)
+
+        threads = [threading.Thread(target=act, args=(name,), name=name) for name in actions]
+        for thread in threads:
+            thread.start()
+        self._may_run["new"].release()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+
+    def _pass_on(self, name: str) -> None:
+        other = "other" if name == "new" else "new"
+        self._may_run[name if other in self._over else other].release()
+
+
+@pytest.mark.parametrize(("size", "is_fresh"), [(TWO, True), (TWO, False), ("5GB", False)])
+def test_two_exports_at_once_are_not_mixed(
+    size: int | str, is_fresh: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One pauses before any call. Another begins and pauses before any call. The first ends, then the other does.
+
+    Of the pairs of calls every eleventh is tried.
+    """
+    monkeypatch.setattr(writer, "VISIBLE_WITHIN_S", 0.0)
+    exports = make_exports(tmp_path, TWO, size)
+    other = filled(Plain)
+    with torch.no_grad():
+        other.scale += 1
+    _export_alone(other, tmp_path / "other", size)
+    states = {name: stored_bytes(tmp_path / name) for name in ("old", "new", "other")}
+    real = {name: getattr(os, name) for name in CALLS}
+    calls = 0
+
+    def watch(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            if name != "open" or args[1] & os.O_CREAT:
+                turns.call()
+                calls += 1
+            return real[name](*args, **kwargs)
+
+        return call
+
+    def export_to(directory: Path, name: str) -> None:
+        try:
+            exports.replace(directory) if name == "new" else _export_alone(other, directory, size)
+        except CheckpointError:
+            raised.add(name)
+
+    found: set[str] = set()
+    last = 0
+    for first in itertools.count():
+        for second in range(7 * first % 11, 1000, 11):
+            directory = tmp_path / f"{first} {second}"
+            if not is_fresh:
+                exports.copy_old(directory)
+            raised: set[str] = set()
+            turns, calls = Turns({"new": first, "other": second}), 0
+            with monkeypatch.context() as patch:
+                for name in CALLS:
+                    patch.setattr(os, name, watch(name))
+                turns.run({name: partial(export_to, directory, name) for name in ("new", "other")})
+            last = max(last, calls)
+            state = stored_bytes(directory)
+            assert state is None and is_fresh or state in states.values()
+            which = next((name for name, each in states.items() if each == state), "nothing")
+            assert which in ("new", "other") or len(raised) == 2
+            if state is not None:
+                assert read_by_us(directory) == state
+            found.add(which)
+            shutil.rmtree(directory)
+            if second > last / 2:
+                break
+        if first > last / 2:
+            break
+    assert found >= {"new", "other"}
