@@ -3070,6 +3070,20 @@ MUTANTS: list[Mutant] = [
         "publish::test_reader_beside_a_writer_reads_one_export",
     ),
     Mutant(
+        "checkpoint/dcp",
+        "an interrupt of torch's writer is an error",
+        "                if not isinstance(behind, Exception):",
+        "                if False:",
+        "dcp::test_an_interrupt_is_one_and_leaves_nothing",
+    ),
+    Mutant(
+        "checkpoint/dcp",
+        "files are written under their final names",
+        '    partial = root.with_name(f"{root.name}.{secrets.token_hex(8)}{PARTIAL}")\n',
+        "    partial = root\n",
+        "dcp::test_an_interrupt_is_one_and_leaves_nothing",
+    ),
+    Mutant(
         "checkpoint/publish",
         "an earlier config is not put back after an error",
         "            undo.callback(os.replace, kept, target)\n",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,7 @@ from streamshard.checkpoint.directory import next_number
 from streamshard.checkpoint.foreign import MODEL_DIRECTORY, OPTIMIZER_DIRECTORY
 from streamshard.checkpoint.offline import Opened, open_checkpoint
 from streamshard.checkpoint.piece_file import Piece, bytes_of
+from streamshard.checkpoint.publish import PARTIAL, sync_directory
 from streamshard.checkpoint.save_job import plan_job
 from streamshard.checkpoint.tree import decode, encode
 from streamshard.checkpoint.writer import Alone
@@ -55,9 +57,12 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str], *, ac
     Its keys begin with ``model.`` and ``optimizer.``; of several models, ``model.policy.`` and so on. Schedulers,
     random states and `extra` are left out. The checkpoint's checksums are verified first.
 
+    The files are written into a directory beside `out`, such as ``out.89abcdef01234567.partial``, which is renamed to
+    `out` when it is complete. An error or an interrupt removes it. A run that is killed leaves it.
+
     Args:
         directory: a checkpoint, or a directory of them, of which the latest that is whole is taken.
-        out: where to; a new or empty directory.
+        out: where to; a new or empty directory, neither a mount point nor the current directory.
         accelerate: as Accelerate has it, models and optimizers in directories of their own (``pytorch_model_fsdp_0``,
             ``optimizer_0``); ``accelerate merge-weights`` reads the former.
 
@@ -65,28 +70,34 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str], *, ac
         The checkpoint's path.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, `out` is not empty, or something cannot be said in DCP.
+        CheckpointError: the checkpoint is damaged, `out` cannot be written to, or something cannot be said in DCP.
     """
-    root = parse_path("out", out)
+    root = parse_path("out", out).resolve()
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise CheckpointError(f"{root} is there already and not an empty directory: convert into a new one")
+    if root.is_mount() or root == Path.cwd():  # the result is renamed to it
+        raise CheckpointError(f"{root} is a mount point, or the current directory: convert into a new one inside it")
+    partial = root.with_name(f"{root.name}.{secrets.token_hex(8)}{PARTIAL}")
     with open_checkpoint(directory) as opened:
         opened.files.verify(Alone())
         models = {name: _model_out(opened, name) for name in opened.manifest.state["models"]}
         optimizers = {name: _optimizer_out(opened, name) for name in opened.manifest.state["optimizers"]}
-        targets = [(root, {**models, **optimizers})]
+        targets: dict[str, dict[str, Any]] = {"": {**models, **optimizers}}
         if accelerate:
-            targets = [(root / f"{MODEL_DIRECTORY}_{n}", {"model": each}) for n, each in enumerate(models.values())]
-            targets += [
-                (root / f"{OPTIMIZER_DIRECTORY}_{n}", {"optimizer": each}) for n, each in enumerate(optimizers.values())
-            ]
+            targets = {f"{MODEL_DIRECTORY}_{n}": {"model": each} for n, each in enumerate(models.values())}
+            targets |= {f"{OPTIMIZER_DIRECTORY}_{n}": {"optimizer": each} for n, each in enumerate(optimizers.values())}
         try:
-            for target, state in targets:
-                _write(opened, target, state)
+            partial.mkdir(parents=True)
+            for name, state in targets.items():
+                _write(opened, partial / name, root / name, state)
+                sync_directory(partial / name)
+            opened.files.check_unchanged()
+            sync_directory(partial)
+            os.replace(partial, root)
         except BaseException:
-            shutil.rmtree(root, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
             raise
-        opened.files.check_unchanged()
+        sync_directory(root.parent)
         return opened.path
 
 
@@ -176,9 +187,10 @@ class _SavePlanner(DefaultSavePlanner):
         return self._written
 
 
-def _write(opened: Opened, target: Path, state: dict[str, Any]) -> None:
+def _write(opened: Opened, target: Path, final: Path, state: dict[str, Any]) -> None:
+    """Write `state` into `target`, which people know as `final`."""
     total = sum(each.nbytes for each in _tensors_in(state))
-    with progress(f"writing {target.name}", total, shows=True) as advance, warnings.catch_warnings():
+    with progress(f"writing {final.name}", total, shows=True) as advance, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is ", category=UserWarning)  # it is not needed
         # Without copying ahead, which it does where there is a GPU, one is written before the next is asked for.
         writer, planner = FileSystemWriter(target, per_thread_copy_ahead=0), _SavePlanner(opened, advance)
@@ -186,7 +198,12 @@ def _write(opened: Opened, target: Path, state: dict[str, Any]) -> None:
             state_dict_saver.save(state, storage_writer=writer, planner=planner, no_dist=True)
         except CheckpointException as error:
             cause, _ = next(iter(error.failures.values()))
-            raise CheckpointError(f"cannot write {target}: {cause}") from error
+            behind: BaseException | None = cause
+            while behind is not None:  # an interrupted writer of torch may raise an error of its own on top
+                if not isinstance(behind, Exception):
+                    raise behind from None
+                behind = behind.__context__
+            raise CheckpointError(f"cannot write {final}: {cause}") from error
 
 
 def _tensors_in(state: Any) -> Iterator[torch.Tensor]:

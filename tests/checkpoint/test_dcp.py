@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from streamshard.checkpoint.piece_files import PieceFiles
 from streamshard.cli import main
 from streamshard.errors import CheckpointError, ConfigError
 from tests.checkpoint.runs import Counted
+from tests.launched import Launched
 from tests.models import DIM, Stack, next_token_loss, token_batch
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import FP32
@@ -332,6 +335,74 @@ def test_a_directory_that_is_not_empty_is_left_alone(ranks: RankPool, tmp_path: 
     with pytest.raises(CheckpointError, match="not an empty directory"):
         to_dcp(tmp_path / "run", tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_a_directory_that_cannot_be_renamed_to_is_refused(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell in the current directory would be left in one that is gone; a mount point stays where it is."""
+    ranks(1).run(_save_stack, tmp_path / "run")
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="or the current directory: convert into a new one inside it"):
+        to_dcp(tmp_path / "run", ".")
+
+
+@pytest.mark.parametrize("layout", ["dcp", "accelerate"])
+def test_an_interrupt_is_one_and_leaves_nothing(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], layout: str
+) -> None:
+    """Before any tensor is written. Until all are, the directory has not got its name."""
+    ranks(1).run(_save_stack, tmp_path / "run")
+    out = tmp_path / "out"
+    read_whole = PieceFiles.read_whole
+    for number in itertools.count():
+        reads = 0
+
+        def interrupted(self: PieceFiles, name: str, number: int = number) -> torch.Tensor:
+            nonlocal reads
+            reads += 1
+            assert not out.exists()
+            if reads - 1 == number:
+                try:
+                    raise KeyboardInterrupt
+                finally:
+                    if number % 2:  # as torch's writer does where it is interrupted inside of a write
+                        raise RuntimeError("unexpected pos 704 vs 598")
+            return read_whole(self, name)
+
+        monkeypatch.setattr(PieceFiles, "read_whole", interrupted)
+        code = main(["convert", str(tmp_path / "run"), str(out), "--to", layout])
+        if reads <= number:
+            break
+        assert code == 130
+        assert capsys.readouterr().err == "streamshard convert: interrupted\n"
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert (code, number > 3) == (0, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def _be_killed(directory: Path, out: Path) -> None:
+    def killed(self: PieceFiles, name: str) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError
+
+    PieceFiles.read_whole = killed  # type: ignore[method-assign]  # in a process of its own
+    to_dcp(directory, out)
+
+
+def test_one_that_is_killed_leaves_a_partial_directory_and_the_next_one_works(ranks: RankPool, tmp_path: Path) -> None:
+    """Its name is never that of a result, nor that of another conversion's."""
+    ranks(1).run(_save_stack, tmp_path / "run")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "told").mkdir()
+    for _ in range(2):
+        ((code, output),) = Launched(0, tmp_path / "told", _be_killed, tmp_path / "run", tmp_path / "out").end()
+        assert code == -signal.SIGTERM, output
+        assert list((tmp_path / "out").iterdir()) == []
+    assert len(list(tmp_path.glob("out.*.partial"))) == 2
+    to_dcp(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / ".metadata").is_file()
 
 
 # ------------------------------------------------------------------------------------------------ pickles
