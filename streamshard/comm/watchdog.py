@@ -13,6 +13,7 @@ for so long and others have issued less.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -30,6 +31,7 @@ __all__ = ["Guard", "Wait", "Watch", "explain"]
 
 _PATIENCE_S = 1.0  # until logs are compared
 _REPORT_AFTER_S = 30.0  # until the first warning
+_END_WITHIN_S = 5.0  # at exit
 _SHOW_AFTER_S = 10.0  # without anything issued, until a rank puts up its log
 
 # This rank's own errors, which say nothing of others, although they are RuntimeErrors as those of backends are.
@@ -134,6 +136,7 @@ class _Thread:
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._is_over = threading.Event()
 
     def add(self, watch: Watch) -> None:
         with self._lock:
@@ -143,8 +146,7 @@ class _Thread:
                 self._thread.start()
 
     def _run(self) -> None:
-        while True:
-            time.sleep(_PATIENCE_S / 2)
+        while not self._is_over.wait(_PATIENCE_S / 2):
             with self._lock:
                 watches = list(self._watches)
                 if not watches:
@@ -153,8 +155,17 @@ class _Thread:
             while watches:
                 watches.pop().look()
 
+    def end(self) -> None:
+        """At exit. Python ends a daemon thread that is in a C++ call, such as one of the store, by aborting."""
+        self._is_over.set()
+        if (thread := self._thread) is not None:
+            thread.join(_END_WITHIN_S)
+
 
 _thread = _Thread()
+
+
+atexit.register(lambda: _thread.end())
 
 
 def _after_fork_in_child() -> None:

@@ -389,3 +389,14 @@ def test_what_was_overwritten_is_not_compared() -> None:
     other = _log(*entries[:2900], (Kind.REDUCE, 1))
     assert _differ(ahead, other) is not None
     assert _log(*entries[1:]).digest != ahead.digest
+
+
+def test_the_thread_is_over_before_the_interpreter_ends() -> None:
+    """Python aborts if a daemon thread is in a C++ call then, such as one of the store."""
+    thread = watch._Thread()
+    watched = mock.Mock()
+    thread.add(watched)
+    running = thread._thread
+    assert running is not None and running.is_alive()
+    thread.end()
+    assert not running.is_alive()

@@ -354,7 +354,7 @@ def test_trainers_that_save_on_the_first_rank_alone(context: RankContext, tmp_pa
 @contextlib.contextmanager
 def _without_other_ranks() -> Iterator[None]:
     """Inside, whatever waits for other ranks raises."""
-    with mock.patch.object(Ranks, "gather_objects", side_effect=AssertionError("waits for other ranks")):
+    with mock.patch.object(Ranks, "gather_bytes", side_effect=AssertionError("waits for other ranks")):
         yield
 
 
@@ -419,7 +419,7 @@ def test_a_save_that_other_ranks_do_not_join_says_so_and_leaves_the_earlier_one(
             r"save_model\(\) of": lambda out: trainer.accelerator.save_model(trainer.model, out),
             r"save_state\(\)": trainer.accelerator.save_state,
         }
-        alone = mock.patch.object(Ranks, "gather_objects", side_effect=CommunicationError("rank 1 did not come"))
+        alone = mock.patch.object(Ranks, "gather_bytes", side_effect=CommunicationError("rank 1 did not come"))
         for name, save in saves.items():
             message = f"{name}.*All ranks have to call it.*rank 1 did not come"
             with alone, pytest.raises(CommunicationError, match=message):
