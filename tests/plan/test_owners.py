@@ -1,0 +1,88 @@
+"""Owners of whole parameters: balanced, deterministic, and in rounds of bounded size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamshard.plan.owners import assign_owners, describe_load, plan_rounds, rank_loads
+
+LLAMA_3 = {  # layers, width, width of keys and values, width between
+    "8B": (32, 4096, 1024, 14336),
+    "70B": (80, 8192, 1024, 28672),
+}
+VOCABULARY = 128256
+
+
+def _shapes(name: str, *, embeddings: bool) -> list[tuple[int, int]]:
+    layers, width, kv, between = LLAMA_3[name]
+    layer = [(width, width), (kv, width), (kv, width), (width, width)]
+    layer += [(between, width), (between, width), (width, between)]
+    return [(VOCABULARY, width)] * (2 * embeddings) + layer * layers
+
+
+@pytest.mark.parametrize("cost", ["elements", "muon"])
+@pytest.mark.parametrize("ranks", [8, 64, 512])
+@pytest.mark.parametrize("name", LLAMA_3)
+def test_the_busiest_rank_has_at_most_a_tenth_more_than_the_mean_or_what_large_parameters_force(
+    name: str, ranks: int, cost: str
+) -> None:
+    """Llama 3 with Muon's cost (matrices of layers) and by elements (embeddings too)."""
+    shapes = _shapes(name, embeddings=cost == "elements")
+    costs = [float(math.prod(shape) * (min(shape) if cost == "muon" else 1)) for shape in shapes]
+    loads = rank_loads(costs, assign_owners(costs, ranks), ranks)
+    assert sum(loads) == sum(costs)
+    assert max(loads) <= max(1.1 * sum(costs) / ranks, _forced(costs, ranks))
+
+
+def _forced(costs: Sequence[float], ranks: int) -> float:
+    """What some rank has at least: the largest parameter, and two of the first N + 1 share a rank."""
+    ordered = sorted(costs, reverse=True)
+    return max([*ordered[:1], ordered[ranks - 1] + ordered[ranks] if len(costs) > ranks else 0.0])
+
+
+@given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9))
+def test_no_rank_has_more_than_four_thirds_of_the_least_possible(costs: list[int], ranks: int) -> None:
+    """The least possible is at least the mean, and what large parameters force."""
+    owners = assign_owners(costs, ranks)
+    assert all(0 <= owner < ranks for owner in owners)
+    assert owners == assign_owners(list(costs), ranks)
+    least = max([sum(costs) / ranks, _forced(costs, ranks)])
+    assert max(rank_loads(costs, owners, ranks)) <= 4 / 3 * least + 1e-9
+
+
+def test_parameters_that_come_later_go_to_the_idlest_rank() -> None:
+    """As `add_param_group` wants it: owners of what is there stay."""
+    assert assign_owners([5.0, 1.0], 3, [4.0, 9.0, 0.0]) == [2, 0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), max_size=40), st.integers(1, 5), st.integers(1, 80)
+)
+def test_no_rank_owns_more_in_a_round_than_fits(sizes: list[tuple[int, int]], ranks: int, limit: int) -> None:
+    """Or a single parameter that is larger; each parameter is in one round."""
+    costs, numels = [float(cost) for cost, _ in sizes], [numel for _, numel in sizes]
+    owners = assign_owners(costs, ranks)
+    rounds = plan_rounds(costs, numels, owners, limit)
+    assert sorted(index for each in rounds for index in each) == list(range(len(sizes)))
+    assert all(each == sorted(each) and each for each in rounds)
+    for each in rounds:
+        for rank in range(ranks):
+            own = [numels[index] for index in each if owners[index] == rank]
+            assert sum(own) <= limit or len(own) == 1
+
+
+def test_all_ranks_work_in_each_round() -> None:
+    """Sixteen equal matrices on four ranks, two to a round."""
+    rounds = plan_rounds([1.0] * 16, [10] * 16, assign_owners([1.0] * 16, 4), 20)
+    assert rounds == [list(range(8)), list(range(8, 16))]
+
+
+def test_the_load_is_described_in_words() -> None:
+    """For `print(optimizer)`."""
+    assert describe_load([1.0, 3.0]) == "busiest rank 1.50 times the mean, idlest 0.50"
+    assert describe_load([0.0]) == "nothing to do on any rank"
