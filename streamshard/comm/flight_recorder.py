@@ -42,6 +42,7 @@ class Kind(enum.IntEnum):
     MEETING = 8
     VOTE = 9
     END_OF_STEP = 10
+    ALL_TO_ALL = 11
 
 
 class _Entry(NamedTuple):
@@ -172,6 +173,7 @@ def _say(entry: _Entry, names: Sequence[str]) -> str:
         Kind.SUM: "sums over all ranks (a norm, a check)",
         Kind.VOTE: "asks whether anything has changed that ranks share, at the start or the end of a forward",
         Kind.END_OF_STEP: "has ended its step (under Join: in its loop, or by repeat=)",
+        Kind.ALL_TO_ALL: "exchanges parameters with their owners (a step of WholeParameterOptimizer)",
         Kind.MEETING: "meets the others (save_checkpoint, load_checkpoint, an export, or to agree on something)",
     }[entry.kind]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import Kind
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import Reduction, Transport, sum_in_rank_order
+from streamshard.comm.transport import AllToAll, Reduction, Transport, sum_in_rank_order
 from streamshard.config import ReductionMode
 
 __all__ = ["PairwiseTransport", "sum_in_pieces"]
@@ -19,6 +19,7 @@ _SUM_BLOCK = 1 << 17  # elements
 # A unit's gathers, its reductions and gathers of full tensors must never be taken for each other: gloo ends the process
 # where a message is longer than the memory for it.
 _TAGS_PER_UNIT = 3
+_ALL_TO_ALL_TAG = 1 << 30  # behind those of all units
 # Messages that nobody waits for any more, as long as their group lives. gloo frees a receive with its work object, and
 # the message that comes for it then stays at the head of the connection: nothing passes between the two ranks again.
 _abandoned: weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.Work]] = weakref.WeakKeyDictionary()
@@ -74,6 +75,24 @@ class PairwiseTransport(Transport):
         self.ranks.log.add(Kind.AVERAGE)
         work = dist.all_reduce(tensor, group=self.ranks.group, async_op=True)
         return _Exchange(self.ranks.group, [work], lambda: self._divide(tensor))
+
+    def start_all_to_all(self, exchange: AllToAll) -> Work | None:
+        """See `Transport.start_all_to_all`. gloo delivers messages of one tag in the order in which they were sent."""
+        self.streams.declare(
+            self.stream, Collective.ALL_TO_ALL, None, reads=(exchange.send,), writes=(exchange.received,)
+        )
+        self.ranks.log.add(Kind.ALL_TO_ALL)
+        messages = []
+        for peer in self._peers():
+            sent, received = exchange.chunks(peer)
+            if sent.numel():
+                messages.append(self.ranks.group.send([sent], peer, _ALL_TO_ALL_TAG))
+            if received.numel():
+                messages.append(self.ranks.group.recv([received], peer, _ALL_TO_ALL_TAG))
+        with self.streams.on(self.stream), torch.no_grad():
+            sent, received = exchange.chunks(self.ranks.rank)
+            received.copy_(sent)
+        return _Exchange(self.ranks.group, messages)
 
     def _divide(self, tensor: torch.Tensor) -> None:
         with self.streams.on(self.stream), torch.no_grad():

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import Kind
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import Reduction, Transport
+from streamshard.comm.transport import AllToAll, Reduction, Transport
 from streamshard.config import Precision, ReductionMode
 
 __all__ = ["NcclTransport"]
@@ -100,6 +100,15 @@ class NcclTransport(Transport):
         with self.streams.on(self.stream):
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.ranks.group)
             tensor.mul_(1.0 / self.ranks.world_size)
+        return None
+
+    def start_all_to_all(self, exchange: AllToAll) -> Work | None:
+        """See `Transport.start_all_to_all`."""
+        send, send_numels, received, received_numels = exchange
+        self.streams.declare(self.stream, Collective.ALL_TO_ALL, None, reads=(send,), writes=(received,))
+        self.ranks.log.add(Kind.ALL_TO_ALL)
+        with self.streams.on(self.stream):
+            dist.all_to_all_single(received, send, list(received_numels), list(send_numels), group=self.ranks.group)
         return None
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:

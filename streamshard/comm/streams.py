@@ -91,6 +91,7 @@ class Collective(enum.Enum):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
+    ALL_TO_ALL = "all_to_all"
 
 
 class Moment(enum.Enum):

@@ -28,7 +28,7 @@ from streamshard.comm.watchdog import Guard
 from streamshard.config import Precision, ReductionMode
 from streamshard.errors import StateError
 
-__all__ = ["Peers", "Reduction", "Transport", "sum_in_rank_order"]
+__all__ = ["AllToAll", "Peers", "Reduction", "Transport", "sum_in_rank_order"]
 
 
 class Peers(Protocol):
@@ -78,6 +78,30 @@ class Reduction(NamedTuple):
     mode: ReductionMode
     accumulate: bool
     tag: int
+
+
+class AllToAll(NamedTuple):
+    """One exchange: each rank sends each rank a chunk, which may be empty. Chunks lie one after another, by rank.
+
+    Attributes:
+        send: [sum of send_numels] 1-D contiguous.
+        send_numels: elements for each rank, this one included.
+        received: [sum of received_numels], of the same dtype; does not overlap `send`.
+        received_numels: elements from each rank, this one included: what that rank's `send_numels` says for this one.
+    """
+
+    send: torch.Tensor
+    send_numels: Sequence[int]
+    received: torch.Tensor
+    received_numels: Sequence[int]
+
+    def chunks(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What goes to `rank`, and what comes from it."""
+        sent, received = sum(self.send_numels[:rank]), sum(self.received_numels[:rank])
+        return (
+            self.send.narrow(0, sent, self.send_numels[rank]),
+            self.received.narrow(0, received, self.received_numels[rank]),
+        )
 
 
 class Transport(abc.ABC):
@@ -130,6 +154,10 @@ class Transport(abc.ABC):
             tensor: any tensor.
             tag: index of the unit whose main grads it is; None: something else.
         """
+
+    @abc.abstractmethod
+    def start_all_to_all(self, exchange: AllToAll) -> Work | None:
+        """Start an all-to-all. Completed as the others; several may be under way."""
 
     @abc.abstractmethod
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:

@@ -25,7 +25,7 @@ from torch import nn
 
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Collective, Streams, Work
-from streamshard.comm.transport import Reduction, Transport
+from streamshard.comm.transport import AllToAll, Reduction, Transport
 from streamshard.config import ReductionMode
 from streamshard.inspect import engine_inside
 
@@ -129,6 +129,14 @@ class AdversarialTransport(Transport):
         self.streams.declare(self.stream, Collective.ALL_REDUCE, tag, writes=(tensor,))
         return self._start(lambda: self.inner.start_average(tensor, tag))
 
+    def start_all_to_all(self, exchange: AllToAll) -> Work | None:
+        """See `Transport.start_all_to_all`. What is received holds NaN until then, what was sent afterwards."""
+        written = (exchange.send, exchange.received)
+        self.streams.declare(self.stream, Collective.ALL_TO_ALL, None, writes=written)
+        with self.streams.on(self.stream):
+            _fill_nan(exchange.received)
+        return self._start(lambda: self.inner.start_all_to_all(exchange), lambda: _fill_nan(exchange.send))
+
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
         """See `Transport.scratch_numel`."""
         return self.inner.scratch_numel(shard_numel, mode, adds=adds)
@@ -218,6 +226,11 @@ def _spoil(slot: torch.Tensor, keep: torch.Tensor) -> None:
     with torch.no_grad():
         for part in parts:
             part.fill_(float("nan")) if part.is_floating_point() else part.fill_(torch.iinfo(part.dtype).max)
+
+
+def _fill_nan(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.fill_(float("nan"))
 
 
 def _be_slow(streams: Streams) -> None:

@@ -25,7 +25,12 @@ _LEAST_LABELLED = 0.02  # of the time: as wide as a letter and a number
 
 _SLOT_COLORS = ("#3b76af", "#e8863a", "#5a9e5a", "#9467bd")
 _OWN_SLOT_COLOR = "#8a8a8a"
-_KIND_COLORS: dict[Kind, str] = {Kind.CAST: "#c9b458", Kind.OPTIMIZER: "#b5a7d6", Kind.FLAGS: "#d9d9d9"}
+_KIND_COLORS: dict[Kind, str] = {
+    Kind.CAST: "#c9b458",
+    Kind.OPTIMIZER: "#b5a7d6",
+    Kind.FLAGS: "#d9d9d9",
+    Kind.EXCHANGE: "#8fb8a8",
+}
 _THIN_COLORS = {  # what the host does beside computing
     Kind.WAIT: "#d62728",
     Kind.ISSUE: "#404040",
@@ -45,6 +50,7 @@ _LETTERS = {  # of a unit's spans; its number follows
     Kind.GATHER: "G",
     Kind.REDUCE: "R",
     Kind.AVERAGE: "A",
+    Kind.EXCHANGE: "X",
 }
 
 

@@ -30,6 +30,7 @@ class Kind(enum.Enum):
     REDUCE = "reduce"
     FLAGS = "flags"
     AVERAGE = "average"
+    EXCHANGE = "exchange"
 
 
 class Span(NamedTuple):
@@ -93,7 +94,7 @@ class Trace:
         rows = [("compute", [span for span in self.spans if span.stream is StreamName.COMPUTE])]
         for name, stream, kinds in (
             ("comm: gathers", StreamName.COMM, (Kind.GATHER, Kind.FLAGS)),
-            ("comm: reductions", StreamName.COMM, (Kind.REDUCE,)),
+            ("comm: reductions", StreamName.COMM, (Kind.REDUCE, Kind.EXCHANGE)),
             ("replica: averages", StreamName.REPLICA, (Kind.AVERAGE, Kind.FLAGS)),
         ):
             lanes: list[list[Span]] = []

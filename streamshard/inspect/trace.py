@@ -70,6 +70,7 @@ _KINDS = {
     Collective.ALL_GATHER: Kind.GATHER,
     Collective.REDUCE_SCATTER: Kind.REDUCE,
     Collective.ALL_REDUCE: Kind.AVERAGE,
+    Collective.ALL_TO_ALL: Kind.EXCHANGE,
 }
 _Stamp = Any  # float seconds, or an event of the device
 _SHORTEST_US = 20.0  # shorter waits are left out: most find their collective done

@@ -15,7 +15,7 @@ from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.shared_memory import SharedMemoryTransport, share_memory
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
-from streamshard.comm.transport import Reduction, Transport, sum_in_rank_order
+from streamshard.comm.transport import AllToAll, Reduction, Transport, sum_in_rank_order
 from streamshard.config import Precision, ReductionMode
 from streamshard.inspect.adversary import AdversarialTransport, Adversary
 from tests.ranks import RankContext, on_ranks
@@ -181,6 +181,28 @@ def _check_main_grads_in_the_slot(ranks: Ranks) -> None:
     torch.testing.assert_close(own, torch.stack(chunks).mean(0), rtol=1e-5, atol=1e-6)
 
 
+def _check_all_to_all(ranks: Ranks) -> None:
+    """Chunks of any length, empty ones too, arrive where they belong; several exchanges are under way at a time."""
+    transport, size, me = ranks.transport, ranks.world_size, ranks.rank
+    like = torch.empty(0, device=ranks.streams.device)
+
+    def numel(source: int, target: int, turn: int) -> int:
+        return 7 * ((source + 2 * target + turn) % 3)
+
+    exchanges, works = [], []
+    for turn in range(4):
+        to, of = ([numel(me, rank, turn) for rank in range(size)], [numel(rank, me, turn) for rank in range(size)])
+        send = torch.cat([_numbers(me, to[rank], like, 70 + 10 * turn + rank) for rank in range(size)])
+        exchanges.append(AllToAll(send, to, like.new_empty(sum(of)), of))
+        _let_read(transport)
+        works.append(transport.start_all_to_all(exchanges[-1]))
+    for turn, (exchange, work) in enumerate(zip(exchanges, works, strict=True)):
+        _wait(transport, work)
+        for rank in range(size):
+            wanted = _numbers(rank, numel(rank, me, turn), like, 70 + 10 * turn + me)
+            assert torch.equal(exchange.chunks(rank)[1], wanted)
+
+
 def _check_talk(ranks: Ranks) -> None:
     """Ranks hear of each other while something is under way."""
     transport, size, device = ranks.transport, ranks.world_size, ranks.streams.device
@@ -213,6 +235,7 @@ def test_what_every_transport_does(context: RankContext, through: str, dtype: st
     ranks = TRANSPORTS[through](torch.device("cpu"))
     _check_gathers(ranks, DTYPES[dtype])
     _check_main_grads_in_the_slot(ranks)
+    _check_all_to_all(ranks)
     _check_talk(ranks)
 
 
@@ -267,6 +290,7 @@ def test_what_nccl_does(context: RankContext, is_late: bool) -> None:
     for mode in ReductionMode:
         _check_reductions(ranks, mode, sums=ranks.world_size > 1)
     _check_main_grads_in_the_slot(ranks)
+    _check_all_to_all(ranks)
     _check_talk(ranks)
 
 

@@ -60,9 +60,7 @@ def test_parameters_that_come_later_go_to_the_idlest_rank() -> None:
     assert assign_owners([5.0, 1.0], 3, [4.0, 9.0, 0.0]) == [2, 0]
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), max_size=40), st.integers(1, 5), st.integers(1, 80)
-)
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), max_size=40), st.integers(1, 5), st.integers(1, 80))
 def test_no_rank_owns_more_in_a_round_than_fits(sizes: list[tuple[int, int]], ranks: int, limit: int) -> None:
     """Or a single parameter that is larger; each parameter is in one round."""
     costs, numels = [float(cost) for cost, _ in sizes], [numel for _, numel in sizes]
