@@ -59,6 +59,7 @@ def report_memory(engine: Engine) -> MemoryReport:
     trains = {segment.tag for unit in engine.units for segment in unit.segments if segment.trains}
     sizing = engine.sizing._replace(trains=trains)
     expected = expected_bytes(sizing, engine.plan)
+    expected[Category.OPTIMIZER_ROUNDS] = engine.ledger.rounds_bytes
     return MemoryReport(
         held_bytes={category.value: engine.ledger.held_bytes(category) for category in Category},
         formula_bytes={category.value: expected[category] for category in Category},

@@ -1,1 +1,6 @@
-"""What concerns optimizers: their state as a whole."""
+"""Optimizers: any one on whole parameters, those that work element by element, and wrappers around others."""
+
+from streamshard.optim.whole import WholeParameterOptimizer
+from streamshard.unit.elementwise import elementwise
+
+__all__ = ["WholeParameterOptimizer", "elementwise"]

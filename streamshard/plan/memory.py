@@ -39,6 +39,7 @@ class Category(enum.Enum):
     GRAD_SLOTS = "grad slots"
     SCRATCH = "scratch"
     FLAGS = "flags"
+    OPTIMIZER_ROUNDS = "optimizer rounds"
 
 
 class Sizing(NamedTuple):

@@ -32,12 +32,17 @@ class Ledger:
     Args:
         streams: both use them; they live on its device.
         allocate_visible: allocates what other ranks may read, see `Transport.allocate_visible`.
+
+    Attributes:
+        buffers: all of them, with what each is for.
+        rounds_bytes: what the plans of optimizers of whole parameters take, for the memory report.
     """
 
     def __init__(self, streams: Streams, allocate_visible: Visible | None = None) -> None:
         self._streams = streams
         self._allocate_visible = allocate_visible
         self.buffers: list[tuple[Category, torch.Tensor]] = []
+        self.rounds_bytes = 0
 
     def allocate(
         self,

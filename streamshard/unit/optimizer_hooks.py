@@ -8,7 +8,7 @@ what would not be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from streamshard.compiling import skip, untraced
 from streamshard.errors import ShardingError
-from streamshard.unit.pieces import Piece, StatePiece, piece_of, refuse_accelerate
+from streamshard.unit.pieces import Piece, mark_state, piece_of, unmark_state
 from streamshard.unit.sharded_tensor import ShardedTensor
 from streamshard.unit.sharding import Sharding
 from streamshard.unit.step_grads import count_as_written, end_step, show_plain
@@ -83,6 +83,8 @@ def _closure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _look_at(optimizer: Optimizer, closure: Any) -> None:
+    if hasattr(optimizer, "owner_of"):  # WholeParameterOptimizer: the optimizers inside it are looked at
+        return
     params = _params_of(optimizer)
     is_new = optimizer not in _watched
     if is_new and all(piece_of(param) is None for param in params):
@@ -262,33 +264,15 @@ def _is_of(optimizer: Optimizer, packages: tuple[str, ...]) -> bool:
 
 
 def _mark_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    refuse_accelerate()
-    return _with_state(state_dict, lambda tensor: tensor.as_subclass(StatePiece) if tensor.ndim else tensor)
+    return mark_state(state_dict)
 
 
 def _cut_loaded_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Before ``load_state_dict`` changes anything: whole moments are cut, what does not fit raises."""
-    plain = _with_state(state_dict, lambda tensor: tensor.as_subclass(torch.Tensor))
+    plain = unmark_state(state_dict)
     numbers = [number for group in plain["param_groups"] for number in group["params"]]
     for number, param in zip(numbers, _params_of(optimizer), strict=False):  # torch compares their numbers
         piece, values = piece_of(param), plain["state"].get(number)
         if piece is not None and values:
             values.update(_cut(optimizer, piece, values))
     return plain
-
-
-def _with_state(state_dict: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    state = {
-        number: {key: _changed(value, change) for key, value in values.items()}
-        for number, values in state_dict["state"].items()
-    }
-    return {**state_dict, "state": state}
-
-
-def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with `change` made to it, or to the tensors that it is made of: codes and scales of quantized moments."""
-    if is_traceable_wrapper_subclass(value):
-        names, context = value.__tensor_flatten__()
-        inner = {name: _changed(getattr(value, name), change) for name in names}
-        return type(value).__tensor_unflatten__(inner, context, value.shape, value.stride())
-    return change(value) if isinstance(value, torch.Tensor) else value

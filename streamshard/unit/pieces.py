@@ -5,26 +5,31 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.serialization import register_package
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import ShardingError
+from streamshard.plan.layout import LocalRange, ParamLayout, SegmentLayout
 
 __all__ = [
     "Piece",
     "StatePiece",
     "forget_piece",
     "holds_pieces",
+    "mark_state",
     "piece_of",
     "refuse_accelerate",
     "refuse_pickle",
     "refuse_saving",
     "remember_piece",
+    "unmark_state",
 ]
 
 
@@ -38,6 +43,8 @@ class Piece(NamedTuple):
         local_shape: of this rank's.
         ranks: of the shard group.
         has_rows: this rank has whole rows, as the other ranks have.
+        segment, place: the layout that says what the other ranks have.
+        ledger_of: the model's `Ledger` (see `streamshard.unit.buffers`), None once the model is gone.
     """
 
     name: str
@@ -47,6 +54,13 @@ class Piece(NamedTuple):
     local_shape: tuple[int, ...]
     ranks: Ranks
     has_rows: bool
+    segment: SegmentLayout
+    place: ParamLayout
+    ledger_of: Callable[[], Any]
+
+    def range_of(self, rank: int) -> LocalRange:
+        """Which elements of the flattened whole `rank` of the shard group has."""
+        return self.segment.local_range(self.place, rank)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's elements of `whole`, in new memory: [local_shape]."""
@@ -159,3 +173,35 @@ class StatePiece(torch.Tensor):
         )
 
     __reduce_ex__ = numpy = __array__ = untyped_storage = refuse  # type: ignore[assignment]  # on purpose
+
+
+def mark_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's ``state_dict()`` whose tensors are `StatePiece`."""
+    refuse_accelerate()
+    return _with_state(state_dict, lambda tensor: tensor.as_subclass(StatePiece) if tensor.ndim else tensor)
+
+
+def unmark_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with plain tensors."""
+    return _with_state(state_dict, lambda tensor: tensor.as_subclass(torch.Tensor))
+
+
+def _with_state(state_dict: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    state = {
+        number: {key: _changed(value, change) for key, value in values.items()} if isinstance(values, dict) else values
+        for number, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with `change` made to it, or to the tensors that it is made of: codes and scales of quantized moments."""
+    if is_traceable_wrapper_subclass(value):
+        names, context = value.__tensor_flatten__()
+        inner = {name: _changed(getattr(value, name), change) for name in names}
+        return type(value).__tensor_unflatten__(inner, context, value.shape, value.stride())
+    if isinstance(value, dict):
+        return {key: _changed(each, change) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_changed(each, change) for each in value)
+    return change(value) if isinstance(value, torch.Tensor) else value

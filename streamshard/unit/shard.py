@@ -7,6 +7,7 @@ pieces of the main weights. See [Note: segments] in `streamshard.plan.segments`.
 from __future__ import annotations
 
 import math
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import ShardingError
-from streamshard.plan.layout import LocalRange, ParamLayout
+from streamshard.plan.layout import LocalRange, ParamLayout, SegmentLayout
 from streamshard.plan.memory import Category
 from streamshard.plan.segments import PlannedSegment
 from streamshard.plan.structure import is_meta
@@ -37,6 +38,8 @@ class ParamShard(NamedTuple):
         dtype: the parameter's dtype before sharding.
         piece: the memory of the piece in the main weights, as StreamShard has put it under `param`.
         has_rows: pieces are whole rows, on all ranks.
+        segment: the layout of the segment that it is in.
+        ledger_of: what allocates the model's buffers.
     """
 
     name: str
@@ -46,7 +49,9 @@ class ParamShard(NamedTuple):
     local: LocalRange
     dtype: torch.dtype
     piece: torch.Tensor
-    has_rows: bool = False
+    has_rows: bool
+    segment: SegmentLayout
+    ledger_of: weakref.ref[Ledger]
 
     @property
     def main(self) -> torch.Tensor:
@@ -57,7 +62,10 @@ class ParamShard(NamedTuple):
     def what(self, ranks: Ranks) -> Piece:
         """What the parameter is a piece of; `ranks` is the shard group's."""
         start, stop = self.local.start, self.local.stop
-        return Piece(self.name, self.layout.shape, start, stop, tuple(self.piece.shape), ranks, self.has_rows)
+        shape, local_shape = self.layout.shape, tuple(self.piece.shape)
+        return Piece(
+            self.name, shape, start, stop, local_shape, ranks, self.has_rows, self.segment, self.layout, self.ledger_of
+        )
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """The range of `flat` [shard_numel] that is this parameter's, in the sharded parameter's shape."""
@@ -136,7 +144,10 @@ class SegmentShard:
         else:
             piece.view(-1).copy_(full[local.start : local.stop])
         has_rows = self.layout.has_rows and len(layout.shape) > 1
-        shard = ParamShard(layout.name, aliases, param, layout, local, param.dtype, piece, has_rows)
+        ledger_of = weakref.ref(self._ledger)
+        shard = ParamShard(
+            layout.name, aliases, param, layout, local, param.dtype, piece, has_rows, self.layout, ledger_of
+        )
         param.grad = None
         _put_under(param, piece)
         self.params.append(shard)

@@ -72,6 +72,7 @@ def _formula(
         "grad slots": 0 if is_alone else grad_bytes * sum(slots),
         "scratch": 0 if is_alone else grad_bytes * sum(scratch),
         "flags": 0 if is_alone else flags,
+        "optimizer rounds": 0,
     }
 
 

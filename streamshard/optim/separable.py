@@ -1,0 +1,93 @@
+"""Does an optimizer step each parameter by itself? Tried on a few small parameters, since no optimizer says so.
+
+Parameters that ranks own separately are stepped separately. An optimizer that takes a norm over all of its parameters,
+or estimates one learning rate for all (Prodigy, D-Adaptation), would silently train differently then.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from streamshard.errors import ConfigError
+
+__all__ = ["check_separable"]
+
+_STEPS = 4
+_LARGEST_DIM = 16
+_TOLERANCE = 1e-3  # of the change that a parameter has seen; rounding is a hundred times smaller
+
+
+def check_separable(
+    kind: type[Optimizer], options: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device
+) -> None:
+    """Raise unless `kind` steps each parameter as if it were the only one. Takes milliseconds.
+
+    Args:
+        kind: an optimizer's class.
+        options: for its constructor.
+        shapes: of the parameters that it is for; tried are small ones of as many dimensions.
+        device: where the parameters are.
+
+    Raises:
+        ConfigError: it does not, it draws random numbers, it wants a closure, or it cannot be tried.
+    """
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{name} calls a closure several times within a step, and parameters are whole on their owners only then: "
+            "WholeParameterOptimizer cannot run it. Use an optimizer whose step() can be called without a closure"
+        )
+    tried = [tuple(min(size, _LARGEST_DIM) for size in shape) for shape in _first_of_each_ndim(shapes)]
+    try:
+        together = _changes(kind, options, tried, device, separately=False)
+        apart = _changes(kind, options, tried, device, separately=True)
+    except Exception as error:
+        raise ConfigError(
+            f"{name} was tried on small parameters {tried}, to see whether it steps each of them by itself, and raised "
+            f"{type(error).__name__}: {error}. WholeParameterOptimizer runs optimizers of which that can be seen"
+        ) from error
+    for first, second in zip(together, apart, strict=True):
+        if not torch.allclose(first, second, rtol=0.0, atol=_TOLERANCE * float(first.abs().max()), equal_nan=True):
+            raise ConfigError(
+                f"{name} with these options changes a parameter by what the other parameters are (a norm or learning "
+                "rate of all of them), or by random numbers: each rank would step the parameters that it owns "
+                "differently from plain PyTorch. WholeParameterOptimizer runs optimizers that step each parameter by "
+                "itself; for a norm over all gradients use model.clip_grad_norm_"
+            )
+
+
+def _first_of_each_ndim(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    first = {len(shape): shape for shape in reversed(shapes)}
+    return [first[ndim] for ndim in sorted(first) for _ in range(2)]
+
+
+def _changes(
+    kind: type[Optimizer],
+    options: Mapping[str, Any],
+    shapes: Sequence[tuple[int, ...]],
+    device: torch.device,
+    *,
+    separately: bool,
+) -> list[torch.Tensor]:
+    """How parameters of these shapes change in a few steps with large and small gradients."""
+    generator = torch.Generator().manual_seed(0)
+    starts = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+    params = [nn.Parameter(start.clone()) for start in starts]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        groups = [[param] for param in params] if separately else [params]
+        optimizers = [kind(group, **options) for group in groups]
+        for step in range(_STEPS):
+            for index, param in enumerate(params):
+                scale = 10.0 ** (1 - (index + step) % 3)
+                param.grad = scale * torch.randn(param.shape, generator=generator).to(device)
+            for optimizer in reversed(optimizers):  # another order of random draws than together
+                optimizer.step()
+    return [param.detach() - start for param, start in zip(params, starts, strict=True)]

@@ -1,0 +1,410 @@
+"""`WholeParameterOptimizer`: any optimizer, exactly. Each parameter is stepped whole, by the one rank that owns it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from streamshard.comm.ranks import Ranks
+from streamshard.config import parse_bytes
+from streamshard.errors import ConfigError, OptimizerError, RankMismatchError
+from streamshard.optim.inner import InnerOptimizer, constructor_options, default_options
+from streamshard.optim.rounds import Rounds, WholeParam, stand_in
+from streamshard.optim.separable import check_separable
+from streamshard.plan.owners import assign_owners, describe_load, plan_rounds, rank_loads
+from streamshard.unit.elementwise import is_elementwise_class
+from streamshard.unit.pieces import mark_state, piece_of, unmark_state
+from streamshard.unit.unreduced_grad import UnreducedGrad
+
+__all__ = ["WholeParameterOptimizer"]
+
+_CLASS = "optimizer_class"  # what a group may name
+_FP32_BYTES = 4
+
+
+class WholeParameterOptimizer(Optimizer):
+    """Runs optimizers whose update of a parameter depends on all of it: Muon, SOAP, Shampoo, Adafactor.
+
+    During a step each sharded parameter is whole on one rank, its *owner*. Pieces of its gradient and weights travel
+    there by all-to-all, `optimizer_class` steps an ordinary ``nn.Parameter``, and pieces of the new weights travel
+    back. So the optimizer runs unmodified, with the numbers of plain PyTorch. Its state lives with the owner: each rank
+    holds about 1/N. Groups whose class works element by element, such as AdamW, are stepped on pieces, in place.
+
+    With replicas each shard group has owners of its own, which compute the same, as elementwise optimizers do there:
+    nothing is sent between replicas.
+
+    Args:
+        params: parameters or parameter groups, as for any optimizer, made before or after ``StreamShard(model)``. A
+            group may name an ``optimizer_class`` of its own; its other entries are that class's options.
+        optimizer_class: steps all other groups. It has to step each parameter by itself. That is tried on small
+            parameters here; an optimizer with a norm or a learning rate over all parameters is refused.
+        cost: what it costs to step a parameter, in any unit, called with each parameter (whose shape is the full one).
+            Owners are chosen so that ranks have about the same sum. None: the number of elements. For Muon
+            ``lambda p: p.numel() * min(p.shape)``.
+        round_size: bytes of fp32 weights that a rank takes on in one round, or its largest parameter if that is more.
+            Rounds overlap, so a rank needs room for about ten times as much; ``memory_report()`` counts it.
+        **defaults: options of `optimizer_class`.
+
+    Raises:
+        ConfigError: an option is wrong, or an optimizer does not step each parameter by itself.
+    """
+
+    # GradScaler then unscales gradients itself, and calls step() only if none has overflowed.
+    _step_supports_amp_scaling = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[Optimizer],
+        *,
+        cost: Callable[[nn.Parameter], float] | None = None,
+        round_size: int | str = "16MiB",
+        **defaults: Any,
+    ) -> None:
+        self._main_class, self._main_options = _checked(optimizer_class), defaults
+        self._cost = cost or _numel
+        self._round_numel = max(parse_bytes("round_size", round_size) // _FP32_BYTES, 1)
+        self._classes: list[tuple[type[Optimizer], dict[str, Any]]] = []  # of each group, with what constructs it
+        self._owners: dict[nn.Parameter, int] = {}
+        self._bound: _Bound | None = None
+        super().__init__(params, {})
+        self.defaults = {key: value for key, value in self.param_groups[0].items() if key != "params"}
+
+    @property
+    def bound(self) -> _Bound:
+        """The optimizers inside, for the parameters as they are now."""
+        if self._bound is None or not self._bound.is_current():
+            before, self._bound = self._bound, None
+            wholes = self._choose_owners()
+            self._bound = _Bound(self.param_groups, self._classes, wholes, self._round_numel, self._cost)
+            if before is not None or self.state:
+                self._bound.load(self.state, {} if before is None else before.extras())
+                self._bound.link(self.state)
+        return self._bound
+
+    # -- groups -----------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of any optimizer. Parameters that are there keep their owners.
+
+        Args:
+            param_group: ``params``, options, and perhaps an ``optimizer_class``.
+        """
+        group = dict(param_group)
+        kind = _checked(group.pop(_CLASS, self._main_class))
+        own = _CLASS in param_group
+        super().add_param_group(group)
+        try:
+            options = constructor_options(kind, group) if own else self._main_options
+            for key, value in default_options(kind, options, group).items():
+                group.setdefault(key, value)
+            if not is_elementwise_class(kind):
+                given = {**options, **{key: group[key] for key in constructor_options(kind, group)}}
+                params = group["params"]
+                check_separable(kind, given, [tuple(param.shape) for param in params], params[0].device)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._classes.append((kind, options))
+
+    def __repr__(self) -> str:
+        """The groups with their classes, and how much each rank steps."""
+        lines = [f"{type(self).__name__} ("]
+        for number, ((kind, _), group) in enumerate(zip(self._classes, self.param_groups, strict=True)):
+            count, numel = len(group["params"]), sum(param.numel() for param in group["params"])
+            options = ", ".join(f"{key}={value}" for key, value in sorted(group.items()) if key != "params")
+            lines.append(f"  group {number}: {kind.__name__}({options}): {count} parameters, {numel:,} elements")
+        return "\n".join([*lines, *(f"  {line}" for line in self.bound.describe()), ")"])
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all groups. Collective where parameters are sharded.
+
+        Args:
+            closure: computes the loss and gradients anew. It is called once, before anything is stepped.
+
+        Returns:
+            What `closure` returns.
+
+        Raises:
+            OptimizerError: an optimizer has raised on some rank; all ranks raise, on accelerators at the next step.
+                Parameters that were stepped before keep their new weights.
+            RankMismatchError: ranks disagree about which parameters have a gradient. No whole parameter was stepped.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if isinstance(grad := param.grad, UnreducedGrad):
+                    grad.refuse("an optimizer's step")
+        self.bound.step()
+        self.bound.link(self.state)
+        return loss
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def owner_of(self, param: torch.Tensor) -> int | None:
+        """The rank of the shard group that owns `param`; None if it is stepped in place."""
+        self.bound  # noqa: B018  # chooses owners
+        return self._owners.get(param)  # type: ignore[call-overload, no-any-return]  # a Parameter, in a group
+
+    def settle(self, ranks: Ranks) -> None:
+        """Before all ranks' state is put together: options that steps change are on all ranks. Collective.
+
+        Raises:
+            OptimizerError, RankMismatchError: the last step has failed.
+        """
+        self.bound.check_last_step()
+        own = self.bound.options_of_wholes()
+        for theirs in reversed(ranks.gather_objects(own)):
+            for number, options in theirs.items():
+                if number not in own:
+                    self.param_groups[number].update(options)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part: pieces, and what it owns. The whole is `streamshard.full_optimizer_state_dict`."""
+        self.bound.link(self.state)
+        state = {**super().state_dict(), **self.bound.extras()}
+        return mark_state(state) if self._owners else state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """This rank's part, or on every rank the whole, of which it takes its part.
+
+        The whole that rank 0 alone has is loaded by `streamshard.load_optimizer_state_dict`.
+        """
+        bound, plain = self.bound, unmark_state(state_dict)
+        numbers = [number for group in plain["param_groups"] for number in group["params"]]
+        for number, param in zip(numbers, _params_in(self.param_groups), strict=False):  # torch compares their number
+            piece = piece_of(param)
+            if piece is not None and self._owners.get(param, piece.ranks.rank) != piece.ranks.rank:
+                plain["state"].pop(number, None)
+        super().load_state_dict(plain)
+        extras = {key: value for key, value in plain.items() if key not in ("state", "param_groups")}
+        bound.load(self.state, extras)
+        self.state.clear()
+        bound.link(self.state)
+
+    def _choose_owners(self) -> list[WholeParam]:
+        """The sharded parameters that are stepped whole, with their owners."""
+        found = [
+            (param, piece)
+            for (kind, _), group in zip(self._classes, self.param_groups, strict=True)
+            if not is_elementwise_class(kind)
+            for param in group["params"]
+            if (piece := piece_of(param)) is not None
+        ]
+        if not found:
+            return []
+        ranks = found[0][1].ranks
+        if any(piece.ranks is not ranks for _, piece in found):
+            other = next(piece for _, piece in found if piece.ranks is not ranks)
+            raise ConfigError(
+                f"parameter {other.name!r} is of another model than {found[0][1].name!r}: make one "
+                "WholeParameterOptimizer for each model"
+            )
+        old = [param for param, _ in found if param in self._owners]
+        loads = rank_loads([self._cost(param) for param in old], [self._owners[p] for p in old], ranks.world_size)
+        new = [param for param, _ in found if param not in self._owners]
+        self._owners.update(zip(new, assign_owners([self._cost(p) for p in new], ranks.world_size, loads), strict=True))
+        wholes = []
+        for param, piece in found:
+            is_own = self._owners[param] == ranks.rank
+            whole = nn.Parameter(stand_in(param)) if is_own else None
+            wholes.append(WholeParam(param, piece, self._owners[param], whole))
+        return wholes
+
+
+class _Bound:
+    """The optimizers inside one WholeParameterOptimizer, for its groups as they are at some moment.
+
+    Args:
+        groups: the user's; options are read from them before each step, and written to them after it.
+        classes: of each group, with what constructs it.
+        wholes: sharded parameters that are stepped whole.
+        round_numel: elements that a rank owns in a round.
+        cost: of a parameter's step.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        classes: list[tuple[type[Optimizer], dict[str, Any]]],
+        wholes: list[WholeParam],
+        round_numel: int,
+        cost: Callable[[nn.Parameter], float],
+    ) -> None:
+        self._groups = groups
+        params = _params_in(groups)
+        self._trained = [(id(param), param.requires_grad) for param in params]
+        self._sharded = {id(param) for param in params if piece_of(param) is not None}
+        self._costs = [cost(each.param) for each in wholes]
+        self._wholes = wholes
+        self._error: Exception | None = None
+        self._is_checked = True
+        by_param = {each.param: each for each in wholes}
+        self._in_place: list[InnerOptimizer] = []
+        for number, (group, made_by) in enumerate(zip(groups, classes, strict=True)):
+            own = [param for param in group["params"] if param not in by_param]
+            if own:
+                self._in_place.append(InnerOptimizer(*made_by, number, group, own, own))
+        self._rounds: Rounds | None = None
+        self._by_round: list[list[InnerOptimizer]] = []
+        trained = [each for each in wholes if each.param.requires_grad]
+        if trained:
+            indices = plan_rounds(
+                [cost(each.param) for each in trained],
+                [each.piece.place.numel for each in trained],
+                [each.owner for each in trained],
+                round_numel,
+            )
+            rounds = [[trained[index] for index in each] for each in indices]
+            self._ranks = trained[0].piece.ranks
+            self._rounds = Rounds(rounds, self._ranks, trained[0].piece.ledger_of())
+            for own_round in rounds:
+                self._by_round.append([])
+                for number, (group, made_by) in enumerate(zip(groups, classes, strict=True)):
+                    members = set(group["params"])
+                    own = [each for each in own_round if each.whole is not None and each.param in members]
+                    if own:
+                        params, targets = [each.param for each in own], [each.whole for each in own]
+                        self._by_round[-1].append(InnerOptimizer(*made_by, number, group, params, targets))
+
+    def is_current(self) -> bool:
+        """Whether groups have the same parameters, trained as when this was made, and none was sharded since."""
+        params = _params_in(self._groups)
+        if self._trained != [(id(param), param.requires_grad) for param in params]:
+            return False
+        return all(id(param) in self._sharded or piece_of(param) is None for param in params)
+
+    @property
+    def _inners(self) -> list[InnerOptimizer]:
+        return [*self._in_place, *(inner for inners in self._by_round for inner in inners)]
+
+    def describe(self) -> list[str]:
+        """Who steps how much, in lines."""
+        if self._rounds is None:
+            return ["all parameters are stepped in place"]
+        size = self._ranks.world_size
+        owners = [each.owner for each in self._wholes]
+        counts = [owners.count(rank) for rank in range(size)]
+        lines = [
+            f"{len(owners)} parameters are stepped whole by {size} owners in {len(self._by_round)} rounds; "
+            f"{min(counts)} to {max(counts)} each; cost: {describe_load(rank_loads(self._costs, owners, size))}"
+        ]
+        for rank in range(min(size, 8)):
+            names = [each.piece.name for each in self._wholes if each.owner == rank]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            lines.append(f"  rank {rank}: {', '.join(names[:3])}{more}")
+        return [*lines, f"  and {size - 8} more ranks"] if size > 8 else lines
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """See `WholeParameterOptimizer.step`."""
+        if self._rounds is None:
+            for inner in self._in_place:
+                inner.step()
+            return
+        self.check_last_step()
+        for inners in self._by_round:
+            for inner in inners:
+                inner.take_options()
+        self._error, self._is_checked = None, False
+        self._rounds.run(lambda each: each.param.grad is not None, self._step_in_place, self._step_round)
+        stepped: set[int] = set()
+        for inners in self._by_round:
+            for inner in inners:
+                if inner.number not in stepped:
+                    inner.give_options()
+                    stepped.add(inner.number)
+        if not self._ranks.streams.has_streams:
+            self.check_last_step()
+
+    def _step_in_place(self) -> None:
+        try:
+            for inner in self._in_place:
+                inner.step()
+        except Exception as error:  # all ranks hear of it when the exchanges are over
+            self._error = error
+
+    def _step_round(self, number: int) -> bool:
+        try:
+            if self._error is None:
+                for inner in self._by_round[number]:
+                    inner.optimizer.step()
+        except Exception as error:  # all ranks hear of it when the exchanges are over
+            self._error = error
+        return self._error is None
+
+    def check_last_step(self) -> None:
+        """Raise, on all ranks, what the last step has come to. Collective if it has failed."""
+        if self._rounds is None or self._is_checked:
+            return
+        self._is_checked = True
+        verdict = self._rounds.verdict()
+        if verdict.grads_differ:
+            have = [each.param.grad is not None for each in self._wholes]
+            by_rank = self._ranks.gather_objects(have, with_replicas=False)
+            for index, each in enumerate(self._wholes):
+                ranks_with = [rank for rank, theirs in enumerate(by_rank) if theirs[index]]
+                if 0 < len(ranks_with) < len(by_rank):
+                    raise RankMismatchError(
+                        f"parameter {each.piece.name!r} has a gradient on ranks {ranks_with} only: no whole parameter "
+                        "was stepped. Set grad = None on all ranks or on none"
+                    )
+            raise RankMismatchError("ranks disagreed about which parameters have a gradient in the last step")
+        if verdict.has_failed:
+            own, self._error = self._error, None
+            told = None if own is None else f"{type(own).__name__}: {own}"
+            by_rank = self._ranks.gather_objects(told, with_replicas=False)
+            stories = [f"on rank {rank}: {story}" for rank, story in enumerate(by_rank) if story is not None]
+            raise OptimizerError(f"the optimizer's step failed {', '.join(stories)}") from own
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def link(self, state: dict[Any, Any]) -> None:
+        """Let `state` have what the optimizers inside keep: the same objects, by the user's parameters."""
+        for inner in self._inners:
+            inner.link(state)
+
+    def load(self, state: Mapping[Any, Any], extras: Mapping[str, Any]) -> None:
+        """Give the optimizers inside what they keep of `state`."""
+        for inner in self._inners:
+            inner.load(state, extras)
+
+    def extras(self) -> dict[str, Any]:
+        """What the optimizers inside put into their state_dict beside state and groups."""
+        found: dict[str, Any] = {}
+        for inner in self._inners:
+            found = {**inner.extras(), **found}
+        return found
+
+    def options_of_wholes(self) -> dict[int, dict[str, Any]]:
+        """Of groups of which this rank steps whole parameters, by number, the options."""
+        numbers = {inner.number for inners in self._by_round for inner in inners}
+        return {
+            number: {key: value for key, value in self._groups[number].items() if key not in ("params", "param_names")}
+            for number in sorted(numbers)
+        }
+
+
+def _checked(kind: object) -> type[Optimizer]:
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise ConfigError(f"optimizer_class={kind!r}: wanted a subclass of torch.optim.Optimizer")
+    return kind
+
+
+def _numel(param: nn.Parameter) -> float:
+    return param.numel()
+
+
+def _params_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
+    return [param for group in groups for param in group["params"]]

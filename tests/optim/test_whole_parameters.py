@@ -1,0 +1,377 @@
+"""`WholeParameterOptimizer`: optimizers of whole matrices give what they give on the unsharded model, to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from streamshard import StreamShard
+from streamshard.comm.streams import Collective, Observer, StreamName
+from streamshard.errors import ConfigError, OptimizerError, RankMismatchError, ShardingError
+from streamshard.inspect import engine_inside
+from streamshard.inspect.adversary import make_adversarial
+from streamshard.inspect.races import detect_races
+from streamshard.optim import WholeParameterOptimizer
+from streamshard.plan.memory import Category
+from tests.models import DIM, Layer, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    Tolerance,
+    assert_same,
+    assert_trains_like_plain,
+    full_weights,
+    seed,
+    stack_step,
+)
+from tests.simulated import late, simulated_device
+
+NEAR = Tolerance(1e-4, 1e-5)  # ranks sum gradients in another order than one process
+
+
+class MixedLayer(Layer):
+    """A layer with a scalar, a vector of one element, and stacked experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.one = nn.Parameter(torch.ones(1))
+        self.experts = nn.Parameter(torch.randn(3, DIM, DIM) / DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The experts' sum, scaled, is added."""
+        return super().forward(x) * self.one + torch.einsum("bd,edf->bf", x, self.experts) * self.scale
+
+
+class Mixed(nn.Module):
+    """Parameters of every kind, one that is frozen, and two that no rank uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MixedLayer() for _ in range(3))
+        self.frozen = nn.Parameter(torch.ones(DIM), requires_grad=False)
+        self.head = nn.Linear(DIM, 5)
+        self.unused = nn.Linear(DIM, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All but `unused` compute."""
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + self.frozen)
+
+
+def _matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.ndim == 2]
+
+
+def _others(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.ndim != 2]
+
+
+class Both:
+    """Two plain optimizers that are stepped as one."""
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+
+def _muon_and_adamw(model: nn.Module) -> Any:
+    """Muon for matrices, AdamW for the rest: one object if the model is sharded, two if not."""
+    matrices, others = _matrices(model), _others(model)
+    if isinstance(model, StreamShard):
+        groups = [{"params": matrices}, {"params": others, "optimizer_class": torch.optim.AdamW, "lr": 0.01}]
+        return WholeParameterOptimizer(groups, torch.optim.Muon, lr=0.02, round_size=1)
+    return Both(torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01))
+
+
+def _adafactor(model: nn.Module) -> Any:
+    if isinstance(model, StreamShard):
+        return WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor, lr=0.05, round_size=1024)
+    return torch.optim.Adafactor(model.parameters(), lr=0.05)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("build", [_muon_and_adamw, _adafactor])
+def test_whole_matrices_train_like_on_the_unsharded_model(
+    context: RankContext, build: Callable[[nn.Module], Any]
+) -> None:
+    """Scalars, vectors, matrices, experts, parameters that are frozen or that no rank uses."""
+    assert_trains_like_plain(context, Mixed, stack_step, optimizer=build, tolerance=NEAR, steps=4, checked=(1, 3))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("round_size", [1, "1GiB"])
+def test_the_size_of_rounds_changes_no_number(context: RankContext, round_size: int | str) -> None:
+    """One parameter of each owner at a time, or all at once; to the bit."""
+    trained = []
+    for size in (round_size, 1024):
+        model = _sharded()
+        optimizer = WholeParameterOptimizer(_matrices(model), torch.optim.Muon, lr=0.02, round_size=size)
+        _train(model, optimizer, context)
+        trained.append(full_weights(model))
+    assert_same(trained[0], trained[1], "weights", EXACT)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("on_a_device", [False, True])
+def test_exchanges_are_ordered_and_may_be_late(context: RankContext, on_a_device: bool) -> None:
+    """No race, and the same numbers when every exchange takes as long as the waits allow."""
+    wanted = _sharded()
+    _train(wanted, _muon_and_adamw(wanted), context)
+    with simulated_device() if on_a_device else contextlib.nullcontext():
+        model = _sharded()
+        optimizer = _muon_and_adamw(model)
+        with late(model) if on_a_device else make_adversarial(model):
+            with detect_races(model) as detector:
+                _train(model, optimizer, context)
+            assert detector.accesses
+    # gloo's own sum, which plays a device's, adds in another order.
+    assert_same(full_weights(model), full_weights(wanted), "weights", NEAR if on_a_device else EXACT)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "what", ["pieces for owners", "whole parameters", "new weights of owners", "new weights of pieces"]
+)
+def test_each_wait_of_a_round_is_needed(context: RankContext, what: str) -> None:
+    """Without it the race detector names a race on the rounds' buffers."""
+    with simulated_device():
+        model = _sharded()
+        optimizer = _muon_and_adamw(model)
+        _train(model, optimizer, context, steps=1)
+        engine = engine_inside(model)
+        engine.streams.dropped_rules = frozenset({f"{what}, set 0", f"{what}, set 1"})
+        with detect_races(model, raise_at_exit=False) as detector:
+            _train(model, optimizer, context, steps=1)
+        engine.streams.dropped_rules = frozenset()
+    assert any(race.category is Category.OPTIMIZER_ROUNDS for race in detector.found)
+
+
+@on_ranks(2, 3)
+def test_traffic_is_the_formulas(context: RankContext) -> None:
+    """Each element but the owner's own travels three times in fp32: gradient and weight there, weight back."""
+    model = _sharded()
+    optimizer = WholeParameterOptimizer(_matrices(model), torch.optim.Muon, lr=0.02, round_size=1)
+    _train(model, optimizer, context, steps=1)
+    heard = _Exchanges()
+    with engine_inside(model).streams.observed_by(heard):
+        _train(model, optimizer, context, steps=1)
+    rounds = len(heard.sent) // 2
+    sent = torch.tensor(sum(heard.sent))
+    dist.all_reduce(sent)
+    trained = [param for param in _matrices(model) if param.requires_grad]
+    numbers = 2 * rounds * context.world_size**2
+    assert rounds >= 2
+    # What a rank sends itself is counted too: the formula is 3 P + 2 N^2 a round, less (1/N of the first on average).
+    assert int(sent) == 3 * sum(param.numel() for param in trained) + numbers
+
+
+class _Exchanges(Observer):
+    """Elements that this rank has put into all-to-alls, one after another."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def on_collective(
+        self, stream: StreamName, collective: Collective, tag: int | None, reads: Any, writes: Any
+    ) -> None:
+        if collective is Collective.ALL_TO_ALL:
+            self.sent.append(sum(tensor.numel() for tensor in reads))
+
+
+@on_ranks(2)
+def test_the_memory_report_counts_rounds_and_frees_them(context: RankContext) -> None:
+    """What the plan says is what is held; nothing before the first step, nothing after the optimizer."""
+    model = _sharded()
+    optimizer = _muon_and_adamw(model)
+    assert model.memory_report().held_bytes["optimizer rounds"] == 0
+    _train(model, optimizer, context, steps=1)
+    report = model.memory_report()
+    assert 0 < report.held_bytes["optimizer rounds"] == report.formula_bytes["optimizer rounds"]
+    held = report.total_bytes
+    _train(model, optimizer, context, steps=2)
+    assert model.memory_report().total_bytes == held
+    del optimizer
+    gc.collect()
+    assert model.memory_report().held_bytes["optimizer rounds"] == 0
+
+
+@on_ranks(2)
+def test_state_lives_with_the_owner(context: RankContext) -> None:
+    """Each matrix has state on one rank, of the full shape; vectors have pieces of it on both."""
+    model = _sharded()
+    optimizer = _muon_and_adamw(model)
+    _train(model, optimizer, context)
+    for name, param in model.named_parameters():
+        if param.ndim != 2:
+            continue
+        has_state = "momentum_buffer" in optimizer.state.get(param, {})
+        assert has_state == (optimizer.owner_of(param) == context.rank and name != "unused.weight")
+        if has_state:
+            assert optimizer.state[param]["momentum_buffer"].shape == param.shape
+    owners = {optimizer.owner_of(param) for param in _matrices(model)}
+    assert owners == set(range(context.world_size))
+    assert all(optimizer.owner_of(param) is None for param in _others(model))
+
+
+class _Picky(torch.optim.SGD):
+    """Raises where it is told to."""
+
+    fails_on: int | None = None
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if dist.get_rank() == self.fails_on and self.param_groups[0]["params"][0].shape[0] == 5:
+            raise FloatingPointError("singular matrix")
+        return super().step(closure)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("on_a_device", [False, True])
+def test_an_error_on_one_owner_is_raised_on_all_ranks(context: RankContext, on_a_device: bool) -> None:
+    """By rank and cause; on a device at the next step. Training can go on."""
+    with simulated_device() if on_a_device else contextlib.nullcontext():
+        model = _sharded()
+        optimizer = WholeParameterOptimizer(_matrices(model), _Picky, lr=0.02, round_size=1)
+        _train(model, optimizer, context, steps=1)
+        owner = optimizer.owner_of(model.get_submodule("head").weight)
+        _Picky.fails_on = owner
+        try:
+            if on_a_device:
+                _train(model, optimizer, context, steps=1)
+            with pytest.raises(OptimizerError, match=f"on rank {owner}: FloatingPointError: singular matrix"):
+                _train(model, optimizer, context, steps=1)
+        finally:
+            _Picky.fails_on = None
+        _train(model, optimizer, context, steps=1)
+
+
+@on_ranks(2)
+def test_ranks_that_disagree_about_gradients_hear_which(context: RankContext) -> None:
+    """A user clears one on one rank: no whole parameter is stepped, and training can go on."""
+    model = _sharded()
+    optimizer = WholeParameterOptimizer(_matrices(model), torch.optim.Muon, lr=0.02, round_size=1)
+    before = full_weights(model)
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    if context.rank == 1:
+        model.get_submodule("head").weight.grad = None
+    with pytest.raises(RankMismatchError, match=r"'head.weight' has a gradient on ranks \[0\] only"):
+        optimizer.step()
+    assert_same(full_weights(model), before, "weights", EXACT)
+    optimizer.zero_grad()
+    _train(model, optimizer, context, steps=1)
+
+
+@on_ranks(2)
+def test_a_backward_through_weights_that_were_stepped_raises(context: RankContext) -> None:
+    """On all ranks, whatever they have of a parameter."""
+    model = _sharded()
+    optimizer = WholeParameterOptimizer(_matrices(model), torch.optim.Muon, lr=0.02)
+    _train(model, optimizer, context, steps=1, clears=False)
+    loss = model(vector_batch(0, context.rank)).sum()
+    optimizer.step()
+    with pytest.raises((RuntimeError, ShardingError)):
+        loss.backward()
+
+
+class _Coupled(torch.optim.SGD):
+    """Divides by a norm over all gradients, as LAMB of timm does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        for grad in grads:
+            grad.div_(norm)
+        return super().step(closure)
+
+
+class _Noisy(torch.optim.SGD):
+    """Adds noise to gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.add_(torch.randn_like(param.grad))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (_Coupled, "by what the other parameters are"),
+        (_Noisy, "by random numbers"),
+        (torch.optim.LBFGS, "calls a closure several times"),
+        (torch.optim.SparseAdam, "was tried on small parameters"),
+    ],
+)
+def test_optimizers_that_cannot_be_separated_are_refused(kind: type[Optimizer], message: str) -> None:
+    """When they are made, by name."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        WholeParameterOptimizer([nn.Parameter(torch.ones(4, 4))], kind, lr=0.1)
+    assert kind.__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, torch.optim.SGD, torch.optim.AdamW])
+def test_optimizers_that_step_each_parameter_by_itself_are_accepted(kind: type[Optimizer]) -> None:
+    """Without a process group as well: parameters are stepped in place."""
+    param = nn.Parameter(torch.ones(4, 4))
+    optimizer = WholeParameterOptimizer([param], kind, lr=0.1)
+    plain = nn.Parameter(torch.ones(4, 4))
+    its = kind([plain], lr=0.1)  # type: ignore[call-arg]
+    for each, its_optimizer in ((param, optimizer), (plain, its)):
+        each.square().sum().backward()  # type: ignore[no-untyped-call]
+        its_optimizer.step()
+    assert torch.equal(param, plain)
+    assert "stepped in place" in repr(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("groups", "kind", "options", "message"),
+    [
+        (None, "Muon", {}, "wanted a subclass of torch.optim.Optimizer"),
+        (None, torch.optim.Muon, {"round_size": "much"}, "round_size"),
+        (None, torch.optim.Muon, {"lr": -1.0}, "Learning rate"),
+        ([{"optimizer_class": int}], torch.optim.Muon, {}, "wanted a subclass of torch.optim.Optimizer"),
+    ],
+)
+def test_wrong_arguments_are_named(groups: Any, kind: Any, options: dict[str, Any], message: str) -> None:
+    """When the optimizer is made."""
+    param = nn.Parameter(torch.ones(4, 4))
+    groups = [param] if groups is None else [{**group, "params": [param]} for group in groups]
+    with pytest.raises(ValueError, match=message):
+        WholeParameterOptimizer(groups, kind, **options)
+
+
+def _sharded(**options: Any) -> StreamShard:
+    seed(3)
+    return StreamShard(Mixed(), precision=FP32, **options)
+
+
+def _train(
+    model: nn.Module, optimizer: Optimizer, context: RankContext, steps: int = 3, *, clears: bool = True
+) -> None:
+    for number in range(steps):
+        stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+        optimizer.step()
+        if clears:
+            optimizer.zero_grad()
