@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from streamshard.errors import ConfigError
 from streamshard.optim.rounds import stand_in
@@ -117,18 +119,42 @@ def default_options(kind: type[Optimizer], options: Mapping[str, Any], group: Ma
     """The options of a group as `kind` fills them in.
 
     Raises:
-        ConfigError: `kind` splits the group.
+        ConfigError: `kind` splits the group, or reads values of parameters.
         Exception: whatever its constructor raises.
     """
     given = {key: _copied(value) for key, value in group.items() if key not in _NO_OPTIONS}
     params = [nn.Parameter(stand_in(param)) for param in group["params"]]
-    made: Any = kind([{**given, "params": params}], **options)
+    with _ReadsNoValues(kind, params):
+        made: Any = kind([{**given, "params": params}], **options)
     if len(made.param_groups) != 1:
         raise ConfigError(
             f"{kind.__name__} makes {len(made.param_groups)} groups of one: wanted an optimizer that keeps groups as "
             "they are given"
         )
     return {key: value for key, value in made.param_groups[0].items() if key not in _NO_OPTIONS}
+
+
+class _ReadsNoValues(TorchDispatchMode):
+    """Raises where a constructor computes with the values of parameters, which are stand-ins at that time."""
+
+    def __init__(self, kind: type[Optimizer], params: Sequence[nn.Parameter]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self._kind = kind
+        self._addresses = {param.untyped_storage().data_ptr() for param in params}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name.partition("::")[2]
+        if not (func.is_view or name.endswith("_like") or name.startswith("new_") or name == "detach"):
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._addresses:
+                    raise ConfigError(
+                        f"the constructor of {self._kind.__module__}.{self._kind.__qualname__} reads the values of "
+                        f"parameters ({name}), and no rank has all of them: WholeParameterOptimizer runs optimizers "
+                        "that look at parameters in step() only"
+                    )
+        return func(*args, **(kwargs or {}))
 
 
 def _copied(value: Any) -> Any:

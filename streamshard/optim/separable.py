@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from streamshard.device import module_of
 from streamshard.errors import ConfigError
 
 __all__ = ["check_separable"]
@@ -53,13 +54,18 @@ def check_separable(
             f"{name} was tried on small parameters {tried}, to see whether it steps each of them by itself, and raised "
             f"{type(error).__name__}: {error}. WholeParameterOptimizer runs optimizers of which that can be seen"
         ) from error
+    if together is None or apart is None:
+        raise ConfigError(
+            f"{name} with these options draws random numbers: parameters that are stepped on several ranks would get "
+            "others than under plain PyTorch. WholeParameterOptimizer runs optimizers that draw none"
+        )
     for first, second in zip(together, apart, strict=True):
         if not torch.allclose(first, second, rtol=0.0, atol=_TOLERANCE * float(first.abs().max()), equal_nan=True):
             raise ConfigError(
                 f"{name} with these options changes a parameter by what the other parameters are (a norm or learning "
-                "rate of all of them), or by random numbers: each rank would step the parameters that it owns "
-                "differently from plain PyTorch. WholeParameterOptimizer runs optimizers that step each parameter by "
-                "itself; for a norm over all gradients use model.clip_grad_norm_"
+                "rate of all of them): each rank would step the parameters that it owns differently from plain "
+                "PyTorch. WholeParameterOptimizer runs optimizers that step each parameter by itself; for a norm over "
+                "all gradients use model.clip_grad_norm_"
             )
 
 
@@ -75,19 +81,31 @@ def _changes(
     device: torch.device,
     *,
     separately: bool,
-) -> list[torch.Tensor]:
-    """How parameters of these shapes change in a few steps with large and small gradients."""
+) -> list[torch.Tensor] | None:
+    """How parameters of these shapes change in a few steps with large and small gradients; None if at random."""
     generator = torch.Generator().manual_seed(0)
     starts = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
     params = [nn.Parameter(start.clone()) for start in starts]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=_fork_type(device)):
+        before = _random_states(device)
         groups = [[param] for param in params] if separately else [params]
         optimizers = [kind(group, **options) for group in groups]
         for step in range(_STEPS):
             for index, param in enumerate(params):
                 scale = 10.0 ** (1 - (index + step) % 3)
                 param.grad = scale * torch.randn(param.shape, generator=generator).to(device)
-            for optimizer in reversed(optimizers):  # another order of random draws than together
+            for optimizer in optimizers:
                 optimizer.step()
+        if not all(map(torch.equal, before, _random_states(device))):
+            return None
     return [param.detach() - start for param, start in zip(params, starts, strict=True)]
+
+
+def _fork_type(device: torch.device) -> str:
+    return "cuda" if device.type == "cpu" else device.type  # of no devices, for the CPU's generator is always forked
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    """Of the generators that everybody draws from."""
+    states = [torch.get_rng_state()]
+    return states if device.type == "cpu" else [*states, module_of(device).get_rng_state(device)]

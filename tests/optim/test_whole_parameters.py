@@ -315,11 +315,20 @@ class _Noisy(torch.optim.SGD):
         return super().step(closure)
 
 
+class _Masked(torch.optim.SGD):
+    """Looks at values of parameters when it is made, as SaRA does."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.masks = [param.abs() < 0.1 for group in self.param_groups for param in group["params"]]
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
+        (_Masked, "reads the values of parameters"),
         (_Coupled, "by what the other parameters are"),
-        (_Noisy, "by random numbers"),
+        (_Noisy, "draws random numbers"),
         (torch.optim.LBFGS, "calls a closure several times"),
         (torch.optim.SparseAdam, "was tried on small parameters"),
     ],
