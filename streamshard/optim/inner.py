@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from streamshard.errors import ConfigError
+from streamshard.errors import ConfigError, StreamShardError
 from streamshard.optim.rounds import stand_in
 
 __all__ = ["InnerOptimizer", "constructor_options", "default_options"]
@@ -119,13 +119,20 @@ def default_options(kind: type[Optimizer], options: Mapping[str, Any], group: Ma
     """The options of a group as `kind` fills them in.
 
     Raises:
-        ConfigError: `kind` splits the group, or reads values of parameters.
-        Exception: whatever its constructor raises.
+        ConfigError: the constructor raises, splits the group, or reads values of parameters.
     """
     given = {key: _copied(value) for key, value in group.items() if key not in _NO_OPTIONS}
     params = [nn.Parameter(stand_in(param)) for param in group["params"]]
-    with _ReadsNoValues(kind, params):
-        made: Any = kind([{**given, "params": params}], **options)
+    try:
+        with _ReadsNoValues(kind, params):
+            made: Any = kind([{**given, "params": params}], **options)
+    except StreamShardError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{kind.__module__}.{kind.__qualname__} cannot be made for a group of parameters with the options "
+            f"{[*given, *options]}: {type(error).__name__}: {error}"
+        ) from error
     if len(made.param_groups) != 1:
         raise ConfigError(
             f"{kind.__name__} makes {len(made.param_groups)} groups of one: wanted an optimizer that keeps groups as "

@@ -36,7 +36,7 @@ from streamshard.unit.sharded_parameter import data_of
 
 __all__ = ["Rounds", "Verdict", "WholeParam", "stand_in"]
 
-_ALIGNED_NUMEL = 4  # fp32 elements: vectorised loads want 16 bytes
+_ALIGNED_NUMEL = 128  # fp32 elements: 512 bytes, as of tensors that torch allocates, so kernels do the same
 _DIGEST_RANGE = 1 << 24  # integers that fp32 holds exactly
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from streamshard.device import module_of
 from streamshard.errors import ConfigError
 
-__all__ = ["check_separable"]
+__all__ = ["check_separable", "random_states", "refuse_draws"]
 
 _STEPS = 4
 _LARGEST_DIM = 16
@@ -49,16 +49,13 @@ def check_separable(
     try:
         together = _changes(kind, options, tried, device, separately=False)
         apart = _changes(kind, options, tried, device, separately=True)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"{name} was tried on small parameters {tried}, to see whether it steps each of them by itself, and raised "
             f"{type(error).__name__}: {error}. WholeParameterOptimizer runs optimizers of which that can be seen"
         ) from error
-    if together is None or apart is None:
-        raise ConfigError(
-            f"{name} with these options draws random numbers: parameters that are stepped on several ranks would get "
-            "others than under plain PyTorch. WholeParameterOptimizer runs optimizers that draw none"
-        )
     for first, second in zip(together, apart, strict=True):
         if not torch.allclose(first, second, rtol=0.0, atol=_TOLERANCE * float(first.abs().max()), equal_nan=True):
             raise ConfigError(
@@ -81,13 +78,13 @@ def _changes(
     device: torch.device,
     *,
     separately: bool,
-) -> list[torch.Tensor] | None:
-    """How parameters of these shapes change in a few steps with large and small gradients; None if at random."""
+) -> list[torch.Tensor]:
+    """How parameters of these shapes change in a few steps with large and small gradients."""
     generator = torch.Generator().manual_seed(0)
     starts = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
     params = [nn.Parameter(start.clone()) for start in starts]
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=_fork_type(device)):
-        before = _random_states(device)
+        before = random_states(device)
         groups = [[param] for param in params] if separately else [params]
         optimizers = [kind(group, **options) for group in groups]
         for step in range(_STEPS):
@@ -96,8 +93,7 @@ def _changes(
                 param.grad = scale * torch.randn(param.shape, generator=generator).to(device)
             for optimizer in optimizers:
                 optimizer.step()
-        if not all(map(torch.equal, before, _random_states(device))):
-            return None
+        refuse_draws(kind, before, device)
     return [param.detach() - start for param, start in zip(params, starts, strict=True)]
 
 
@@ -105,7 +101,20 @@ def _fork_type(device: torch.device) -> str:
     return "cuda" if device.type == "cpu" else device.type  # of no devices, for the CPU's generator is always forked
 
 
-def _random_states(device: torch.device) -> list[torch.Tensor]:
-    """Of the generators that everybody draws from."""
+def refuse_draws(kind: type[Optimizer], before: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Raise if random numbers were drawn since the generators were as in `before`.
+
+    Raises:
+        ConfigError: some were.
+    """
+    if not all(map(torch.equal, before, random_states(device))):
+        raise ConfigError(
+            f"{kind.__module__}.{kind.__qualname__} draws random numbers: parameters that are stepped on several ranks "
+            "would get others than under plain PyTorch. WholeParameterOptimizer runs optimizers that draw none"
+        )
+
+
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of torch's default generators, of the CPU and of `device`."""
     states = [torch.get_rng_state()]
     return states if device.type == "cpu" else [*states, module_of(device).get_rng_state(device)]

@@ -14,7 +14,7 @@ from streamshard.config import parse_bytes
 from streamshard.errors import ConfigError, OptimizerError, RankMismatchError
 from streamshard.optim.inner import InnerOptimizer, constructor_options, default_options
 from streamshard.optim.rounds import Rounds, WholeParam, stand_in
-from streamshard.optim.separable import check_separable
+from streamshard.optim.separable import check_separable, random_states, refuse_draws
 from streamshard.plan.owners import assign_owners, describe_load, plan_rounds, rank_loads
 from streamshard.unit.elementwise import is_elementwise_class
 from streamshard.unit.pieces import mark_state, piece_of, unmark_state
@@ -339,7 +339,9 @@ class _Bound:
         try:
             if self._error is None:
                 for inner in self._by_round[number]:
+                    before = random_states(self._ranks.streams.device)
                     inner.optimizer.step()
+                    refuse_draws(type(inner.optimizer), before, self._ranks.streams.device)
         except Exception as error:  # all ranks hear of it when the exchanges are over
             self._error = error
         return self._error is None

@@ -6,33 +6,56 @@ Known means the exact class, unpatched. A subclass may do anything, and so may a
 
 from __future__ import annotations
 
+from types import FunctionType, MethodType
 from typing import TypeVar
 
 from torch.optim import Optimizer
 
 from streamshard.errors import ConfigError
 
-__all__ = ["elementwise", "is_elementwise_class"]
+__all__ = ["BLOCK_NUMEL", "elementwise", "find_patch", "is_elementwise_class", "works_in_blocks"]
 
-# By module of the public name or of the definition: both are looked at.
-_KNOWN: dict[str, tuple[str, ...]] = {
-    "torch.optim": (
-        *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
-        *("RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD"),
-    ),
-    "schedulefree": ("SGDScheduleFree", "AdamWScheduleFree", "RAdamScheduleFree"),
-    "lion_pytorch": ("Lion",),
-    "apex": ("FusedAdam", "FusedSGD", "FusedAdagrad"),
-    "deepspeed": ("FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedLion"),
-    "transformer_engine": ("FusedAdam", "FusedSGD"),
-    "bitsandbytes": (
-        *("SGD", "SGD32bit", "SGD8bit", "Adam", "Adam32bit", "Adam8bit", "AdamW", "AdamW32bit", "AdamW8bit"),
-        *("PagedAdam", "PagedAdam32bit", "PagedAdam8bit", "PagedAdamW", "PagedAdamW32bit", "PagedAdamW8bit"),
-        *("Lion", "Lion32bit", "Lion8bit", "PagedLion", "PagedLion32bit", "PagedLion8bit"),
-        *("RMSprop", "RMSprop32bit", "RMSprop8bit", "Adagrad", "Adagrad32bit", "Adagrad8bit"),
-    ),
-    "torchao": ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8", "_AdamW"),
+
+def _in(module: str, *names: str) -> set[str]:
+    return {f"{module}.{name}" for name in names}
+
+
+# By the full names of their definitions.
+_KNOWN = {
+    *(f"torch.optim.{name.lower()}.{name}" for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop")),
+    *(f"torch.optim.{name.lower()}.{name}" for name in ("Adagrad", "Adadelta", "Rprop", "ASGD")),
+    "schedulefree.sgd_schedulefree.SGDScheduleFree",
+    "schedulefree.adamw_schedulefree.AdamWScheduleFree",
+    "schedulefree.radam_schedulefree.RAdamScheduleFree",
+    "lion_pytorch.lion_pytorch.Lion",
+    "apex.optimizers.fused_adam.FusedAdam",
+    "apex.optimizers.fused_sgd.FusedSGD",
+    "apex.optimizers.fused_adagrad.FusedAdagrad",
+    "deepspeed.ops.adam.fused_adam.FusedAdam",
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam",
+    "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad",
+    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion",
+    "deepspeed.ops.lion.fused_lion.FusedLion",
+    "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+    "transformer_engine.pytorch.optimizers.fused_sgd.FusedSGD",
+    *_in("bitsandbytes.optim.sgd", "SGD", "SGD32bit"),
+    *_in("bitsandbytes.optim.adam", "Adam", "Adam32bit", "PagedAdam", "PagedAdam32bit"),
+    *_in("bitsandbytes.optim.adamw", "AdamW", "AdamW32bit", "PagedAdamW", "PagedAdamW32bit"),
+    *_in("bitsandbytes.optim.lion", "Lion", "Lion32bit", "PagedLion", "PagedLion32bit"),
+    *_in("bitsandbytes.optim.rmsprop", "RMSprop", "RMSprop32bit"),
+    *_in("bitsandbytes.optim.adagrad", "Adagrad", "Adagrad32bit"),
 }
+# Moments in blocks of as many elements at most have a scale each: known on pieces that are cut between blocks.
+_IN_BLOCKS = {
+    *_in("bitsandbytes.optim.sgd", "SGD8bit"),
+    *_in("bitsandbytes.optim.adam", "Adam8bit", "PagedAdam8bit"),
+    *_in("bitsandbytes.optim.adamw", "AdamW8bit", "PagedAdamW8bit"),
+    *_in("bitsandbytes.optim.lion", "Lion8bit", "PagedLion8bit"),
+    *_in("bitsandbytes.optim.rmsprop", "RMSprop8bit"),
+    *_in("bitsandbytes.optim.adagrad", "Adagrad8bit"),
+    *_in("torchao.optim.adam", "Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8", "_AdamW"),
+}
+BLOCK_NUMEL = 4096  # the packages leave smaller tensors in fp32, and a multiple of all their blocks
 
 _Class = TypeVar("_Class", bound=type[Optimizer])
 _declared: set[type] = set()
@@ -60,10 +83,26 @@ def elementwise(optimizer_class: _Class) -> _Class:
 
 
 def is_elementwise_class(kind: type) -> bool:
-    """Whether `kind` is known, or declared, to work element by element."""
-    if kind in _declared:
-        return True
-    names = _KNOWN.get(kind.__module__.partition(".")[0], ())
-    if kind.__module__.startswith("torch."):
-        names = _KNOWN["torch.optim"] if kind.__module__.startswith("torch.optim.") else ()
-    return kind.__name__ in names
+    """Whether `kind` is known, or declared, to work element by element, perhaps in blocks of `BLOCK_NUMEL`."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return kind in _declared or name in _KNOWN or name in _IN_BLOCKS
+
+
+def works_in_blocks(kind: type) -> bool:
+    """Whether pieces of parameters have to be cut between blocks of `BLOCK_NUMEL` for `kind`."""
+    return kind not in _declared and f"{kind.__module__}.{kind.__qualname__}" in _IN_BLOCKS
+
+
+def find_patch(optimizer: Optimizer) -> str | None:
+    """The name of an attribute by which `optimizer` computes something else than its class does; None: it does not.
+
+    Schedulers and accelerate wrap ``step``, which is none.
+    """
+    kind = type(optimizer)
+    package = kind.__module__.partition(".")[0]
+    for name, value in (*vars(kind).items(), *vars(optimizer).items()):
+        if isinstance(value, FunctionType | MethodType) and name != "step":
+            module = str(value.__module__)
+            if module.partition(".")[0] not in (package, "torch"):
+                return name
+    return None

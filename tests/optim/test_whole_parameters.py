@@ -384,3 +384,21 @@ def _train(
         optimizer.step()
         if clears:
             optimizer.zero_grad()
+
+
+class _NoisyLater(_Noisy):
+    """Draws random numbers for wide parameters only, which are not among those that are tried."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        is_wide = any(max(param.shape) > 16 for group in self.param_groups for param in group["params"])
+        return super().step(closure) if is_wide else torch.optim.SGD.step(self, closure)
+
+
+@on_ranks(2)
+def test_random_numbers_in_a_step_are_refused(context: RankContext) -> None:
+    """Whenever they are drawn, on all ranks."""
+    model = StreamShard(nn.Sequential(nn.Linear(DIM, 32), nn.Linear(32, DIM)), precision=FP32)
+    optimizer = WholeParameterOptimizer(_matrices(model), _NoisyLater, lr=0.1)
+    with pytest.raises(OptimizerError, match="_NoisyLater draws random numbers"):
+        _train(model, optimizer, context, steps=1)
