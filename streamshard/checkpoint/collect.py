@@ -25,7 +25,10 @@ from streamshard.checkpoint.optimizer_state import (
     agree_on_outlines,
     moment_of,
     outline_state,
+    owned_states,
+    owner_of,
     params_in,
+    settle,
 )
 from streamshard.checkpoint.parts import (
     RANDOM,
@@ -54,10 +57,12 @@ class _Told(NamedTuple):
 
     Attributes:
         outlines: of each optimizer's state.
+        owned: by optimizer, the JSON of the state of each parameter that this rank steps whole.
         digests: of each tree.
     """
 
     outlines: dict[str, Outlines]
+    owned: dict[str, dict[str, Any]]
     digests: dict[str, str]
 
 
@@ -89,17 +94,22 @@ def collect(parts: Parts) -> Collected:
     models: dict[str, Any] = {}
     optimizers: dict[str, _OptimizerState] = {}
     trees: dict[str, _Tree] = {}
+    for each in parts.optimizers.values():
+        settle(each, ranks)
 
     def collect_here() -> _Told:
         models.update({name: _collect_model(name, *model, pieces) for name, model in parts.models.items()})
         optimizers.update({name: _OptimizerState(name, each, parts) for name, each in parts.optimizers.items()})
         trees.update(_trees_of(parts))
         outlines = {name: each.outlines for name, each in optimizers.items()}
-        return _Told(outlines, {name: tree.digest() for name, tree in trees.items()})
+        owned = {name: each.owned for name, each in optimizers.items()}
+        return _Told(outlines, owned, {name: tree.digest() for name, tree in trees.items()})
 
     told = gather_from_all_ranks(ranks, "save", collect_here)
     saved_optimizers = {
-        name: each.collect([theirs.outlines[name] for theirs in told], pieces, moments)
+        name: each.collect(
+            [theirs.outlines[name] for theirs in told], [theirs.owned[name] for theirs in told], pieces, moments
+        )
         for name, each in optimizers.items()
     }
     same, differing = _collect_trees(trees, [theirs.digests for theirs in told], ranks, pieces)
@@ -139,6 +149,7 @@ class _OptimizerState:
 
     Attributes:
         outlines: what this rank keeps of sharded parameters.
+        owned: the JSON of what it keeps of parameters that it steps whole, by the parameter's name.
     """
 
     def __init__(self, name: str, optimizer: Optimizer, parts: Parts) -> None:
@@ -171,15 +182,30 @@ class _OptimizerState:
                 {"params": [self._names[param] for param in group["params"]], **named, "options": options}
             )
         self._others = encode(packed, f"{name}/others", self._tensors)
+        shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        self._shared = encode(shared, f"{name}/shared", self._tensors)
         self._pieces = [
             piece
             for engine, shard in self._owners
             for piece in _moments(f"{name}/{self._names[shard.param]}", optimizer, engine, shard)
         ]
         self.outlines = outline_state([shard for _, shard in self._owners], optimizer, self._numbers)
+        self.owned: dict[str, Any] = {}
+        for engine, shard in self._owners:
+            path = f"{name}/{self._names[shard.param]}"
+            for state in owned_states(optimizer, {shard.param: path}, engine.ranks.rank).values():
+                if not engine.ranks.replica:  # the others, if they drift, have tensors of the same names
+                    self.owned[self._names[shard.param]] = state.json
+                if drifts_apart(engine) or not engine.ranks.replica:
+                    self._pieces += [_whole(name_here(each, engine), tensor) for each, tensor in state.tensors.items()]
 
-    def collect(self, by_rank: list[Outlines], pieces: list[Piece], moments: set[str]) -> dict[str, Any]:
-        """The JSON, where every rank has said its outlines; `pieces` gain those of this rank, and `moments` names."""
+    def collect(
+        self, by_rank: list[Outlines], owned: list[dict[str, Any]], pieces: list[Piece], moments: set[str]
+    ) -> dict[str, Any]:
+        """The JSON, where every rank has said its outlines and what it owns.
+
+        `pieces` gain those of this rank, and `moments` their names.
+        """
         sharded = {shard.param for _, shard in self._owners}
         agreed = agree_on_outlines(by_rank, [shard for _, shard in self._owners], self._numbers)
         state: dict[str, Any] = {}
@@ -194,6 +220,8 @@ class _OptimizerState:
                 tensor = f"{prefix}/{key}"
                 is_moment = isinstance(value, Moment)
                 own[key] = {"$": "moment", "tensor": tensor} if is_moment else encode(value, tensor, self._tensors)
+        for theirs in owned:
+            state.update(theirs)
         pieces.extend(self._pieces)
         if sees_steps(self._optimizer):
             moments.update(piece.name for piece in self._pieces)
@@ -205,12 +233,14 @@ class _OptimizerState:
             "state": state,
             "values": self._values,
             "others": self._others,
+            "shared": self._shared,
         }
 
 
 def _moments(prefix: str, optimizer: Optimizer, engine: Engine, shard: ParamShard) -> Iterator[Piece]:
     """What this rank writes of a parameter's moments."""
-    if shard.local.numel and (drifts_apart(engine) or not engine.ranks.replica):
+    is_owned = owner_of(optimizer, shard.param) is not None
+    if not is_owned and shard.local.numel and (drifts_apart(engine) or not engine.ranks.replica):
         for key in optimizer.state.get(shard.param, {}):
             moment = moment_of(shard, optimizer, key)
             if moment is not None:

@@ -398,6 +398,7 @@ def _optimizer_in(
         "state": state,
         "values": {},
         "others": {},
+        "shared": {},
     }
 
 

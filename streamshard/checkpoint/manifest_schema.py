@@ -145,7 +145,8 @@ def _check_optimizer(name: str, optimizer: Any, tensors: _Json) -> None:
                 _check_tree(name, value, tensors)
     for value in _object(f"{name}: values", _get(optimizer, "values")).values():
         _check_tree(name, value, tensors)
-    _check_dict(f"{name}: others", _get(optimizer, "others"), tensors)
+    for key in ("others", "shared"):
+        _check_dict(f"{name}: {key}", _get(optimizer, key), tensors)
 
 
 def _check_dict(name: str, saved: Any, tensors: _Json) -> None:

@@ -14,8 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from streamshard.checkpoint.tree import encode
+from streamshard.checkpoint.tree import decode, encode
 from streamshard.comm.objects import raise_if
+from streamshard.comm.ranks import Ranks
 from streamshard.engine.containers import tensors_in
 from streamshard.engine.engine import Engine
 from streamshard.errors import CheckpointError, RankMismatchError, ShardingError
@@ -27,13 +28,17 @@ __all__ = [
     "Moment",
     "Outline",
     "Outlines",
+    "OwnedState",
     "agree_on_outlines",
     "gather_state",
     "moment_of",
     "names_of_moments",
     "outline_state",
+    "owned_states",
+    "owner_of",
     "params_in",
     "scatter_state",
+    "settle",
 ]
 
 Outline = dict[str, Any]  # what is kept for one parameter, by name; a `Moment` stands for a tensor of its size
@@ -46,6 +51,54 @@ class Moment(NamedTuple):
     dtype: torch.dtype
 
 
+class OwnedState(NamedTuple):
+    """State of a parameter that one rank steps whole: on its owner, what plain torch would keep.
+
+    Attributes:
+        json: see `encode`.
+        tensors: by name; on other ranks, tensors on the meta device.
+    """
+
+    json: Any
+    tensors: dict[str, torch.Tensor]
+
+
+def owner_of(optimizer: Optimizer, param: nn.Parameter) -> int | None:
+    """The rank of the shard group that steps `param` whole; None if ranks step pieces of it."""
+    ask = getattr(optimizer, "owner_of", None)
+    return None if ask is None else ask(param)
+
+
+def settle(optimizer: Optimizer, ranks: Ranks) -> None:
+    """Before all ranks' state is put together. Collective for an optimizer that steps whole parameters."""
+    if (act := getattr(optimizer, "settle", None)) is not None:
+        act(ranks)
+
+
+def owned_states(optimizer: Optimizer, params: Mapping[nn.Parameter, str], rank: int) -> dict[str, OwnedState]:
+    """What this rank keeps of the parameters that it owns, by their names.
+
+    Args:
+        optimizer: keeps it.
+        params: names of its parameters.
+        rank: of the shard group.
+
+    Raises:
+        CheckpointError: names state that cannot be saved.
+    """
+    found = {}
+    for param, name in params.items():
+        if owner_of(optimizer, param) == rank and optimizer.state.get(param):
+            tensors: dict[str, torch.Tensor] = {}
+            json = encode(dict(optimizer.state[param]), name, tensors)
+            found[name] = OwnedState(json, tensors)
+    return found
+
+
+def _told(state: OwnedState) -> OwnedState:
+    return OwnedState(state.json, {name: tensor.to("meta") for name, tensor in state.tensors.items()})
+
+
 class _Number(NamedTuple):
     """A tensor of one number, which is pickled a hundred times faster without its memory."""
 
@@ -56,11 +109,13 @@ class _Number(NamedTuple):
 def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict[str, Any]:
     """See `streamshard.full_optimizer_state_dict`."""
     engine.settle()
+    settle(optimizer, engine.ranks)
     wanted = not rank0_only or engine.ranks.is_first
     numbers = {param: number for number, param in enumerate(params_in(optimizer))}
     packed: dict[str, Any] = {}
+    owned: dict[str, OwnedState] = {}
 
-    def outline() -> Outlines:
+    def outline() -> tuple[Outlines, dict[str, OwnedState]]:
         take_over_state(optimizer)
         packed.update(optimizer.state_dict())
         for key, value in packed.items():
@@ -69,15 +124,27 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
                     f"{type(optimizer).__name__}'s {key} hold one rank's piece of a sharded tensor: only its state of "
                     "each parameter can be put together. Keep the tensor elsewhere"
                 )
-        return outline_state(engine.param_shards, optimizer, numbers)
+        if not engine.ranks.replica:
+            names = {shard.param: str(numbers[shard.param]) for shard in engine.param_shards if shard.param in numbers}
+            owned.update(owned_states(optimizer, names, engine.ranks.rank))
+        told = {name: _told(each) for name, each in owned.items()}
+        return outline_state(engine.param_shards, optimizer, numbers), told
 
     said = engine.ranks.gather_results("collect the optimizer's state", outline)
-    outlines = agree_on_outlines(said, engine.param_shards, numbers)
-    state = {number: dict(values) for number, values in outlines.items()}
+    outlines = agree_on_outlines([theirs for theirs, _ in said], engine.param_shards, numbers)
+    state: dict[Any, Any] = {number: dict(values) for number, values in outlines.items()}
     sharded = {numbers.get(shard.param) for shard in engine.param_shards}
     for number, values in packed["state"].items():
-        if number not in sharded:  # a parameter of something else
+        if not isinstance(values, Mapping):  # of no parameter
+            state[number] = _copied(values)
+        elif number not in sharded:  # a parameter of something else
             state[number] = {name: _copied(value) for name, value in values.items()}
+    for source, (_, theirs) in enumerate(said):
+        for name, told in theirs.items():
+            tensors = owned[name].tensors if name in owned else told.tensors
+            collected = _collect_owned(engine.ranks, tensors, source, to_all=not rank0_only)
+            if wanted:
+                state[int(name)] = decode(told.json, collected.__getitem__, torch.device("cpu"))
     failure: Exception | None = None
     for unit in engine.units:
         shards = unit.params
@@ -99,7 +166,32 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
             except Exception as error:  # such as too little memory on the one rank that wants it: others gather on
                 failure = error
     engine.ranks.gather_results("collect the optimizer's state", lambda: raise_if(failure))
-    return {**packed, "state": dict(sorted(state.items()))} if wanted else {}
+    return {**packed, "state": dict(sorted(state.items(), key=_by_number))} if wanted else {}
+
+
+def _by_number(item: tuple[Any, Any]) -> tuple[bool, Any]:
+    key, _ = item
+    return isinstance(key, str), key
+
+
+def _collect_owned(
+    ranks: Ranks, tensors: Mapping[str, torch.Tensor], source: int, *, to_all: bool
+) -> dict[str, torch.Tensor]:
+    """Copies of what rank number `source` has, in CPU memory: on the first rank, or on all. Collective."""
+    found = {}
+    for name, tensor in tensors.items():
+        is_wanted = to_all or ranks.is_first
+        if ranks.number == source:
+            found[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        elif is_wanted:
+            found[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if to_all:
+            moved = found[name].to(ranks.streams.device)
+            ranks.broadcast(moved, source)
+            found[name].copy_(moved)
+        elif source and (ranks.is_first or ranks.number == source):
+            ranks.send_to_first(found[name], source)
+    return found
 
 
 def outline_state(shards: Sequence[ParamShard], optimizer: Optimizer, numbers: Mapping[nn.Parameter, int]) -> Outlines:
@@ -119,6 +211,8 @@ def outline_state(shards: Sequence[ParamShard], optimizer: Optimizer, numbers: M
         number = numbers.get(shard.param)
         # A rank without elements keeps nothing, but for what it has loaded or had before it was sharded.
         if number is None or shard.layout.numel and not shard.local.numel:
+            continue
+        if owner_of(optimizer, shard.param) is not None:
             continue
         outline = {
             name: _outline_value(value, f"{type(optimizer).__name__}'s state {name!r} of {shard.name!r}", shard)
@@ -197,22 +291,37 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
     ranks, params = engine.ranks, params_in(optimizer)
     shards = {shard.param: shard for shard in engine.param_shards}
     given: Mapping[str, Any] = (state_dict if ranks.is_first else None) or {"state": {}, "param_groups": []}
+    wholes: dict[int, OwnedState] = {}
 
-    def outline_given() -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
+    def outline_given() -> tuple[dict[Any, Any], dict[str, Any]]:
         """Everything but tensors with elements, which follow one by one."""
         _check_format(given)
-        outline = {
-            number: {name: _outline(name, value, shards.get(params[number])) for name, value in values.items()}
-            for number, values in given["state"].items()
-            if number < len(params)
-        }
+        outline: dict[Any, Any] = {}
+        for number, values in given["state"].items():
+            if not isinstance(values, Mapping):  # of no parameter
+                outline[number] = values
+            elif number < len(params) and owner_of(optimizer, params[number]) is not None:
+                tensors: dict[str, torch.Tensor] = {}
+                wholes[number] = OwnedState(encode(dict(values), str(number), tensors), tensors)
+                outline[number] = _told(wholes[number])
+            elif number < len(params):
+                shard = shards.get(params[number])
+                outline[number] = {name: _outline(name, value, shard) for name, value in values.items()}
         return outline, {key: value for key, value in given.items() if key != "state"}
 
     outline, others = ranks.gather_results("load the optimizer's state", outline_given)[0]
     groups = others["param_groups"]
     _check(outline, groups, params, shards)
-    state: dict[int, dict[str, Any]] = {}
+    state: dict[Any, Any] = {}
     for number, values in outline.items():
+        if isinstance(values, OwnedState):
+            own = _send_owned(ranks, wholes[number] if ranks.is_first else values)
+            if owner_of(optimizer, params[number]) == ranks.rank:
+                state[number] = decode(values.json, own.__getitem__, engine.streams.device)
+            continue
+        if not isinstance(values, Mapping):
+            state[number] = values
+            continue
         shard = shards.get(params[number])
         state[number] = {}
         for name, value in values.items():
@@ -227,6 +336,18 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
                 full = full.view(-1)[shard.local.start : shard.local.stop].view(shard.piece.shape).clone()
             state[number][name] = full
     optimizer.load_state_dict({**others, "state": state})
+
+
+def _send_owned(ranks: Ranks, state: OwnedState) -> dict[str, torch.Tensor]:
+    """The first rank's tensors on all ranks, one after the other. Collective."""
+    found = {}
+    for name, tensor in state.tensors.items():
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=ranks.streams.device)
+        if ranks.is_first:
+            full.copy_(tensor)
+        ranks.broadcast(full)
+        found[name] = full
+    return found
 
 
 def _copied(value: Any) -> Any:
@@ -258,6 +379,8 @@ def names_of_moments(shards: Sequence[ParamShard], optimizer: Optimizer) -> list
     """Names of state that has an element for each of the parameter's, in order of appearance."""
     names: dict[str, None] = {}
     for shard in shards:
+        if owner_of(optimizer, shard.param) is not None:
+            continue
         for name in optimizer.state.get(shard.param, {}):
             if moment_of(shard, optimizer, name) is not None:
                 names[name] = None
@@ -285,7 +408,7 @@ def _check_format(given: object) -> None:
 
 
 def _check(
-    outline: Mapping[int, Mapping[str, Any]],
+    outline: Mapping[Any, Any],
     groups: list[dict[str, Any]],
     params: list[nn.Parameter],
     shards: Mapping[nn.Parameter, ParamShard],
@@ -294,6 +417,8 @@ def _check(
     if count != len(params):
         raise ShardingError(f"the optimizer state is of {count} parameters, the optimizer has {len(params)}")
     for number, values in outline.items():
+        if isinstance(values, OwnedState) or not isinstance(values, Mapping):
+            continue
         shard = shards.get(params[number])
         for name, value in values.items():
             if shard is not None and isinstance(value, _Tensor) and value.shape != shard.layout.shape:

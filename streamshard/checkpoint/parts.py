@@ -127,6 +127,9 @@ def _has_state(value: object) -> bool:
 
 
 def class_name(value: object) -> str:
+    """The full name of a value's class; of an optimizer of whole parameters, the classes that it runs too."""
+    if (described := getattr(value, "described_class", None)) is not None:
+        return str(described)
     kind = type(value)
     kind = getattr(kind, "_streamshard_original", kind)
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from streamshard.checkpoint.disk_layout import local_pieces
 from streamshard.checkpoint.load import put_back_buffers
 from streamshard.checkpoint.manifest import Manifest
-from streamshard.checkpoint.optimizer_state import moment_of, params_in
+from streamshard.checkpoint.optimizer_state import moment_of, owner_of, params_in
 from streamshard.checkpoint.parts import RANDOM, Parts, class_name, name_there, param_names, set_random_state
 from streamshard.checkpoint.tree import decode
 from streamshard.engine.engine import Engine
@@ -163,9 +163,14 @@ def _plan_optimizer(
     wrong: list[str] = []
     names, owners = param_names(optimizer, parts)
     shards = {shard.param: (engine, shard) for engine, shard in owners}
-    state: dict[int, dict[str, Any]] = {}
+    state: dict[Any, Any] = {}  # by the parameter's number; what belongs to none, by its key
     for number, param in enumerate(params_in(optimizer)):
         own: dict[str, Any] = {}
+        if param in shards and (owner := owner_of(optimizer, param)) is not None:
+            engine = shards[param][0]
+            if owner == engine.ranks.rank and (tree := saved["state"].get(names[param])):
+                state[number] = decode(tree, _reader(tensor_of, engine, manifest), engine.streams.device)
+            continue
         if param in shards and _has_nothing(shards[param][1]) and is_elementwise(optimizer):
             continue  # nothing to step, nothing to keep
         for key, value in saved["state"].get(names[param], {}).items():
@@ -203,9 +208,17 @@ def _plan_optimizer(
             else:
                 plan.finish.append(partial(_fill, param, alone))
     groups, differences = _plan_groups(name, optimizer, names, saved["groups"], tensor_of, device)
-    others = decode(saved["others"], tensor_of, device)
+    others, shared = (decode(saved[key], tensor_of, device) for key in ("others", "shared"))
+    state = {**shared, **state}
     plan.finish.append(partial(optimizer.load_state_dict, {**others, "state": state, "param_groups": groups}))
     return wrong + differences
+
+
+def _reader(
+    tensor_of: Callable[[str], torch.Tensor], engine: Engine, manifest: Manifest
+) -> Callable[[str], torch.Tensor]:
+    """Reads what this rank's replica has saved of a tensor."""
+    return lambda name: tensor_of(name_there(name, engine, manifest))
 
 
 def _has_nothing(shard: ParamShard) -> bool:

@@ -188,6 +188,19 @@ class Ranks:
             self.log.add(Kind.MEETING)
             return gather_bytes(self.host_group if with_replicas else _host_group(self.group), data)
 
+    def send_to_first(self, tensor: torch.Tensor, source: int) -> None:
+        """Overwrite `tensor` on the first rank by that of rank number `source`. Only these two call it. Blocks.
+
+        Args:
+            tensor: in CPU memory, contiguous, of the same shape and dtype on both.
+            source: not the first rank.
+        """
+        with self.guard("a tensor on its way to the first rank"):
+            if self.number == source:
+                dist.send(tensor, dst=dist.get_global_rank(self.host_group, 0), group=self.host_group)
+            else:
+                dist.recv(tensor, src=dist.get_global_rank(self.host_group, source), group=self.host_group)
+
     def of_first(self, value: object) -> Any:
         """The first rank's `value`, which can be pickled. Blocks; for set-up."""
         return self.gather_objects(value if self.is_first else None)[0]

@@ -71,6 +71,7 @@ class WholeParameterOptimizer(Optimizer):
         self._classes: list[tuple[type[Optimizer], dict[str, Any]]] = []  # of each group, with what constructs it
         self._owners: dict[nn.Parameter, int] = {}
         self._bound: _Bound | None = None
+        self._extras: dict[str, Any] = {}  # what optimizers inside have in state_dict() beside state and groups
         super().__init__(params, {})
         self.defaults = {key: value for key, value in self.param_groups[0].items() if key != "params"}
 
@@ -78,12 +79,12 @@ class WholeParameterOptimizer(Optimizer):
     def bound(self) -> _Bound:
         """The optimizers inside, for the parameters as they are now."""
         if self._bound is None or not self._bound.is_current():
-            before, self._bound = self._bound, None
+            if self._bound is not None:
+                self._extras.update(self._bound.extras())
             wholes = self._choose_owners()
             self._bound = _Bound(self.param_groups, self._classes, wholes, self._round_numel, self._cost)
-            if before is not None or self.state:
-                self._bound.load(self.state, {} if before is None else before.extras())
-                self._bound.link(self.state)
+            self._bound.load(self.state, self._extras)
+            self._bound.link(self.state)
         return self._bound
 
     # -- groups -----------------------------------------------------------------------------------------------------
@@ -152,9 +153,21 @@ class WholeParameterOptimizer(Optimizer):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def owner_of(self, param: torch.Tensor) -> int | None:
-        """The rank of the shard group that owns `param`; None if it is stepped in place."""
-        self.bound  # noqa: B018  # chooses owners
-        return self._owners.get(param)  # type: ignore[call-overload, no-any-return]  # a Parameter, in a group
+        """The rank of the shard group that steps `param` whole; None if its pieces are stepped in place.
+
+        One rank alone owns all parameters whose class is not elementwise.
+        """
+        return self.bound.owners.get(id(param))
+
+    def in_place(self) -> list[Optimizer]:
+        """The optimizers inside that step parameters where they lie."""
+        return self.bound.in_place()
+
+    @property
+    def described_class(self) -> str:
+        """Its class and those of its groups, which have to be the same where a checkpoint is loaded."""
+        kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind, _ in self._classes]
+        return f"{type(self).__module__}.{type(self).__qualname__}({', '.join(kinds)})"
 
     def settle(self, ranks: Ranks) -> None:
         """Before all ranks' state is put together: options that steps change are on all ranks. Collective.
@@ -162,17 +175,22 @@ class WholeParameterOptimizer(Optimizer):
         Raises:
             OptimizerError, RankMismatchError: the last step has failed.
         """
-        self.bound.check_last_step()
-        own = self.bound.options_of_wholes()
-        for theirs in reversed(ranks.gather_objects(own)):
-            for number, options in theirs.items():
-                if number not in own:
-                    self.param_groups[number].update(options)
+        bound = self.bound
+        bound.check_last_step()
+        bound.link(self.state)
+        options, extras = bound.options_of_wholes(), bound.extras()
+        shared = {key: value for key, value in self.state.items() if not isinstance(key, torch.Tensor)}
+        for their_options, their_extras, theirs in reversed(ranks.gather_objects((options, extras, shared))):
+            for number, values in their_options.items():
+                if number not in options:
+                    self.param_groups[number].update(values)
+            self._extras.update(their_extras)
+            self.state.update({key: value for key, value in theirs.items() if key not in shared})
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: pieces, and what it owns. The whole is `streamshard.full_optimizer_state_dict`."""
         self.bound.link(self.state)
-        state = {**super().state_dict(), **self.bound.extras()}
+        state = {**super().state_dict(), **self._extras, **self.bound.extras()}
         return mark_state(state) if self._owners else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -180,17 +198,17 @@ class WholeParameterOptimizer(Optimizer):
 
         The whole that rank 0 alone has is loaded by `streamshard.load_optimizer_state_dict`.
         """
-        bound, plain = self.bound, unmark_state(state_dict)
+        self.bound  # noqa: B018  # chooses owners
+        plain = unmark_state(state_dict)
         numbers = [number for group in plain["param_groups"] for number in group["params"]]
         for number, param in zip(numbers, _params_in(self.param_groups), strict=False):  # torch compares their number
             piece = piece_of(param)
             if piece is not None and self._owners.get(param, piece.ranks.rank) != piece.ranks.rank:
                 plain["state"].pop(number, None)
         super().load_state_dict(plain)
-        extras = {key: value for key, value in plain.items() if key not in ("state", "param_groups")}
-        bound.load(self.state, extras)
-        self.state.clear()
-        bound.link(self.state)
+        self._extras = {key: value for key, value in plain.items() if key not in ("state", "param_groups")}
+        self._bound = None  # groups are others now
+        self.bound  # noqa: B018  # takes the state
 
     def _choose_owners(self) -> list[WholeParam]:
         """The sharded parameters that are stepped whole, with their owners."""
@@ -250,6 +268,10 @@ class _Bound:
         self._error: Exception | None = None
         self._is_checked = True
         by_param = {each.param: each for each in wholes}
+        self.owners = {id(each.param): each.owner for each in wholes}
+        for group, (kind, _) in zip(groups, classes, strict=True):
+            if not is_elementwise_class(kind):  # with one rank
+                self.owners.update({id(param): 0 for param in group["params"] if id(param) not in self.owners})
         self._in_place: list[InnerOptimizer] = []
         for number, (group, made_by) in enumerate(zip(groups, classes, strict=True)):
             own = [param for param in group["params"] if param not in by_param]
@@ -388,6 +410,10 @@ class _Bound:
         for inner in self._inners:
             found = {**inner.extras(), **found}
         return found
+
+    def in_place(self) -> list[Optimizer]:
+        """See `WholeParameterOptimizer.in_place`."""
+        return [inner.optimizer for inner in self._in_place]
 
     def options_of_wholes(self) -> dict[int, dict[str, Any]]:
         """Of groups of which this rank steps whole parameters, by number, the options."""

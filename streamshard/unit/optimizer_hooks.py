@@ -164,6 +164,10 @@ def take_over_state(optimizer: Optimizer) -> None:
     Raises:
         ShardingError: state is neither whole nor this rank's piece.
     """
+    if (in_place := getattr(optimizer, "in_place", None)) is not None:  # of a WholeParameterOptimizer
+        for inner in in_place():
+            take_over_state(inner)
+        return
     moves = _is_of_torch(optimizer)
     for group in optimizer.param_groups:
         for param in group["params"]:

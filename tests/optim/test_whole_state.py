@@ -1,0 +1,209 @@
+"""State of whole parameters: plain PyTorch's, on and from any number of ranks, in state dicts and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from streamshard import (
+    StreamShard,
+    full_optimizer_state_dict,
+    load_checkpoint,
+    load_optimizer_state_dict,
+    save_checkpoint,
+)
+from streamshard.errors import CheckpointError, ShardingError
+from streamshard.optim import WholeParameterOptimizer
+from tests.optim.test_whole_parameters import Both, Mixed
+from tests.ranks import RankContext, RankPool, on_ranks
+from tests.reference import EXACT, FP32, Call, Tolerance, assert_same, full_weights, seed, stack_step
+
+NEAR = Tolerance(1e-4, 1e-5)
+
+
+class Odd(torch.optim.SGD):
+    """Keeps state of many kinds: rows, columns, lists, numbers, nothing, and a count that belongs to no parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.state["count"] = self.state.get("count", 0) + 1  # type: ignore[index]
+        for group in self.param_groups:
+            group["beta"] = group.get("beta", 0.5) * 0.9
+            for param in group["params"]:
+                if param.grad is None or param.ndim < 2:
+                    continue
+                state = self.state[param]
+                state.setdefault("rows", torch.zeros(param.shape[0])).add_(param.grad.flatten(1).square().sum(1))
+                state["step"] = state.get("step", 0) + 1
+                state["one"] = torch.full((1,), float(state["step"]))
+                state["nested"] = {"last": [param.grad.mean(), (state["step"], "text")]}
+                scale = state["rows"].sqrt().add(1.0).view(-1, *[1] * (param.ndim - 1))
+                param.sub_(param.grad / scale, alpha=group["lr"] * group["beta"] * self.state["count"])  # type: ignore[operator]
+        return None
+
+
+def _odd(model: nn.Module) -> Any:
+    return WholeParameterOptimizer(model.parameters(), Odd, lr=0.02, round_size=1) if _is(model) else _plain_odd(model)
+
+
+def _plain_odd(model: nn.Module) -> Optimizer:
+    return Odd(model.parameters(), lr=0.02)
+
+
+def _adafactor(model: nn.Module) -> Any:
+    if _is(model):
+        return WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor, lr=0.05, round_size=1)
+    return torch.optim.Adafactor(model.parameters(), lr=0.05)
+
+
+def _muon_and_adamw(model: nn.Module) -> Any:
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    others = [param for param in model.parameters() if param.ndim != 2]
+    groups = [{"params": matrices}, {"params": others, "optimizer_class": torch.optim.AdamW, "lr": 0.01}]
+    if _is(model):
+        return WholeParameterOptimizer(groups, torch.optim.Muon, lr=0.02, round_size=1)
+    return Both(torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01))
+
+
+def _is(model: nn.Module) -> bool:
+    return isinstance(model, StreamShard)
+
+
+def _model(sharded: bool = True) -> nn.Module:
+    seed(3)
+    return StreamShard(Mixed(), precision=FP32) if sharded else Mixed()
+
+
+def _train(model: nn.Module, optimizer: Any, steps: int = 2, first: int = 0) -> None:
+    """On the same batch on every rank, so that any number of ranks gives the same gradients but for rounding."""
+    for number in range(first, first + steps):
+        stack_step(model, Call(number, 0, 1, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _assert_state(found: Any, wanted: Any, path: str = "state") -> None:
+    """The same containers, numbers and tensors, the latter up to rounding."""
+    assert type(found) is type(wanted), path
+    if isinstance(wanted, torch.Tensor):
+        assert found.dtype is wanted.dtype and found.shape == wanted.shape, path
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5, msg=path)
+    elif isinstance(wanted, dict):
+        assert set(found) == set(wanted), path
+        for key in wanted:
+            _assert_state(found[key], wanted[key], f"{path}.{key}")
+    elif isinstance(wanted, list | tuple):
+        assert len(found) == len(wanted), path
+        for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            _assert_state(one, other, f"{path}[{place}]")
+    else:
+        assert found == wanted or abs(found - wanted) < 1e-9, path
+
+
+BUILD: dict[str, Callable[[nn.Module], Any]] = {"adafactor": _adafactor, "odd": _odd}
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("name", BUILD)
+def test_the_full_state_is_plain_pytorchs_and_goes_both_ways(context: RankContext, name: str) -> None:
+    """Collected from any number of ranks, loaded by plain PyTorch, and back; training goes on alike."""
+    build = BUILD[name]
+    plain, sharded = _model(False), _model()
+    its, ours = build(plain), build(sharded)
+    _train(plain, its)
+    _train(sharded, ours)
+    state = full_optimizer_state_dict(sharded, ours, rank0_only=False)
+    _assert_state(state, its.state_dict())
+    first_only = full_optimizer_state_dict(sharded, ours)
+    _assert_state(first_only, state if context.rank == 0 else {})
+
+    other = _model(False)
+    other.load_state_dict(full_weights(sharded))
+    other_optimizer = build(other)
+    other_optimizer.load_state_dict(copy.deepcopy(state))
+    again = _model()
+    again.load_state_dict(full_weights(sharded))
+    again_optimizer = build(again)
+    load_optimizer_state_dict(again, again_optimizer, its.state_dict() if context.rank == 0 else None)
+    for model, optimizer in ((sharded, ours), (other, other_optimizer), (again, again_optimizer)):
+        _train(model, optimizer, first=2)
+    assert_same(full_weights(other), full_weights(sharded), "weights of plain PyTorch", NEAR)
+    assert_same(full_weights(again), full_weights(sharded), "weights after loading", NEAR)
+
+
+@on_ranks(2)
+def test_every_rank_may_load_the_whole_state(context: RankContext) -> None:
+    """`load_state_dict` keeps what the rank owns or has pieces of."""
+    plain, sharded = _model(False), _model()
+    its, ours = _adafactor(plain), _adafactor(sharded)
+    _train(plain, its)
+    ours.load_state_dict(copy.deepcopy(its.state_dict()))
+    sharded.load_state_dict(full_weights(plain))
+    for model, optimizer in ((plain, its), (sharded, ours)):
+        _train(model, optimizer, first=2)
+    assert_same(full_weights(sharded), full_weights(plain), "weights", NEAR)
+
+
+@on_ranks(2)
+def test_this_ranks_state_can_be_copied_and_loaded_and_not_be_saved(context: RankContext) -> None:
+    """As pieces of elementwise optimizers."""
+    model = _model()
+    optimizer = _muon_and_adamw(model)
+    _train(model, optimizer)
+    state, weights = copy.deepcopy(optimizer.state_dict()), full_weights(model)
+    with pytest.raises(ShardingError, match="full_optimizer_state_dict"):
+        torch.save(state, "/dev/null")
+    _train(model, optimizer, first=2)
+    wanted = full_weights(model)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    _train(model, optimizer, first=2)
+    assert_same(full_weights(model), wanted, "weights", EXACT)
+
+
+def _save(context: RankContext, name: str, folder: str, *, background: bool) -> dict[str, torch.Tensor]:
+    model = _model()
+    optimizer = {**BUILD, "muon and adamw": _muon_and_adamw}[name](model)
+    _train(model, optimizer)
+    saving = save_checkpoint(folder, model, optimizer, wait=not background)  # type: ignore[call-overload]
+    _train(model, optimizer, first=2)
+    if background:
+        saving.wait()
+    return full_weights(model)
+
+
+def _load(context: RankContext, name: str, folder: str) -> dict[str, torch.Tensor]:
+    model = _model()
+    optimizer = {**BUILD, "muon and adamw": _muon_and_adamw}[name](model)
+    load_checkpoint(folder, model, optimizer)
+    _train(model, optimizer, first=2)
+    return full_weights(model)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize("name", [*BUILD, "muon and adamw"])
+def test_a_checkpoint_moves_between_numbers_of_ranks(
+    ranks: RankPool, tmp_path: Path, name: str, before: int, after: int
+) -> None:
+    """In the background too; on as many ranks to the bit."""
+    saved = ranks(before).run(_save, name, str(tmp_path), background=before == after)
+    loaded = ranks(after).run(_load, name, str(tmp_path))
+    for weights in loaded:
+        assert_same(weights, saved[0], "weights", EXACT if before == after else NEAR)
+
+
+@on_ranks(2)
+def test_a_checkpoint_of_another_optimizer_is_refused(context: RankContext, tmp_path: Path) -> None:
+    """The classes inside count."""
+    model = _model()
+    save_checkpoint(tmp_path, model, _adafactor(model))
+    with pytest.raises(CheckpointError, match=r"Adafactor.*wanted .*WholeParameterOptimizer\(.*Odd\)"):
+        load_checkpoint(tmp_path, model, _odd(model))
