@@ -50,7 +50,6 @@ from streamshard.checkpoint.piece_files import PieceFiles
 from streamshard.checkpoint.tree import decode, encode
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError, ShardingError
-from streamshard.inspect import engine_inside
 from streamshard.log import log
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
 from tests.launched import Launched, run_script
@@ -167,45 +166,6 @@ def test_random_numbers_of_a_device_are_part_of_a_run(monkeypatch: pytest.Monkey
     parts.set_random_state(decode(saved, tensors.__getitem__, torch.device("cpu")), device)
     assert torch.equal(generator.states[device], wanted)
     parts.set_random_state(decode(saved, tensors.__getitem__, torch.device("cpu")), torch.device("cpu"))  # elsewhere
-
-
-class _FirstNorms(torch.optim.SGD):
-    """Keeps the norm that each parameter had at first, and takes one in every step: a collective."""
-
-    def step(self, closure: Any = None) -> Any:
-        """As SGD's."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                if "first" not in state:
-                    state["first"] = param.detach().norm()
-                param.grad.mul_(float((1 + state["first"]) / (1 + param.detach().norm())))
-        return super().step(closure)
-
-
-@on_ranks(3)
-def test_state_of_parameters_that_a_rank_has_nothing_of_comes_back(context: RankContext, tmp_path: Path) -> None:
-    """An optimizer of one's own keeps it, and would ask for a norm on some ranks only without it."""
-
-    def make(seed: int) -> Any:
-        torch.manual_seed(seed)
-        model = StreamShard(NormStack(), precision=FP32)
-        return model, _FirstNorms(model.parameters(), lr=0.1, momentum=0.9)
-
-    def train(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
-        return [
-            _step(model, optimizer, Call(number, context.rank, context.world_size, 1.0))
-            for number in range(first, last)
-        ]
-
-    run, other = make(0), make(1)
-    assert any(not shard.local.numel for shard in engine_inside(run[0]).param_shards)
-    train(*run, 0, 2)
-    path = save_checkpoint(tmp_path, *run)
-    wanted = train(*run, 2, 4)
-    assert all(map(math.isfinite, wanted))
-    load_checkpoint(path, *other)
-    assert train(*other, 2, 4) == wanted
 
 
 def _step(model: Any, optimizer: Any, call: Call) -> float:

@@ -18,7 +18,6 @@ from streamshard.checkpoint.parts import RANDOM, Parts, class_name, name_there, 
 from streamshard.checkpoint.tree import decode
 from streamshard.engine.engine import Engine
 from streamshard.errors import CheckpointError
-from streamshard.unit.optimizer_hooks import is_elementwise
 from streamshard.unit.shard import ParamShard
 
 __all__ = ["Plan", "Read", "plan_restore"]
@@ -171,7 +170,7 @@ def _plan_optimizer(
             if owner == engine.ranks.rank and (tree := saved["state"].get(names[param])):
                 state[number] = decode(tree, _reader(tensor_of, engine, manifest), engine.streams.device)
             continue
-        if param in shards and _has_nothing(shards[param][1]) and is_elementwise(optimizer):
+        if param in shards and _has_nothing(shards[param][1]):
             continue  # nothing to step, nothing to keep
         for key, value in saved["state"].get(names[param], {}).items():
             if not (isinstance(value, dict) and value.get("$") == "moment"):

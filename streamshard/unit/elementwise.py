@@ -57,6 +57,8 @@ _IN_BLOCKS = {
 }
 BLOCK_NUMEL = 4096  # the packages leave smaller tensors in fp32, and a multiple of all their blocks
 
+_AROUND = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
+
 _Class = TypeVar("_Class", bound=type[Optimizer])
 _declared: set[type] = set()
 
@@ -96,12 +98,12 @@ def works_in_blocks(kind: type) -> bool:
 def find_patch(optimizer: Optimizer) -> str | None:
     """The name of an attribute by which `optimizer` computes something else than its class does; None: it does not.
 
-    Schedulers and accelerate wrap ``step``, which is none.
+    What is around the computation may be replaced: schedulers and accelerate wrap ``step``.
     """
     kind = type(optimizer)
     package = kind.__module__.partition(".")[0]
     for name, value in (*vars(kind).items(), *vars(optimizer).items()):
-        if isinstance(value, FunctionType | MethodType) and name != "step":
+        if isinstance(value, FunctionType | MethodType) and name not in _AROUND:
             module = str(value.__module__)
             if module.partition(".")[0] not in (package, "torch"):
                 return name

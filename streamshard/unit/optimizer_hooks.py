@@ -1,15 +1,13 @@
-"""What is seen of the user's optimizers: hooks of torch around the steps of all, and around the state of each.
+"""Hooks of torch around the steps of the user's optimizers, and around the state of each.
 
 An optimizer that is known to work element by element steps on plain tensors, this rank's pieces (see
-`streamshard.unit.step_grads`), for which it has fast kernels. Any other sees what its user sees: parameters, gradients
-and state that know what they are pieces of, of which norms, sums and noise are those of the whole, and which refuse
-what would not be.
+`streamshard.unit.step_grads`), for which it has fast kernels. Any other raises at its first step, on all ranks:
+`WholeParameterOptimizer` runs it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -20,31 +18,18 @@ from torch.utils.hooks import RemovableHandle
 
 from streamshard.compiling import skip, untraced
 from streamshard.errors import ShardingError
+from streamshard.unit.elementwise import BLOCK_NUMEL, find_patch, is_elementwise_class, works_in_blocks
 from streamshard.unit.pieces import Piece, mark_state, piece_of, unmark_state
 from streamshard.unit.sharded_tensor import ShardedTensor
-from streamshard.unit.sharding import Sharding
-from streamshard.unit.step_grads import count_as_written, end_step, show_plain
+from streamshard.unit.step_grads import end_step, show_plain
 from streamshard.unit.unreduced_grad import UnreducedGrad
 
-__all__ = ["NUMBERS", "before_step", "is_elementwise", "sees_steps", "take_over_state"]
+__all__ = ["NUMBERS", "before_step", "sees_steps", "take_over_state"]
 
 _HOST_NUMBERS = ("step", "mu_product")
 NUMBERS = (*_HOST_NUMBERS, "eta", "mu")  # of a parameter that is one number itself, those that are no moments
 
-# Element by element, or block by block, in kernels of their own or compiled ones, but for those below.
-_ELEMENTWISE_PACKAGES = (
-    *("torch.optim", "apex", "bitsandbytes", "deepspeed", "lion_pytorch", "schedulefree", "torchao"),
-    "transformer_engine",
-)
-_WHOLE_MATRIX_OPTIMIZERS = frozenset(
-    (
-        *("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "LARS"),
-        *("FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad"),
-        *("FusedLamb", "OnebitAdam", "OnebitLamb", "ZeroOneAdam"),
-        *("LAMB8bit", "LAMB32bit", "LARS8bit", "LARS32bit", "PytorchLARS"),
-    )
-)
-_SHARDING_OPTIMIZERS = frozenset(("ZeroRedundancyOptimizer", "DistributedFusedAdam", "DistributedFusedLAMB"))
+_SHARDING_OPTIMIZERS = ("ZeroRedundancyOptimizer", "DistributedFusedAdam", "DistributedFusedLAMB")
 
 
 class _Hooks(NamedTuple):
@@ -72,7 +57,7 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     look like the whole.
 
     Raises:
-        ShardingError: the update of one element is known to depend on others; a gradient or state is no piece.
+        ShardingError: the optimizer is not known to work element by element; a gradient or state is no piece.
     """
     untraced(_look_at, optimizer, _closure_of(args, kwargs))
 
@@ -92,22 +77,11 @@ def _look_at(optimizer: Optimizer, closure: Any) -> None:
     end_step(params)  # one that has failed
     if closure is None:
         _check_grads(params)
-    if is_new or not is_elementwise(optimizer):
-        take_over_state(optimizer)
     if not is_new:
         _watched[optimizer].be_innermost(optimizer)
         return
-    name, names = type(optimizer).__name__, {kind.__name__ for kind in type(optimizer).__mro__}
-    if names & _WHOLE_MATRIX_OPTIMIZERS and _is_of(optimizer, _ELEMENTWISE_PACKAGES) or _takes_norms(optimizer):
-        raise ShardingError(
-            f"{name} looks at whole parameters, each rank holds pieces of them: use an elementwise optimizer (AdamW, "
-            "SGD, ..) with StreamShard"
-        )
-    if names & _SHARDING_OPTIMIZERS:
-        raise ShardingError(
-            f"{name} shares out whole parameters, and those of a StreamShard model are shared out already: use its "
-            "inner optimizer, torch.optim.AdamW(model.parameters()) for example, which holds 1/N of the state here"
-        )
+    _refuse_unknown(optimizer)
+    take_over_state(optimizer)
     hooks = _Hooks(optimizer.register_step_pre_hook(_before_step), optimizer.register_step_post_hook(_after_step))
     hooks.be_innermost(optimizer)
     _watched[optimizer] = hooks
@@ -115,12 +89,54 @@ def _look_at(optimizer: Optimizer, closure: Any) -> None:
     optimizer.register_load_state_dict_pre_hook(_cut_loaded_state)
 
 
+def _refuse_unknown(optimizer: Optimizer) -> None:
+    """Raise unless every element's update is known to depend on that element alone, or on its block."""
+    kind = type(optimizer)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if any(each.__name__ in _SHARDING_OPTIMIZERS for each in kind.__mro__):
+        raise ShardingError(
+            f"{name} shares out whole parameters, and those of a StreamShard model are shared out already: use its "
+            "inner optimizer, such as torch.optim.AdamW(model.parameters()), which holds 1/N of the state here"
+        )
+    run = f"streamshard.optim.WholeParameterOptimizer(model.parameters(), {kind.__name__}, ..)"
+    if not is_elementwise_class(kind):
+        raise ShardingError(
+            f"{name} is not known to work element by element, and each rank has pieces of parameters. To step whole "
+            f"parameters, each on one rank, write optimizer = {run}. If the update of each element depends on that "
+            f"element's gradient, weight and state alone, declare it: streamshard.optim.elementwise({kind.__name__})"
+        )
+    if (patched := find_patch(optimizer)) is not None:
+        raise ShardingError(
+            f"{name} works element by element, but {patched!r} of this one was replaced, so that is not known of it: "
+            f"use the optimizer as it is, declare a subclass with streamshard.optim.elementwise, or write {run}"
+        )
+    if _takes_norms(optimizer):
+        raise ShardingError(
+            f"{name} with max_unorm, percentile_clipping or block_wise=False takes norms of parameters or gradients in "
+            "its kernels, of this rank's pieces alone: leave these options away, and use model.clip_grad_norm_"
+        )
+    if works_in_blocks(kind):
+        _refuse_cut_blocks(name, optimizer)
+
+
+def _refuse_cut_blocks(name: str, optimizer: Optimizer) -> None:
+    for param in _params_of(optimizer):
+        piece = piece_of(param)
+        if piece is None:
+            continue
+        starts = [piece.range_of(rank).start for rank in range(piece.ranks.world_size)]
+        if any(start % BLOCK_NUMEL for start in starts):
+            raise ShardingError(
+                f"{name} keeps state in blocks of elements, and {piece.name!r} is cut between ranks within a block: "
+                f"write StreamShard(model, align_pieces_to={BLOCK_NUMEL})"
+            )
+
+
 @skip
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The step itself begins."""
     params = _params_of(optimizer)
-    begin = show_plain if is_elementwise(optimizer) else count_as_written
-    untraced(begin, params)
+    untraced(show_plain, params)
     closure = _closure_of(args, kwargs)
     if closure is None:
         return None
@@ -131,7 +147,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         try:
             return closure()
         finally:
-            begin(params)
+            show_plain(params)
 
     return ((args[0], shown, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": shown})
 
@@ -158,8 +174,7 @@ def sees_steps(optimizer: Optimizer) -> bool:
 def take_over_state(optimizer: Optimizer) -> None:
     """Cut whole moments, from before the model was sharded or from an unsharded run, into this rank's pieces.
 
-    They are where the parameters are, which may have moved when the model was sharded. Of an optimizer that is not
-    known to work element by element they know what they are.
+    They are where the parameters are, which may have moved when the model was sharded.
 
     Raises:
         ShardingError: state is neither whole nor this rank's piece.
@@ -197,8 +212,6 @@ def _cut(optimizer: Optimizer, piece: Piece, values: Mapping[str, Any]) -> dict[
         if not isinstance(value, torch.Tensor) or isinstance(value, ShardedTensor):
             continue
         if value.shape == piece.local_shape:
-            if type(value) is torch.Tensor and not is_elementwise(optimizer):
-                ShardedTensor.wrap(value, Sharding.of_piece(piece, is_weight=False))
             continue
         if is_traceable_wrapper_subclass(value):
             others.append(name)
@@ -237,34 +250,15 @@ def _moved(values: Mapping[str, Any], group: Mapping[str, Any], device: torch.de
 def _takes_norms(optimizer: Optimizer) -> bool:
     """Whether an optimizer of bitsandbytes was asked to, inside its kernels, of parameters or gradients."""
     asked = getattr(optimizer, "args", None)
-    if not _is_of(optimizer, ("bitsandbytes",)) or asked is None:
+    if not type(optimizer).__module__.startswith("bitsandbytes.") or asked is None:
         return False
     is_clipping = getattr(asked, "max_unorm", 0.0) > 0.0 or getattr(asked, "percentile_clipping", 100) < 100
     return is_clipping or not getattr(asked, "block_wise", True)
 
 
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether the class that it is of, or the one whose ``step`` that has, is known to be."""
-    kind = type(optimizer)
-    return _is_in_elementwise_package(kind.__module__) or _is_in_elementwise_package(
-        getattr(kind.step, "__module__", "")
-    )
-
-
-@cache  # it is asked several times in each step
-def _is_in_elementwise_package(module: str) -> bool:
-    return any(f"{module}.".startswith(f"{package}.") for package in _ELEMENTWISE_PACKAGES)
-
-
 def _is_of_torch(optimizer: Optimizer) -> bool:
     """Whether all tensors in its state have an element for each of the parameter's, or one."""
-    return _is_of(optimizer, ("torch.optim",))
-
-
-def _is_of(optimizer: Optimizer, packages: tuple[str, ...]) -> bool:
-    """Whether a class that it is of, beside torch's base class, is defined in one of `packages`."""
-    kinds = [kind.__module__ + "." for kind in type(optimizer).__mro__ if kind is not Optimizer]
-    return any(kind.startswith(package + ".") for kind in kinds for package in packages)
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _mark_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

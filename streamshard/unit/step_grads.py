@@ -20,7 +20,7 @@ from streamshard.unit.pieces import piece_of
 from streamshard.unit.sharded_parameter import be_plain, be_sharded
 from streamshard.unit.sharded_tensor import ShardedTensor
 
-__all__ = ["count_as_written", "end_step", "show_plain"]
+__all__ = ["end_step", "show_plain"]
 
 # Of steps under way: gradients that are plain, and those of parameters without elements, which have none meanwhile.
 _plain: list[torch.Tensor] = []
@@ -42,14 +42,6 @@ def show_plain(params: Sequence[torch.Tensor]) -> None:
             _hidden[param] = grad
             param.grad = None
     torch.autograd.graph.increment_version(written)
-
-
-def count_as_written(params: Sequence[torch.Tensor]) -> None:
-    """What a step is about to write; a backward of an earlier forward raises then.
-
-    On all ranks: also where one has no elements, or a kernel does not say that it has written.
-    """
-    torch.autograd.graph.increment_version([param for param in params if isinstance(param.grad, ShardedTensor)])
 
 
 def end_step(params: Iterable[torch.Tensor]) -> None:

@@ -24,6 +24,7 @@ from streamshard import (
 from streamshard.config import PieceAlignment
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError
 from streamshard.inspect import engine_inside
+from streamshard.optim import elementwise
 from tests.models import Stack, TinyLM
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import (
@@ -50,6 +51,7 @@ def _stack() -> nn.Module:
 # -- blocks -----------------------------------------------------------------------------------------------------------
 
 
+@elementwise
 class _BlockwiseAdam(Optimizer):
     """Moments in 8 bits with a scale for each block of elements, as torchao and bitsandbytes keep them.
 
@@ -88,9 +90,6 @@ class _BlockwiseAdam(Optimizer):
             blocks = nn.functional.pad(value, (0, -value.numel() % self.BLOCK)).view(-1, self.BLOCK)
             state[name + "_scale"] = blocks.abs().amax(1).clamp(min=1e-12)
             state[name] = (blocks / state[name + "_scale"][:, None] * 127).round().to(torch.int8)
-
-
-_BlockwiseAdam.__module__ = "torchao.optim"  # which is given plain gradients: nobody could watch its kernels
 
 
 def _train_both(build: Callable[[], nn.Module], optimizer: Callable[[Any], Optimizer], **settings: Any) -> Any:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer, lr_scheduler
 import streamshard
 from streamshard import DistributedOptimizer, StreamShard
 from streamshard.errors import CommunicationError, ConfigError, OptimizerError, ShardingError
+from streamshard.optim import elementwise
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -60,6 +61,7 @@ def _momentum(model: nn.Module) -> Optimizer:
 THREADS = 4
 
 
+@elementwise
 class Hesitant(Optimizer):
     """Reads all weights, lets other threads run, and writes: steps at the same time overwrite each other.
 
@@ -133,6 +135,7 @@ def test_concurrent_steps_equal_serial_ones_on_a_gpu(context: RankContext) -> No
 # -- errors -------------------------------------------------------------------------------------------------------
 
 
+@elementwise
 class Fallible(torch.optim.SGD):
     """Raises instead of stepping while `failure` is set."""
 

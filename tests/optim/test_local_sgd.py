@@ -26,6 +26,7 @@ from streamshard import (
     full_optimizer_state_dict,
     load_optimizer_state_dict,
 )
+from streamshard.optim import elementwise
 from tests.models import Stack, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -199,6 +200,7 @@ def test_the_exchange_of_errors_goes_inside(context: RankContext) -> None:
     with pytest.raises(ConfigError, match=r"Put it inside: LocalSGD\(DistributedOptimizer"):
         DistributedOptimizer(LocalSGD(sgd(model), model, period=1), model)
 
+    @elementwise
     class Failing(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             if context.rank == 1:

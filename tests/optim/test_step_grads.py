@@ -15,21 +15,17 @@ from torch.optim import Optimizer
 from torch.testing._internal.two_tensor import TwoTensor
 
 from streamshard import StreamShard, full_optimizer_state_dict
-from streamshard.errors import OptimizerError, ShardingError
-from streamshard.optim import distributed
+from streamshard.errors import ConfigError, OptimizerError, ShardingError
+from streamshard.optim import distributed, elementwise
 from streamshard.unit.sharded_tensor import ShardedTensor
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, Call, assert_same, assert_trains_like_plain, full_weights, piece_of, stack_step
 
-KERNELS = "apex.optimizers"
-"""Of a package that is known to work element by element, on plain tensors."""
 
-
+@elementwise
 class _Foreign(Optimizer):
-    """SGD of such a package, tensor by tensor."""
-
-    __module__ = KERNELS
+    """SGD, tensor by tensor."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr})
@@ -52,10 +48,9 @@ class _Foreign(Optimizer):
             param.sub_(param.grad, alpha=self.defaults["lr"])
 
 
+@elementwise
 class _FusedLists(_Foreign):
     """Launches as apex's ``multi_tensor_apply`` does: after a chunk that fills a launch, or is the last of the last."""
-
-    __module__ = KERNELS
 
     PER_LAUNCH, CHUNK = 3, 64
 
@@ -76,10 +71,9 @@ class _FusedLists(_Foreign):
                     waiting, slots = [], 0
 
 
+@elementwise
 class _ByShape(_Foreign):
     """Makes what it keeps by the shapes of what it sees."""
-
-    __module__ = KERNELS
 
     def update(self, params: list[Tensor]) -> None:
         for param in params:
@@ -206,9 +200,8 @@ def test_a_closure_sees_and_makes_all_gradients(context: RankContext, by_name: b
     assert_same(full_weights(model), dict(plain.state_dict()), "weights")
 
 
+@elementwise
 class _Failing(_Foreign):
-    __module__ = KERNELS
-
     fails = True
 
     def update(self, params: list[Tensor]) -> None:
@@ -237,19 +230,17 @@ def test_gradients_are_back_after_a_step_that_failed(context: RankContext) -> No
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("package", ["torchao", "elsewhere"])
 @pytest.mark.parametrize("adds", [False, True])
-def test_a_step_that_failed_can_be_made_again(context: RankContext, package: str, adds: bool) -> None:
+def test_a_step_that_failed_can_be_made_again(context: RankContext, adds: bool) -> None:
     """Hooks that run before it see all gradients, as what they were; another backward adds to them."""
     model = _model()
-    optimizer = _of_package(package, "Failing", _Failing)(model.parameters())
+    optimizer = _Failing(model.parameters())
     params = list(model.parameters())
     _backward(model)
     model.clip_grad_norm_(0.5)
     with pytest.raises(FloatingPointError):
         optimizer.step()
-    if package != "elsewhere":
-        assert any(param.grad is None for param in params) or all(piece_of(param).numel() for param in params)
+    assert any(param.grad is None for param in params) or all(piece_of(param).numel() for param in params)
     if adds:
         _backward(model, 1)
         assert {type(param.grad) for param in params} == {ShardedTensor}
@@ -283,50 +274,95 @@ def test_nothing_is_kept_for_empty_pieces(context: RankContext) -> None:
         assert_same(found["state"][number], values, f"state of {number}")
 
 
-# -- packages ---------------------------------------------------------------------------------------------------------
-
-
-def _of_package(package: str, name: str, kind: type[_Foreign] = _Foreign) -> Any:
-    return type(name, (kind,), {"__module__": f"{package}.optim.adam"})
+# -- what is known ----------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("package", ["bitsandbytes", "torchao", "elsewhere"])
-def test_what_knows_plain_tensors_only_is_given_plain_gradients(context: RankContext, package: str) -> None:
-    """From the first step on, and nobody else."""
+def test_known_optimizers_are_given_plain_gradients(context: RankContext) -> None:
+    """From the first step on; everybody else sees that they are pieces."""
     model = _model()
-    optimizer = _of_package(package, "AdamW8bit")(model.parameters())
-    wanted = ShardedTensor if package == "elsewhere" else Tensor
+    optimizer = _Foreign(model.parameters())
     for number in range(2):
         _backward(model, number)
         norms, kept = _norms(model), [param.grad for param in model.parameters()]
         optimizer.step()
-        assert optimizer.kinds == {wanted}
+        assert optimizer.kinds == {Tensor}
         assert {type(grad) for grad in kept} == {ShardedTensor}
         assert {type(param.grad) for param in model.parameters()} == {ShardedTensor}
         assert _norms(model) == norms
         optimizer.zero_grad()
 
 
+def _named(module: str, name: str) -> Any:
+    """An optimizer's class that has this full name."""
+    return type(name, (_Foreign,), {"__module__": module})
+
+
+class _Undeclared(_Foreign):
+    """A subclass is another optimizer."""
+
+
+class _OwnGroup(torch.optim.SGD):
+    """Scales gradients by a norm, where torch's own collects them."""
+
+    def _init_group(self, group: Any, params: Any, grads: Any, momentum: Any) -> Any:
+        result = super()._init_group(group, params, grads, momentum)
+        grads[:] = [grad / grad.norm() for grad in grads]
+        return result
+
+
+def _replaced(params: Any) -> Optimizer:
+    optimizer: Any = torch.optim.SGD(params, lr=0.1)
+    optimizer._init_group = lambda group, *lists: _OwnGroup._init_group(optimizer, group, *lists)
+    return optimizer  # type: ignore[no-any-return]
+
+
+UNKNOWN: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
+    "a subclass of a declared one": (_Undeclared, "_Undeclared is not known to work element by element"),
+    "a subclass of torch's": (lambda params: _OwnGroup(params, lr=0.1), "_OwnGroup is not known"),
+    "torch's, with a method replaced": (_replaced, "'_init_group' of this one was replaced"),
+    "another of a known package": (_named("lion_pytorch.cautious_lion", "Lion"), "cautious_lion.Lion is not known"),
+    "of a known package that takes norms": (
+        _named("apex.optimizers.fused_lamb", "FusedLAMB"),
+        "FusedLAMB is not known",
+    ),
+    "blocks that are cut": (_named("torchao.optim.adam", "AdamW8bit"), "align_pieces_to=4096"),
+    "one that shards": (_named("apex.contrib.optimizers", "DistributedFusedAdam"), "shares out whole parameters"),
+}
+
+
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("package", "name"),
-    [
-        ("apex", "FusedLAMB"),
-        ("apex", "FusedNovoGrad"),
-        ("deepspeed", "OnebitAdam"),
-        ("bitsandbytes", "LAMB8bit"),
-        ("bitsandbytes", "LARS"),
-    ],
-)
-def test_kernels_that_take_norms_are_known_by_name(context: RankContext, package: str, name: str) -> None:
-    """Nobody can watch them; classes made of them too."""
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_an_optimizer_that_is_not_known_raises_at_its_first_step(context: RankContext, case: str) -> None:
+    """On all ranks, with what to write instead; no weight has changed, and another one goes on."""
+    make, message = UNKNOWN[case]
     model = _model()
-    kind = _of_package(package, name)
-    for each in (kind, type("Mine", (kind,), {})):
-        _backward(model)
-        with pytest.raises(ShardingError, match=f"{each.__name__} looks at whole parameters"):
-            each(model.parameters()).step()
+    before = full_weights(model)
+    _backward(model)
+    with pytest.raises(ShardingError, match=message) as caught:
+        make(model.parameters()).step()
+    if "is not known" in message:
+        assert "WholeParameterOptimizer(model.parameters(), " in str(caught.value)
+        assert "streamshard.optim.elementwise(" in str(caught.value)
+    assert_same(full_weights(model), before, "weights", EXACT)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@on_ranks(2)
+def test_schedulers_and_wrapped_steps_change_nothing_of_what_is_known(context: RankContext) -> None:
+    """They replace ``step`` of the optimizer."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    _backward(model)
+    optimizer.step()
+    scheduler.step()
+
+
+def test_only_classes_of_optimizers_can_be_declared() -> None:
+    """By name."""
+    with pytest.raises(ConfigError, match="elementwise.*wanted a subclass of torch.optim.Optimizer"):
+        elementwise(nn.Linear)  # type: ignore[type-var]
 
 
 @on_ranks(2)
@@ -334,29 +370,21 @@ def test_kernels_that_take_norms_are_known_by_name(context: RankContext, package
 def test_norms_that_bitsandbytes_is_asked_for_are_refused(context: RankContext, asked: dict[str, Any]) -> None:
     """Of an optimizer that else works element by element."""
     model = _model()
-    optimizer = _of_package("bitsandbytes", "Adam")(model.parameters())
+    optimizer = _named("bitsandbytes.optim.adam", "Adam")(model.parameters())
     settings = {"max_unorm": 0.0, "percentile_clipping": 100, "block_wise": True, **asked}
     optimizer.args = type("Args", (), settings)()
     _backward(model)
     if not asked:
         optimizer.step()
         return
-    with pytest.raises(ShardingError, match="Adam looks at whole parameters"):
+    with pytest.raises(ShardingError, match="Adam with max_unorm, .* takes norms"):
         optimizer.step()
-
-
-@on_ranks(2)
-def test_an_optimizer_that_shards_by_itself_is_refused(context: RankContext) -> None:
-    """Parameters are shared out already."""
-    model = _model()
-    _backward(model)
-    with pytest.raises(ShardingError, match="DistributedFusedAdam shares out whole parameters"):
-        _of_package("apex", "DistributedFusedAdam")(model.parameters()).step()
 
 
 # -- state that is not one number for each element --------------------------------------------------------------------
 
 
+@elementwise
 class _Blocks(_Foreign):
     """Keeps a scale for each block of elements."""
 
@@ -367,6 +395,7 @@ class _Blocks(_Foreign):
             state["scales"] = torch.ones(param.numel() // 4 + 2)
 
 
+@elementwise
 class _Quantized(_Foreign):
     """Keeps moments that are made of several tensors."""
 
@@ -380,7 +409,7 @@ class _Quantized(_Foreign):
 def test_quantized_state_is_not_put_together(context: RankContext, kind: type[_Foreign]) -> None:
     """All ranks say so."""
     model = _model()
-    optimizer = _of_package("apex", kind.__name__, kind)(model.parameters())
+    optimizer = kind(model.parameters())
     _backward(model)
     optimizer.step()
     with pytest.raises(ShardingError, match="only what has one number for each element can be put together"):
@@ -393,7 +422,7 @@ def test_quantized_state_of_whole_parameters_is_not_cut(context: RankContext, ki
     """From before sharding: scales would be those of other blocks."""
     torch.manual_seed(9)
     plain = Stack()
-    optimizer = _of_package("apex", kind.__name__, kind)(plain.parameters())
+    optimizer = kind(plain.parameters())
     _backward(plain)
     optimizer.step()
     optimizer.zero_grad()

@@ -327,29 +327,3 @@ def test_a_compiled_optimizer_step(context: RankContext, make: Any, settings: di
         return optimizer
 
     assert_trains_like_plain(context, Stack, stack_step, optimizer=compiled, **settings)
-
-
-class Rescaling(torch.optim.Optimizer):
-    """Of nobody's library."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Divides by the norm of each gradient."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.data.sub_(0.01 * param.grad / param.grad.norm())
-
-
-@on_ranks(2)
-def test_a_compiled_step_of_an_optimizer_that_nobody_knows(context: RankContext) -> None:
-    """Sees whole parameters, as it does where it is not compiled."""
-
-    def compiled(model: nn.Module) -> Any:
-        optimizer = Rescaling(model.parameters())
-        if isinstance(model, StreamShard):
-            optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
-        return optimizer
-
-    assert_trains_like_plain(context, Stack, stack_step, optimizer=compiled)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from streamshard import Precision, StreamShard
+from streamshard.optim import elementwise
 from tests.models import Stack, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -366,6 +367,7 @@ def test_parameter_groups(context: RankContext, groups: Callable[[nn.Module], Op
 def test_two_optimizers_for_two_parts(context: RankContext) -> None:
     """One steps every time, the other every second time."""
 
+    @elementwise
     class Both(Optimizer):
         def __init__(self, model: nn.Module) -> None:
             parameters = list(model.named_parameters())

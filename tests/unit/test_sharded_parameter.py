@@ -16,6 +16,7 @@ from safetensors.torch import save
 from torch import nn
 
 from streamshard import Precision, ShardingError, StreamShard
+from streamshard.optim import elementwise
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import SETTINGS, Call, assert_trains_like_plain, each_setting, piece_of
@@ -487,6 +488,7 @@ def test_optimizers_step_on_plain_parameters(context: RankContext) -> None:
     """torch's fast kernels are for these alone; behind the step they are pieces again, in older lists too."""
     seen: list[type] = []
 
+    @elementwise
     class Seen(torch.optim.AdamW):
         def _init_group(self, group: Any, *args: Any, **kwargs: Any) -> Any:
             seen.extend(map(type, group["params"]))
@@ -512,9 +514,8 @@ def test_optimizers_step_on_plain_parameters(context: RankContext) -> None:
 def test_parameters_are_pieces_behind_a_step_that_failed(context: RankContext) -> None:
     """Nobody tells when it has, so they are as soon as somebody asks for them."""
 
+    @elementwise
     class Failing(torch.optim.SGD):
-        __module__ = "apex.optimizers"
-
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
             """Seen by torch's hooks, as steps are."""
