@@ -20,7 +20,7 @@ from streamshard.checkpoint.export import export_shards, floating_dtype
 from streamshard.checkpoint.load import Difference, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
 from streamshard.compiling import skip
-from streamshard.config import MemoryBudget, PieceAlignment, Precision, SlotCount, parse_path
+from streamshard.config import MemoryBudget, Precision, SlotCount, parse_path
 from streamshard.engine.handle import HANDLE, Uncopyable, engine_at_rest, engine_of, handle_of, not_a_layer
 from streamshard.engine.hooks import call_shell
 from streamshard.errors import ConfigError, ShardingError
@@ -95,8 +95,7 @@ class StreamShard(Uncopyable):
             that all its rings like, for up to that many elements more per unit. What is frozen, or in fp32, in a unit
             of others counts for itself.
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
-            optimizer whose state is kept in blocks (8-bit moments) sees whole ones; with ``"row"`` between rows, and
-            pieces have the shape ``[rows, ..]``, for optimizers with statistics of each row. Costs padding.
+            optimizer whose state is kept in blocks (8-bit moments: 4096) sees whole ones. Costs padding.
         broadcast_weights: start from rank 0's weights, whose model may be the only one that is not on the meta device;
             else every rank shards its own, which must be equal.
         check_grads: a backward that leaves nan or inf in a gradient on any rank raises `GradientError` on all of them.
@@ -145,7 +144,7 @@ class StreamShard(Uncopyable):
         memory_budget: MemoryBudget | None = None,
         min_unit_size: int | str = 0,
         pad_units_to: int = 1,
-        align_pieces_to: PieceAlignment = 1,
+        align_pieces_to: int = 1,
         broadcast_weights: bool = True,
         check_grads: bool = False,
         allow_untested_accelerator: bool = False,

@@ -23,7 +23,7 @@ from streamshard.comm.groups import Groups, groups_of, refuse_together, resolve_
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.shared_memory import share_memory
 from streamshard.comm.streams import StreamName, Streams
-from streamshard.config import PieceAlignment, Precision, Settings
+from streamshard.config import Precision, Settings
 from streamshard.device import check_tried, module_of, training_device
 from streamshard.engine.attach import attach
 from streamshard.engine.buffer_sync import BufferSync, buffers_of, check_buffers, describe_state
@@ -319,7 +319,7 @@ def _plan_layouts(
         [(kind, [ParamSize(p.names[0], tuple(p.param.shape)) for p in params]) for kind, params in own] for own in parts
     ]
 
-    def plan(pieces: PieceAlignment) -> list[UnitLayout]:
+    def plan(pieces: int) -> list[UnitLayout]:
         return plan_units(names, sizes, world_size, pad_numel=settings.pad_units_to, align_pieces_to=pieces)
 
     layouts = plan(settings.align_pieces_to)
@@ -327,8 +327,7 @@ def _plan_layouts(
     if wanted > _MOST_PADDING * needed:
         raise ConfigError(
             f"align_pieces_to={settings.align_pieces_to!r} would pad the model's {needed:,} elements to {wanted:,} on "
-            f"{world_size} ranks: wanted a smaller number of elements, or fewer ranks; between rows of lengths that "
-            "have few common multiples parameters can be cut at few places"
+            f"{world_size} ranks: wanted a smaller number of elements, or fewer ranks"
         )
     return layouts
 

@@ -17,7 +17,6 @@ from streamshard.errors import ConfigError
 
 __all__ = [
     "MemoryBudget",
-    "PieceAlignment",
     "Precision",
     "ReductionMode",
     "Settings",
@@ -28,7 +27,6 @@ __all__ = [
 ]
 
 SlotCount = int | Literal["all"]
-PieceAlignment = int | Literal["row"]  # elements, or one step along the first dimension
 MemoryBudget = int | float | str  # bytes, "70GiB", or a share of the free memory: 0.9
 
 _PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -148,7 +146,7 @@ class Settings:
     memory_budget: MemoryBudget | None = None
     min_unit_size: int | str = 0
     pad_units_to: int = 1
-    align_pieces_to: PieceAlignment = 1
+    align_pieces_to: int = 1
     broadcast_weights: bool = True
     check_grads: bool = False
     allow_untested_accelerator: bool = False
@@ -169,9 +167,8 @@ class Settings:
                 )
         if not _is_int(self.pad_units_to) or self.pad_units_to < 1:
             raise ConfigError(f"pad_units_to={self.pad_units_to!r}: wanted a positive number of elements")
-        wanted = self.align_pieces_to
-        if wanted != "row" and (not _is_int(wanted) or wanted < 1):
-            raise ConfigError(f"align_pieces_to={wanted!r}: wanted a positive number of elements, or 'row'")
+        if not _is_int(self.align_pieces_to) or self.align_pieces_to < 1:
+            raise ConfigError(f"align_pieces_to={self.align_pieces_to!r}: wanted a positive number of elements")
         for name in ("broadcast_weights", "check_grads", "allow_untested_accelerator"):
             if not isinstance(flag := getattr(self, name), bool):
                 raise ConfigError(f"{name}={flag!r}: wanted True or False")

@@ -1715,23 +1715,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "plan/layout",
         "a shard that is cut into often is not a multiple of the grain",
-        "        common = math.lcm(multiple, *cut_often)\n",
+        "        common = math.lcm(multiple, grain) if any(size.numel > bound for size in sizes) else multiple\n",
         "        common = multiple\n",
         "layout aligned_pieces::test_blockwise_moments_are_those_of_the_unsharded_model",
-    ),
-    Mutant(
-        "unit/sharding",
-        "a transposed gradient has rows",
-        "        return self._replace(whole=_whole(whole.shape) if whole.is_contiguous() else whole, has_rows=False)\n",
-        "        return self._replace(whole=_whole(whole.shape) if whole.is_contiguous() else whole)\n",
-        "aligned_pieces::test_a_square_of_rows_has_none_when_it_is_turned",
-    ),
-    Mutant(
-        "unit/sharded_tensor",
-        "columns are taken for rows",
-        "type(each) is int and each % piece.ndim for each in dims)",
-        "type(each) is int for each in dims)",
-        "aligned_pieces::test_only_what_stays_within_rows_is_answered",
     ),
     # -- what optimizers see while they step
     Mutant(
@@ -1775,13 +1761,6 @@ MUTANTS: list[Mutant] = [
         "        _plain.pop().__class__ = ShardedTensor\n",
         "        _plain.pop()\n",
         "step_grads::test_known_optimizers_are_given_plain_gradients",
-    ),
-    Mutant(
-        "unit/sharded_tensor",
-        "where a rank has no rows the numbers of rows are what they are put together with",
-        "    return piece.numel() if piece.sharding.whole is None else piece.sharding.whole.numel()\n",
-        "    return piece.numel()\n",
-        "aligned_pieces::test_statistics_of_rows_are_those_of_the_unsharded_model",
     ),
     Mutant(
         "unit/optimizer_hooks",
@@ -2085,13 +2064,6 @@ MUTANTS: list[Mutant] = [
         "pieces::test_what_would_be_of_one_piece_raises",
     ),
     Mutant(
-        "unit/sharding",
-        "one number for each of other rows is put together with rows",
-        "        return mine[0] == theirs[0] and self._rows() == other._rows()\n",
-        "        return True\n",
-        "aligned_pieces::test_rows_are_put_together_with_numbers_of_the_same_rows",
-    ),
-    Mutant(
         "unit/sharded_tensor",
         "one element is what this rank has of it",
         "    total = global_sum(piece.as_subclass(torch.Tensor).detach().sum(dtype=torch.float64), ",
@@ -2231,13 +2203,6 @@ MUTANTS: list[Mutant] = [
         "            return self is other\n",
         "            return True\n",
         "sharded_parameter::test_what_would_be_of_one_piece_raises",
-    ),
-    Mutant(
-        "unit/sharding",
-        "of several numbers of a row there is one",
-        "        runs = tuple((start * numel, stop * numel) for start, stop in self._rows())\n",
-        "        runs = tuple(self._rows())\n",
-        "aligned_pieces::test_statistics_of_blocks_of_rows_are_of_rows",
     ),
     Mutant(
         "unit/sharded_tensor",

@@ -9,10 +9,10 @@ multiple of the world size N. Rank r owns elements [r * shard_numel, (r + 1) * s
 not respect parameter boundaries: a rank owns at most one contiguous range of each parameter, possibly empty
 (the range map of Megatron-LM's distributed optimizer, megatron/core/optimizer/distrib_optimizer.py).
 
-Where pieces are to be whole blocks, or whole rows, of their parameter, each parameter has a grain: it is cut at
-multiples of so many elements only. All shards are of one size, so that cuts are where they are; what moves are the
-parameters. One that holds a cut starts later, by less than a grain, so that the cut falls between two grains; one
-larger than a shard holds several, so its grain divides the shard as well.
+Where pieces are to be whole blocks of their parameter (*grains*), it is cut at multiples of so many elements only. All
+shards are of one size, so that cuts are where they are; what moves are the parameters. One that holds a cut starts
+later, by less than a grain, so that the cut falls between two grains; one larger than a shard holds several, so the
+grain divides the shard as well.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
-from streamshard.config import PieceAlignment
 
 __all__ = ["LocalRange", "ParamLayout", "ParamSize", "SegmentLayout", "plan_segment"]
 
@@ -80,13 +78,11 @@ class SegmentLayout:
         params: parameters in registration order.
         world_size: number of ranks N of the shard group.
         padded_numel: elements of the flat buffer, a multiple of N.
-        has_rows: pieces are whole rows, and have their shape.
     """
 
     params: tuple[ParamLayout, ...]
     world_size: int
     padded_numel: int
-    has_rows: bool = False
     _shard_numel: int = field(init=False, repr=False, default=0)
 
     def __post_init__(self) -> None:
@@ -114,14 +110,11 @@ class SegmentLayout:
     def local_shape(self, param: ParamLayout, rank: int) -> tuple[int, ...]:
         """The shape of `rank`'s piece, of as many dimensions as the parameter: people choose weight decay by that.
 
-        The parameter's own with one rank, ``[rows, ..]`` where pieces are whole rows, else ``[1, .., 1, n]``.
+        The parameter's own with one rank, else ``[1, .., 1, n]``.
         """
         if self.world_size == 1:
             return param.shape
-        numel = self.local_range(param, rank).numel
-        if self.has_rows and len(param.shape) > 1 and param.numel:
-            return (numel // _row_numel(param.shape), *param.shape[1:])
-        return (*[1] * (len(param.shape) - 1), numel)
+        return (*[1] * (len(param.shape) - 1), self.local_range(param, rank).numel)
 
 
 def plan_segment(
@@ -130,7 +123,7 @@ def plan_segment(
     *,
     element_bytes: int = 2,
     pad_numel: int = 1,
-    align_pieces_to: PieceAlignment = 1,
+    align_pieces_to: int = 1,
 ) -> SegmentLayout:
     """Lay out one segment. See [Note: flat segments].
 
@@ -139,7 +132,7 @@ def plan_segment(
         world_size: number of ranks N.
         element_bytes: bytes of the narrowest element that will use the layout; it sets the alignment of starts.
         pad_numel: the padded size is a multiple of this as well (``lcm(N, 128, 2**16)`` for NCCL bus bandwidth).
-        align_pieces_to: parameters are cut at multiples of so many of their elements, or between rows, only.
+        align_pieces_to: parameters are cut at multiples of so many of their elements only.
 
     Returns:
         The layout; ``padded_numel`` is a multiple of N times the alignment, so every rank's shard starts aligned.
@@ -147,47 +140,38 @@ def plan_segment(
     align = max(ALIGNMENT_BYTES // element_bytes, 1)
     if world_size == 1:
         align_pieces_to = 1  # nothing is cut
-    grains = [math.lcm(align, _row_numel(s.shape) if align_pieces_to == "row" else align_pieces_to) for s in sizes]
-    total = _place(sizes, grains, align, None)[-1]
+    grain = math.lcm(align, align_pieces_to)
+    total = _place(sizes, grain, align, None)[-1]
     least = -(-total // world_size)
     while True:
-        shard_numel = _shard_numel(sizes, grains, least, math.lcm(world_size * align, pad_numel) // world_size)
-        *offsets, end = _place(sizes, grains, align, shard_numel)
+        shard_numel = _shard_numel(sizes, grain, least, math.lcm(world_size * align, pad_numel) // world_size)
+        *offsets, end = _place(sizes, grain, align, shard_numel)
         missing = end - world_size * shard_numel
         if missing <= 0:
             break
         least = shard_numel + -(-missing // world_size)
     params = tuple(ParamLayout(s.name, s.shape, offset, s.numel) for s, offset in zip(sizes, offsets, strict=True))
-    return SegmentLayout(params, world_size, world_size * shard_numel, align_pieces_to == "row")
+    return SegmentLayout(params, world_size, world_size * shard_numel)
 
 
-def _row_numel(shape: tuple[int, ...]) -> int:
-    """Elements of one step along the first dimension."""
-    return max(math.prod(shape[1:]), 1)
-
-
-def _shard_numel(sizes: Sequence[ParamSize], grains: Sequence[int], least: int, multiple: int) -> int:
-    """The smallest size of a shard, `least` or more, that the grains of all parameters larger than it divide.
-
-    Two grains may have few multiples in common. Then a shard that the largest parameters fit in is smaller.
-    """
+def _shard_numel(sizes: Sequence[ParamSize], grain: int, least: int, multiple: int) -> int:
+    """The smallest size of a shard, `least` or more; whole grains if a parameter is larger than it."""
 
     def fitting(bound: int) -> int:
-        cut_often = (grain for size, grain in zip(sizes, grains, strict=True) if size.numel > bound)
-        common = math.lcm(multiple, *cut_often)
+        common = math.lcm(multiple, grain) if any(size.numel > bound for size in sizes) else multiple
         return -(-bound // common) * common
 
     return min(fitting(bound) for bound in {least, *(size.numel for size in sizes if size.numel > least)})
 
 
-def _place(sizes: Sequence[ParamSize], grains: Sequence[int], align: int, shard_numel: int | None) -> list[int]:
+def _place(sizes: Sequence[ParamSize], grain: int, align: int, shard_numel: int | None) -> list[int]:
     """Where parameters start, one after another, and where the last one ends.
 
-    With a size of shards the first cut in each is at a multiple of its grain; the others are, if it divides the shard.
+    With a size of shards the first cut in each is at a multiple of the grain; the others are, if it divides the shard.
     """
     offset = 0
     offsets = []
-    for size, grain in zip(sizes, grains, strict=True):
+    for size in sizes:
         offset = -(-offset // align) * align
         if shard_numel:
             before_cut = -offset % shard_numel

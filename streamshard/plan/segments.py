@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from streamshard.config import PieceAlignment, Precision, ReductionMode
+from streamshard.config import Precision, ReductionMode
 from streamshard.plan.layout import ParamLayout, ParamSize, SegmentLayout, plan_segment
 
 __all__ = ["PlannedSegment", "SegmentKind", "UnitLayout", "kind_of", "plan_units"]
@@ -133,7 +133,7 @@ def plan_units(
     world_size: int,
     *,
     pad_numel: int,
-    align_pieces_to: PieceAlignment,
+    align_pieces_to: int,
 ) -> list[UnitLayout]:
     """Lay out all units.
 

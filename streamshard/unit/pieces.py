@@ -42,7 +42,6 @@ class Piece(NamedTuple):
         start, stop: which elements of the flattened whole this rank has.
         local_shape: of this rank's.
         ranks: of the shard group.
-        has_rows: this rank has whole rows, as the other ranks have.
         segment, place: the layout that says what the other ranks have.
         ledger_of: the model's `Ledger` (see `streamshard.unit.buffers`), None once the model is gone.
     """
@@ -53,7 +52,6 @@ class Piece(NamedTuple):
     stop: int
     local_shape: tuple[int, ...]
     ranks: Ranks
-    has_rows: bool
     segment: SegmentLayout
     place: ParamLayout
     ledger_of: Callable[[], Any]

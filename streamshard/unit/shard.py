@@ -37,7 +37,6 @@ class ParamShard(NamedTuple):
         local: which elements of the flattened parameter this rank owns.
         dtype: the parameter's dtype before sharding.
         piece: the memory of the piece in the main weights, as StreamShard has put it under `param`.
-        has_rows: pieces are whole rows, on all ranks.
         segment: the layout of the segment that it is in.
         ledger_of: what allocates the model's buffers.
     """
@@ -49,7 +48,6 @@ class ParamShard(NamedTuple):
     local: LocalRange
     dtype: torch.dtype
     piece: torch.Tensor
-    has_rows: bool
     segment: SegmentLayout
     ledger_of: weakref.ref[Ledger]
 
@@ -63,9 +61,7 @@ class ParamShard(NamedTuple):
         """What the parameter is a piece of; `ranks` is the shard group's."""
         start, stop = self.local.start, self.local.stop
         shape, local_shape = self.layout.shape, tuple(self.piece.shape)
-        return Piece(
-            self.name, shape, start, stop, local_shape, ranks, self.has_rows, self.segment, self.layout, self.ledger_of
-        )
+        return Piece(self.name, shape, start, stop, local_shape, ranks, self.segment, self.layout, self.ledger_of)
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """The range of `flat` [shard_numel] that is this parameter's, in the sharded parameter's shape."""
@@ -143,11 +139,8 @@ class SegmentShard:
             piece.fill_(math.nan)
         else:
             piece.view(-1).copy_(full[local.start : local.stop])
-        has_rows = self.layout.has_rows and len(layout.shape) > 1
         ledger_of = weakref.ref(self._ledger)
-        shard = ParamShard(
-            layout.name, aliases, param, layout, local, param.dtype, piece, has_rows, self.layout, ledger_of
-        )
+        shard = ParamShard(layout.name, aliases, param, layout, local, param.dtype, piece, self.layout, ledger_of)
         param.grad = None
         _put_under(param, piece)
         self.params.append(shard)

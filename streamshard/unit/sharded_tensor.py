@@ -199,7 +199,7 @@ class _Fit:
         target = self._target
         assert target is not None
         mine, other = target.sharding, value.sharding
-        if mine is other or mine.is_like(other) or other.has_rows_of(mine):
+        if mine is other or mine.is_like(other):
             return
         (first, its), (second, others) = (_elements_of(each) for each in (mine, other))
         if its == others:  # in another order
@@ -364,8 +364,6 @@ def _foreach_norms(func: Callable[..., Any], piece: ShardedTensor, args: Any, kw
 
 
 def _norm(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
-    if _is_of_rows(piece, args, kwargs, 2):
-        return _of_rows(func, piece, args, kwargs)
     return _norm_of(piece, _order_of(func, piece, args, kwargs))
 
 
@@ -380,12 +378,6 @@ def _norm_of(piece: ShardedTensor, order: float) -> torch.Tensor:
     return global_norm(local_norm(local, order), order, ranks)
 
 
-def _of_rows(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> ShardedTensor:
-    """One number for each row that this rank has."""
-    whole = func(_whole_of(piece), *args[1:], **kwargs)
-    return ShardedTensor.wrap(func(*args, **kwargs), piece.sharding.of_rows(whole))
-
-
 def _reduce(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """One number over all ranks. A collective, like the value of a norm."""
     name, ranks = func.__name__, piece.sharding.ranks
@@ -396,8 +388,6 @@ def _reduce(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: M
         if args[0].numel() != args[1].numel():
             _refuse_op(func, piece)
     elif any(_is_given(value) for value in (*args[1:], *(kwargs[key] for key in kwargs if key in _ALONG))):
-        if name not in ("max", "min") and _is_of_rows(piece, args, kwargs, 1):
-            return _of_rows(func, piece, args, kwargs)
         _refuse_op(func, piece, instead=_ALONG_A_DIMENSION)
     local = piece.as_subclass(torch.Tensor)
     if name in ("max", "min", "amax", "amin"):
@@ -419,16 +409,6 @@ _ALONG = ("dim", "axis", "keepdim", "keepdims", "other", "tensor", "out")
 def _is_given(value: object) -> bool:
     """Not the default of `dim` or `keepdim`; dimension 0 is none."""
     return value is not None and value is not False
-
-
-def _is_of_rows(piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any], position: int) -> bool:
-    """Whether a reduction, with `dim` as argument number `position`, is within each row: this rank has these whole."""
-    if not piece.sharding.has_rows:
-        return False
-    dim = args[position] if len(args) > position else kwargs.get("dim", kwargs.get("axis"))
-    dims = dim if isinstance(dim, tuple | list) else (dim,)
-    is_within = len(dims) > 0 and all(type(each) is int and each % piece.ndim for each in dims)
-    return is_within and kwargs.get("out") is None
 
 
 def _join(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -32,7 +31,6 @@ class Sharding(NamedTuple):
         runs: of the flattened whole, or of what it is a view of, the elements ``[start, stop)`` that this rank has.
         is_weight: a parameter, or computed from one; else a gradient.
         name: of the parameter; empty where pieces of several were put one behind the other.
-        has_rows: the first dimension alone is cut, here as on the other ranks (``align_pieces_to``).
     """
 
     ranks: Ranks
@@ -40,13 +38,12 @@ class Sharding(NamedTuple):
     runs: tuple[Run, ...]
     is_weight: bool
     name: str = ""
-    has_rows: bool = False
 
     @staticmethod
     def of_piece(piece: Piece, *, is_weight: bool) -> Sharding:
         """A parameter's, or its gradient's."""
         runs = ((piece.start, piece.stop),) if piece.start < piece.stop else ()
-        return Sharding(piece.ranks, _whole(piece.shape), runs, is_weight, piece.name, piece.has_rows)
+        return Sharding(piece.ranks, _whole(piece.shape), runs, is_weight, piece.name)
 
     @property
     def is_in_order(self) -> bool:
@@ -58,8 +55,6 @@ class Sharding(NamedTuple):
         """This rank's, if it is in order: as many dimensions as the whole, but one at least."""
         assert self.whole is not None
         shape, numel = self.whole.shape, sum(stop - start for start, stop in self.runs)
-        if self.has_rows and self.whole.numel():
-            return (numel // math.prod(shape[1:]), *shape[1:])
         return (*[1] * (len(shape) - 1), numel)
 
     def is_like(self, other: Sharding) -> bool:
@@ -69,35 +64,15 @@ class Sharding(NamedTuple):
         same = self.runs == other.runs and self.whole.shape == other.whole.shape
         return same and self.whole.stride() == other.whole.stride()
 
-    def has_rows_of(self, other: Sharding) -> bool:
-        """Whether it has one number, or block of numbers, for each row that this rank has of `other`."""
-        if self.whole is None or other.whole is None or not (self.has_rows and other.has_rows):
-            return False
-        mine, theirs = self.whole.shape, other.whole.shape
-        if len(mine) != len(theirs) or any(a not in (1, b) for a, b in zip(mine[1:], theirs[1:], strict=True)):
-            return False
-        return mine[0] == theirs[0] and self._rows() == other._rows()
-
-    def _rows(self) -> list[Run]:
-        assert self.whole is not None
-        numel = max(math.prod(self.whole.shape[1:]), 1)
-        return [(start // numel, stop // numel) for start, stop in self.runs]
-
     # -- others, derived from it --
 
     def viewed(self, whole: torch.Tensor) -> Sharding:
         """Of all its elements, in the form of `whole`, a view of its own."""
-        return self._replace(whole=_whole(whole.shape) if whole.is_contiguous() else whole, has_rows=False)
-
-    def of_rows(self, whole: torch.Tensor) -> Sharding:
-        """Of numbers of each row, one or several, in the form of `whole`."""
-        numel = math.prod(whole.shape[1:])
-        runs = tuple((start * numel, stop * numel) for start, stop in self._rows())
-        return self._replace(whole=_whole(whole.shape), runs=runs, has_rows=True)
+        return self._replace(whole=_whole(whole.shape) if whole.is_contiguous() else whole)
 
     def selected(self) -> Sharding:
         """Of elements chosen by their values."""
-        return self._replace(whole=None, runs=(), has_rows=False)
+        return self._replace(whole=None, runs=())
 
     def part(self, part: torch.Tensor) -> tuple[int, int, Sharding] | None:
         """Of `part`, a view of `whole`.
@@ -114,7 +89,7 @@ class Sharding(NamedTuple):
         inside = [(max(start, first), min(stop, end)) for start, stop in self.runs]
         runs = tuple((start - first, stop - first) for start, stop in inside if start < stop)
         stop = before + sum(stop - start for start, stop in runs)
-        return before, stop, self._replace(whole=_whole(part.shape), runs=runs, has_rows=False)
+        return before, stop, self._replace(whole=_whole(part.shape), runs=runs)
 
     @staticmethod
     def joined(parts: Sequence[Sharding]) -> Sharding:
@@ -127,7 +102,7 @@ class Sharding(NamedTuple):
             for start, stop in part.runs
             if start < stop
         )
-        return parts[0]._replace(whole=_whole((ends[-1],)), runs=runs, name="", has_rows=False)
+        return parts[0]._replace(whole=_whole((ends[-1],)), runs=runs, name="")
 
     # -- what other tensors have for it --
 

@@ -9,19 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.config import PieceAlignment
 from streamshard.plan.layout import ALIGNMENT_BYTES, LocalRange, ParamSize, SegmentLayout, plan_segment
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 sizes = st.lists(shapes, max_size=8).map(lambda all: [ParamSize(f"p{k}", shape) for k, shape in enumerate(all)])
 world_sizes = st.integers(1, 9)
 element_bytes = st.sampled_from([1, 2, 4, 8, 32])
-alignments: st.SearchStrategy[Any] = st.sampled_from([1, 2, 3, 7, 16, 100, "row"])
+alignments: st.SearchStrategy[Any] = st.sampled_from([1, 2, 3, 7, 16, 100])
 pads = st.sampled_from([1, 3, 128, 2**16])
 
 
 def _plan(
-    params: list[ParamSize], world_size: int, n_bytes: int = 2, pad_numel: int = 1, pieces: PieceAlignment = 1
+    params: list[ParamSize], world_size: int, n_bytes: int = 2, pad_numel: int = 1, pieces: int = 1
 ) -> SegmentLayout:
     return plan_segment(params, world_size, element_bytes=n_bytes, pad_numel=pad_numel, align_pieces_to=pieces)
 
@@ -42,7 +41,7 @@ def test_parameters_lie_in_order_without_overlap(params: list[ParamSize], world_
 
 @given(sizes, world_sizes, element_bytes, pads, alignments)
 def test_every_start_is_aligned(
-    params: list[ParamSize], world_size: int, n_bytes: int, pad_numel: int, pieces: PieceAlignment
+    params: list[ParamSize], world_size: int, n_bytes: int, pad_numel: int, pieces: int
 ) -> None:
     """Those of parameters and those of every rank's shard, in bytes; the size is a multiple of what was asked for."""
     layout = _plan(params, world_size, n_bytes, pad_numel, pieces)
@@ -63,13 +62,9 @@ def test_padding_is_no_more_than_needed(params: list[ParamSize], world_size: int
     assert layout.shard_numel * world_size == layout.padded_numel
 
 
-def _grain(shape: tuple[int, ...], pieces: PieceAlignment) -> int:
-    return max(math.prod(shape[1:]), 1) if pieces == "row" else pieces
-
-
 @given(sizes, world_sizes, element_bytes, pads, alignments)
 def test_parameters_are_cut_where_they_may_be(
-    params: list[ParamSize], world_size: int, n_bytes: int, pad_numel: int, pieces: PieceAlignment
+    params: list[ParamSize], world_size: int, n_bytes: int, pad_numel: int, pieces: int
 ) -> None:
     """Pieces begin at multiples of the grain of their parameter, and end there or with it."""
     layout = _plan(params, world_size, n_bytes, pad_numel, pieces)
@@ -77,37 +72,28 @@ def test_parameters_are_cut_where_they_may_be(
     for param in layout.params:
         assert param.offset >= end
         end = param.offset + param.numel
-        grain = _grain(param.shape, pieces)
         for rank in range(world_size):
             local = layout.local_range(param, rank)
-            assert local.start % grain == 0
-            assert local.stop % grain == 0 or local.stop == param.numel
+            assert local.start % pieces == 0
+            assert local.stop % pieces == 0 or local.stop == param.numel
     assert end <= layout.padded_numel
 
 
 @given(sizes, world_sizes, element_bytes, pads, alignments)
 def test_cutting_between_blocks_costs_little(
-    params: list[ParamSize], world_size: int, n_bytes: int, pad_numel: int, pieces: PieceAlignment
+    params: list[ParamSize], world_size: int, n_bytes: int, pad_numel: int, pieces: int
 ) -> None:
-    """For blocks of n elements at most two of them, aligned, on each rank; for rows no more than the largest parameter.
-
-    That is, beside what every layout is rounded to.
-    """
+    """At most two blocks, aligned, on each rank, beside what every layout is rounded to."""
     align = max(ALIGNMENT_BYTES // n_bytes, 1)
     rounding = math.lcm(world_size * align, pad_numel) // world_size
     before, layout = _plan(params, world_size, n_bytes), _plan(params, world_size, n_bytes, pad_numel, pieces)
-    if isinstance(pieces, int):
-        grain = math.lcm(align, pieces)
-        bound = before.shard_numel + grain + math.lcm(grain, rounding)
-    else:
-        grains = [math.lcm(align, _grain(size.shape, pieces)) for size in params]
-        largest = max((size.numel for size in params), default=0)
-        bound = max(before.shard_numel + max(grains, default=0), largest) + rounding
+    grain = math.lcm(align, pieces)
+    bound = before.shard_numel + grain + math.lcm(grain, rounding)
     assert layout.shard_numel <= bound
 
 
 @given(sizes, world_sizes, alignments)
-def test_one_rank_needs_no_cuts(params: list[ParamSize], world_size: int, pieces: PieceAlignment) -> None:
+def test_one_rank_needs_no_cuts(params: list[ParamSize], world_size: int, pieces: int) -> None:
     """Nor does a size that says that everything may be cut."""
     assert _plan(params, 1, pieces=pieces).padded_numel == _plan(params, 1).padded_numel
     assert _plan(params, world_size, pieces=1) == _plan(params, world_size)
@@ -115,9 +101,9 @@ def test_one_rank_needs_no_cuts(params: list[ParamSize], world_size: int, pieces
 
 @given(sizes, world_sizes, alignments)
 def test_pieces_have_as_many_dimensions_as_their_parameter(
-    params: list[ParamSize], world_size: int, pieces: PieceAlignment
+    params: list[ParamSize], world_size: int, pieces: int
 ) -> None:
-    """The shape of rows, where they are rows; else all elements in the last dimension."""
+    """All elements are in the last one."""
     layout = _plan(params, world_size, pieces=pieces)
     for param in layout.params:
         for rank in range(world_size):
@@ -126,16 +112,12 @@ def test_pieces_have_as_many_dimensions_as_their_parameter(
             assert len(shape) == len(param.shape) or not param.shape
             if world_size == 1:
                 assert shape == param.shape
-            elif pieces == "row" and len(param.shape) > 1 and param.numel:
-                assert shape[1:] == param.shape[1:]
             else:
                 assert shape[:-1] == (1,) * (len(shape) - 1)
 
 
 @given(sizes, world_sizes, alignments)
-def test_the_ranks_ranges_tile_every_parameter(
-    params: list[ParamSize], world_size: int, pieces: PieceAlignment
-) -> None:
+def test_the_ranks_ranges_tile_every_parameter(params: list[ParamSize], world_size: int, pieces: int) -> None:
     """In rank order, each element once, at the place in the shard that the flat buffer gives it."""
     layout = _plan(params, world_size, pieces=pieces)
     for param in layout.params:
@@ -166,27 +148,6 @@ def test_an_example_by_hand() -> None:
     assert [layout.local_range(weight, rank) for rank in (0, 1)] == [LocalRange(0, 15, 0), LocalRange(0, 0, 0)]
     assert layout.local_range(bias, 1) == LocalRange(0, 3, 0)
     assert layout.local_range(scale, 1) == LocalRange(0, 1, 8)
-
-
-def test_rows_by_hand() -> None:
-    """Three ranks, fp32: the second starts 8 elements late and is cut after 2 rows, the third falls as it should."""
-    shapes = [("a", (5, 6)), ("b", (7, 10)), ("c", (3, 4)), ("d", (9,))]
-    layout = _plan([ParamSize(*each) for each in shapes], 3, n_bytes=4, pieces="row")
-    assert layout.shard_numel == 60  # of 42 that are needed: the second is larger, and 4 and 10 divide 60
-    assert [param.offset for param in layout.params] == [0, 40, 112, 124]
-    assert [[layout.local_shape(param, rank) for rank in range(3)] for param in layout.params] == [
-        [(5, 6), (0, 6), (0, 6)],
-        [(2, 10), (5, 10), (0, 10)],
-        [(0, 4), (2, 4), (1, 4)],
-        [(0,), (0,), (9,)],
-    ]
-
-
-def test_rows_without_common_multiples_stay_whole_instead() -> None:
-    """Two matrices with rows of 1009 and 1013 elements: a shard that both divide would have a million."""
-    sizes = [ParamSize("a", (40, 1009)), ParamSize("b", (40, 1013))]
-    assert _plan(sizes, 8, pieces="row").shard_numel <= 40 * 1013 + 8
-    assert _plan(sizes, 2, pieces="row").shard_numel <= 40 * 1013 + 8
 
 
 def test_a_parameter_can_be_split_between_ranks() -> None:
