@@ -60,7 +60,8 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
-        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM, bias=False)
+        # No bias: that of keys has no gradient but rounding, which optimizers that normalise blow up.
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM, bias=False), nn.Linear(DIM, DIM)
         self.experts = nn.Parameter(torch.randn(2, DIM, DIM) / DIM)
         self.scale, self.one = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.ones(1))
 
