@@ -5,7 +5,8 @@
 Looks for optimizer classes in torch.optim and in the packages of `PACKAGES` that are installed. Each is tried in two
 ways: as it is, over the parameters of a sharded model (*direct*), and inside `WholeParameterOptimizer` (*whole*). The
 model is a small transformer with a scalar, a vector, a one-element, a stacked and, on some ranks, an empty parameter.
-All ranks have the same batch, so gradients equal those of one process, to the bit on two ranks.
+All ranks have the same batch, and plain PyTorch rounds gradients as the mean over ranks does: they are equal to the
+bit.
 
 Outcomes: ``bits`` (all weights equal), ``rounding`` (equal up to rounding), ``refused`` (a StreamShardError that names
 the optimizer), ``no plain`` (it does not train this model without StreamShard either). Anything else is WRONG, and the
@@ -43,6 +44,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard import Precision, StreamShard, StreamShardError
+from streamshard.comm.transport import sum_in_rank_order
 from streamshard.optim import WholeParameterOptimizer
 
 PACKAGES = (
@@ -168,11 +170,21 @@ def train(case: Case, way: str, world_size: int) -> dict[str, torch.Tensor]:
     for step in range(STEPS):
         tokens = torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(step))
         model(tokens).backward()
+        if way == "plain":
+            _round_as_ranks_do(model, world_size)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     state = model.state_dict() if way == "plain" else model.full_state_dict(rank0_only=False)
     return {name: value.detach().clone() for name, value in state.items()}
+
+
+def _round_as_ranks_do(model: nn.Module, world_size: int) -> None:
+    """The mean of equal gradients of three ranks is not that gradient, but for rounding."""
+    for param in model.parameters():
+        if param.grad is not None:
+            own = param.grad.clone()
+            sum_in_rank_order([own] * world_size, param.grad, accumulate=False)
 
 
 def compare(case: Case, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str:
@@ -258,8 +270,8 @@ def main() -> int:
             print(f"{name}: no plain: {case}", flush=True)
             counts["plain"]["no plain"] += 1
             continue
-        wanted = train(case, "plain", 1)
-        again = compare(case, train(case, "plain", 1), wanted)
+        wanted = {size: train(case, "plain", size) for size in given.ranks}
+        again = compare(case, train(case, "plain", given.ranks[0]), wanted[given.ranks[0]])
         if again != "bits":
             print(f"{name}: no plain: two runs of plain PyTorch differ", flush=True)
             counts["plain"]["no plain"] += 1
@@ -267,7 +279,7 @@ def main() -> int:
         counts["plain"]["trains"] += 1
         for way in given.ways:
             for world_size in given.ranks:
-                outcome = run_case(case, way, world_size, wanted)
+                outcome = run_case(case, way, world_size, wanted[world_size])
                 outcomes.setdefault(name, {})[f"{way}, {world_size} ranks"] = outcome
                 counts[f"{way}, {world_size} ranks"][outcome.partition(":")[0]] += 1
                 if not outcome.startswith(("bits", "rounding")):
