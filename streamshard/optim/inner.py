@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from streamshard.errors import ConfigError, StreamShardError
 from streamshard.optim.rounds import stand_in
 
-__all__ = ["InnerOptimizer", "constructor_options", "default_options"]
+__all__ = ["InnerOptimizer", "Made", "constructor_options", "try_constructor"]
 
 _NO_OPTIONS = ("params", "param_names")
 _PLAIN = (int, float, str, bool, tuple, type(None))
@@ -92,10 +92,13 @@ class InnerOptimizer:
                 state[key] = value
 
     def load(self, state: Mapping[Any, Any], extras: Mapping[str, Any]) -> None:
-        """Keep what `state` has for the user's parameters, which becomes this optimizer's."""
+        """Keep what `state` has for the user's parameters, beside what the constructor has given them."""
         if not state and not extras:
             return
-        packed = {place: state[param] for place, param in enumerate(self._params) if param in state}
+        packed = self.optimizer.state_dict()["state"]
+        for place, param in enumerate(self._params):
+            if param in state:
+                packed[place] = {**packed.get(place, {}), **state[param]}
         shared = {key: copy.deepcopy(value) for key, value in state.items() if not isinstance(key, torch.Tensor)}
         own = {key: _copied(value) for key, value in self._group.items() if key not in _NO_OPTIONS}
         groups = [{**own, "params": list(range(len(self._params)))}]
@@ -115,30 +118,46 @@ def constructor_options(kind: type[Optimizer], group: Mapping[str, Any]) -> dict
     return {key: value for key, value in group.items() if key in takes and key not in ("self", *_NO_OPTIONS)}
 
 
-def default_options(kind: type[Optimizer], options: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group as `kind` fills them in.
+class Made(NamedTuple):
+    """What the constructor of an optimizer makes of a group.
+
+    Attributes:
+        options: of the group, as the constructor fills them in.
+        state: of each parameter, the numbers and names that the constructor gives it: APOLLO's seeds.
+    """
+
+    options: dict[str, Any]
+    state: list[dict[str, Any]]
+
+
+def try_constructor(kind: type[Optimizer], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Made:
+    """What `kind` makes of the last of `groups`, all of which are for it.
 
     Raises:
-        ConfigError: the constructor raises, splits the group, or reads values of parameters.
+        ConfigError: the constructor raises, splits a group, or reads values of parameters.
     """
-    given = {key: _copied(value) for key, value in group.items() if key not in _NO_OPTIONS}
-    params = [nn.Parameter(stand_in(param)) for param in group["params"]]
+    given = [{key: _copied(value) for key, value in group.items() if key not in _NO_OPTIONS} for group in groups]
+    params = [[nn.Parameter(stand_in(param)) for param in group["params"]] for group in groups]
     try:
-        with _ReadsNoValues(kind, params):
-            made: Any = kind([{**given, "params": params}], **options)
+        with _ReadsNoValues(kind, [param for own in params for param in own]):
+            made: Any = kind([{**each, "params": own} for each, own in zip(given, params, strict=True)], **options)
     except StreamShardError:
         raise
     except Exception as error:
         raise ConfigError(
             f"{kind.__module__}.{kind.__qualname__} cannot be made for a group of parameters with the options "
-            f"{[*given, *options]}: {type(error).__name__}: {error}"
+            f"{[*given[-1], *options]}: {type(error).__name__}: {error}"
         ) from error
-    if len(made.param_groups) != 1:
+    if len(made.param_groups) != len(groups):
         raise ConfigError(
-            f"{kind.__name__} makes {len(made.param_groups)} groups of one: wanted an optimizer that keeps groups as "
-            "they are given"
+            f"{kind.__name__} makes {len(made.param_groups)} groups of {len(groups)}: wanted an optimizer that keeps "
+            "groups as they are given"
         )
-    return {key: value for key, value in made.param_groups[0].items() if key not in _NO_OPTIONS}
+    state = [
+        {key: value for key, value in made.state.get(param, {}).items() if isinstance(value, _PLAIN)}
+        for param in params[-1]
+    ]
+    return Made({key: value for key, value in made.param_groups[-1].items() if key not in _NO_OPTIONS}, state)
 
 
 class _ReadsNoValues(TorchDispatchMode):

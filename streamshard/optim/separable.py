@@ -33,12 +33,13 @@ def check_separable(
         kind: an optimizer's class.
         options: for its constructor.
         shapes: of the parameters that it is for; tried are small ones of as many dimensions.
-        device: where the parameters are.
+        device: where the parameters are; those on meta are tried on the CPU.
 
     Raises:
         ConfigError: it does not, it draws random numbers, it wants a closure, or it cannot be tried.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
+    device = torch.device("cpu") if device.type == "meta" else device
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from streamshard.comm.ranks import Ranks
 from streamshard.config import parse_bytes
 from streamshard.errors import ConfigError, OptimizerError, RankMismatchError
-from streamshard.optim.inner import InnerOptimizer, constructor_options, default_options
+from streamshard.optim.inner import InnerOptimizer, constructor_options, try_constructor
 from streamshard.optim.rounds import Rounds, WholeParam, stand_in
 from streamshard.optim.separable import check_separable, random_states, refuse_draws
 from streamshard.plan.owners import assign_owners, describe_load, plan_rounds, rank_loads
@@ -71,6 +71,7 @@ class WholeParameterOptimizer(Optimizer):
         self._classes: list[tuple[type[Optimizer], dict[str, Any]]] = []  # of each group, with what constructs it
         self._owners: dict[nn.Parameter, int] = {}
         self._bound: _Bound | None = None
+        self._initial: dict[nn.Parameter, dict[str, Any]] = {}  # state from constructors, which may count parameters
         self._extras: dict[str, Any] = {}  # what optimizers inside have in state_dict() beside state and groups
         super().__init__(params, {})
         self.defaults = {key: value for key, value in self.param_groups[0].items() if key != "params"}
@@ -83,7 +84,7 @@ class WholeParameterOptimizer(Optimizer):
                 self._extras.update(self._bound.extras())
             wholes = self._choose_owners()
             self._bound = _Bound(self.param_groups, self._classes, wholes, self._round_numel, self._cost)
-            self._bound.load(self.state, self._extras)
+            self._bound.load({**self._initial, **self.state}, self._extras)
             self._bound.link(self.state)
         return self._bound
 
@@ -101,16 +102,19 @@ class WholeParameterOptimizer(Optimizer):
         super().add_param_group(group)
         try:
             options = constructor_options(kind, group) if own else self._main_options
-            for key, value in default_options(kind, options, group).items():
+            known = zip(self._classes, self.param_groups, strict=False)
+            made = try_constructor(kind, options, [*(each for (other, _), each in known if other is kind), group])
+            for key, value in made.options.items():
                 group.setdefault(key, value)
-            if not is_elementwise_class(kind):
+            params = group["params"]
+            if params and not is_elementwise_class(kind):
                 given = {**options, **{key: group[key] for key in constructor_options(kind, group)}}
-                params = group["params"]
                 check_separable(kind, given, [tuple(param.shape) for param in params], params[0].device)
         except BaseException:
             self.param_groups.pop()
             raise
         self._classes.append((kind, options))
+        self._initial.update({param: state for param, state in zip(params, made.state, strict=True) if state})
 
     def __repr__(self) -> str:
         """The groups with their classes, and how much each rank steps."""

@@ -108,12 +108,38 @@ def _adafactor(model: nn.Module) -> Any:
     return torch.optim.Adafactor(model.parameters(), lr=0.05)
 
 
+class _Numbered(torch.optim.SGD):
+    """Numbers parameters when it is made, as APOLLO does for its seeds; groups with a rank step by these numbers."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in enumerate(params):
+            self.state[param].update(number=number, last=torch.zeros_like(param))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["last"].add_(param.grad)
+                    param.sub_(state["last"], alpha=group["lr"] * (1 + state["number"] * group.get("rank", 0)))
+
+
+def _numbered(model: nn.Module) -> Any:
+    groups = [{"params": _others(model)}, {"params": []}, {"params": _matrices(model), "rank": 1}]
+    if isinstance(model, StreamShard):
+        return WholeParameterOptimizer(groups, _Numbered, lr=0.001, round_size=1)
+    return _Numbered(groups, lr=0.001)
+
+
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("build", [_muon_and_adamw, _adafactor])
+@pytest.mark.parametrize("build", [_muon_and_adamw, _adafactor, _numbered])
 def test_whole_matrices_train_like_on_the_unsharded_model(
     context: RankContext, build: Callable[[nn.Module], Any]
 ) -> None:
-    """Scalars, vectors, matrices, experts, parameters that are frozen or that no rank uses."""
+    """Scalars, vectors, matrices, experts, parameters that are frozen or that no rank uses, groups of none."""
     assert_trains_like_plain(context, Mixed, stack_step, optimizer=build, tolerance=NEAR, steps=4, checked=(1, 3))
 
 
@@ -338,6 +364,11 @@ def test_optimizers_that_cannot_be_separated_are_refused(kind: type[Optimizer], 
     with pytest.raises(ConfigError, match=message) as caught:
         WholeParameterOptimizer([nn.Parameter(torch.ones(4, 4))], kind, lr=0.1)
     assert kind.__name__ in str(caught.value)
+
+
+def test_optimizers_of_parameters_without_values_are_tried_on_the_cpu() -> None:
+    """Of a model on the meta device, which is sharded and filled afterwards."""
+    WholeParameterOptimizer([nn.Parameter(torch.ones(4, 4, device="meta"))], torch.optim.Adafactor)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, torch.optim.SGD, torch.optim.AdamW])
