@@ -44,8 +44,10 @@ from streamshard.checkpoint.writer import RankGroup, gather_from_all_ranks, run_
 from streamshard.engine.engine import Engine
 from streamshard.engine.handle import engine_of, handle_of
 from streamshard.engine.hooks import call_shell
-from streamshard.errors import ConfigError
+from streamshard.errors import ConfigError, ShardingError
 from streamshard.integrations.accelerate import StreamShardAccelerator
+from streamshard.optim.whole import WholeParameterOptimizer
+from streamshard.unit.elementwise import is_elementwise_class
 
 __all__ = ["StreamShardTrainer", "StreamShardTrainerMixin"]
 
@@ -83,6 +85,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     """
 
     is_fsdp_enabled: bool  # Trainer's
+    optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
 
     def __init__(self, *args: Any, streamshard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._sharding_options = dict(streamshard or {})
@@ -142,6 +145,36 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             return compute(*args, **kwargs)
         return call_shell(handle._replace(cast_dtype=None, output_dtype=None), compute, args, kwargs)
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer does. A class that is not elementwise steps whole parameters, in a `WholeParameterOptimizer`.
+
+        Raises:
+            ConfigError: the optimizer that the training arguments name does not work with sharded parameters.
+        """
+        create, given = super().create_optimizer, self.optimizer_cls_and_kwargs
+        if self.optimizer is not None:
+            return create(*args, **kwargs)
+        if given is None:
+            name = f'optim="{self.args.optim.value}"'
+            _refuse_optimizer(name)
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        else:
+            name, (kind, options) = "optimizer_cls_and_kwargs", given
+        if _steps_whole_parameters(kind):
+            if options.get("optim_bits") == 8:
+                raise ConfigError(
+                    f"{name} has 8-bit moments, but those of embeddings in 32 bits, which it knows by their modules, "
+                    "and WholeParameterOptimizer steps other tensors: take the 32-bit one, or adamw_8bit"
+                )
+            kind, options = WholeParameterOptimizer, {**options, "optimizer_class": kind}
+        self.optimizer_cls_and_kwargs = kind, options
+        try:
+            return create(*args, **kwargs)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
+        finally:
+            self.optimizer_cls_and_kwargs = given
+
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)
         self._load_weights()
@@ -171,11 +204,6 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         if _full_eval_dtype(self.args) is not None:
             raise ConfigError(_NO_FULL_EVAL)
-        if self.args.optim == "adafactor":
-            raise ConfigError(
-                'optim="adafactor" keeps statistics of rows and columns, of which each rank has pieces: take an '
-                'optimizer that computes element by element, such as optim="adamw_torch"'
-            )
         return super()._inner_training_loop(*args, **kwargs)
 
     # -- saving -------------------------------------------------------------------------------------------------------
@@ -320,7 +348,10 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         if engine is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        state = full_optimizer_state_dict(self.model, _inner(self.optimizer))
+        try:
+            state = full_optimizer_state_dict(self.model, _inner(self.optimizer))
+        except ShardingError as error:
+            raise ShardingError(f"{error}. save_only_model=True saves without the optimizer's state") from error
 
         def write() -> None:
             if not self.args.should_save:
@@ -491,6 +522,23 @@ def _refuse(args: Any) -> None:
             f"one process sees {args.n_gpu} GPUs: wanted one process for each, as `accelerate launch` or `torchrun "
             f"--nproc-per-node {args.n_gpu}` start them"
         )
+
+
+def _refuse_optimizer(name: str) -> None:
+    """Optimizers that step within backward, before gradients are averaged over ranks."""
+    if "lomo" in name or "layerwise" in name:
+        raise ConfigError(
+            f"{name} steps each parameter within backward, before its gradient is averaged over ranks: take one that "
+            'steps afterwards, such as optim="adafactor" or optim="galore_adamw". StreamShard keeps 1/N of all '
+            "gradients on each rank"
+        )
+
+
+def _steps_whole_parameters(kind: object) -> bool:
+    """Whether `kind` is the class of an optimizer, not a factory of one, that may depend on all of a parameter."""
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        return False
+    return not (issubclass(kind, WholeParameterOptimizer) or is_elementwise_class(kind))
 
 
 def _full_eval_dtype(args: Any) -> torch.dtype | None:

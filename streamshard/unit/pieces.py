@@ -109,11 +109,13 @@ def refuse_accelerate() -> None:
     """Raise if accelerate's own ``save_state``, ``save_model`` or ``get_state_dict`` has asked for a state dict.
 
     They do so on every rank, and one of them alone writes what it has got, where pickling pieces would raise: on that
-    rank only, with half of a file written.
+    rank only, with half of a file written. ``prepare_optimizer`` loads on each rank what it has got there.
     """
     frame = sys._getframe(1)
     for _ in range(8):  # torch's own and hooks' are between, and overridden ``state_dict`` methods
         if frame.f_globals.get("__name__") in _ACCELERATE:
+            if frame.f_code.co_name == "prepare_optimizer":
+                return
             raise ShardingError(
                 f"accelerate's {frame.f_code.co_name} would not take all of a model sharded by StreamShard: use "
                 "streamshard.integrations.accelerate.StreamShardAccelerator in the place of Accelerator, or "

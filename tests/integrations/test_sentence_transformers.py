@@ -120,8 +120,10 @@ _CASES: dict[str, tuple[Callable[[Path], Any], Any, Callable[[Any], Any]]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("case", list(_CASES))
-def test_losses_equal_ddp(context: RankContext, case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "optim"), [*((case, "adamw_torch") for case in _CASES), ("a head in the loss", "adafactor")]
+)
+def test_losses_equal_ddp(context: RankContext, case: str, optim: str, tmp_path: Path) -> None:
     """Losses, norms, weights; those that run several forwards for one backward, or have weights of their own, too."""
     build, labels, loss = _CASES[case]
     runs = []
@@ -129,7 +131,8 @@ def test_losses_equal_ddp(context: RankContext, case: str, tmp_path: Path) -> No
         for each in _trainers():
             model = build(tmp_path)
             torch.manual_seed(3)
-            runs.append(_train(each, model, tmp_path, _data(labels), loss(model), per_device_train_batch_size=4))
+            options = {"per_device_train_batch_size": 4, "optim": optim}
+            runs.append(_train(each, model, tmp_path, _data(labels), loss(model), **options))
     theirs, ours = runs
     assert isinstance(ours.trainer.model, StreamShard)
     assert_equal(ours, theirs)

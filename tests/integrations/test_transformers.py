@@ -7,6 +7,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,11 +19,14 @@ import torch.distributed as dist
 from streamshard import StreamShard, load_safetensors
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import CheckpointError, CommunicationError, ConfigError, ShardingError
+from streamshard.optim import WholeParameterOptimizer
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import FAMILIES, make_model, make_rows, make_tokenizer
 from tests.integrations.trainers import assert_equal, checkpointing, launched, run_example, train, whole_weights
 from tests.ranks import RankContext, RankPool
 from tests.reference import assert_same
+
+_SAVING: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
 
 def _trainers() -> tuple[Any, Any]:
@@ -118,9 +122,101 @@ def test_a_batch_that_does_not_fit_is_made_smaller(context: RankContext, tmp_pat
     assert ours.trainer.state.train_batch_size == 1
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------------------
+# -- optimizers of whole parameters -----------------------------------------------------------------------------------
 
-_SAVING: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+_LOW_RANK = {"optim_target_modules": "all-linear", "optim_args": "rank=4,update_proj_gap=2"}
+_WHOLE = [
+    {"optim": "adafactor", "gradient_accumulation_steps": 2, "max_grad_norm": 0.3},
+    *(
+        pytest.param(
+            {"optim": optim, **_LOW_RANK},
+            marks=pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}"),
+        )
+        for optim, package in (
+            *(("galore_adamw", "galore_torch"), ("galore_adafactor", "galore_torch")),
+            ("apollo_adamw", "apollo_torch"),
+        )
+    ),
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("arguments", _WHOLE, ids=lambda arguments: arguments["optim"])
+def test_optimizers_of_whole_parameters_train_as_with_ddp(
+    context: RankContext, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    """With groups of their own, decayed or not, of low rank or not; with accumulated and clipped gradients."""
+    theirs_class, ours_class = _trainers()
+    data = make_rows("llama")
+    with launched(context):
+        warnings.filterwarnings("ignore", message="This implementation of AdamW", category=FutureWarning)
+        theirs = train(theirs_class, make_model("llama"), tmp_path / "theirs", data, **arguments)
+        ours = train(ours_class, make_model("llama"), tmp_path / "ours", data, **arguments)
+    assert isinstance(ours.trainer.optimizer.optimizer, WholeParameterOptimizer)
+    assert_equal(ours, theirs)
+
+
+def _classes_of_optimizers(model: Any) -> Iterator[tuple[str, type, dict[str, Any]]]:
+    """A name, a trainer of ours, and how it is told of Adafactor."""
+    _, ours_class = _trainers()
+    adafactor, options = torch.optim.Adafactor, {"lr": 1e-2}
+    whole = {"optimizer_class": adafactor, "round_size": 1024, **options}
+    yield "class", ours_class, {"optimizer_cls_and_kwargs": (adafactor, options)}
+    yield "wrapped class", ours_class, {"optimizer_cls_and_kwargs": (WholeParameterOptimizer, whole)}
+
+    class Own(ours_class):  # type: ignore[misc, valid-type]
+        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+            self.optimizer_cls_and_kwargs = adafactor, options
+            return super().create_optimizer(*args, **kwargs)
+
+    yield "override", Own, {}
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    yield "made", ours_class, {"optimizers": (WholeParameterOptimizer(groups, **whole), None)}
+
+
+@on_ranks(2)
+def test_optimizers_given_as_classes_or_made_train_as_with_ddp(context: RankContext, tmp_path: Path) -> None:
+    """Also by a trainer's own ``create_optimizer``."""
+    theirs_class, _ = _trainers()
+    data = make_rows("llama")
+    with launched(context):
+        given = {"optimizer_cls_and_kwargs": (torch.optim.Adafactor, {"lr": 1e-2})}
+        theirs = train(theirs_class, make_model("llama"), tmp_path / "theirs", data, given=given)
+        for number, name in enumerate(("class", "wrapped class", "override", "made")):
+            model = make_model("llama")
+            found, ours_class, given = list(_classes_of_optimizers(model))[number]
+            ours = train(ours_class, model, tmp_path / name, data, given=given)
+            assert found == name and isinstance(ours.trainer.optimizer.optimizer, WholeParameterOptimizer)
+            assert_equal(ours, theirs)
+
+
+class _KeepsObjects(torch.optim.Adafactor):
+    """Has an object of a class of its own in its state, as GaLore has projections."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["projector"] = Path()
+
+
+@on_ranks(2)
+def test_optimizer_state_that_cannot_be_saved_says_how_to_save_without(context: RankContext, tmp_path: Path) -> None:
+    """Trainer itself cannot load such a state."""
+    _, ours_class = _trainers()
+    given = {"optimizer_cls_and_kwargs": (_KeepsObjects, {"lr": 1e-2})}
+    with launched(context):
+        with pytest.raises(ShardingError, match=r"projector is a pathlib.* save_only_model=True"):
+            train(ours_class, make_model("llama"), tmp_path, make_rows("llama"), given=given, **_SAVING)
+        train(
+            ours_class, make_model("llama"), tmp_path, make_rows("llama"), given=given, **_SAVING, save_only_model=True
+        )
+    assert "optimizer.pt" not in _files(tmp_path / "checkpoint-4")
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def _files(directory: Path) -> set[str]:
@@ -128,15 +224,21 @@ def _files(directory: Path) -> set[str]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("family", ["llama-tied", "mixtral"])
-def test_ddp_goes_on_from_our_checkpoints_and_we_from_theirs(context: RankContext, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "optim"), [("llama-tied", "adamw_torch"), ("mixtral", "adamw_torch"), ("llama", "adafactor")]
+)
+def test_ddp_goes_on_from_our_checkpoints_and_we_from_theirs(
+    context: RankContext, family: str, optim: str, tmp_path: Path
+) -> None:
     """With the random numbers of each rank, for dropout."""
     dropout = {"attention_dropout": 0.2}
+    steps = {"optim": optim, "max_steps": 4}
     data = make_rows(family)
     classes = _trainers()
     with launched(context):
         whole = [
-            train(each, make_model(family, **dropout), tmp_path / each.__name__, data, **_SAVING) for each in classes
+            train(each, make_model(family, **dropout), tmp_path / each.__name__, data, **{**_SAVING, **steps})
+            for each in classes
         ]
         directories = [tmp_path / each.__name__ / "checkpoint-2" for each in classes]
         assert _files(directories[1]) == _files(directories[0])
@@ -144,24 +246,26 @@ def test_ddp_goes_on_from_our_checkpoints_and_we_from_theirs(context: RankContex
             if family == "mixtral" and trainer_class is classes[0]:
                 continue  # Trainer itself does not read the names under which experts are saved
             resumed = train(
-                trainer_class, make_model(family, **dropout), tmp_path / "resumed", data, resume=directory, max_steps=4
+                trainer_class, make_model(family, **dropout), tmp_path / "resumed", data, resume=directory, **steps
             )
             assert_equal(resumed, whole[0], resumed=True)
 
 
 @on_ranks(2)
-def test_fp16_trains_as_fp32_does_and_goes_on_with_its_scale(context: RankContext, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])
+def test_fp16_trains_as_fp32_does_and_goes_on_with_its_scale(context: RankContext, optim: str, tmp_path: Path) -> None:
     """On CPUs too, where accelerate's own class has neither autocast nor a scaler for it."""
     theirs_class, ours_class = _trainers()
     data = make_rows("llama")
     with launched(context):
-        theirs = train(theirs_class, make_model("llama"), tmp_path, data, max_steps=4)
-        ours = train(ours_class, make_model("llama"), tmp_path, data, fp16=True, **_SAVING)
+        theirs = train(theirs_class, make_model("llama"), tmp_path, data, optim=optim, max_steps=4)
+        ours = train(ours_class, make_model("llama"), tmp_path, data, optim=optim, fp16=True, **_SAVING)
         scale = torch.load(tmp_path / "checkpoint-2" / "scaler.pt")["scale"]
         resumed = train(
             *(ours_class, make_model("llama"), tmp_path, data),
             resume=tmp_path / "checkpoint-2",
             before=lambda trainer: setattr(trainer.accelerator.scaler, "_init_scale", 2.0),
+            optim=optim,
             fp16=True,
             max_steps=4,
         )
@@ -632,6 +736,11 @@ def test_model_init_gives_each_training_a_new_model(context: RankContext, tmp_pa
         assert torch.equal(weight, run.weights[name])
 
 
+def _with_lbfgs(trainer: Any) -> None:
+    """As if the training arguments named it."""
+    trainer.get_optimizer_cls_and_kwargs = lambda *_: (torch.optim.LBFGS, {})
+
+
 def _with_deepspeed(**arguments: Any) -> Any:
     """Without the package, for which transformers asks in the constructor."""
     from transformers import TrainingArguments
@@ -649,7 +758,17 @@ def _with_deepspeed(**arguments: Any) -> Any:
         ({"fp16_full_eval": True, "bf16": True}, "fp16_full_eval .* train with bf16"),
         ({"fsdp": "full_shard"}, "argument fsdp does not go with .* leave it out"),
         ({"fsdp": True}, "argument fsdp does not go with .* leave it out"),
-        ({"optim": "adafactor"}, 'optim="adafactor" .* optim="adamw_torch"'),
+        ({"optim": "lomo"}, 'optim="lomo" steps each parameter within backward.* optim="adafactor"'),
+        ({"optim": "galore_adamw_layerwise"}, 'optim="galore_adamw_layerwise" steps each parameter within backward'),
+        (
+            {"given": {"optimizer_cls_and_kwargs": (torch.optim.Adafactor, {"optim_bits": 8})}},
+            "optimizer_cls_and_kwargs has 8-bit moments, but those of embeddings in 32 bits",
+        ),
+        ({"before": _with_lbfgs}, 'optim="adamw_torch.*": torch.optim.lbfgs.LBFGS calls a closure several times'),
+        (
+            {"given": {"optimizer_cls_and_kwargs": (torch.optim.LBFGS, {})}},
+            "optimizer_cls_and_kwargs: torch.optim.lbfgs.LBFGS calls a closure several times",
+        ),
         ({"arguments_class": _with_deepspeed}, "deepspeed='zero3.json' .* leave it out"),
         ({"save_on_each_node": True}, "storage that they share"),
         ({"given": {"streamshard": {"slots": 3}}}, "no such option: slots"),

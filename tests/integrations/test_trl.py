@@ -96,11 +96,13 @@ def test_sft_equals_ddp(context: RankContext, packing: str | None, tmp_path: Pat
 
 
 @on_ranks(2)
-def test_adapters_are_saved_and_go_on_as_with_ddp(context: RankContext, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])
+def test_adapters_are_saved_and_go_on_as_with_ddp(context: RankContext, optim: str, tmp_path: Path) -> None:
     """Each goes on from the other's checkpoint; what is saved is what PEFT loads."""
     from peft import LoraConfig, PeftModel
 
     saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    saving["optim"] = optim
     data = _texts()
 
     def given() -> dict[str, Any]:
