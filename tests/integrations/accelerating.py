@@ -106,6 +106,7 @@ class Trained:
         clip: what to do to gradients.
         data: batches.
         dropout: of the model.
+        optimizer: makes it for a model; None: AdamW.
         **settings: of the Accelerator.
     """
 
@@ -117,13 +118,14 @@ class Trained:
         clip: str = "norm",
         data: Any = None,
         dropout: float = 0.0,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         **settings: Any,
     ) -> None:
         self.accelerator = make(**settings)
         model = make_model(dropout=dropout)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
-        prepared = self.accelerator.prepare(model, optimizer, data or loader(), scheduler)
+        made = torch.optim.AdamW(model.parameters(), lr=1e-2) if optimizer is None else optimizer(model)
+        scheduler = torch.optim.lr_scheduler.StepLR(made, 3, 0.9)
+        prepared = self.accelerator.prepare(model, made, data or loader(), scheduler)
         self.model, self.optimizer, self.data, self.scheduler = prepared
         self.clip = clip
         self.losses: list[float] = []

@@ -25,9 +25,10 @@ from streamshard import Precision, StreamShard
 from streamshard.engine.handle import engine_of
 from streamshard.errors import ShardingError
 from streamshard.integrations.accelerate import StreamShardAccelerator
+from streamshard.optim import WholeParameterOptimizer
 from tests.integrations.accelerating import Trained, launched, loader, make_model, on_ranks, same, stock
 from tests.ranks import RankContext
-from tests.reference import assert_same
+from tests.reference import EXACT, assert_same
 
 # -- training ----------------------------------------------------------------------------------------------------------
 
@@ -44,6 +45,41 @@ def test_it_trains_as_ddp_does(context: RankContext, clip: str, accumulated: int
         assert isinstance(ours.model, StreamShard)
         assert ours.accelerator.unwrap_model(ours.model) is ours.model
     same(ours, theirs)
+
+
+def _adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=0.05)
+
+
+def _whole_adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor, lr=0.05, round_size=256)
+
+
+@on_ranks(1, 2, 3)
+def test_whole_parameters_are_stepped_as_with_ddp_and_saved(context: RankContext, tmp_path: Path) -> None:
+    """`load_state` goes on to the bit, with options that a scheduler has changed."""
+    settings = {"steps": 9, "gradient_accumulation_steps": 2}
+    with launched(context):
+        theirs = Trained(stock, optimizer=_adafactor, **settings)
+    with launched(context):
+        ours = Trained(StreamShardAccelerator, optimizer=_whole_adafactor, **settings)
+        same(ours, theirs)
+        ours.accelerator.save_state(tmp_path)
+    x, y = torch.randn(8, 4, 5), torch.randn(8, 4, 1)
+    with launched(context):
+        other = Trained(StreamShardAccelerator, optimizer=_whole_adafactor, gradient_accumulation_steps=2)
+        other.accelerator.load_state(tmp_path)
+        weights = []
+        for run in (ours, other):
+            run.optimizer.optimizer.zero_grad()  # accumulated, which no checkpoint has
+            for number in range(4):
+                loss = (run.model(x[number]) - y[number]).square().mean()
+                loss.backward()
+                run.optimizer.optimizer.step()
+                run.optimizer.optimizer.zero_grad()
+            weights.append(run.model.full_state_dict(rank0_only=False))
+        assert other.optimizer.param_groups[0]["lr"] == ours.optimizer.param_groups[0]["lr"] < 0.05
+        assert_same(weights[1], weights[0], "weights", EXACT)
 
 
 class _Stream(IterableDataset[torch.Tensor]):
