@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -49,7 +50,7 @@ class ParamShard(NamedTuple):
     dtype: torch.dtype
     piece: torch.Tensor
     segment: SegmentLayout
-    ledger_of: weakref.ref[Ledger]
+    ledger_of: Callable[[], Ledger | None]
 
     @property
     def main(self) -> torch.Tensor:

@@ -87,7 +87,8 @@ def shards_for(model: nn.Module, rank: int, world_size: int) -> list[ParamShard]
         local = unit.local_range(layout, rank)
         piece = flat.narrow(0, local.shard_offset, local.numel)
         piece.copy_(param.detach().reshape(-1)[local.start : local.stop])
-        shards.append(ParamShard(own[0], tuple(own[1:]), nn.Parameter(piece), layout, local, param.dtype, piece))
+        names, whole = (own[0], tuple(own[1:])), nn.Parameter(piece)
+        shards.append(ParamShard(*names, whole, layout, local, param.dtype, piece, unit, lambda: None))
     return shards
 
 

@@ -32,6 +32,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from streamshard import StreamShard, latest, load_checkpoint, save_checkpoint
 from streamshard.errors import StreamShardError
+from streamshard.optim import elementwise
 from tests.models import DIM, Stack
 from tests.ranks import forkserver
 from tests.reference import piece_of
@@ -93,6 +94,7 @@ class Counts(NamedTuple):
     slowest_s: float
 
 
+@elementwise
 class Fill(torch.optim.SGD):
     """Every number becomes `count`, in a step, which waits for what is copied late.
 
