@@ -23,10 +23,10 @@ from streamshard.checkpoint.optimizer_state import (
     Moment,
     Outlines,
     agree_on_outlines,
+    is_owned,
     moment_of,
     outline_state,
     owned_states,
-    owner_of,
     params_in,
     settle,
 )
@@ -193,7 +193,7 @@ class _OptimizerState:
         self.owned: dict[str, Any] = {}
         for engine, shard in self._owners:
             path = f"{name}/{self._names[shard.param]}"
-            for state in owned_states(optimizer, {shard.param: path}, engine.ranks.rank).values():
+            for state in owned_states(optimizer, {shard.param: path}).values():
                 if not engine.ranks.replica:  # the others, if they drift, have tensors of the same names
                     self.owned[self._names[shard.param]] = state.json
                 if drifts_apart(engine) or not engine.ranks.replica:
@@ -221,7 +221,8 @@ class _OptimizerState:
                 is_moment = isinstance(value, Moment)
                 own[key] = {"$": "moment", "tensor": tensor} if is_moment else encode(value, tensor, self._tensors)
         for theirs in owned:
-            state.update(theirs)
+            for param_name, own in theirs.items():  # of slices, ranks have some each
+                state[param_name] = {**state[param_name], **own}
         pieces.extend(self._pieces)
         if sees_steps(self._optimizer):
             moments.update(piece.name for piece in self._pieces)
@@ -239,8 +240,11 @@ class _OptimizerState:
 
 def _moments(prefix: str, optimizer: Optimizer, engine: Engine, shard: ParamShard) -> Iterator[Piece]:
     """What this rank writes of a parameter's moments."""
-    is_owned = owner_of(optimizer, shard.param) is not None
-    if not is_owned and shard.local.numel and (drifts_apart(engine) or not engine.ranks.replica):
+    if (
+        not is_owned(optimizer, shard.param)
+        and shard.local.numel
+        and (drifts_apart(engine) or not engine.ranks.replica)
+    ):
         for key in optimizer.state.get(shard.param, {}):
             moment = moment_of(shard, optimizer, key)
             if moment is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
 from streamshard.checkpoint.tree import decode, encode
 from streamshard.comm.objects import raise_if
@@ -31,11 +32,12 @@ __all__ = [
     "OwnedState",
     "agree_on_outlines",
     "gather_state",
+    "is_owned",
     "moment_of",
     "names_of_moments",
     "outline_state",
+    "own_part",
     "owned_states",
-    "owner_of",
     "params_in",
     "scatter_state",
     "settle",
@@ -63,10 +65,16 @@ class OwnedState(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
-def owner_of(optimizer: Optimizer, param: nn.Parameter) -> int | None:
-    """The rank of the shard group that steps `param` whole; None if ranks step pieces of it."""
+def is_owned(optimizer: Optimizer, param: nn.Parameter) -> bool:
+    """Whether ranks that own `param`, or slices of it, step them whole; else ranks step pieces of it."""
     ask = getattr(optimizer, "owner_of", None)
-    return None if ask is None else ask(param)
+    return ask is not None and ask(param) is not None
+
+
+def own_part(optimizer: Optimizer, param: nn.Parameter, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What this rank keeps of the `values` for a parameter that is owned."""
+    ask: Any = optimizer
+    return dict(ask.own_part(param, values))
 
 
 def settle(optimizer: Optimizer, ranks: Ranks) -> None:
@@ -75,20 +83,19 @@ def settle(optimizer: Optimizer, ranks: Ranks) -> None:
         act(ranks)
 
 
-def owned_states(optimizer: Optimizer, params: Mapping[nn.Parameter, str], rank: int) -> dict[str, OwnedState]:
-    """What this rank keeps of the parameters that it owns, by their names.
+def owned_states(optimizer: Optimizer, params: Mapping[nn.Parameter, str]) -> dict[str, OwnedState]:
+    """What this rank keeps of the parameters that it owns, or owns slices of, by their names.
 
     Args:
         optimizer: keeps it.
         params: names of its parameters.
-        rank: of the shard group.
 
     Raises:
         CheckpointError: names state that cannot be saved.
     """
     found = {}
     for param, name in params.items():
-        if owner_of(optimizer, param) == rank and optimizer.state.get(param):
+        if is_owned(optimizer, param) and optimizer.state.get(param):
             tensors: dict[str, torch.Tensor] = {}
             json = encode(dict(optimizer.state[param]), name, tensors)
             found[name] = OwnedState(json, tensors)
@@ -126,7 +133,7 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
                 )
         if not engine.ranks.replica:
             names = {shard.param: str(numbers[shard.param]) for shard in engine.param_shards if shard.param in numbers}
-            owned.update(owned_states(optimizer, names, engine.ranks.rank))
+            owned.update(owned_states(optimizer, names))
         told = {name: _told(each) for name, each in owned.items()}
         return outline_state(engine.param_shards, optimizer, numbers), told
 
@@ -141,10 +148,11 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
             state[number] = {name: _copied(value) for name, value in values.items()}
     for source, (_, theirs) in enumerate(said):
         for name, told in theirs.items():
-            tensors = owned[name].tensors if name in owned else told.tensors
+            tensors = owned[name].tensors if source == engine.ranks.number else told.tensors
             collected = _collect_owned(engine.ranks, tensors, source, to_all=not rank0_only)
             if wanted:
-                state[int(name)] = decode(told.json, collected.__getitem__, torch.device("cpu"))
+                own = decode(told.json, collected.__getitem__, torch.device("cpu"))
+                state.setdefault(int(name), {}).update(own)  # of slices, ranks have some each
     failure: Exception | None = None
     for unit in engine.units:
         shards = unit.params
@@ -212,7 +220,7 @@ def outline_state(shards: Sequence[ParamShard], optimizer: Optimizer, numbers: M
         # A rank without elements keeps nothing, but for what it has loaded or had before it was sharded.
         if number is None or shard.layout.numel and not shard.local.numel:
             continue
-        if owner_of(optimizer, shard.param) is not None:
+        if is_owned(optimizer, shard.param):
             continue
         outline = {
             name: _outline_value(value, f"{type(optimizer).__name__}'s state {name!r} of {shard.name!r}", shard)
@@ -300,7 +308,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
         for number, values in given["state"].items():
             if not isinstance(values, Mapping):  # of no parameter
                 outline[number] = values
-            elif number < len(params) and owner_of(optimizer, params[number]) is not None:
+            elif number < len(params) and is_owned(optimizer, params[number]):
                 tensors: dict[str, torch.Tensor] = {}
                 wholes[number] = OwnedState(encode(dict(values), str(number), tensors), tensors)
                 outline[number] = _told(wholes[number])
@@ -316,8 +324,8 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
     for number, values in outline.items():
         if isinstance(values, OwnedState):
             own = _send_owned(ranks, wholes[number] if ranks.is_first else values)
-            if owner_of(optimizer, params[number]) == ranks.rank:
-                state[number] = decode(values.json, own.__getitem__, engine.streams.device)
+            if json := own_part(optimizer, params[number], values.json):
+                state[number] = decode(json, own.__getitem__, engine.streams.device)
             continue
         if not isinstance(values, Mapping):
             state[number] = values
@@ -352,7 +360,7 @@ def _send_owned(ranks: Ranks, state: OwnedState) -> dict[str, torch.Tensor]:
 
 def _copied(value: Any) -> Any:
     """Not shared with the optimizer, which goes on counting steps."""
-    return value.as_subclass(torch.Tensor).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.as_subclass(torch.Tensor).to("cpu", copy=True), value)
 
 
 class _Tensor:
@@ -379,7 +387,7 @@ def names_of_moments(shards: Sequence[ParamShard], optimizer: Optimizer) -> list
     """Names of state that has an element for each of the parameter's, in order of appearance."""
     names: dict[str, None] = {}
     for shard in shards:
-        if owner_of(optimizer, shard.param) is not None:
+        if is_owned(optimizer, shard.param):
             continue
         for name in optimizer.state.get(shard.param, {}):
             if moment_of(shard, optimizer, name) is not None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from streamshard.checkpoint.disk_layout import local_pieces
 from streamshard.checkpoint.load import put_back_buffers
 from streamshard.checkpoint.manifest import Manifest
-from streamshard.checkpoint.optimizer_state import moment_of, owner_of, params_in
+from streamshard.checkpoint.optimizer_state import is_owned, moment_of, own_part, params_in
 from streamshard.checkpoint.parts import RANDOM, Parts, class_name, name_there, param_names, set_random_state
 from streamshard.checkpoint.tree import decode
 from streamshard.engine.engine import Engine
@@ -165,9 +165,9 @@ def _plan_optimizer(
     state: dict[Any, Any] = {}  # by the parameter's number; what belongs to none, by its key
     for number, param in enumerate(params_in(optimizer)):
         own: dict[str, Any] = {}
-        if param in shards and (owner := owner_of(optimizer, param)) is not None:
+        if param in shards and is_owned(optimizer, param):
             engine = shards[param][0]
-            if owner == engine.ranks.rank and (tree := saved["state"].get(names[param])):
+            if tree := own_part(optimizer, param, saved["state"].get(names[param], {})):
                 state[number] = decode(tree, _reader(tensor_of, engine, manifest), engine.streams.device)
             continue
         if param in shards and _has_nothing(shards[param][1]):

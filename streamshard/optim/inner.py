@@ -15,10 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from streamshard.errors import ConfigError, StreamShardError
 from streamshard.optim.rounds import stand_in
+from streamshard.unit.pieces import piece_of
+from streamshard.unit.sharded_parameter import data_of
 
-__all__ = ["InnerOptimizer", "Made", "constructor_options", "try_constructor"]
+__all__ = ["NO_OPTIONS", "Constructed", "InnerOptimizer", "Place", "constructor_options", "try_constructor"]
 
-_NO_OPTIONS = ("params", "param_names")
+Place = tuple[nn.Parameter, int | None]
+NO_OPTIONS = ("params", "param_names")
 _PLAIN = (int, float, str, bool, tuple, type(None))
 
 
@@ -30,8 +33,9 @@ class InnerOptimizer:
         options: for its constructor.
         number: of the group.
         group: the user's group; its options count, and are written when a step changes them.
-        params: the user's parameters.
-        targets: what is stepped in their place; the same objects where that happens in place.
+        places: the user's parameters, each with the number of a slice of it, or None for all of it.
+        targets: what is stepped in their place; None: they are stepped in place.
+        initial: by place, state that the constructor gives parameters when it sees all of them.
 
     Attributes:
         optimizer: the ordinary one.
@@ -44,34 +48,66 @@ class InnerOptimizer:
         options: Mapping[str, Any],
         number: int,
         group: dict[str, Any],
-        params: Sequence[nn.Parameter],
-        targets: Sequence[nn.Parameter | None],
+        places: Sequence[Place],
+        targets: Sequence[nn.Parameter | None] | None = None,
+        initial: Mapping[Place, Mapping[str, Any]] | None = None,
     ) -> None:
         self.number = number
         self._group = group
-        self._params = params
-        own = {key: _copied(value) for key, value in group.items() if key not in _NO_OPTIONS}
+        self._places = places
+        self._views: list[tuple[nn.Parameter, int, nn.Parameter]] = []  # slices that are stepped in place
+        if targets is None:
+            targets = []
+            for param, index in places:
+                target = param if index is None else nn.Parameter(stand_in(param)[index])
+                targets.append(target)
+                if index is not None:
+                    self._views.append((param, index, target))
+        own = {key: _copied(value) for key, value in group.items() if key not in NO_OPTIONS}
         self.optimizer: Optimizer = kind([{**own, "params": list(targets)}], **options)
+        for place, stepped in zip(places, targets, strict=True):
+            if stepped is not None and (values := (initial or {}).get(place)):
+                self.optimizer.state[stepped].update(values)
         self._given: dict[str, tuple[Any, int]] = {}
 
     def step(self) -> None:
         """With the user's options."""
         self.take_options()
+        for param, index, view in self._views:
+            view.data = data_of(param)[index]
+            view.grad = None if param.grad is None else param.grad[index]
         self.optimizer.step()
+        for param, index, view in self._views:
+            if view.grad is not None:
+                data_of(param)[index].copy_(view.detach())  # it may have been given other data
+                torch.autograd.graph.increment_version(param)
+            view.grad, view.data = None, stand_in(view)
         self.give_options()
+
+    def refuse_aliases(self, address: int) -> None:
+        """Raise if state is in the memory at `address`, where the next parameters and gradients will be."""
+        for (param, _), target in zip(self._places, self.optimizer.param_groups[0]["params"], strict=True):
+            for value in tree_leaves(self.optimizer.state.get(target)):
+                if type(value) is torch.Tensor and value.untyped_storage().data_ptr() == address != 0:
+                    piece = piece_of(param)
+                    raise ConfigError(
+                        f"{type(self.optimizer).__name__} keeps the memory of parameter "
+                        f"{piece.name if piece else ''!r}, or of its gradient, as state, where other parameters are "
+                        "next: keep a clone()"
+                    )
 
     def take_options(self) -> None:
         """From the user's group."""
         own = self.optimizer.param_groups[0]
         for key, value in self._group.items():
-            if key not in _NO_OPTIONS:
+            if key not in NO_OPTIONS:
                 own[key] = _copied(value)
                 self._given[key] = own[key], _version(own[key])
 
     def give_options(self) -> None:
         """To the user's group, those that the step has changed. Tensors there stay the same objects."""
         for key, value in self.optimizer.param_groups[0].items():
-            if key in _NO_OPTIONS:
+            if key in NO_OPTIONS:
                 continue
             given = self._given.get(key)
             if given is not None and value is given[0] and _version(value) == given[1] and not _is_mutable(value):
@@ -83,28 +119,42 @@ class InnerOptimizer:
                 self._group[key] = _copied(value)
 
     def link(self, state: dict[Any, Any]) -> None:
-        """Let `state` have what this optimizer keeps, by the user's parameters."""
-        for param, target in zip(self._params, self.optimizer.param_groups[0]["params"], strict=True):
+        """Let `state` have what this optimizer keeps, by the user's parameters, of slices by their numbers too."""
+        for (param, index), target in zip(self._places, self.optimizer.param_groups[0]["params"], strict=True):
             if target in self.optimizer.state:
-                state[param] = self.optimizer.state[target]
+                if index is None:
+                    state[param] = self.optimizer.state[target]
+                else:
+                    state.setdefault(param, {})[str(index)] = self.optimizer.state[target]
         for key, value in self.optimizer.state.items():
             if not isinstance(key, torch.Tensor):
                 state[key] = value
 
-    def load(self, state: Mapping[Any, Any], extras: Mapping[str, Any]) -> None:
-        """Keep what `state` has for the user's parameters, beside what the constructor has given them."""
+    def load(self, state: Mapping[Any, Any], extras: Mapping[str, Any], *, is_loaded: bool) -> None:
+        """Keep what `state` has for the user's parameters, which becomes this optimizer's.
+
+        Args:
+            state: by the user's parameters.
+            extras: see `extras`.
+            is_loaded: `state` may be of other dtypes and devices; else it was the same class's until now, and stays
+                as it is.
+        """
         if not state and not extras:
             return
-        packed = self.optimizer.state_dict()["state"]
-        for place, param in enumerate(self._params):
-            if param in state:
-                packed[place] = {**packed.get(place, {}), **state[param]}
+        packed = self.optimizer.state_dict()["state"]  # what the constructor has made
+        for number, (param, index) in enumerate(self._places):
+            values = state.get(param) if index is None else state.get(param, {}).get(str(index))
+            if values is not None:
+                packed[number] = {**packed.get(number, {}), **values}
         shared = {key: copy.deepcopy(value) for key, value in state.items() if not isinstance(key, torch.Tensor)}
-        own = {key: _copied(value) for key, value in self._group.items() if key not in _NO_OPTIONS}
-        groups = [{**own, "params": list(range(len(self._params)))}]
+        own = {key: _copied(value) for key, value in self._group.items() if key not in NO_OPTIONS}
+        groups = [{**own, "params": list(range(len(self._places)))}]
         self.optimizer.load_state_dict(
             {**copy.deepcopy(dict(extras)), "state": {**shared, **packed}, "param_groups": groups}
         )
+        if not is_loaded:
+            targets = self.optimizer.param_groups[0]["params"]
+            self.optimizer.state.update({targets[number]: values for number, values in packed.items()})
 
     def extras(self) -> dict[str, Any]:
         """What its ``state_dict()`` has beside state and groups."""
@@ -115,10 +165,10 @@ class InnerOptimizer:
 def constructor_options(kind: type[Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
     """Those entries of a group that the constructor of `kind` takes by name."""
     takes = inspect.signature(kind.__init__).parameters
-    return {key: value for key, value in group.items() if key in takes and key not in ("self", *_NO_OPTIONS)}
+    return {key: value for key, value in group.items() if key in takes and key not in ("self", *NO_OPTIONS)}
 
 
-class Made(NamedTuple):
+class Constructed(NamedTuple):
     """What the constructor of an optimizer makes of a group.
 
     Attributes:
@@ -130,14 +180,21 @@ class Made(NamedTuple):
     state: list[dict[str, Any]]
 
 
-def try_constructor(kind: type[Optimizer], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Made:
+def try_constructor(
+    kind: type[Optimizer], options: Mapping[str, Any], groups: Sequence[tuple[Mapping[str, Any], list[torch.Tensor]]]
+) -> Constructed:
     """What `kind` makes of the last of `groups`, all of which are for it.
+
+    Args:
+        kind: an optimizer's class.
+        options: for its constructor.
+        groups: each with stand-ins of what is to be stepped, see `stand_in`.
 
     Raises:
         ConfigError: the constructor raises, splits a group, or reads values of parameters.
     """
-    given = [{key: _copied(value) for key, value in group.items() if key not in _NO_OPTIONS} for group in groups]
-    params = [[nn.Parameter(stand_in(param)) for param in group["params"]] for group in groups]
+    given = [{key: _copied(value) for key, value in group.items() if key not in NO_OPTIONS} for group, _ in groups]
+    params = [[nn.Parameter(each) for each in stand_ins] for _, stand_ins in groups]
     try:
         with _ReadsNoValues(kind, [param for own in params for param in own]):
             made: Any = kind([{**each, "params": own} for each, own in zip(given, params, strict=True)], **options)
@@ -157,7 +214,7 @@ def try_constructor(kind: type[Optimizer], options: Mapping[str, Any], groups: S
         {key: value for key, value in made.state.get(param, {}).items() if isinstance(value, _PLAIN)}
         for param in params[-1]
     ]
-    return Made({key: value for key, value in made.param_groups[-1].items() if key not in _NO_OPTIONS}, state)
+    return Constructed({key: value for key, value in made.param_groups[-1].items() if key not in NO_OPTIONS}, state)
 
 
 class _ReadsNoValues(TorchDispatchMode):

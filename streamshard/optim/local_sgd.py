@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.checkpoint.optimizer_state import moment_of, names_of_moments
+from streamshard.checkpoint.optimizer_state import is_owned, moment_of, names_of_moments
 from streamshard.errors import ConfigError, RankMismatchError
 from streamshard.optim.wrapper import WrappedOptimizer
 
@@ -40,7 +40,7 @@ class LocalSGD(WrappedOptimizer):
         period: steps from one average to the next, at least 1.
         warmup_steps: steps before replicas train on their own.
         average_moments: average what the optimizer keeps for each element too (momentum, Adam's moments), whenever
-            weights are.
+            weights are. Not with optimizers that step whole parameters.
 
     Attributes:
         step_count: how many steps were made.
@@ -69,6 +69,13 @@ class LocalSGD(WrappedOptimizer):
             raise ConfigError(
                 "LocalSGD averages over replicas, this model has one: shard it with a 2-D mesh, replicate x shard, "
                 "such as mesh=init_device_mesh(device_type, (replicas, ranks in each))"
+            )
+        params = [param for group in self.param_groups for param in group["params"]]
+        if average_moments and any(is_owned(optimizer, param) for param in params):
+            raise ConfigError(
+                "average_moments=True with WholeParameterOptimizer: what it keeps of whole parameters need not have "
+                "an element for each of theirs, and is not averaged. Leave average_moments at False, as in "
+                "PostLocalSGDOptimizer"
             )
         heard = self.engine.ranks.gather_objects((period, warmup_steps, average_moments))
         for rank, theirs in enumerate(heard):

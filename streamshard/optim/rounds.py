@@ -45,15 +45,21 @@ class WholeParam(NamedTuple):
 
     Attributes:
         param: the user's, a piece.
-        piece: what it is a piece of.
+        number: of the slice that is stepped as a parameter of its own; None: the parameter is stepped as it is.
+        piece: what it, or its slice, is a piece of.
+        local: which elements of `param` here, flattened, are the piece.
         owner: the rank of the shard group that steps it.
         whole: on the owner, what its optimizer steps; None on other ranks.
+        cost: of its step.
     """
 
     param: nn.Parameter
+    number: int | None
     piece: Piece
+    local: slice
     owner: int
     whole: nn.Parameter | None
+    cost: float
 
 
 class Verdict(NamedTuple):
@@ -75,12 +81,16 @@ class Rounds:
         rounds: the parameters of each round; at least one round.
         ranks: the shard group.
         ledger: allocates the buffers; they are freed with this object.
+
+    Attributes:
+        address: of the memory of whole parameters and their gradients.
     """
 
     def __init__(self, rounds: Sequence[Sequence[WholeParam]], ranks: Ranks, ledger: Ledger) -> None:
         self._ranks = ranks
         plans = [_Plan(params, ranks.rank, ranks.world_size) for params in rounds]
         wholes = _allocate(ledger, max(plan.whole_numel for plan in plans))
+        self.address = wholes.untyped_storage().data_ptr()
         self._sets = [_BufferSet(number, plans[number::2], wholes, ranks, ledger) for number in range(len(plans))[:2]]
         self._rounds = [_Round(plan, self._sets[number % 2]) for number, plan in enumerate(plans)]
         self._numbers = torch.zeros(2, ranks.world_size, pin_memory=ranks.streams.device.type != "cpu")
@@ -142,9 +152,9 @@ class Rounds:
         sources, targets = [], []
         for each, grad, weight in own.sent:
             if (found := each.param.grad) is not None:
-                sources.append(found.as_subclass(torch.Tensor).view(-1))
+                sources.append(found.as_subclass(torch.Tensor).view(-1)[each.local])
                 targets.append(grad)
-            sources.append(data_of(each.param).view(-1))
+            sources.append(data_of(each.param).view(-1)[each.local])
             targets.append(weight)
         with torch.no_grad():
             _copy(targets, sources)
@@ -185,7 +195,7 @@ class Rounds:
         changed = [] if self._knows_that_grads_differ() else [each for each in own.plan.params if has_grad(each)]
         with torch.no_grad():
             _copy(
-                [data_of(each.param).view(-1) for each, _ in own.returned if has_grad(each) and changed],
+                [data_of(each.param).view(-1)[each.local] for each, _ in own.returned if has_grad(each) and changed],
                 [part for each, part in own.returned if has_grad(each) and changed],
             )
             if number == len(self._rounds) - 1:

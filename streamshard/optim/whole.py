@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.comm.ranks import Ranks
+from streamshard.compiling import untraced
 from streamshard.config import parse_bytes
-from streamshard.errors import ConfigError, OptimizerError, RankMismatchError
-from streamshard.optim.inner import InnerOptimizer, constructor_options, try_constructor
+from streamshard.errors import ConfigError, OptimizerError, RankMismatchError, ShardingError
+from streamshard.optim.inner import NO_OPTIONS, InnerOptimizer, Place, constructor_options, try_constructor
 from streamshard.optim.rounds import Rounds, WholeParam, stand_in
 from streamshard.optim.separable import check_separable, random_states, refuse_draws
 from streamshard.plan.owners import assign_owners, describe_load, plan_rounds, rank_loads
@@ -22,7 +24,7 @@ from streamshard.unit.unreduced_grad import UnreducedGrad
 
 __all__ = ["WholeParameterOptimizer"]
 
-_CLASS = "optimizer_class"  # what a group may name
+_CLASS, _BATCHED = "optimizer_class", "batched"  # what a group may say
 _FP32_BYTES = 4
 
 
@@ -39,12 +41,15 @@ class WholeParameterOptimizer(Optimizer):
 
     Args:
         params: parameters or parameter groups, as for any optimizer, made before or after ``StreamShard(model)``. A
-            group may name an ``optimizer_class`` of its own; its other entries are that class's options.
+            group may name an ``optimizer_class`` of its own; its other entries are that class's options. A group may
+            say ``batched=True``, for stacked experts: the first dimension of its parameters counts slices, each of
+            which is stepped as a parameter of its own, by an owner of its own. So Muon, which takes matrices, can step
+            ``[experts, rows, columns]``. ``state[param]`` has what is kept for each slice, by ``"0"``, ``"1"``, ...
         optimizer_class: steps all other groups. It has to step each parameter by itself. That is tried on small
             parameters here; an optimizer with a norm or a learning rate over all parameters is refused.
         cost: what it costs to step a parameter, in any unit, called with each parameter (whose shape is the full one).
             Owners are chosen so that ranks have about the same sum. None: the number of elements. For Muon
-            ``lambda p: p.numel() * min(p.shape)``.
+            ``lambda p: p.numel() * min(p.shape)``. Of a batched group it is called with one slice of each.
         round_size: bytes of fp32 weights that a rank takes on in one round, or its largest parameter if that is more.
             Rounds overlap, so a rank needs room for about ten times as much; ``memory_report()`` counts it.
         **defaults: options of `optimizer_class`.
@@ -68,25 +73,40 @@ class WholeParameterOptimizer(Optimizer):
         self._main_class, self._main_options = _checked(optimizer_class), defaults
         self._cost = cost or _numel
         self._round_numel = max(parse_bytes("round_size", round_size) // _FP32_BYTES, 1)
-        self._classes: list[tuple[type[Optimizer], dict[str, Any]]] = []  # of each group, with what constructs it
-        self._owners: dict[nn.Parameter, int] = {}
+        self._classes: list[_Made] = []  # of each group
+        self._owners: dict[Place, int] = {}
         self._bound: _Bound | None = None
-        self._initial: dict[nn.Parameter, dict[str, Any]] = {}  # state from constructors, which may count parameters
         self._extras: dict[str, Any] = {}  # what optimizers inside have in state_dict() beside state and groups
         super().__init__(params, {})
-        self.defaults = {key: value for key, value in self.param_groups[0].items() if key != "params"}
+
+    def __getstate__(self) -> NoReturn:
+        # Called by copy and pickle.
+        raise ShardingError(
+            "WholeParameterOptimizer cannot be copied or pickled, ranks own parts of its state: save "
+            "streamshard.full_optimizer_state_dict(model, optimizer)"
+        )
 
     @property
     def bound(self) -> _Bound:
         """The optimizers inside, for the parameters as they are now."""
         if self._bound is None or not self._bound.is_current():
             if self._bound is not None:
+                self._bound.check_last_step()
                 self._extras.update(self._bound.extras())
-            wholes = self._choose_owners()
-            self._bound = _Bound(self.param_groups, self._classes, wholes, self._round_numel, self._cost)
-            self._bound.load({**self._initial, **self.state}, self._extras)
-            self._bound.link(self.state)
+            self._bind(is_loaded=False)
+        assert self._bound is not None
         return self._bound
+
+    def _bind(self, *, is_loaded: bool) -> None:
+        wholes = self._choose_owners()
+        for each in wholes:
+            if each.whole is None and each.number is None:
+                self.state.pop(each.param, None)
+            elif each.whole is None:
+                self.state.get(each.param, {}).pop(str(each.number), None)
+        self._bound = _Bound(self.param_groups, self._classes, wholes, self._round_numel)
+        self._bound.load(self.state, self._extras, is_loaded=is_loaded)
+        self._bound.link(self.state)
 
     # -- groups -----------------------------------------------------------------------------------------------------
 
@@ -94,35 +114,48 @@ class WholeParameterOptimizer(Optimizer):
         """As of any optimizer. Parameters that are there keep their owners.
 
         Args:
-            param_group: ``params``, options, and perhaps an ``optimizer_class``.
+            param_group: ``params``, options, and perhaps an ``optimizer_class`` and ``batched``.
         """
         group = dict(param_group)
         kind = _checked(group.pop(_CLASS, self._main_class))
+        is_batched = group.pop(_BATCHED, False) and not is_elementwise_class(kind)
         own = _CLASS in param_group
+        self.defaults = {}  # torch would fill in the first group's, which may be of another class
         super().add_param_group(group)
         try:
             options = constructor_options(kind, group) if own else self._main_options
+            if is_batched:
+                _check_batched(group["params"])
             known = zip(self._classes, self.param_groups, strict=False)
-            made = try_constructor(kind, options, [*(each for (other, _), each in known if other is kind), group])
-            for key, value in made.options.items():
+            alike = [(each, made.stand_ins(each["params"])) for made, each in known if made.kind is kind]
+            made = _Made(kind, options, is_batched, {})
+            stepped = made.stand_ins(group["params"])
+            constructed = try_constructor(kind, options, [*alike, (group, stepped)])
+            made.initial.update(zip(made.places(group["params"]), constructed.state, strict=True))
+            for key, value in constructed.options.items():
                 group.setdefault(key, value)
-            params = group["params"]
-            if params and not is_elementwise_class(kind):
+            if stepped and not is_elementwise_class(kind):
                 given = {**options, **{key: group[key] for key in constructor_options(kind, group)}}
-                check_separable(kind, given, [tuple(param.shape) for param in params], params[0].device)
+                check_separable(kind, given, [tuple(each.shape) for each in stepped], stepped[0].device)
         except BaseException:
             self.param_groups.pop()
             raise
-        self._classes.append((kind, options))
-        self._initial.update({param: state for param, state in zip(params, made.state, strict=True) if state})
+        finally:
+            # What all groups have. Schedulers take what is here for an option of each of them.
+            self.defaults = {
+                key: value
+                for key, value in (self.param_groups or [{}])[0].items()
+                if key not in NO_OPTIONS and all(key in each for each in self.param_groups)
+            }
+        self._classes.append(made)
 
     def __repr__(self) -> str:
         """The groups with their classes, and how much each rank steps."""
         lines = [f"{type(self).__name__} ("]
-        for number, ((kind, _), group) in enumerate(zip(self._classes, self.param_groups, strict=True)):
+        for number, (made, group) in enumerate(zip(self._classes, self.param_groups, strict=True)):
             count, numel = len(group["params"]), sum(param.numel() for param in group["params"])
             options = ", ".join(f"{key}={value}" for key, value in sorted(group.items()) if key != "params")
-            lines.append(f"  group {number}: {kind.__name__}({options}): {count} parameters, {numel:,} elements")
+            lines.append(f"  group {number}: {made.kind.__name__}({options}): {count} parameters, {numel:,} elements")
         return "\n".join([*lines, *(f"  {line}" for line in self.bound.describe()), ")"])
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -146,22 +179,34 @@ class WholeParameterOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if isinstance(grad := param.grad, UnreducedGrad):
-                    grad.refuse("an optimizer's step")
+        untraced(self._step)
+        return loss
+
+    def _step(self) -> None:
+        for param in _params_in(self.param_groups):
+            if isinstance(grad := param.grad, UnreducedGrad):
+                grad.refuse("an optimizer's step")
         self.bound.step()
         self.bound.link(self.state)
-        return loss
 
     # -- state ------------------------------------------------------------------------------------------------------
 
-    def owner_of(self, param: torch.Tensor) -> int | None:
+    def owner_of(self, param: torch.Tensor) -> int | list[int] | None:
         """The rank of the shard group that steps `param` whole; None if its pieces are stepped in place.
 
-        One rank alone owns all parameters whose class is not elementwise.
+        Of a parameter of a batched group, the rank of each slice. One rank alone owns all parameters whose class is not
+        elementwise.
         """
         return self.bound.owners.get(id(param))
+
+    def own_part(self, param: torch.Tensor, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What this rank keeps of `values` for `param`: all if it owns it, those of slices that it owns, or nothing."""
+        owners, piece = self.owner_of(param), piece_of(param)
+        rank = 0 if piece is None else piece.ranks.rank
+        if not isinstance(owners, list):
+            return values if owners == rank else {}
+        own = [str(index) for index, owner in enumerate(owners) if owner == rank]
+        return {key: values[key] for key in own if key in values}
 
     def in_place(self) -> list[Optimizer]:
         """The optimizers inside that step parameters where they lie."""
@@ -170,7 +215,10 @@ class WholeParameterOptimizer(Optimizer):
     @property
     def described_class(self) -> str:
         """Its class and those of its groups, which have to be the same where a checkpoint is loaded."""
-        kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind, _ in self._classes]
+        kinds = [
+            f"{made.kind.__module__}.{made.kind.__qualname__}{' of slices' if made.is_batched else ''}"
+            for made in self._classes
+        ]
         return f"{type(self).__module__}.{type(self).__qualname__}({', '.join(kinds)})"
 
     def settle(self, ranks: Ranks) -> None:
@@ -202,46 +250,83 @@ class WholeParameterOptimizer(Optimizer):
 
         The whole that rank 0 alone has is loaded by `streamshard.load_optimizer_state_dict`.
         """
-        self.bound  # noqa: B018  # chooses owners
         plain = unmark_state(state_dict)
+        state: dict[Any, Any] = plain["state"]
+        super().load_state_dict({**plain, "state": {}})  # only the classes inside know the dtypes of their state
         numbers = [number for group in plain["param_groups"] for number in group["params"]]
-        for number, param in zip(numbers, _params_in(self.param_groups), strict=False):  # torch compares their number
-            piece = piece_of(param)
-            if piece is not None and self._owners.get(param, piece.ranks.rank) != piece.ranks.rank:
-                plain["state"].pop(number, None)
-        super().load_state_dict(plain)
+        by_number = dict(zip(numbers, _params_in(self.param_groups), strict=True))
+        self.state = defaultdict(dict, {by_number.get(number, number): values for number, values in state.items()})
         self._extras = {key: value for key, value in plain.items() if key not in ("state", "param_groups")}
-        self._bound = None  # groups are others now
-        self.bound  # noqa: B018  # takes the state
+        self._bind(is_loaded=True)
 
     def _choose_owners(self) -> list[WholeParam]:
-        """The sharded parameters that are stepped whole, with their owners."""
+        """The sharded parameters that are stepped whole, or their slices, with their owners."""
         found = [
-            (param, piece)
-            for (kind, _), group in zip(self._classes, self.param_groups, strict=True)
-            if not is_elementwise_class(kind)
+            (param, index, piece)
+            for made, group in zip(self._classes, self.param_groups, strict=True)
+            if not is_elementwise_class(made.kind)
             for param in group["params"]
             if (piece := piece_of(param)) is not None
+            for index in made.indices(param)
         ]
         if not found:
             return []
-        ranks = found[0][1].ranks
-        if any(piece.ranks is not ranks for _, piece in found):
-            other = next(piece for _, piece in found if piece.ranks is not ranks)
+        ranks = found[0][2].ranks
+        if any(piece.ranks is not ranks for _, _, piece in found):
+            other = next(piece for _, _, piece in found if piece.ranks is not ranks)
             raise ConfigError(
-                f"parameter {other.name!r} is of another model than {found[0][1].name!r}: make one "
+                f"parameter {other.name!r} is of another model than {found[0][2].name!r}: make one "
                 "WholeParameterOptimizer for each model"
             )
-        old = [param for param, _ in found if param in self._owners]
-        loads = rank_loads([self._cost(param) for param in old], [self._owners[p] for p in old], ranks.world_size)
-        new = [param for param, _ in found if param not in self._owners]
-        self._owners.update(zip(new, assign_owners([self._cost(p) for p in new], ranks.world_size, loads), strict=True))
+        costs: dict[Place, float] = {}
+        for param, index, _ in found:
+            costs[param, index] = (
+                costs[param, 0] if index else self._cost(param if index is None else nn.Parameter(stand_in(param)[0]))
+            )
+        old = [place for place in costs if place in self._owners]
+        loads = rank_loads([costs[place] for place in old], [self._owners[place] for place in old], ranks.world_size)
+        new = [place for place in costs if place not in self._owners]
+        self._owners.update(
+            zip(new, assign_owners([costs[place] for place in new], ranks.world_size, loads), strict=True)
+        )
         wholes = []
-        for param, piece in found:
-            is_own = self._owners[param] == ranks.rank
-            whole = nn.Parameter(stand_in(param)) if is_own else None
-            wholes.append(WholeParam(param, piece, self._owners[param], whole))
+        for param, index, piece in found:
+            owner = self._owners[param, index]
+            whole = nn.Parameter(stand_in(param if index is None else stand_in(param)[index]))
+            own, local = (piece, slice(None)) if index is None else piece.slice_at(index)
+            wholes.append(
+                WholeParam(param, index, own, local, owner, whole if owner == ranks.rank else None, costs[param, index])
+            )
         return wholes
+
+
+class _Made(NamedTuple):
+    """How the optimizer of a group is made.
+
+    Attributes:
+        kind: its class.
+        options: for its constructor.
+        is_batched: slices of the group's parameters are stepped.
+        initial: state that the constructor gives parameters when it sees all of them.
+    """
+
+    kind: type[Optimizer]
+    options: dict[str, Any]
+    is_batched: bool
+    initial: dict[Place, dict[str, Any]]
+
+    def indices(self, param: nn.Parameter) -> Iterable[int | None]:
+        """Of the slices that are stepped; None: the parameter is stepped as it is."""
+        return range(param.shape[0]) if self.is_batched else (None,)
+
+    def places(self, params: Iterable[nn.Parameter]) -> list[Place]:
+        """What is stepped of `params`."""
+        return [(param, index) for param in params for index in self.indices(param)]
+
+    def stand_ins(self, params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+        """Of what is stepped of `params`."""
+        wholes = [(stand_in(param), index) for param, index in self.places(params)]
+        return [whole if index is None else whole[index] for whole, index in wholes]
 
 
 class _Bound:
@@ -249,44 +334,49 @@ class _Bound:
 
     Args:
         groups: the user's; options are read from them before each step, and written to them after it.
-        classes: of each group, with what constructs it.
+        classes: of each group.
         wholes: sharded parameters that are stepped whole.
         round_numel: elements that a rank owns in a round.
-        cost: of a parameter's step.
     """
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        classes: list[tuple[type[Optimizer], dict[str, Any]]],
+        classes: list[_Made],
         wholes: list[WholeParam],
         round_numel: int,
-        cost: Callable[[nn.Parameter], float],
     ) -> None:
         self._groups = groups
         params = _params_in(groups)
         self._trained = [(id(param), param.requires_grad) for param in params]
         self._sharded = {id(param) for param in params if piece_of(param) is not None}
-        self._costs = [cost(each.param) for each in wholes]
         self._wholes = wholes
         self._error: Exception | None = None
         self._is_checked = True
-        by_param = {each.param: each for each in wholes}
-        self.owners = {id(each.param): each.owner for each in wholes}
-        for group, (kind, _) in zip(groups, classes, strict=True):
-            if not is_elementwise_class(kind):  # with one rank
-                self.owners.update({id(param): 0 for param in group["params"] if id(param) not in self.owners})
+        self.owners: dict[int, int | list[int]] = {}
+        for each in wholes:
+            if each.number is None:
+                self.owners[id(each.param)] = each.owner
+            else:
+                owners = self.owners.setdefault(id(each.param), [])
+                assert isinstance(owners, list)
+                owners.append(each.owner)
+        if not self._sharded:  # with one rank
+            for group, made in zip(groups, classes, strict=True):
+                if not is_elementwise_class(made.kind):
+                    self.owners.update({id(param): 0 for param in group["params"]})
         self._in_place: list[InnerOptimizer] = []
-        for number, (group, made_by) in enumerate(zip(groups, classes, strict=True)):
-            own = [param for param in group["params"] if param not in by_param]
+        here = {each.param for each in wholes}
+        for number, (group, made) in enumerate(zip(groups, classes, strict=True)):
+            own = made.places(param for param in group["params"] if param not in here)
             if own:
-                self._in_place.append(InnerOptimizer(*made_by, number, group, own, own))
+                self._in_place.append(InnerOptimizer(made.kind, made.options, number, group, own, initial=made.initial))
         self._rounds: Rounds | None = None
         self._by_round: list[list[InnerOptimizer]] = []
         trained = [each for each in wholes if each.param.requires_grad]
         if trained:
             indices = plan_rounds(
-                [cost(each.param) for each in trained],
+                [each.cost for each in trained],
                 [each.piece.place.numel for each in trained],
                 [each.owner for each in trained],
                 round_numel,
@@ -296,12 +386,13 @@ class _Bound:
             self._rounds = Rounds(rounds, self._ranks, trained[0].piece.ledger_of())
             for own_round in rounds:
                 self._by_round.append([])
-                for number, (group, made_by) in enumerate(zip(groups, classes, strict=True)):
+                for number, (group, made) in enumerate(zip(groups, classes, strict=True)):
                     members = set(group["params"])
-                    own = [each for each in own_round if each.whole is not None and each.param in members]
-                    if own:
-                        params, targets = [each.param for each in own], [each.whole for each in own]
-                        self._by_round[-1].append(InnerOptimizer(*made_by, number, group, params, targets))
+                    mine = [each for each in own_round if each.whole is not None and each.param in members]
+                    if mine:
+                        own, targets = [(each.param, each.number) for each in mine], [each.whole for each in mine]
+                        inner = InnerOptimizer(made.kind, made.options, number, group, own, targets, made.initial)
+                        self._by_round[-1].append(inner)
 
     def is_current(self) -> bool:
         """Whether groups have the same parameters, trained as when this was made, and none was sharded since."""
@@ -319,11 +410,11 @@ class _Bound:
         if self._rounds is None:
             return ["all parameters are stepped in place"]
         size = self._ranks.world_size
-        owners = [each.owner for each in self._wholes]
+        owners, costs = [each.owner for each in self._wholes], [each.cost for each in self._wholes]
         counts = [owners.count(rank) for rank in range(size)]
         lines = [
             f"{len(owners)} parameters are stepped whole by {size} owners in {len(self._by_round)} rounds; "
-            f"{min(counts)} to {max(counts)} each; cost: {describe_load(rank_loads(self._costs, owners, size))}"
+            f"{min(counts)} to {max(counts)} each; cost: {describe_load(rank_loads(costs, owners, size))}"
         ]
         for rank in range(min(size, 8)):
             names = [each.piece.name for each in self._wholes if each.owner == rank]
@@ -363,10 +454,11 @@ class _Bound:
 
     def _step_round(self, number: int) -> bool:
         try:
-            if self._error is None:
+            if self._error is None and self._rounds is not None:
                 for inner in self._by_round[number]:
                     before = random_states(self._ranks.streams.device)
                     inner.optimizer.step()
+                    inner.refuse_aliases(self._rounds.address)
                     refuse_draws(type(inner.optimizer), before, self._ranks.streams.device)
         except Exception as error:  # all ranks hear of it when the exchanges are over
             self._error = error
@@ -403,10 +495,10 @@ class _Bound:
         for inner in self._inners:
             inner.link(state)
 
-    def load(self, state: Mapping[Any, Any], extras: Mapping[str, Any]) -> None:
-        """Give the optimizers inside what they keep of `state`."""
+    def load(self, state: Mapping[Any, Any], extras: Mapping[str, Any], *, is_loaded: bool) -> None:
+        """Give the optimizers inside what they keep of `state`, which is loaded, or of others of the same groups."""
         for inner in self._inners:
-            inner.load(state, extras)
+            inner.load(state, extras, is_loaded=is_loaded)
 
     def extras(self) -> dict[str, Any]:
         """What the optimizers inside put into their state_dict beside state and groups."""
@@ -432,6 +524,15 @@ def _checked(kind: object) -> type[Optimizer]:
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ConfigError(f"optimizer_class={kind!r}: wanted a subclass of torch.optim.Optimizer")
     return kind
+
+
+def _check_batched(params: Iterable[torch.Tensor]) -> None:
+    for param in params:
+        if param.ndim < 3 or not param.shape[0]:
+            raise ConfigError(
+                f"a parameter of shape {tuple(param.shape)} is in a group with batched=True: wanted parameters of at "
+                "least 3 dimensions, of which the first counts slices. Put others into a group of their own"
+            )
 
 
 def _numel(param: nn.Parameter) -> float:

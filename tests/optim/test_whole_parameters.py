@@ -262,9 +262,10 @@ class _Picky(torch.optim.SGD):
     """Raises where it is told to."""
 
     fails_on: int | None = None
+    rows = 5
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        if dist.get_rank() == self.fails_on and self.param_groups[0]["params"][0].shape[0] == 5:
+        if dist.get_rank() == self.fails_on and self.param_groups[0]["params"][0].shape[0] == self.rows:
             raise FloatingPointError("singular matrix")
         return super().step(closure)
 

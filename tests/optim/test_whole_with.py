@@ -1,0 +1,821 @@
+"""`WholeParameterOptimizer` with what stands around an optimizer: clipping, scalers, schedulers, wrappers, slots."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer, lr_scheduler
+from torch.utils._pytree import tree_leaves
+
+from streamshard import (
+    DistributedOptimizer,
+    GradScaler,
+    LocalSGD,
+    Precision,
+    StreamShard,
+    full_optimizer_state_dict,
+    load_checkpoint,
+    load_optimizer_state_dict,
+    save_checkpoint,
+)
+from streamshard.errors import CheckpointError, ConfigError, OptimizerError, ShardingError
+from streamshard.optim import WholeParameterOptimizer
+from tests.engine.test_empty import on_meta
+from tests.models import DIM, Layer, NormStack, Stack, vector_batch
+from tests.optim.test_whole_parameters import NEAR, Both, Mixed, _matrices, _muon_and_adamw, _others, _Picky
+from tests.optim.test_whole_state import Odd
+from tests.ranks import RankContext, RankPool, on_ranks
+from tests.reference import EXACT, FP32, Call, Tolerance, assert_same, full_weights, piece_of, seed, stack_step
+from tests.simulated import simulated_device
+from tests.training.test_cases_compile import let_dynamo_look
+
+STEPS = 4
+Backward = Callable[[int], Any]
+
+
+def _model(build: Callable[[], nn.Module] = Mixed, *, sharded: bool = True, **settings: Any) -> Any:
+    seed(3)
+    model = build()
+    return StreamShard(model, **{"precision": FP32, **settings}) if sharded else model
+
+
+def _optimizer(model: nn.Module, params: Any = None, kind: type[Optimizer] = torch.optim.Muon, **options: Any) -> Any:
+    """Of matrices: plain for the plain model."""
+    params = _matrices(model) if params is None else params
+    options.setdefault("lr", 0.02)
+    if isinstance(model, StreamShard):
+        return WholeParameterOptimizer(params, kind, round_size=1024, **options)
+    return kind(params, **options)
+
+
+def _backward(model: nn.Module, context: RankContext) -> Backward:
+    """This rank's forward and backward; those of all ranks, if the model is plain."""
+    if isinstance(model, StreamShard):
+        return lambda number: stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+    size = context.world_size
+    return lambda number: sum(stack_step(model, Call(number, rank, size, 1 / size)) for rank in range(size)) / size
+
+
+def _assert_like_plain(
+    context: RankContext,
+    program: Callable[[Any, Any, Backward], Any],
+    make: Callable[[Any], Any] = _optimizer,
+    build: Callable[[], nn.Module] = Mixed,
+    **settings: Any,
+) -> None:
+    """`program` ends with the same weights on a sharded model as on a plain one."""
+    found, wanted = _model(build, **settings), _model(build, sharded=False)
+    for model in (wanted, found):
+        program(model, make(model), _backward(model, context))
+    assert_same(full_weights(found), full_weights(wanted), "weights", NEAR)
+
+
+def _train(model: Any, optimizer: Any, backward: Backward, steps: int = STEPS, first: int = 0) -> None:
+    for number in range(first, first + steps):
+        backward(number)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# -- programs -------------------------------------------------------------------------------------------------------
+
+
+def _clips(model: Any, optimizer: Any, backward: Backward) -> None:
+    for number in range(STEPS):
+        backward(number)
+        if isinstance(model, StreamShard) and number % 2:
+            model.clip_grad_norm_(0.05)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _keeps_zeros(model: Any, optimizer: Any, backward: Backward) -> None:
+    for number in range(STEPS):
+        backward(number)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=number % 2 == 0)
+
+
+def _calls_closures(model: Any, optimizer: Any, backward: Backward) -> None:
+    for number in range(STEPS):
+        losses = []
+
+        def closure(number: int = number, losses: list[Any] = losses) -> Any:
+            optimizer.zero_grad()
+            losses.append(backward(number))
+            return losses[-1]
+
+        assert optimizer.step(closure) is losses[0] and len(losses) == 1
+
+
+def _schedules(kind: Any, **options: Any) -> Callable[[Any, Any, Backward], None]:
+    def program(model: Any, optimizer: Any, backward: Backward) -> None:
+        scheduler = kind(optimizer, **options)
+        for number in range(STEPS):
+            _train(model, optimizer, backward, 1, number)
+            scheduler.step()
+
+    return program
+
+
+def _adds_groups(model: Any, optimizer: Any, backward: Backward) -> None:
+    for number in range(STEPS):
+        _train(model, optimizer, backward, 1, number)
+        if number == 1:
+            optimizer.add_param_group({"params": [model.get_submodule("head").weight], "lr": 0.1})
+
+
+def _unfreezes(model: Any, optimizer: Any, backward: Backward) -> None:
+    for number in range(STEPS):
+        if number == 2:
+            model.get_submodule("layers.1").requires_grad_(True)
+            repr(optimizer)
+        _train(model, optimizer, backward, 1, number)
+
+
+def _loads(model: Any, optimizer: Any, backward: Backward) -> None:
+    _train(model, optimizer, backward, 2)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    _train(model, optimizer, backward, 2, 2)
+
+
+def _partly_frozen() -> nn.Module:
+    model = Mixed()
+    model.layers[1].requires_grad_(False)
+    return model
+
+
+def _tied() -> nn.Module:
+    model = Mixed()
+    model.layers[1].linear.weight = model.layers[0].linear.weight  # type: ignore[union-attr]
+    return model
+
+
+class _Rebinds(torch.optim.SGD):
+    """Puts new tensors in the place of parameters' data and of its state, which is partly in 16 bits."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    row = param.grad.flatten(1).norm(dim=1) if param.ndim > 1 else param.grad.norm()
+                    state["row"] = (0.9 * state.get("row", torch.ones(())) + row).to(torch.bfloat16)
+                    scale = state["row"].float().view(-1, *[1] * (param.ndim - 1)) if param.ndim > 1 else 1.0
+                    param.data = param.data - group["lr"] * param.grad / scale
+
+
+class _Masks(torch.optim.SGD):
+    """Keeps bits of each parameter, which torch loads as numbers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    mask = self.state[param].setdefault("mask", param.grad > 0)
+                    assert mask.dtype is torch.bool
+                    param[mask] -= group["lr"] * param.grad[mask]
+
+
+class _LoadsMasks(_Masks):
+    """Has its own way to load them."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        kept = dict(state_dict["state"])
+        super().load_state_dict({**state_dict, "state": {}})
+        params = self.param_groups[0]["params"]
+        self.state.update({params[place]: values for place, values in kept.items()})
+
+
+class _KeepsGrads(torch.optim.SGD):
+    """Keeps the last gradient itself, and no copy."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["previous"] = param.grad
+
+
+def _of_first_matrices(model: Any, **options: Any) -> Any:
+    return _optimizer(model, _matrices(model)[:2], **options)
+
+
+PROGRAMS: dict[str, tuple[Any, ...]] = {
+    "clipping": (_clips,),
+    "gradients of zeros": (_keeps_zeros,),
+    "closures": (_calls_closures,),
+    "StepLR": (_schedules(lr_scheduler.StepLR, step_size=1, gamma=0.5),),
+    "OneCycleLR": (_schedules(lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=STEPS),),
+    "a tensor lr": (
+        _schedules(lr_scheduler.StepLR, step_size=2),
+        lambda model: _optimizer(model, lr=torch.tensor(0.02)),
+    ),
+    "foreach": (_train, lambda model: _optimizer(model, model.parameters(), torch.optim.Adafactor, foreach=True)),
+    "names": (
+        _train,
+        lambda model: _optimizer(model, [each for each in model.named_parameters() if each[1].ndim == 2]),
+    ),
+    "groups added": (_adds_groups, _of_first_matrices),
+    "groups added, state of bits": (_adds_groups, lambda model: _of_first_matrices(model, kind=_Masks)),
+    "state of bits, loaded": (_loads, lambda model: _optimizer(model, kind=_LoadsMasks)),
+    "new data": (_train, lambda model: _optimizer(model, model.parameters(), _Rebinds)),
+    "unfreezing": (_unfreezes, _optimizer, _partly_frozen),
+    "tied": (_train, _optimizer, _tied),
+}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_train_as_on_the_unsharded_model(context: RankContext, name: str) -> None:
+    """With one rank as well, where parameters are stepped in place."""
+    _assert_like_plain(context, *PROGRAMS[name])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"weight_slots": "all"},
+        {"weight_slots": "all", "grad_slots": "all"},
+        {"min_unit_size": 1000},
+        {"check_grads": True},
+    ],
+)
+def test_settings_change_no_number(context: RankContext, settings: dict[str, Any]) -> None:
+    _assert_like_plain(context, _clips, **settings)
+
+
+@on_ranks(4)
+def test_replicas_have_owners_of_their_own(context: RankContext) -> None:
+    _assert_like_plain(context, _train, _muon_and_adamw, mesh=init_device_mesh("cpu", (2, 2)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["bf16", "exchange 16", "fp16"])
+def test_sixteen_bits_train_close_to_fp32(context: RankContext, precision: str) -> None:
+    """Owners step fp32 weights, whatever layers compute with: steps do not get lost in rounding."""
+    kind = torch.float16 if precision == "fp16" else torch.bfloat16
+    exchanged = {"reduce_dtype": torch.float32} if precision == "exchange 16" else {}
+    found, wanted = _model(precision=Precision(param_dtype=kind, **exchanged)), _model(sharded=False)
+    for model in (wanted, found):
+        _train(model, _optimizer(model, kind=_Rebinds, lr=1e-4), _backward(model, context))
+    before, after = full_weights(_model(sharded=False)), full_weights(wanted)
+    changes = {name: weight - before[name] for name, weight in full_weights(found).items()}
+    assert_same(changes, {name: after[name] - before[name] for name in before}, "changes", Tolerance(0.1, 1e-8))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler])
+@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}])
+def test_an_overflow_in_one_piece_skips_the_step_on_all_ranks(
+    context: RankContext, kind: type[torch.amp.GradScaler], slots: dict[str, Any]
+) -> None:
+    """The scale is halved, and grows after two steps that are well."""
+    model = _model(precision=Precision(param_dtype=torch.float16), **slots)
+    optimizer, scaler = _muon_and_adamw(model), kind("cpu", init_scale=8.0, growth_interval=2)
+    scales = []
+    for number in range(4):
+        before = full_weights(model)
+        out = model(vector_batch(number, context.rank)).float().square().mean()
+        scaler.scale(out).backward()  # type: ignore[no-untyped-call]
+        if number == 1 and context.rank == 1:
+            param = next(each for each in model.parameters() if each.grad is not None and piece_of(each).numel())
+            piece_of(param.grad).view(-1)[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        changed = not torch.equal(before["head.weight"], full_weights(model)["head.weight"])
+        assert changed == (number != 1)
+    assert scales == [8.0, 4.0, 4.0, 8.0]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}])
+def test_accumulated_gradients_are_stepped_once(context: RankContext, slots: dict[str, Any]) -> None:
+    """A step that comes before all ranks' gradients are summed is refused."""
+
+    def program(model: Any, optimizer: Any, backward: Backward) -> None:
+        for number in range(0, 2 * STEPS, 2):
+            if isinstance(model, StreamShard):
+                with model.no_sync():
+                    backward(number)
+                    if slots:
+                        with pytest.raises(ShardingError, match="an optimizer's step"):
+                            optimizer.step()
+            else:
+                backward(number)
+            backward(number + 1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _assert_like_plain(context, program, **slots)
+
+
+@on_ranks(1, 2)
+def test_hooks_run_once_for_each_step(context: RankContext) -> None:
+    """Before and after it, and are given the optimizer that the user has."""
+    model = _model()
+    optimizer = _muon_and_adamw(model)
+    seen: list[Any] = []
+    optimizer.register_step_pre_hook(lambda given, args, kwargs: seen.append(("before", given)))
+    optimizer.register_step_post_hook(lambda given, args, kwargs: seen.append(("after", given)))
+    _train(model, optimizer, _backward(model, context), 2)
+    assert seen == [("before", optimizer), ("after", optimizer)] * 2
+
+
+@on_ranks(2)
+def test_ranks_may_run_out_of_inputs(context: RankContext) -> None:
+    """As under DDP's join."""
+    seed(3)
+    wanted = DistributedDataParallel(Stack())
+    found = _model(Stack)
+    for model, optimizer in ((wanted, _optimizer(wanted.module)), (found, _optimizer(found))):
+        with Join([model], repeat=optimizer.step) if model is found else Join([model]):  # type: ignore[list-item]
+            for number in range((2, 4)[context.rank]):
+                stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+                optimizer.step()
+                optimizer.zero_grad()
+    weights = [None, None]
+    torch.distributed.all_gather_object(weights, wanted.module.state_dict())
+    assert_same(full_weights(found), weights[1], "weights of the rank that had inputs", NEAR)
+
+
+@on_ranks(4)
+def test_local_sgd_averages_weights_of_replicas(context: RankContext) -> None:
+    """Owners' state belongs to one replica each: to average it is refused."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = _model(mesh=mesh)
+    optimizer = LocalSGD(_muon_and_adamw(model), model, period=2)
+    _train(model, optimizer, _backward(model, context), 3)
+    weights: list[Any] = [None] * 4
+    torch.distributed.all_gather_object(weights, full_weights(model))
+    assert_same(weights[2], weights[0], "weights of the other replica", EXACT)
+    with pytest.raises(ConfigError, match="average_moments=True"):
+        LocalSGD(_muon_and_adamw(model), model, period=2, average_moments=True)
+
+
+@on_ranks(2)
+def test_it_may_be_inside_a_distributed_optimizer(context: RankContext) -> None:
+    _assert_like_plain(
+        context,
+        _train,
+        lambda model: (
+            DistributedOptimizer(_optimizer(model), model) if isinstance(model, StreamShard) else _optimizer(model)
+        ),
+    )
+
+
+class _Routed(nn.Module):
+    """Each step uses one expert, the second one from step 2 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The next expert's output."""
+        self.calls += 1
+        return torch.tanh(self.experts[self.calls > self.first](x))  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+def test_experts_without_gradients_are_not_stepped(context: RankContext) -> None:
+    """Weight decay and momentum leave them alone, as plain PyTorch does."""
+
+    def build() -> nn.Module:
+        model = _Routed()
+        return model
+
+    found, wanted = _model(_Routed), _model(_Routed, sharded=False)
+    found.first, wanted.first = 2, 2 * context.world_size
+    for model in (wanted, found):
+        _train(model, _optimizer(model, weight_decay=0.5), _backward(model, context))
+    assert_same(full_weights(found), full_weights(wanted), "weights", NEAR)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, Odd])
+def test_parameters_of_a_plain_module_are_stepped_by_every_rank(
+    context: RankContext, kind: type[Optimizer], tmp_path: Path
+) -> None:
+    """Alike, also after their state was collected and loaded."""
+    model = _model()
+    seed(4)
+    head = nn.Linear(5, 3)
+    params = [*model.parameters(), *head.parameters()]
+    optimizer = _optimizer(model, params, kind)
+
+    def backward(number: int) -> None:
+        head(model(vector_batch(number, 0))).square().mean().backward()
+
+    _train(model, optimizer, backward)
+    assert optimizer.owner_of(head.weight) is None
+    _assert_equal_on_ranks(head.weight)
+    state = full_optimizer_state_dict(model, optimizer)
+    own = {tensor.data_ptr() for tensor in tree_leaves(optimizer.state[head.weight]) if isinstance(tensor, Tensor)}
+    assert own.isdisjoint(tensor.data_ptr() for tensor in tree_leaves(state) if isinstance(tensor, Tensor))
+    other = _optimizer(model, params, kind)
+    load_optimizer_state_dict(model, other, state)
+    save_checkpoint(tmp_path, model, optimizer)
+    _train(model, other, backward, 1, STEPS)
+    wanted = head.weight.detach().clone()
+    _assert_equal_on_ranks(wanted)
+    again = _optimizer(model, params, kind)
+    load_checkpoint(tmp_path, model, again)
+    _train(model, again, backward, 1, STEPS)
+    assert torch.equal(head.weight, wanted)
+
+
+def _assert_equal_on_ranks(tensor: Tensor) -> None:
+    first = tensor.detach().clone()
+    torch.distributed.broadcast(first, 0)
+    assert torch.equal(first, tensor)
+
+
+@on_ranks(2)
+def test_parameters_of_two_models_are_refused(context: RankContext) -> None:
+    """By the name of one of the second."""
+    first, second = _model(), _model(NormStack)
+    optimizer = _optimizer(first, [*_matrices(first), *_matrices(second)])
+    with pytest.raises(ConfigError, match=r"'layers.0.linear.weight' is of another model.*one .* for each model"):
+        optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor])
+def test_models_may_be_sharded_after_the_optimizer_was_made(context: RankContext, kind: type[Optimizer]) -> None:
+    """And after it has stepped."""
+    seed(3)
+    found, wanted = Mixed(), _model(sharded=False)
+    params = (lambda model: _matrices(model)) if kind is torch.optim.Muon else (lambda model: list(model.parameters()))
+    optimizer, its = (
+        WholeParameterOptimizer(params(found), kind, lr=0.02, round_size=1024),
+        kind(params(wanted), lr=0.02),
+    )
+    for model, each in ((found, optimizer), (wanted, its)):
+        _train(model, each, lambda number, model=model: stack_step(model, Call(number, 0, 1, 1.0)), 2)
+        model.zero_grad()
+    sharded = StreamShard(found, precision=FP32)
+    for model, each in ((sharded, optimizer), (wanted, its)):
+        _train(model, each, lambda number, model=model: stack_step(model, Call(number, 0, 1, 1.0)), 2, 2)
+    assert_same(full_weights(sharded), full_weights(wanted), "weights", NEAR)
+    kept = {param for param in optimizer.state if optimizer.owner_of(param) not in (None, context.rank)}
+    assert not kept, "state of parameters that other ranks own"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sharded_first", [True, False])
+def test_models_may_come_from_the_meta_device(context: RankContext, sharded_first: bool) -> None:
+    wanted = _model()
+    _train(wanted, _optimizer(wanted), _backward(wanted, context))
+    module = on_meta(Mixed)
+    if sharded_first:
+        found = StreamShard(module, precision=FP32)
+        optimizer = _optimizer(found)
+    else:
+        optimizer = WholeParameterOptimizer(_matrices(module), torch.optim.Muon, lr=0.02)
+        found = StreamShard(module, precision=FP32)
+    found.load_state_dict(full_weights(_model()))
+    _train(found, optimizer, _backward(found, context))
+    assert_same(full_weights(found), full_weights(wanted), "weights", EXACT)
+
+
+@on_ranks(2)
+def test_whole_parameters_can_be_looked_at_and_not_be_stepped(context: RankContext) -> None:
+    """Inside `summon_full_params`."""
+    model = _model()
+    optimizer, backward = _muon_and_adamw(model), _backward(model, context)
+    _train(model, optimizer, backward, 1)
+    backward(1)
+    owner = optimizer.owner_of(model.get_submodule("head").weight)
+    with model.summon_full_params():
+        optimizer.state_dict()
+        assert optimizer.owner_of(model.get_submodule("head").weight) == owner
+        with pytest.raises(ShardingError, match=r"step\(\) inside summon_full_params"):
+            optimizer.step()
+    optimizer.step()
+    optimizer.zero_grad()
+    _train(model, optimizer, backward, 2, 2)
+    wanted = _model()
+    _train(wanted, _muon_and_adamw(wanted), _backward(wanted, context))
+    assert_same(full_weights(model), full_weights(wanted), "weights", EXACT)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("copies", [copy.deepcopy, pickle.dumps])
+def test_it_is_not_copied_or_pickled(context: RankContext, copies: Callable[[Any], Any]) -> None:
+    model = _model()
+    with pytest.raises(ShardingError, match="full_optimizer_state_dict"):
+        copies(_muon_and_adamw(model))
+
+
+@on_ranks(2)
+def test_compiled_layers_train_alike(context: RankContext) -> None:
+    let_dynamo_look()
+
+    def build() -> nn.Module:
+        model = Mixed()
+        for number, layer in enumerate(model.layers):
+            model.layers[number] = torch.compile(layer, backend="aot_eager")  # type: ignore[assignment]
+        return model
+
+    found, wanted = _model(build), _model()
+    for model in (found, wanted):
+        _train(model, _muon_and_adamw(model), _backward(model, context), 2)
+    for one, other in zip(full_weights(found).values(), full_weights(wanted).values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_buffers_go_with_the_model_or_with_the_optimizer(context: RankContext) -> None:
+    """Nothing inside keeps the model, or the buffers of rounds, alive."""
+    model = _model()
+    optimizer = _muon_and_adamw(model)
+    _train(model, optimizer, _backward(model, context), 1)
+    del optimizer
+    gc.collect()
+    assert model.memory_report().held_bytes["optimizer rounds"] == 0
+
+
+@on_ranks(2)
+def test_state_in_the_memory_of_gradients_is_refused(context: RankContext) -> None:
+    """The next round's would be in its place."""
+    model = _model()
+    optimizer = _optimizer(model, kind=_KeepsGrads)
+    with pytest.raises(OptimizerError, match=r"_KeepsGrads keeps the memory of parameter 'layers.* clone\(\)"):
+        _train(model, optimizer, _backward(model, context), 1)
+
+
+@on_ranks(2)
+def test_an_error_in_a_step_is_raised_though_groups_change(context: RankContext) -> None:
+    """On a device, where it is raised by the next step."""
+    with simulated_device():
+        model = _model()
+        backward = _backward(model, context)
+        optimizer = WholeParameterOptimizer(_matrices(model)[:-2], _Picky, lr=0.02)
+        _Picky.fails_on = optimizer.owner_of(_matrices(model)[0])
+        _Picky.rows = DIM
+        try:
+            _train(model, optimizer, backward, 1)
+            optimizer.add_param_group({"params": _matrices(model)[-2:]})
+            with pytest.raises(OptimizerError, match=f"on rank {_Picky.fails_on}: FloatingPointError"):
+                optimizer.step()
+        finally:
+            _Picky.fails_on, _Picky.rows = None, 5
+        _train(model, optimizer, backward, 1)
+
+
+class _Needs(torch.optim.SGD):
+    """Is made of at least two parameters."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        if len(self.param_groups[0]["params"]) < 2:
+            raise ValueError("two, at least")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (torch.optim.Muon, {"beta": 0.9}, "torch.optim.Muon cannot be made .* 'beta'"),
+        (_Needs, {"lr": 0.1}, "_Needs .*two, at least"),
+        (torch.optim.Muon([nn.Parameter(torch.ones(2, 2))]), {}, "wanted a subclass of torch.optim.Optimizer"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_when_it_is_given(
+    context: RankContext, kind: Any, options: dict[str, Any], message: str
+) -> None:
+    """And not in the first step, on those ranks that own something."""
+    with pytest.raises(ConfigError, match=message):
+        WholeParameterOptimizer(_matrices(_model()), kind, **options)
+
+
+@on_ranks(2)
+def test_a_step_can_be_compiled(context: RankContext) -> None:
+    """It is run as it is."""
+    let_dynamo_look()
+
+    def compiled(model: Any) -> Any:
+        optimizer = _optimizer(model)
+        if isinstance(model, StreamShard):
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        return optimizer
+
+    _assert_like_plain(context, _train, compiled)
+
+
+@on_ranks(2)
+def test_groups_have_the_options_of_their_own_class(context: RankContext) -> None:
+    """In any order, several of one class, and when they are added later; numbers are those of one optimizer each."""
+
+    def three(model: Any) -> list[Any]:
+        return [list(model.layers[0].parameters()), [model.layers[1].linear.weight], [model.head.weight]]
+
+    found, wanted = _model(NormStack), _model(NormStack, sharded=False)
+    mine, first, later = three(found)
+    adamw = {"optimizer_class": torch.optim.AdamW}
+    groups = [{"params": mine, **adamw, "lr": 0.01}, {"params": first}]
+    optimizer = WholeParameterOptimizer(groups, torch.optim.Muon, lr=0.02)
+    optimizer.add_param_group({"params": later})
+    optimizer.add_param_group({"params": list(found.norms[0].parameters()), **adamw})
+    mine, first, later = three(wanted)
+    inner = [torch.optim.AdamW(mine, lr=0.01), torch.optim.Muon([*first, *later], lr=0.02)]
+    both = Both(*inner, torch.optim.AdamW(wanted.norms[0].parameters()))
+    _train(found, optimizer, _backward(found, context))
+    _train(wanted, both, _backward(wanted, context))
+    weights = full_weights(wanted)
+    assert_same({**full_weights(found), **dict(wanted.named_buffers())}, weights, "weights", NEAR)
+    options = [set(group) - {"params"} for group in optimizer.param_groups]
+    assert options[0] == options[3] == set(inner[0].param_groups[0]) - {"params"}
+    assert options[1] == options[2] == set(inner[1].param_groups[0]) - {"params"}
+    with pytest.raises(ValueError, match="momentum"):  # a scheduler that would cycle one class's alone
+        lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=3)
+
+
+@on_ranks(2)
+def test_two_optimizers_share_out_one_model(context: RankContext, tmp_path: Path) -> None:
+    """As one optimizer of two groups trains it, also after a checkpoint."""
+    model, wanted = _model(), _model()
+    one, two = _optimizer(model), _optimizer(model, _others(model), torch.optim.AdamW, lr=0.01)
+    both, backward = _muon_and_adamw(wanted), _backward(model, context)
+    for number in range(2):
+        backward(number)
+        one.step(), two.step()
+        model.zero_grad()
+    save_checkpoint(tmp_path, model, {"one": one, "two": two})
+    one, two = _optimizer(model), _optimizer(model, _others(model), torch.optim.AdamW, lr=0.01)
+    load_checkpoint(tmp_path, model, {"one": one, "two": two})
+    for number in range(2, 4):
+        backward(number)
+        one.step(), two.step()
+        model.zero_grad()
+    _train(wanted, both, _backward(wanted, context))
+    assert_same(full_weights(model), full_weights(wanted), "weights", EXACT)
+
+
+# -- slices ---------------------------------------------------------------------------------------------------------
+
+
+class _ExpertLayer(Layer):
+    """With stacked experts of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(5, DIM, DIM) / DIM)
+        self.down = nn.Parameter(torch.randn(3, 2, DIM, DIM) / DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The experts' sum is added."""
+        x = super().forward(x)
+        return x + torch.einsum("bd,edf->bf", x, self.up) + torch.einsum("bd,egdf->bf", x, self.down)
+
+
+class _Experts(nn.Module):
+    """Two layers of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_ExpertLayer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer after the other."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class _EachSlice:
+    """Plain PyTorch: slices are parameters of their own, whose gradients are those of the stacked ones."""
+
+    def __init__(self, model: nn.Module, stacked: list[nn.Parameter], kind: type[Optimizer], **options: Any) -> None:
+        self.stacked = stacked
+        self.slices = [[nn.Parameter(part.clone()) for part in each.detach()] for each in self.stacked]
+        self.optimizer: Any = kind([*_matrices(model), *(part for each in self.slices for part in each)], **options)
+        self.zero_grad = model.zero_grad
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Gradients there, weights back."""
+        for stacked, slices in zip(self.stacked, self.slices, strict=True):
+            assert stacked.grad is not None
+            for part, grad in zip(slices, stacked.grad, strict=True):
+                part.grad = grad
+        self.optimizer.step()
+        for stacked, slices in zip(self.stacked, self.slices, strict=True):
+            stacked.copy_(torch.stack(list(slices)))
+
+
+# The names of what is stacked, whose slices such optimizers step.
+SLICED: dict[str, tuple[tuple[str, ...], type[Optimizer], dict[str, Any]]] = {
+    "matrices": (("up",), torch.optim.Muon, {"lr": 0.02}),
+    "any": (("up", "down"), torch.optim.Adafactor, {"lr": 0.05}),
+    "new data": (("up", "down"), _Rebinds, {"lr": 0.02}),
+}
+
+
+def _sliced(model: Any, name: str = "any") -> Any:
+    names, kind, options = SLICED[name]
+    stacked = [param for path, param in model.named_parameters() if path.endswith(names)]
+    if not isinstance(model, StreamShard):
+        return _EachSlice(model, stacked, kind, **options)
+    groups = [{"params": _matrices(model)}, {"params": stacked, "batched": True}]
+    return WholeParameterOptimizer(groups, kind, round_size=1024, **options)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("name", SLICED)
+def test_slices_of_stacked_experts_train_as_parameters_of_their_own(context: RankContext, name: str) -> None:
+    """With one rank as well, where they are stepped in place."""
+    _assert_like_plain(context, _train, lambda model: _sliced(model, name), _Experts)
+
+
+@on_ranks(1, 2, 3)
+def test_state_of_slices_is_kept_by_their_numbers(context: RankContext) -> None:
+    """On their owners; collected, it is that of all, and is loaded from rank 0 or by each rank."""
+    found, wanted = _model(_Experts), _model(_Experts, sharded=False)
+    optimizer, its = _sliced(found), _sliced(wanted)
+    _train(found, optimizer, _backward(found, context))
+    _train(wanted, its, _backward(wanted, context))
+    up = found.layers[0].up
+    owners = optimizer.owner_of(up)
+    if context.world_size > 1:
+        assert len(owners) == 5 and set(owners) == set(range(context.world_size))
+        assert set(optimizer.state[up]) == {str(i) for i in range(5) if owners[i] == context.rank}
+    state = full_optimizer_state_dict(found, optimizer, rank0_only=False)
+    for place, slices in enumerate(its.slices, start=len(_matrices(found))):
+        assert set(state["state"][place]) == {str(index) for index in range(len(slices))}
+        for index, part in enumerate(slices):
+            for key, value in its.optimizer.state[part].items():
+                torch.testing.assert_close(state["state"][place][str(index)][key], value, rtol=1e-4, atol=1e-5)
+    ends = []
+    for every_rank in (True, False):
+        again = _model(_Experts)
+        again.load_state_dict(full_weights(found))
+        other = _sliced(again)
+        if every_rank:
+            other.load_state_dict(copy.deepcopy(state))
+        else:
+            load_optimizer_state_dict(again, other, state if context.rank == 0 else None)
+        _train(again, other, _backward(again, context), 2, STEPS)
+        ends.append(full_weights(again))
+    _train(found, optimizer, _backward(found, context), 2, STEPS)
+    for end in ends:
+        assert_same(end, full_weights(found), "weights after loading", EXACT)
+
+
+def _save_slices(context: RankContext, folder: str) -> dict[str, Tensor]:
+    model = _model(_Experts)
+    optimizer, alike = _sliced(model), Call(0, 0, 1, 1.0)
+    _train(model, optimizer, lambda number: stack_step(model, alike._replace(step=number)))
+    saving = save_checkpoint(folder, model, optimizer, wait=False)
+    _train(model, optimizer, lambda number: stack_step(model, alike._replace(step=number)), 2, STEPS)
+    saving.wait()
+    return full_weights(model)
+
+
+def _load_slices(context: RankContext, folder: str) -> dict[str, Tensor]:
+    model = _model(_Experts)
+    optimizer, alike = _sliced(model), Call(0, 0, 1, 1.0)
+    load_checkpoint(folder, model, optimizer)
+    _train(model, optimizer, lambda number: stack_step(model, alike._replace(step=number)), 2, STEPS)
+    with pytest.raises(CheckpointError, match="Adafactor of slices"):
+        load_checkpoint(folder, model, _optimizer(model, model.parameters(), torch.optim.Adafactor))
+    return full_weights(model)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 2), (2, 3), (3, 1)])
+def test_a_checkpoint_of_slices_moves_between_numbers_of_ranks(
+    ranks: RankPool, tmp_path: Path, before: int, after: int
+) -> None:
+    """Training goes on as it did; with slices only."""
+    saved = ranks(before).run(_save_slices, str(tmp_path))
+    for weights in ranks(after).run(_load_slices, str(tmp_path)):
+        assert_same(weights, saved[0], "weights", EXACT if before == after else NEAR)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (4,), (0, 4, 4)])
+def test_what_has_no_slices_is_refused_in_a_batched_group(shape: tuple[int, ...]) -> None:
+    """By its shape, when the group is added."""
+    with pytest.raises(ConfigError, match=r"batched=True: wanted parameters of at least 3 dimensions"):
+        WholeParameterOptimizer([{"params": [nn.Parameter(torch.ones(shape))], "batched": True}], torch.optim.Muon)
