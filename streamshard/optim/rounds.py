@@ -5,11 +5,12 @@
 `Rounds` owns the buffers and the fences. See [Note: rounds].
 
 [Note: rounds]
-Round k uses buffer set k % 2, and the one buffer of whole parameters. Its pieces are packed (compute stream), exchanged
-(comm), laid out as whole parameters and stepped (compute), their new weights exchanged (comm) and copied to the pieces
-(compute). The order on the compute stream is: finish round k - 2, pack round k, step round k - 1. So round k travels
-while round k - 1 is stepped, and a buffer set is free when it is packed again. Fences: rule 5 before each exchange
-(what it sends is written), rule 7 behind it (what arrives is complete).
+The pieces of a round are packed (compute stream), exchanged (comm), laid out as whole parameters and stepped (compute),
+their new weights are exchanged (comm) and copied to the pieces (compute). All rounds use the same buffers. The order on
+the compute stream is: lay out round k, pack round k + 1, step round k, finish round k - 1, send round k back. So while
+round k is stepped, round k + 1 travels to its owners and round k - 1 back, and each buffer is free when it is written
+again. Fences: rule 5 before each exchange (what it sends is written), rule 7 behind it (what arrives is complete). An
+owner's own pieces are not exchanged: they are copied to the whole parameters before the step and back behind it.
 
 The length of a message follows from the plan alone, never from which parameters have a gradient, so ranks that
 disagree about gradients get an error and not messages of the wrong length. Behind the elements each rank sends each
@@ -20,7 +21,7 @@ rank has failed. On a device the host reads these numbers before the next step, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +63,17 @@ class WholeParam(NamedTuple):
     cost: float
 
 
+class _Piece(NamedTuple):
+    """This rank's piece of a parameter, and where its gradient and weights go: [n] fp32 each."""
+
+    of: WholeParam
+    grad: torch.Tensor
+    weight: torch.Tensor
+
+
+_Grads = Mapping[int, "torch.Tensor | None"]  # by ids of WholeParams, this rank's pieces of their gradients
+
+
 class Verdict(NamedTuple):
     """What ranks have told each other in a step.
 
@@ -89,47 +101,49 @@ class Rounds:
     def __init__(self, rounds: Sequence[Sequence[WholeParam]], ranks: Ranks, ledger: Ledger) -> None:
         self._ranks = ranks
         plans = [_Plan(params, ranks.rank, ranks.world_size) for params in rounds]
-        wholes = _allocate(ledger, max(plan.whole_numel for plan in plans))
-        self.address = wholes.untyped_storage().data_ptr()
-        self._sets = [_BufferSet(number, plans[number::2], wholes, ranks, ledger) for number in range(len(plans))[:2]]
-        self._rounds = [_Round(plan, self._sets[number % 2]) for number, plan in enumerate(plans)]
+        self._buffers = _Buffers.allocate(plans, ledger)
+        self.address = self._buffers.wholes.untyped_storage().data_ptr()
+        self._rounds = [_Round(plan, self._buffers) for plan in plans]
+
+        def fence(rule: Rule, source: StreamName, target: StreamName, what: str) -> Fence:
+            return Fence(ranks.streams, rule, source, what, target)
+
+        compute, comm = StreamName.COMPUTE, ranks.stream
+        self._packed = fence(Rule.SHARDS_WRITTEN, compute, comm, "pieces for owners")
+        self._arrived = fence(Rule.RESULTS_ARRIVED, comm, compute, "whole parameters")
+        self._stepped = fence(Rule.SHARDS_WRITTEN, compute, comm, "new weights of owners")
+        self._returned = fence(Rule.RESULTS_ARRIVED, comm, compute, "new weights of pieces")
         self._numbers = torch.zeros(2, ranks.world_size, pin_memory=ranks.streams.device.type != "cpu")
         self._digest = 0
         self._event: Any = None  # on a device: the numbers are on the host
-        buffers = [wholes, *(buffer for each in self._sets for buffer in (each.pieces, each.received))]
-        n_bytes = planned_bytes(plans)
+        n_bytes = 4 * sum(_numels(plans))
         ledger.rounds_bytes += n_bytes
-        weakref.finalize(self, _free, weakref.ref(ledger), buffers, n_bytes).atexit = False
+        weakref.finalize(self, _free, weakref.ref(ledger), self._buffers, n_bytes).atexit = False
 
-    def run(
-        self,
-        has_grad: Callable[[WholeParam], bool],
-        meanwhile: Callable[[], None],
-        step_round: Callable[[int], bool],
-    ) -> None:
+    def run(self, meanwhile: Callable[[], None], step_round: Callable[[int], bool]) -> None:
         """One step of all rounds. What ranks have told each other is in `verdict` afterwards.
 
         Args:
-            has_grad: whether a parameter has a gradient here.
             meanwhile: called while the first round travels; does not raise.
             step_round: steps what this rank owns of a round, whose weights and gradients are in place. It does not
                 raise: it returns whether all has gone well so far.
         """
-        self._digest = hash(tuple(has_grad(each) for own in self._rounds for each in own.plan.params)) % _DIGEST_RANGE
-        count, is_well = len(self._rounds), True
+        grads = {id(each): _flat_grad(each) for own in self._rounds for each in own.plan.params}
+        self._digest = hash(tuple(grad is not None for grad in grads.values())) % _DIGEST_RANGE
+        is_well = True
         with self._ranks.guard("an exchange of parameters with their owners"):
-            for turn in range(count + 2):
-                if turn >= 2:
-                    self._finish(turn - 2, has_grad)
-                if turn < count:
-                    self._send(turn)
-                if turn == 0:
-                    meanwhile()
-                if 1 <= turn <= count:
-                    self._lay_out(turn - 1, has_grad)
-                    if not self._knows_that_grads_differ():
-                        is_well = step_round(turn - 1)
-                    self._send_back(turn - 1, is_well=is_well)
+            self._send(self._rounds[0], grads)
+            meanwhile()
+            for number, own in enumerate(self._rounds):
+                self._lay_out(own, grads)
+                if number + 1 < len(self._rounds):
+                    self._send(self._rounds[number + 1], grads)
+                if not self._knows_that_grads_differ():
+                    is_well = step_round(number)
+                if number:
+                    self._finish(self._rounds[number - 1], grads)
+                self._send_back(own, grads, is_well=is_well)
+            self._finish(self._rounds[-1], grads)
             self._read_numbers()
 
     def verdict(self) -> Verdict:
@@ -140,68 +154,56 @@ class Rounds:
         digests, failures = self._numbers
         return Verdict(bool((digests != self._digest).any()), bool(failures.any()))
 
-    def forget(self) -> None:
-        """The last step's verdict has been told."""
-        self._numbers[0].fill_(self._digest)
-        self._numbers[1].zero_()
-
     # -- one round, in this order -----------------------------------------------------------------------------------
 
-    def _send(self, number: int) -> None:
-        own, buffers = self._rounds[number], self._sets[number % 2]
-        sources, targets = [], []
-        for each, grad, weight in own.sent:
-            if (found := each.param.grad) is not None:
-                sources.append(found.as_subclass(torch.Tensor).view(-1)[each.local])
-                targets.append(grad)
-            sources.append(data_of(each.param).view(-1)[each.local])
-            targets.append(weight)
+    def _send(self, own: _Round, grads: _Grads) -> None:
         with torch.no_grad():
-            _copy(targets, sources)
-            buffers.pieces.index_fill_(0, own.sent_numbers, self._digest)
-        buffers.packed.record()
-        buffers.packed.wait()  # rule 5
-        buffers.arrived.record(self._ranks.transport.start_all_to_all(own.to_owners))
+            _copy_pieces(own.sent, grads)
+            self._buffers.pieces.index_fill_(0, own.sent_numbers, self._digest)
+        self._packed.record()
+        self._packed.wait()  # rule 5
+        self._arrived.record(self._ranks.transport.start_all_to_all(own.to_owners))
 
-    def _lay_out(self, number: int, has_grad: Callable[[WholeParam], bool]) -> None:
-        own, buffers = self._rounds[number], self._sets[number % 2]
-        buffers.arrived.wait()  # rule 7
+    def _lay_out(self, own: _Round, grads: _Grads) -> None:
+        self._arrived.wait()  # rule 7
         with torch.no_grad():
             _copy(own.laid_out, own.arrived)
-            if number == 0:
-                self._numbers[0].copy_(buffers.received[own.received_numbers], non_blocking=True)
-        for each, grad, weight in own.wholes:
-            assert each.whole is not None
-            each.whole.data = weight
-            each.whole.grad = grad if has_grad(each) else None
+            _copy_pieces(own.kept, grads)
+            if own is self._rounds[0]:
+                self._numbers[0].copy_(self._buffers.arrived[own.arrived_numbers], non_blocking=True)
+        for each, whole, grad, weight, _ in own.wholes:
+            whole.data = weight
+            whole.grad = grad if grads[id(each)] is not None else None
 
-    def _send_back(self, number: int, *, is_well: bool) -> None:
-        own, buffers = self._rounds[number], self._sets[number % 2]
-        results = {id(each): data_of(each.whole).reshape(-1) for each, _, _ in own.wholes if each.whole is not None}
+    def _send_back(self, own: _Round, grads: _Grads, *, is_well: bool) -> None:
+        results = {id(each): data_of(whole).reshape(-1) for each, whole, *_ in own.wholes}
+        kept = [piece.of for piece in own.kept if grads[id(piece.of)] is not None]
         with torch.no_grad():
             _copy([part for _, part, _ in own.back], [results[id(each)][part_of] for each, _, part_of in own.back])
-            buffers.received.index_fill_(0, own.back_numbers, 0.0 if is_well else 1.0)
-        buffers.stepped.record()
-        buffers.stepped.wait()  # rule 5
-        buffers.returned.record(self._ranks.transport.start_all_to_all(own.to_pieces))
-        for each, _, _ in own.wholes:
-            assert each.whole is not None
-            each.whole.grad = None
-            each.whole.data = stand_in(each.whole)
-
-    def _finish(self, number: int, has_grad: Callable[[WholeParam], bool]) -> None:
-        own, buffers = self._rounds[number], self._sets[number % 2]
-        buffers.returned.wait()  # rule 7
-        changed = [] if self._knows_that_grads_differ() else [each for each in own.plan.params if has_grad(each)]
-        with torch.no_grad():
             _copy(
-                [data_of(each.param).view(-1)[each.local] for each, _ in own.returned if has_grad(each) and changed],
-                [part for each, part in own.returned if has_grad(each) and changed],
+                [_flat_data(each) for each in kept],
+                [results[id(each)][each.piece.start : each.piece.stop] for each in kept],
             )
-            if number == len(self._rounds) - 1:
-                self._numbers[1].copy_(buffers.pieces[own.returned_numbers], non_blocking=True)
+            self._buffers.results.index_fill_(0, own.back_numbers, 0.0 if is_well else 1.0)
+        self._stepped.record()
+        self._stepped.wait()  # rule 5
+        self._returned.record(self._ranks.transport.start_all_to_all(own.to_pieces))
+        for _, whole, _, _, empty in own.wholes:
+            whole.grad = None
+            whole.data = empty
+
+    def _finish(self, own: _Round, grads: _Grads) -> None:
+        self._returned.wait()  # rule 7
+        is_changed = not self._knows_that_grads_differ()
+        returned = [(each, part) for each, part in own.returned if is_changed and grads[id(each)] is not None]
+        with torch.no_grad():
+            _copy([_flat_data(each) for each, _ in returned], [part for _, part in returned])
+            if own is self._rounds[-1]:
+                self._numbers[1].copy_(self._buffers.returned[own.returned_numbers], non_blocking=True)
         # On all ranks, also where one has no elements: a backward of an earlier forward raises.
-        torch.autograd.graph.increment_version([each.param for each in changed])
+        torch.autograd.graph.increment_version(
+            [each.param for each in own.plan.params if is_changed and grads[id(each)] is not None]
+        )
 
     def _read_numbers(self) -> None:
         streams = self._ranks.streams
@@ -223,96 +225,91 @@ class _Plan:
 
     def __init__(self, params: Sequence[WholeParam], rank: int, world_size: int) -> None:
         self.params = params
-        self.mine = [each for each in params if each.piece.stop > each.piece.start]
+        self.sent = [each for each in params if each.owner != rank and each.piece.stop > each.piece.start]
         self.owned = [(each, _sources(each.piece, world_size)) for each in params if each.owner == rank]
-        self.to_owner = [0] * world_size  # elements of this rank's pieces, by who owns them
-        self.from_rank = [0] * world_size  # elements of what this rank owns, by who has them
-        for each in self.mine:
+        self.to_owner = [0] * world_size  # elements of this rank's pieces, by who steps them
+        self.from_rank = [0] * world_size  # elements of what this rank steps, by who has them
+        for each in self.sent:
             self.to_owner[each.owner] += each.piece.stop - each.piece.start
         for _, sources in self.owned:
             for source, start, stop in sources:
                 self.from_rank[source] += stop - start
 
-    @property
-    def pieces_numel(self) -> int:
-        """What this rank sends to owners: gradients, weights and a number for each rank."""
-        return 2 * sum(self.to_owner) + len(self.to_owner)
-
-    @property
-    def received_numel(self) -> int:
-        """What this rank receives as an owner."""
-        return 2 * sum(self.from_rank) + len(self.from_rank)
-
-    @property
-    def whole_numel(self) -> int:
-        """Whole gradients and weights of what this rank owns."""
-        return 2 * sum(_aligned(each.piece.place.numel) for each, _ in self.owned)
+    def numels(self) -> tuple[int, int, int, int, int]:
+        """Of the buffers that this round needs, in the order of `_Buffers`."""
+        size, sent, owned = len(self.to_owner), sum(self.to_owner), sum(self.from_rank)
+        wholes = 2 * sum(_aligned(each.piece.place.numel) for each, _ in self.owned)
+        return (2 * sent + size, 2 * owned + size, wholes, owned + size, sent + size)
 
 
-class _BufferSet:
-    """Buffers of the rounds that take turns in them. Owns their fences.
+class _Buffers(NamedTuple):
+    """What all rounds use, one after another: [n] fp32 each.
 
     Attributes:
-        pieces: fp32, sent to owners, and what comes back.
-        received: fp32, what owners receive, and what they send back.
-        wholes: fp32, gradients and weights of what this rank owns; all sets have the same, for use on one stream.
+        pieces: sent to owners: gradients, weights and a number for each rank.
+        arrived: the same where it arrives.
+        wholes: gradients and weights of what this rank owns.
+        results: sent back: new weights and a number for each rank.
+        returned: the same where it arrives.
     """
 
-    def __init__(self, number: int, plans: Sequence[_Plan], wholes: torch.Tensor, ranks: Ranks, ledger: Ledger) -> None:
-        self.pieces = _allocate(ledger, max(plan.pieces_numel for plan in plans))
-        self.received = _allocate(ledger, max(plan.received_numel for plan in plans))
-        self.wholes = wholes
+    pieces: torch.Tensor
+    arrived: torch.Tensor
+    wholes: torch.Tensor
+    results: torch.Tensor
+    returned: torch.Tensor
 
-        def fence(rule: Rule, source: StreamName, target: StreamName, what: str) -> Fence:
-            return Fence(ranks.streams, rule, source, f"{what}, set {number}", target)
+    @classmethod
+    def allocate(cls, plans: Sequence[_Plan], ledger: Ledger) -> _Buffers:
+        """As large as the largest round wants each."""
+        return cls(*(ledger.allocate(Category.OPTIMIZER_ROUNDS, numel, torch.float32) for numel in _numels(plans)))
 
-        compute, comm = StreamName.COMPUTE, ranks.stream
-        self.packed = fence(Rule.SHARDS_WRITTEN, compute, comm, "pieces for owners")
-        self.arrived = fence(Rule.RESULTS_ARRIVED, comm, compute, "whole parameters")
-        self.stepped = fence(Rule.SHARDS_WRITTEN, compute, comm, "new weights of owners")
-        self.returned = fence(Rule.RESULTS_ARRIVED, comm, compute, "new weights of pieces")
+
+def _numels(plans: Sequence[_Plan]) -> list[int]:
+    return [max(numels) for numels in zip(*(plan.numels() for plan in plans), strict=True)]
 
 
 class _Round:
     """One round on this rank: the views of its buffers that are copied from and to. Made once.
 
     Attributes:
-        sent: a parameter of which this rank has elements, and where its gradient and weights go for the owner.
+        sent: pieces that others step, and where in a message they go.
+        kept: pieces that this rank steps, and where in the whole parameter they lie.
         laid_out, arrived: parts of whole parameters, and what arrives for each.
-        wholes: a parameter that this rank owns, its whole gradient and weights.
+        wholes: a parameter that this rank owns, what its optimizer steps, the whole gradient and weights, and what lies
+            there between steps.
         back: a parameter that this rank owns, where a part of its new weights goes, and which part that is.
-        returned: a parameter of which this rank has elements, and where their new weights arrive.
-        sent_numbers, received_numbers, back_numbers, returned_numbers: [N] int64, where the numbers are.
+        returned: a parameter that others step, and where the new weights of this rank's piece arrive.
+        sent_numbers, arrived_numbers, back_numbers, returned_numbers: [N] int64, where the numbers are.
         to_owners, to_pieces: the two exchanges.
     """
 
-    def __init__(self, plan: _Plan, buffers: _BufferSet) -> None:
+    def __init__(self, plan: _Plan, buffers: _Buffers) -> None:
         self.plan = plan
         both_to, both_from = [2 * n + 1 for n in plan.to_owner], [2 * n + 1 for n in plan.from_rank]
         one_to, one_from = [n + 1 for n in plan.to_owner], [n + 1 for n in plan.from_rank]
         device = buffers.pieces.device
-        self.sent_numbers, self.received_numbers = _last_of(both_to, device), _last_of(both_from, device)
+        self.sent_numbers, self.arrived_numbers = _last_of(both_to, device), _last_of(both_from, device)
         self.back_numbers, self.returned_numbers = _last_of(one_from, device), _last_of(one_to, device)
-        self.to_owners = AllToAll(
-            buffers.pieces[: sum(both_to)], both_to, buffers.received[: sum(both_from)], both_from
-        )
-        self.to_pieces = AllToAll(buffers.received[: sum(one_from)], one_from, buffers.pieces[: sum(one_to)], one_to)
+        self.to_owners = AllToAll(buffers.pieces[: sum(both_to)], both_to, buffers.arrived[: sum(both_from)], both_from)
+        self.to_pieces = AllToAll(buffers.results[: sum(one_from)], one_from, buffers.returned[: sum(one_to)], one_to)
 
         grads, weights = _starts(both_to), [s + n for s, n in zip(_starts(both_to), plan.to_owner, strict=True)]
         returned = _starts(one_to)
-        self.sent: list[tuple[WholeParam, torch.Tensor, torch.Tensor]] = []
+        self.sent: list[_Piece] = []
         self.returned: list[tuple[WholeParam, torch.Tensor]] = []
-        for each in plan.mine:
+        for each in plan.sent:
             numel, owner = each.piece.stop - each.piece.start, each.owner
-            parts = [_take(buffers.pieces, starts, owner, numel) for starts in (grads, weights, returned)]
-            self.sent.append((each, parts[0], parts[1]))
-            self.returned.append((each, parts[2]))
+            grad, weight = (_take(buffers.pieces, starts, owner, numel) for starts in (grads, weights))
+            self.sent.append(_Piece(each, grad, weight))
+            self.returned.append((each, _take(buffers.returned, returned, owner, numel)))
 
         grads, weights = _starts(both_from), [s + n for s, n in zip(_starts(both_from), plan.from_rank, strict=True)]
         back, offset = _starts(one_from), 0
         self.laid_out: list[torch.Tensor] = []
         self.arrived: list[torch.Tensor] = []
-        self.wholes: list[tuple[WholeParam, torch.Tensor, torch.Tensor]] = []
+        self.kept: list[_Piece] = []
+        self.wholes: list[tuple[WholeParam, nn.Parameter, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.back: list[tuple[WholeParam, torch.Tensor, slice]] = []
         for each, sources in plan.owned:
             shape, numel = each.piece.shape, each.piece.place.numel
@@ -321,20 +318,24 @@ class _Round:
             for source, start, stop in sources:
                 for whole, starts in ((grad, grads), (weight, weights)):
                     self.laid_out.append(whole[start:stop])
-                    self.arrived.append(_take(buffers.received, starts, source, stop - start))
-                part = _take(buffers.received, back, source, stop - start)
+                    self.arrived.append(_take(buffers.arrived, starts, source, stop - start))
+                part = _take(buffers.results, back, source, stop - start)
                 self.back.append((each, part, slice(start, stop)))
-            self.wholes.append((each, grad.view(shape), weight.view(shape)))
+            start, stop = each.piece.start, each.piece.stop
+            if stop > start:
+                self.kept.append(_Piece(each, grad[start:stop], weight[start:stop]))
+            assert each.whole is not None
+            self.wholes.append((each, each.whole, grad.view(shape), weight.view(shape), stand_in(each.whole)))
 
 
 def _sources(piece: Piece, world_size: int) -> list[tuple[int, int, int]]:
-    """The ranks that have elements of a parameter, and which: [start, stop)."""
+    """The other ranks that have elements of a parameter, and which: [start, stop)."""
     shard_numel, place = piece.segment.shard_numel, piece.place
     if not place.numel:
         return []
     first, last = place.offset // shard_numel, (place.offset + place.numel - 1) // shard_numel
     ranges = [(rank, piece.range_of(rank)) for rank in range(first, min(last + 1, world_size))]
-    return [(rank, own.start, own.stop) for rank, own in ranges]
+    return [(rank, own.start, own.stop) for rank, own in ranges if rank != piece.ranks.rank]
 
 
 def _aligned(numel: int) -> int:
@@ -363,22 +364,25 @@ def _take(buffer: torch.Tensor, starts: list[int], rank: int, numel: int) -> tor
     return buffer.narrow(0, start, numel)
 
 
+def _flat_data(each: WholeParam) -> torch.Tensor:
+    return data_of(each.param).view(-1)[each.local]
+
+
+def _flat_grad(each: WholeParam) -> torch.Tensor | None:
+    grad = each.param.grad
+    return None if grad is None else grad.as_subclass(torch.Tensor).view(-1)[each.local]
+
+
+def _copy_pieces(pieces: Sequence[_Piece], grads: _Grads) -> None:
+    """Gradients, of those that have one, and weights, to where they go."""
+    found = [(piece.grad, grad) for piece in pieces if (grad := grads[id(piece.of)]) is not None]
+    found += [(piece.weight, _flat_data(piece.of)) for piece in pieces]
+    _copy([target for target, _ in found], [source for _, source in found])
+
+
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     if targets:
         torch._foreach_copy_(list(targets), list(sources))
-
-
-def _allocate(ledger: Ledger, numel: int) -> torch.Tensor:
-    return ledger.allocate(Category.OPTIMIZER_ROUNDS, numel, torch.float32)
-
-
-def planned_bytes(plans: Sequence[_Plan]) -> int:
-    """What all buffers take: one of whole parameters, and two sets of the others, each for every other round."""
-    numel = max(plan.whole_numel for plan in plans)
-    for own in (plans[0::2], plans[1::2]):
-        numel += max((plan.pieces_numel for plan in own), default=0)
-        numel += max((plan.received_numel for plan in own), default=0)
-    return 4 * numel
 
 
 def _free(ledger_of: weakref.ref[Ledger], buffers: Sequence[torch.Tensor], n_bytes: int) -> None:

@@ -51,7 +51,7 @@ class WholeParameterOptimizer(Optimizer):
             Owners are chosen so that ranks have about the same sum. None: the number of elements. For Muon
             ``lambda p: p.numel() * min(p.shape)``. Of a batched group it is called with one slice of each.
         round_size: bytes of fp32 weights that a rank takes on in one round, or its largest parameter if that is more.
-            Rounds overlap, so a rank needs room for about ten times as much; ``memory_report()`` counts it.
+            Rounds overlap, so a rank needs room for about eight times as much; ``memory_report()`` counts it.
         **defaults: options of `optimizer_class`.
 
     Raises:
@@ -186,8 +186,9 @@ class WholeParameterOptimizer(Optimizer):
         for param in _params_in(self.param_groups):
             if isinstance(grad := param.grad, UnreducedGrad):
                 grad.refuse("an optimizer's step")
-        self.bound.step()
-        self.bound.link(self.state)
+        bound = self.bound
+        bound.step()
+        bound.link(self.state)
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -435,7 +436,7 @@ class _Bound:
             for inner in inners:
                 inner.take_options()
         self._error, self._is_checked = None, False
-        self._rounds.run(lambda each: each.param.grad is not None, self._step_in_place, self._step_round)
+        self._rounds.run(self._step_in_place, self._step_round)
         stepped: set[int] = set()
         for inners in self._by_round:
             for inner in inners:

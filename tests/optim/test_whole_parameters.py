@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from streamshard import StreamShard
-from streamshard.comm.streams import Collective, Observer, StreamName
+from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamName
 from streamshard.errors import ConfigError, OptimizerError, RankMismatchError, ShardingError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
@@ -184,7 +184,7 @@ def test_each_wait_of_a_round_is_needed(context: RankContext, what: str) -> None
         optimizer = _muon_and_adamw(model)
         _train(model, optimizer, context, steps=1)
         engine = engine_inside(model)
-        engine.streams.dropped_rules = frozenset({f"{what}, set 0", f"{what}, set 1"})
+        engine.streams.dropped_rules = frozenset({what})
         with detect_races(model, raise_at_exit=False) as detector:
             _train(model, optimizer, context, steps=1)
         engine.streams.dropped_rules = frozenset()
@@ -201,13 +201,15 @@ def test_traffic_is_the_formulas(context: RankContext) -> None:
     with engine_inside(model).streams.observed_by(heard):
         _train(model, optimizer, context, steps=1)
     rounds = len(heard.sent) // 2
-    sent = torch.tensor(sum(heard.sent))
-    dist.all_reduce(sent)
-    trained = [param for param in _matrices(model) if param.requires_grad]
-    numbers = 2 * rounds * context.world_size**2
-    assert rounds >= 2
-    # What a rank sends itself is counted too: the formula is 3 P + 2 N^2 a round, less (1/N of the first on average).
-    assert int(sent) == 3 * sum(param.numel() for param in trained) + numbers
+    ranges = model.local_ranges()
+    trained = {name: param for name, param in model.named_parameters() if param.ndim == 2 and param.requires_grad}
+    stays = sum(ranges[name].numel for name, param in trained.items() if optimizer.owner_of(param) == context.rank)
+    sums = torch.tensor([sum(heard.sent), stays])
+    dist.all_reduce(sums)
+    sent, stay = sums.tolist()
+    assert rounds >= 2 and stay
+    numbers = 2 * rounds * context.world_size**2  # each rank sends each one, itself among them
+    assert sent == 3 * (sum(param.numel() for param in trained.values()) - stay) + numbers
 
 
 class _Exchanges(Observer):
@@ -221,6 +223,47 @@ class _Exchanges(Observer):
     ) -> None:
         if collective is Collective.ALL_TO_ALL:
             self.sent.append(sum(tensor.numel() for tensor in reads))
+
+
+class _Logged(torch.optim.SGD):
+    """Says when it steps."""
+
+    log: list[str] = []
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.log.append("step")
+        return super().step(closure)
+
+
+class _Schedule(Observer):
+    """Says when an exchange starts and when its result is waited for: both in the same order."""
+
+    def on_collective(
+        self, stream: StreamName, collective: Collective, tag: int | None, reads: Any, writes: Any
+    ) -> None:
+        if collective is Collective.ALL_TO_ALL:
+            _Logged.log.append("start")
+
+    def on_wait(self, fence: Fence) -> None:
+        if fence.rule is Rule.RESULTS_ARRIVED:
+            _Logged.log.append("wait")
+
+
+@on_ranks(2)
+def test_each_exchange_but_the_first_and_the_last_travels_while_a_round_is_stepped(context: RankContext) -> None:
+    """To owners while the round before is stepped, and back while the next one is."""
+    model = _sharded()
+    optimizer = WholeParameterOptimizer(_matrices(model), _Logged, lr=0.02, round_size=1)
+    _train(model, optimizer, context, steps=1)
+    stack_step(model, Call(1, context.rank, context.world_size, 1.0))
+    _Logged.log.clear()
+    with engine_inside(model).streams.observed_by(_Schedule()):
+        optimizer.step()
+    places = {what: [at for at, each in enumerate(_Logged.log) if each == what] for what in ("start", "wait", "step")}
+    exchanges = list(zip(places["start"], places["wait"], strict=True))
+    assert len(exchanges) >= 4
+    if len(places["step"]) == len(exchanges) // 2:  # this rank owns something in each round; one of them does
+        assert all(any(start < at < wait for at in places["step"]) for start, wait in exchanges[1:-1])
 
 
 @on_ranks(2)
