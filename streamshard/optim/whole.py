@@ -173,7 +173,8 @@ class WholeParameterOptimizer(Optimizer):
         Raises:
             OptimizerError: an optimizer has raised on some rank; all ranks raise, on accelerators at the next step.
                 Parameters that were stepped before keep their new weights.
-            RankMismatchError: ranks disagree about which parameters have a gradient. No whole parameter was stepped.
+            RankMismatchError: ranks disagree about which parameters have a gradient. On a CPU no whole
+                parameter was stepped; on a device it was, and the error comes in the next step.
         """
         loss = None
         if closure is not None:
@@ -472,14 +473,16 @@ class _Bound:
         self._is_checked = True
         verdict = self._rounds.verdict()
         if verdict.grads_differ:
+            # On a device the host does not read other ranks' numbers before it steps.
+            outcome = "" if self._ranks.streams.has_streams else ": no whole parameter was stepped"
             have = [each.param.grad is not None for each in self._wholes]
             by_rank = self._ranks.gather_objects(have, with_replicas=False)
             for index, each in enumerate(self._wholes):
                 ranks_with = [rank for rank, theirs in enumerate(by_rank) if theirs[index]]
                 if 0 < len(ranks_with) < len(by_rank):
                     raise RankMismatchError(
-                        f"parameter {each.piece.name!r} has a gradient on ranks {ranks_with} only: no whole parameter "
-                        "was stepped. Set grad = None on all ranks or on none"
+                        f"parameter {each.piece.name!r} has a gradient on ranks {ranks_with} only{outcome}. Set "
+                        "grad = None on all ranks or on none"
                     )
             raise RankMismatchError("ranks disagreed about which parameters have a gradient in the last step")
         if verdict.has_failed:
