@@ -237,7 +237,7 @@ class StreamShard(Uncopyable):
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """All ranks that train this model."""
-        return engine_of(self).ranks.all_ranks
+        return engine_of(self).ranks.users_group
 
     # -- full tensors -----------------------------------------------------------------------------------------------
 

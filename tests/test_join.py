@@ -585,7 +585,7 @@ def test_a_norm_that_only_some_take_ends_all_of_them(context: RankContext, who: 
             model.clip_grad_norm_(1.0)
         optimizer.step()
 
-    story = "ranks do not do the same.*(sums over .*has ended its step|has ended its step.*sums over)|Connection closed"
+    story = "ranks do not do the same.*sums over|Connection closed|Application timeout"  # the latter two in Join's own
     with pytest.raises(RuntimeError, match=story), Join([model], repeat=lambda: finish(who == "repeat")):
         for number in range((2 + more, 1, 2)[context.rank]):
             stack_step(model, Call(number, context.rank, context.world_size, 1.0))

@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from streamshard.comm.foreign import collective_counter
+
 __all__ = ["Board", "Failure", "Kind", "Log", "describe_difference", "describe_missing"]
 
 _SIZE = 1024  # entries that are kept
@@ -71,6 +73,8 @@ class Log:
         self.words = memoryview(bytearray(8 * self.WORDS)).cast("q")
         self.digest = 0
         self._count = 0
+        self._count_collectives = collective_counter()
+        self._collectives = [self._count_collectives()] * _SIZE  # before each entry; other libraries' are among them
         self.words[_TIME] = _now_ms()
 
     def add(self, kind: Kind, tag: int = 0) -> None:
@@ -78,6 +82,7 @@ class Log:
         entry = self._count << _CODE_BITS | kind << _TAG_BITS | tag
         self.digest = hash((self.digest, entry))  # of integers: the same in every process
         self.words[self._count % _SIZE] = entry
+        self._collectives[self._count % _SIZE] = self._count_collectives()
         self._count += 1
         self.words[_TIME] = _now_ms()
         self.words[_COUNT] = self._count
@@ -91,6 +96,25 @@ class Log:
     def idle_s(self) -> float:
         """How long this rank has issued nothing."""
         return _idle_s(self.words)
+
+    @property
+    def count(self) -> int:
+        """How many entries have been issued."""
+        return self._count
+
+    def collectives_before(self, number: int) -> int | None:
+        """How many collectives this rank has issued on the default group between two entries.
+
+        Args:
+            number: the later entry. `count`: the one that is issued next.
+
+        Returns:
+            Those since entry ``number - 1``, its own among them; None if that is too long ago.
+        """
+        if not self._count - _SIZE < number <= self._count:
+            return None
+        now = self._count_collectives() if number == self._count else self._collectives[number % _SIZE]
+        return now - self._collectives[(number - 1) % _SIZE]
 
 
 def _now_ms() -> int:
@@ -204,6 +228,8 @@ class Board:
         self._peers = [(rank + 1 + step) % world_size for step in range(min(world_size - 1, _MOST_PEERS))]
         self._shared: Mapping[int, Sequence[int]] = {}
         self._shown_count = -1
+        self._shown_call: str | None = None
+        self._verdict: str | None = None
 
     def share(self, logs: Mapping[int, Sequence[int]]) -> None:
         """These ranks' logs lie in memory that this rank can read: `Log.words` by rank."""
@@ -234,8 +260,46 @@ class Board:
         Args:
             among_shared: look at the ranks only whose memory this rank can read: sends nothing.
         """
+        if self._verdict is not None:
+            return self._verdict
         logs = self._read(among_shared=among_shared)
         return describe_difference({rank: log for rank, log in logs.items() if log is not None}, self.names)
+
+    def show_call(self, call: str | None) -> None:
+        """Put up that this rank is in another library's collective: `call`, or None: in none (any more)."""
+        shown = None if call is None else f"{self.log.count}:{self.log.collectives_before(self.log.count)}:{call}"
+        if self._store is None or shown == self._shown_call:
+            return
+        with contextlib.suppress(RuntimeError):
+            if shown is None:
+                self._store.delete_key(self._call_key(self._rank))
+            else:
+                self._store.set(self._call_key(self._rank), shown)
+        self._shown_call = shown
+
+    def find_foreign(self) -> str | None:
+        """A rank that is in another library's collective, which this rank has not called; None if there is none.
+
+        All ranks issue the same collectives between the same two entries. So if that rank has issued more of them
+        since its last entry than this rank before its next one, this rank never joins it: it waits for that rank.
+        From then on `find_difference` says the same, to whatever waits.
+        """
+        if self._store is None:
+            return None
+        with contextlib.suppress(RuntimeError):
+            for peer in self._peers:
+                if not self._store.check([key := self._call_key(peer)]):
+                    continue
+                count, collectives, call = self._store.get(key).decode().split(":", 2)
+                own = self.log.collectives_before(int(count)) if int(count) < self.log.count else None
+                if own is not None and int(collectives) > own:
+                    own_last = self.describe_last().removeprefix("it ")
+                    self._verdict = f"ranks do not do the same: rank {self._rank} {own_last}, rank {peer} is in {call}"
+                    return self._verdict
+        return None
+
+    def _call_key(self, rank: int) -> str:
+        return f"{self._key}{rank}/call"
 
     def describe_missing(self, *, among_shown: bool = False) -> str | None:
         """See `describe_missing`.

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import datetime
 import os
+import time
 import weakref
 from typing import Any, NamedTuple
 
@@ -26,8 +27,11 @@ __all__ = [
     "make_default_group",
     "refuse_together",
     "resolve_group",
+    "timeout_of",
 ]
 
+_DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's, as its documentation says
+_COME = "streamshard/come"  # how many ranks have come to make a host group
 _NOBODYS_TAG = (1 << 31) - 1  # of a message that is never sent
 
 
@@ -133,27 +137,70 @@ def _end(group_of: weakref.ref[dist.ProcessGroup]) -> None:
         dist.destroy_process_group()
 
 
-# Groups over which hosts talk, beside those that only move what is on devices. Kept by torch until it destroys them.
+# Groups over which hosts talk, by the group whose ranks they have. Kept by torch until it destroys them.
 _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 def host_group_of(group: dist.ProcessGroup, *, makes: bool = True) -> dist.ProcessGroup | None:
-    """`group` if it takes tensors in CPU memory, else one of the same ranks that does.
+    """A group of the same ranks for tensors in CPU memory, over which StreamShard alone talks.
 
-    What ranks agree on goes over it: it needs no device, waits for none, and has no watchdog that ends the process
-    while one rank writes files.
+    Over the user's own group gloo would pair a collective of StreamShard's on one rank with another library's on the
+    next, and hand each the other's bytes. Over this one ranks also agree where `group` serves devices only: that needs
+    no device, and no watchdog ends the process while one rank writes files.
 
     Args:
-        group: of devices, perhaps.
+        group: of gloo or of devices. Another backend that takes tensors in CPU memory is used as it is.
         makes: make it if there is none yet, which is collective; else the result is None then.
     """
-    if serves(group, "cpu"):
+    if _is_talked_over(group):
         return group
     if makes and group not in _host_groups:
         ranks = dist.get_process_group_ranks(group)
-        _host_groups[group] = weakref.ref(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+        timeout = timeout_of(group) if serves(group, "cpu") else _DEFAULT_TIMEOUT
+        # torch names the group of some ranks by the number of groups that each is in, which may differ. Where all ranks
+        # make it, it is named by the number that have been made.
+        is_of_some = len(ranks) < dist.get_world_size()
+        _await_all(group, timeout)
+        host_group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=is_of_some)
+        _host_groups[group] = _host_groups[host_group] = weakref.ref(host_group)
     group_of = _host_groups.get(group)
     return None if group_of is None else group_of()
+
+
+def _is_talked_over(group: dist.ProcessGroup) -> bool:
+    if not serves(group, "cpu"):
+        return False
+    return group.size() == 1 or group._get_backend(torch.device("cpu")).name() != "gloo"
+
+
+def _await_all(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
+    """Return once all ranks of `group` have called this, each once.
+
+    ``dist.new_group`` would keep the store's connection while it waits, so that the watchdog could not report.
+
+    Raises:
+        RuntimeError: `timeout` is over.
+    """
+    store, sleep_s = group.get_group_store(), 1e-4
+    timeout_s = timeout.total_seconds()
+    deadline = time.monotonic() + timeout_s
+    come = store.add(_COME, 1)
+    while come < group.size():
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"timed out after {timeout.total_seconds():g} s: {come} of {group.size()} ranks have come"
+            )
+        time.sleep(sleep_s)
+        sleep_s = min(2 * sleep_s, 0.1)
+        come = store.add(_COME, 0)
+
+
+def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
+    """How long a collective on tensors in CPU memory may take over `group`."""
+    # torch has no public way to ask.
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    timeout: datetime.timedelta = getattr(options, "_timeout", _DEFAULT_TIMEOUT)
+    return timeout
 
 
 def close_connections(group: dist.ProcessGroup) -> None:

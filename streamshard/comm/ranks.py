@@ -26,6 +26,7 @@ from streamshard.comm.objects import gather_bytes, gather_results
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.comm.transport import Transport
 from streamshard.comm.watchdog import Guard, Watch
+from streamshard.device import serves
 from streamshard.errors import CommunicationError, ShardingError, StreamShardError
 
 __all__ = ["Ranks"]
@@ -68,6 +69,9 @@ class Ranks:
     ) -> None:
         self.failure: str | None = None
         # Weak: destroy_process_group() has to end gloo's threads, which must not outlive Python (they take its lock).
+        self._users_group_of = weakref.ref(all_ranks or group)
+        if not streams.has_streams:
+            group, all_ranks = _host_group(group), _host_group(all_ranks or group)
         self._group_of = weakref.ref(group)
         self._all_ranks_of = weakref.ref(all_ranks or group)
         self.streams = streams
@@ -93,8 +97,17 @@ class Ranks:
         return self.failure is not None
 
     @property
+    def users_group(self) -> dist.ProcessGroup:
+        """All ranks that train this model, in the group that the user gave, over which other libraries talk.
+
+        Raises:
+            CommunicationError: it has been destroyed.
+        """
+        return _alive(self._users_group_of)
+
+    @property
     def group(self) -> dist.ProcessGroup:
-        """The shard group.
+        """The shard group: on devices the user's, on CPUs one of StreamShard's own. See `host_group_of`.
 
         Raises:
             CommunicationError: it has been destroyed.
@@ -103,7 +116,7 @@ class Ranks:
 
     @property
     def all_ranks(self) -> dist.ProcessGroup:
-        """All ranks that train this model.
+        """All ranks that train this model, as `group`.
 
         Raises:
             CommunicationError: the group has been destroyed.
@@ -111,10 +124,11 @@ class Ranks:
         return _alive(self._all_ranks_of)
 
     def host_groups(self) -> list[dist.ProcessGroup]:
-        """The groups over which hosts talk and that have not been destroyed."""
-        groups = {group_of() for group_of in (self._group_of, self._all_ranks_of)}
-        hosts = {host_group_of(group, makes=False) for group in groups if group is not None}
-        return [group for group in hosts if group is not None]
+        """The groups over which hosts talk and that have not been destroyed: the user's, and StreamShard's own."""
+        groups = {group_of() for group_of in (self._users_group_of, self._group_of, self._all_ranks_of)}
+        alive = [group for group in groups if group is not None]
+        hosts = {host_group_of(group, makes=False) for group in alive}
+        return [group for group in {*alive, *hosts} if group is not None and serves(group, "cpu")]
 
     @property
     def host_group(self) -> dist.ProcessGroup:

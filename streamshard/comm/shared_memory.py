@@ -34,6 +34,7 @@ import torch.distributed as dist
 from streamshard.comm.arena import Arena, Counter, State, arena_bytes, map_all, offer_memory
 from streamshard.comm.flight_recorder import Kind
 from streamshard.comm.gloo import PairwiseTransport, sum_in_pieces
+from streamshard.comm.groups import timeout_of
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import Reduction
@@ -76,7 +77,7 @@ class SharedMemoryTransport(PairwiseTransport):
         self._own = arenas[ranks.rank]
         ranks.log.move_to(self._own.log_words)
         ranks.board.share(dict(zip(_numbers_of(ranks), (arena.log_words for arena in arenas), strict=True)))
-        self._timeout_s = _timeout_s(ranks.group)
+        self._timeout_s = timeout_of(ranks.group).total_seconds()
         self._started: deque[Reduction] = deque()  # not summed yet
         self._compared = 0  # publications
         weakref.finalize(self, _leave, self._own, os.getpid())
@@ -257,13 +258,6 @@ def _numbers_of(ranks: Ranks) -> list[int]:
 def _leave(arena: Arena, process: int) -> None:
     if process == os.getpid():  # not in a forked child
         arena.leave(State.HAS_LEFT)
-
-
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    # torch has no public way to ask; without an answer, its documented default.
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return timeout.total_seconds() if timeout is not None else 1800.0
 
 
 def share_memory(ranks: Ranks, nbytes: int, units: int) -> None:

@@ -23,7 +23,8 @@ from typing import Protocol
 
 import torch
 
-from streamshard.comm.flight_recorder import Board
+from streamshard.comm.flight_recorder import Board, Failure
+from streamshard.comm.foreign import find_call
 from streamshard.errors import CommunicationError, StreamShardError
 from streamshard.log import log
 
@@ -33,6 +34,7 @@ _PATIENCE_S = 1.0  # until logs are compared
 _REPORT_AFTER_S = 30.0  # until the first warning
 _END_WITHIN_S = 5.0  # at exit
 _SHOW_AFTER_S = 10.0  # without anything issued, until a rank puts up its log
+_CALL_AFTER_S = 3.0  # in another library's collective, until a rank puts that up, and until others ask for it
 
 # This rank's own errors, which say nothing of others, although they are RuntimeErrors as those of backends are.
 _OWN: tuple[type[Exception], ...] = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
@@ -83,11 +85,14 @@ class Watch:
         self._has_streams = has_streams
         self._hang_up = None if hang_up is None else weakref.WeakMethod(hang_up)
         self._on_device: Wait | None = None
+        self._failure: Failure | None = None
+        self._user = threading.get_ident()
         _thread.add(self)
 
     def look(self) -> None:
         """Called by the thread."""
         self._board.show_if_idle(_SHOW_AFTER_S)
+        self._look_at_user()
         wait = self.wait or self._wait_on_device()
         if wait is None:
             return
@@ -96,14 +101,30 @@ class Watch:
         if waited_s < _PATIENCE_S or (self._has_streams and not reports):
             return
         difference = self._board.find_difference()
+        if difference is None and waited_s >= _CALL_AFTER_S:
+            difference = self._board.find_foreign()
         if difference is not None and self._hang_up is not None:
             if reports:  # where nobody can end the wait, on a device
                 log.error("%s: %s. All %s", wait.what, difference, _ADVICE)
                 wait.report_at_s = 2 * waited_s
-            if (hang_up := self._hang_up()) is not None:
-                hang_up()
+            self._end_waits()
         elif reports:
             self._report(wait, waited_s)
+
+    def _look_at_user(self) -> None:
+        """Whether this rank is in another library's collective, and whether that waits for a rank that has failed."""
+        is_elsewhere = self.wait is None and self._board.log.idle_s >= _CALL_AFTER_S
+        call = find_call(self._user) if is_elsewhere else None
+        self._board.show_call(call)
+        if call is not None and (failure := self._board.read_failure()) is not None:
+            if failure != self._failure:
+                log.error("%s ends %s: rank %d has failed: %s", self._board.describe_rank(), call, *failure)
+            self._failure = failure
+            self._end_waits()
+
+    def _end_waits(self) -> None:
+        if self._hang_up is not None and (hang_up := self._hang_up()) is not None:
+            hang_up()
 
     def _wait_on_device(self) -> Wait | None:
         idle_s = self._board.log.idle_s

@@ -217,6 +217,65 @@ def test_a_long_wait_for_a_rank_in_another_collective_is_logged(
         assert re.match(pattern, story) is not None, story
 
 
+_ALONE: dict[str, Callable[[Any], object]] = {
+    "a norm": lambda model: next(model.parameters()).norm(),
+    "a forward and backward": lambda model: model(vector_batch(1, 0)).sum().backward(),
+    "a meeting": lambda model: engine_inside(model).ranks.barrier(),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("over", TRANSPORTS)
+@pytest.mark.parametrize("operation", list(_ALONE))
+def test_a_wait_for_a_rank_that_is_in_another_collective_of_the_same_ranks_ends(
+    context: RankContext, over: str, operation: str
+) -> None:
+    """Both would wait for the group's timeout: rank 0 has not called what rank 1 is in, and never will."""
+    model = _model(over)
+    _end_of_step(model, context)
+    with mock.patch.multiple(watch, _PATIENCE_S=0.05, _CALL_AFTER_S=0.1):
+        if context.rank == 0:
+            place = r"rank 1 is in torch.distributed.barrier, called at tests/comm/test_flight_recorder.py:\d+"
+            with pytest.raises(CommunicationError, match=rf"ranks do not do the same: rank 0 .*, {place}"):
+                _ALONE[operation](model)
+        else:
+            with pytest.raises(RuntimeError, match="Connection closed|Socket closed|reset"):
+                dist.barrier()
+            with pytest.raises(CommunicationError, match="rank 0 has failed: .*rank 1 is in torch.distributed.barrier"):
+                _ALONE[operation](model)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("over", TRANSPORTS)
+def test_a_rank_in_a_collective_that_the_waiting_rank_has_called_is_waited_for(context: RankContext, over: str) -> None:
+    """Rank 0 has sent its part and goes on. Rank 1 waits for that of rank 2, which is slow."""
+    model = _model(over)
+    apart = dist.new_group([0, 2])
+    looked = threading.Semaphore(0)
+    board = engine_inside(model).ranks.board
+    find = board.find_foreign
+
+    def look() -> str | None:
+        found = find()
+        looked.release()
+        return found
+
+    board.find_foreign = look  # type: ignore[method-assign]
+    with mock.patch.multiple(watch, _PATIENCE_S=0.05, _CALL_AFTER_S=0.1):
+        part, parts = torch.ones(1), [torch.empty(1) for _ in range(3)] if context.rank == 1 else None
+        if context.rank == 0:
+            dist.gather(part, dst=1)
+            signal = threading.Thread(target=lambda: [looked.acquire() for _ in range(20)] and dist.barrier(apart))
+            signal.start()
+        elif context.rank == 2:
+            dist.barrier(apart)
+            dist.gather(part, dst=1)
+        else:
+            dist.gather(part, parts, dst=1)
+        norm = next(model.parameters()).norm()
+    assert norm > 0
+
+
 @on_ranks(2)
 def test_a_long_wait_for_a_rank_that_does_not_shard_a_model_is_logged(context: RankContext) -> None:
     """It may still load its weights, or has taken another branch."""

@@ -26,6 +26,7 @@ import streamshard.comm.arena as arena
 from streamshard import Precision, StreamShard
 from streamshard.comm.arena import Counter, State, offer_memory
 from streamshard.comm.gloo import PairwiseTransport
+from streamshard.comm.groups import host_group_of
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.shared_memory import SharedMemoryTransport, _leave
 from streamshard.comm.transport import Reduction
@@ -84,22 +85,16 @@ def test_any_rank_hears_of_every_vote(context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_hosts_vote_over_gloo_where_the_group_moves_what_is_on_devices_only(context: RankContext) -> None:
-    """One more group of the same ranks, made once however many models there are."""
-    group, get_backend = dist.group.WORLD, dist.ProcessGroup._get_backend
-
-    def without_cpu(self: dist.ProcessGroup, device: torch.device) -> Any:
-        if self is group:
-            raise RuntimeError("no backend for device type cpu")
-        return get_backend(self, device)
-
-    with over_sockets():
-        both = [engine_inside(StreamShard(Stack())).ranks for _ in range(2)]
-    with mock.patch.object(dist.ProcessGroup, "_get_backend", without_cpu):
-        before = len(dist.distributed_c10d._world.pg_map)
-        for ranks in both:
-            _vote(context, ranks)
-        assert len(dist.distributed_c10d._world.pg_map) == before + 1
+def test_all_models_of_a_group_talk_over_one_further_group(context: RankContext) -> None:
+    """Which is theirs alone: no other library's collective can take the place of one of theirs."""
+    before = dict(dist.distributed_c10d._world.pg_map)
+    for kind in (PairwiseTransport, SharedMemoryTransport):
+        with over_sockets() if kind is PairwiseTransport else contextlib.nullcontext():
+            ranks = engine_inside(StreamShard(Stack())).ranks
+        assert type(ranks.transport) is kind
+        assert ranks.group is ranks.all_ranks is ranks.host_group
+        assert {*dist.distributed_c10d._world.pg_map} - {*before} == {ranks.group}
+        _vote(context, ranks)
 
 
 # -- whose memory it is -------------------------------------------------------------------------------------------
@@ -154,6 +149,8 @@ def _mappings() -> int:
 
 def _open_files(what: str = "") -> int:
     await_groups_of_before()  # which have sockets
+    assert dist.group.WORLD is not None
+    host_group_of(dist.group.WORLD)  # has some too
     links = (path for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
     return sum(what in os.readlink(link) for link in links)
 

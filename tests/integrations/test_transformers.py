@@ -15,8 +15,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from streamshard import StreamShard, load_safetensors
+from streamshard.comm import watchdog
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import CheckpointError, CommunicationError, ConfigError, ShardingError
 from streamshard.optim import WholeParameterOptimizer
@@ -507,29 +509,51 @@ def test_a_state_dict_of_pieces_is_refused_without_the_other_ranks(context: Rank
         load_safetensors(trainer.model, tmp_path)
 
 
+_ALONE: dict[str, Callable[[Any, str], object]] = {
+    "trainer.save_model": lambda trainer, out: trainer.save_model(out),
+    "model.save_pretrained": lambda trainer, out: trainer.model.save_pretrained(out),
+    "accelerator.save_model": lambda trainer, out: trainer.accelerator.save_model(trainer.model, out),
+    "accelerator.save_state": lambda trainer, out: trainer.accelerator.save_state(out),
+    "norm": lambda trainer, out: next(trainer.model.parameters()).norm(),
+    "forward": lambda trainer, out: trainer.model(input_ids=torch.arange(3, 11)[None]),
+    "generate": lambda trainer, out: trainer.model.generate(torch.arange(3, 11)[None], max_new_tokens=2),
+}
+
+
 @on_ranks(2)
-def test_a_save_that_other_ranks_do_not_join_says_so_and_leaves_the_earlier_one(
-    context: RankContext, tmp_path: Path
+@pytest.mark.parametrize("call", list(_ALONE))
+def test_what_rank_0_calls_alone_in_a_callback_raises_and_leaves_the_earlier_save(
+    context: RankContext, call: str, tmp_path: Path
 ) -> None:
-    """What a script gets that saves under ``if trainer.is_world_process_zero()``."""
+    """As under ``if state.is_world_process_zero``. Rank 1 is in torch's own collective, where Trainer counts tokens."""
+    from transformers import TrainerCallback
+
     _, ours_class = _trainers()
-    with launched(context):
-        trainer = train(ours_class, make_model("llama"), tmp_path, make_rows("llama")).trainer
-        trainer.save_model(str(tmp_path))
-        wanted = whole_weights(trainer.model)
-        saves = {
-            r"save_model\(\)": trainer.save_model,
-            r"save_pretrained\(\)": trainer.model.save_pretrained,
-            r"save_model\(\) of": lambda out: trainer.accelerator.save_model(trainer.model, out),
-            r"save_state\(\)": trainer.accelerator.save_state,
-        }
-        alone = mock.patch.object(Ranks, "gather_bytes", side_effect=CommunicationError("rank 1 did not come"))
-        for name, save in saves.items():
-            message = f"{name}.*All ranks have to call it.*rank 1 did not come"
-            with alone, pytest.raises(CommunicationError, match=message):
-                save(str(tmp_path))
-        load_safetensors(trainer.model, tmp_path)
-        assert_same(whole_weights(trainer.model), wanted, "weights")
+    saved: dict[str, Any] = {}
+
+    class Calls(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            saved["trainer"].save_model(str(tmp_path))
+            saved["weights"] = whole_weights(saved["trainer"].model)
+            if state.is_world_process_zero:
+                _ALONE[call](saved["trainer"], str(tmp_path))
+
+    patience = mock.patch.multiple(watchdog, _PATIENCE_S=0.05, _CALL_AFTER_S=0.1)
+    error = pytest.raises(CommunicationError if context.rank == 0 else RuntimeError)
+    with launched(context), patience, error as caught:
+        train(
+            ours_class,
+            make_model("llama"),
+            tmp_path / "run",
+            make_rows("llama"),
+            before=lambda trainer: saved.update(trainer=trainer),
+            given={"callbacks": [Calls()]},
+        )
+    if context.rank == 0:
+        wanted = "All ranks have to call it, so call it outside of" if "save" in call else "have to call forward"
+        assert wanted in str(caught.value)
+        found = load_file(tmp_path / "model.safetensors")
+        assert_same({name: found[name] for name in saved["weights"]}, saved["weights"], "weights")
 
 
 @on_ranks(2)
