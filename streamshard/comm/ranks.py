@@ -110,8 +110,9 @@ class Ranks:
         """The shard group: on devices the user's, on CPUs one of StreamShard's own. See `host_group_of`.
 
         Raises:
-            CommunicationError: it has been destroyed.
+            CommunicationError: it has been destroyed, or the user's has.
         """
+        _alive(self._users_group_of)
         return _alive(self._group_of)
 
     @property
@@ -121,14 +122,19 @@ class Ranks:
         Raises:
             CommunicationError: the group has been destroyed.
         """
+        _alive(self._users_group_of)
         return _alive(self._all_ranks_of)
 
     def host_groups(self) -> list[dist.ProcessGroup]:
-        """The groups over which hosts talk and that have not been destroyed: the user's, and StreamShard's own."""
-        groups = {group_of() for group_of in (self._users_group_of, self._group_of, self._all_ranks_of)}
+        """The groups over which hosts talk and that have not been destroyed: StreamShard's own, then the user's.
+
+        In this order they are closed: a rank that leaves the user's finds the others closed.
+        """
+        groups = [group_of() for group_of in (self._group_of, self._all_ranks_of, self._users_group_of)]
         alive = [group for group in groups if group is not None]
-        hosts = {host_group_of(group, makes=False) for group in alive}
-        return [group for group in {*alive, *hosts} if group is not None and serves(group, "cpu")]
+        hosts = [host_group_of(group, makes=False) for group in alive]
+        found = dict.fromkeys(group for group in (*hosts, *alive) if group is not None)
+        return [group for group in found if serves(group, "cpu")]
 
     @property
     def host_group(self) -> dist.ProcessGroup:

@@ -104,6 +104,7 @@ class Watch:
         if difference is None and waited_s >= _CALL_AFTER_S:
             difference = self._board.find_foreign()
         if difference is not None and self._hang_up is not None:
+            self._board.post_failure(f"{wait.what}: {difference}. All {_ADVICE}")
             if reports:  # where nobody can end the wait, on a device
                 log.error("%s: %s. All %s", wait.what, difference, _ADVICE)
                 wait.report_at_s = 2 * waited_s
