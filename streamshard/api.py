@@ -166,8 +166,8 @@ class StreamShard(Uncopyable):
         One context around several micro-batches is faster than one around each, between which weights might change.
 
         With ``grad_slots="all"`` gradients stay where they are written and are reduced by the next backward outside;
-        until then ``p.grad`` only stands for them: it can be cleared, not read. With fewer slots there is no room for
-        that: every backward reduces into the sharded fp32 main grads. The sum is the same.
+        until then ``zero_grad()`` drops them, and steps, clipping and reading raise. With fewer slots there is no room
+        for that: every backward reduces into the sharded fp32 main grads. The sum is the same.
         """
         self.set_requires_gradient_sync(False)
         try:

@@ -370,7 +370,7 @@ def _allocate(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> l
             segments.append(SegmentShard(segment, ranks, ledger, weights, is_in_slot=is_in_slot))
         if weight_slot is None:
             weight_slot = WeightSlot(segments[0].compute, ranks.streams, f"compute shard {index}", is_shared=False)
-        grads = UnitGrads(index, grad_slot, ranks.world_size)
+        grads = UnitGrads(index, grad_slot)
         make_grads = _grads_of(layout, grad_slot, sizing, plan, ranks, ledger)
         turns = plan.shared[index]
         units.append(StreamedUnit(index, layout, segments, make_grads, weight_slot, grads, ranks, takes_turns=turns))

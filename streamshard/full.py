@@ -24,10 +24,9 @@ from streamshard.plan.structure import leave_inference_mode
 from streamshard.unit.global_ops import global_norm
 from streamshard.unit.pieces import piece_of
 from streamshard.unit.shard import ParamShard
-from streamshard.unit.sharded_parameter import be_piece, be_whole, data_of
+from streamshard.unit.sharded_parameter import be_piece, be_whole, data_of, grad_of, refuse_unreduced
 from streamshard.unit.sharded_tensor import ShardedTensor
 from streamshard.unit.sharding import Sharding
-from streamshard.unit.unreduced_grad import UnreducedGrad
 
 __all__ = ["clip_grads", "gather_state_dict", "summon"]
 
@@ -93,7 +92,7 @@ class _Summoned:
             wholes = unit.gather_whole([shard.main for shard in unit.params])
             for shard, whole in zip(unit.params, wholes, strict=True):
                 assert whole is not None
-                self._sharded.append(_Sharded(shard, data_of(shard.param), shard.param.grad))
+                self._sharded.append(_Sharded(shard, data_of(shard.param), grad_of(shard.param)))
                 be_whole(shard.param)
                 shard.param.grad = None
                 shard.param.data = whole
@@ -113,9 +112,8 @@ class _Summoned:
 
     def open_grads(self) -> None:
         """Put whole gradients beside the whole parameters. Collective."""
-        for shard, _, grad in self._sharded:
-            if isinstance(grad, UnreducedGrad):
-                grad.refuse("summon_full_params(with_grads=True)")
+        refuse_unreduced((shard.param for shard, _, _ in self._sharded), "summon_full_params(with_grads=True)")
+        for shard, _, _ in self._sharded:
             if shard.param.grad is not None:
                 _refuse_grad(shard)
         self.has_grads = True
@@ -272,11 +270,8 @@ def clip_grads(
         raise ConfigError(f"skip_above={skip_above!r}: wanted a positive number, or None")
     order = _order(norm_type)
     engine.inputs.on_clipping(max_norm, norm_type, skip_above)
-    found = [grad for grad in (param.grad for param in params) if grad is not None]
-    for grad in found:
-        if isinstance(grad, UnreducedGrad):
-            grad.refuse("clip_grad_norm_")
-    grads = [grad.as_subclass(torch.Tensor) for grad in found]
+    refuse_unreduced(params, "clip_grad_norm_")
+    grads = [grad.as_subclass(torch.Tensor) for grad in (param.grad for param in params) if grad is not None]
     filled = [grad for grad in grads if grad.numel()]
     if filled:
         local = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(filled, order)), order)

@@ -20,7 +20,7 @@ from streamshard.optim.separable import check_separable, random_states, refuse_d
 from streamshard.plan.owners import assign_owners, describe_load, plan_rounds, rank_loads
 from streamshard.unit.elementwise import is_elementwise_class
 from streamshard.unit.pieces import mark_state, piece_of, unmark_state
-from streamshard.unit.unreduced_grad import UnreducedGrad
+from streamshard.unit.sharded_parameter import refuse_unreduced
 
 __all__ = ["WholeParameterOptimizer"]
 
@@ -184,9 +184,7 @@ class WholeParameterOptimizer(Optimizer):
         return loss
 
     def _step(self) -> None:
-        for param in _params_in(self.param_groups):
-            if isinstance(grad := param.grad, UnreducedGrad):
-                grad.refuse("an optimizer's step")
+        refuse_unreduced(_params_in(self.param_groups), "an optimizer's step")
         bound = self.bound
         bound.step()
         bound.link(self.state)

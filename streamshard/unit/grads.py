@@ -3,15 +3,13 @@
     autograd -write-> grad slot -start_reduce-> main grads -finish-> ``.grad`` of the sharded parameters
 
 Where a unit's slot has to go to another unit in between, gradients are parked; where a backward is not to reduce
-(``no_sync()`` with a grad slot each), they are left in the slot, and `UnreducedGrad` stands for them.
+(``no_sync()`` with a grad slot each), they are left in the slot, and ``.grad`` is an `UnreducedGrad`.
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -24,10 +22,10 @@ from streamshard.plan.memory import Category
 from streamshard.plan.segments import PlannedSegment
 from streamshard.unit.buffers import GradSlot, Ledger
 from streamshard.unit.shard import ParamShard
+from streamshard.unit.sharded_parameter import end_wait, let_wait
 from streamshard.unit.sharded_tensor import ShardedTensor
 from streamshard.unit.sharding import Sharding
 from streamshard.unit.step_grads import end_step
-from streamshard.unit.unreduced_grad import UnreducedGrad
 
 __all__ = ["ParamGrad", "SegmentGrads", "UnitGrads"]
 
@@ -44,24 +42,21 @@ class ParamGrad:
         is_written: this backward has something in `in_slot`.
         is_used: this rank's graphs have made a gradient, to be told to the other ranks.
         is_kept: `in_main` holds what ``.grad`` held before this backward, which is added to.
-        stand_in: what ``.grad`` is while the gradient waits in the slot.
+        waits: what this and earlier backwards have made stays in the slot until a later one reduces it.
         parked: a copy of what was in the slot when that went to another unit.
-        node: the sharded parameter's own node in autograd's graph, once the gradient has waited; lives with its hook.
     """
 
     __slots__ = (
-        "__weakref__",
         "has_room",
         "in_main",
         "in_slot",
         "is_kept",
         "is_used",
         "is_written",
-        "node",
         "parked",
         "shard",
-        "stand_in",
         "view",
+        "waits",
     )
     in_slot: torch.Tensor
     in_main: ShardedTensor
@@ -73,16 +68,8 @@ class ParamGrad:
         self.is_written = False
         self.is_used = False
         self.is_kept = False
-        self.stand_in: UnreducedGrad | None = None
+        self.waits = False
         self.parked: torch.Tensor | None = None
-        self.node: Any = None
-
-    @property
-    def whole(self) -> torch.Tensor:
-        """On the meta device, of the form of the whole gradient."""
-        whole = self.in_main.sharding.whole
-        assert whole is not None
-        return whole
 
     def take(self) -> None:
         """Move what ``.grad`` holds into the main grads.
@@ -117,6 +104,7 @@ class ParamGrad:
         """What waits in the slot, or in the main grads, is zero from now on."""
         self.in_slot.zero_()
         self.in_main.zero_()
+        self.is_used = self.is_kept = False
 
 
 class SegmentGrads:
@@ -239,7 +227,6 @@ class UnitGrads:
     Args:
         index: of the unit.
         slot: where gradients are collected; None with one rank, which writes to the main grads.
-        world_size: of the shard group.
 
     Attributes:
         params: in the order of the unit's parameters; filled by `add`.
@@ -250,7 +237,7 @@ class UnitGrads:
             ranks: they are reduced although the unit may be frozen by then.
     """
 
-    def __init__(self, index: int, slot: GradSlot | None, world_size: int) -> None:
+    def __init__(self, index: int, slot: GradSlot | None) -> None:
         self.slot = slot
         self.params: list[ParamGrad] = []
         self.segments: list[SegmentGrads] = []
@@ -258,7 +245,6 @@ class UnitGrads:
         self.has_unreduced = False
         self.waits = False
         self._index = index
-        self._world_size = world_size
         self._has_taken = False  # whether this backward has taken over what parameters held
 
     def add(self, shard: ParamShard, view: nn.Parameter) -> None:
@@ -391,7 +377,7 @@ class UnitGrads:
     # -- gradients that wait ----------------------------------------------------------------------------------------
 
     def leave_unreduced(self, *, has_trained: bool) -> None:
-        """End a backward with gradients left in the slot: parameters get stand-ins that say so.
+        """End a backward with gradients left in the slot.
 
         Args:
             has_trained: whether the unit had a part in the backward, on whatever rank.
@@ -409,59 +395,24 @@ class UnitGrads:
                 param = grad.shard.param
                 if param.grad is not None:
                     segment.add_own(grad, param.grad)
+                    param.grad = None
                 if grad.is_used or grad.is_kept:
-                    if grad.node is None:
-                        self._watch_own(grad, segment)
-                    stand_in = UnreducedGrad.wrap(grad.in_main, grad.shard.name, grad.whole)
-                    stand_in.on_zero = _forgetting(grad)
-                    grad.stand_in = param.grad = stand_in
+                    grad.waits = True
+                    let_wait(param, grad.shard.name)
 
     def resume(self) -> None:
-        """Take the stand-ins back. Gradients whose stand-in was cleared meanwhile are forgotten."""
+        """A backward begins: add to what waits, and forget what the user has dropped meanwhile."""
         end_step(grad.shard.param for grad in self.params)
         for segment in self.segments:
             for grad in segment.params:
-                stand_in = grad.stand_in
-                if stand_in is None:
+                if not grad.waits:
                     continue
-                grad.stand_in = None
-                own, grad.shard.param.grad = grad.shard.param.grad, None
-                if own is not stand_in:
+                grad.waits = False
+                if not end_wait(grad.shard.param):
                     grad.forget()
-                    grad.is_used = grad.is_kept = False
-                    if own is not None:
-                        segment.add_own(grad, own)
-
-    def _watch_own(self, grad: ParamGrad, segment: SegmentGrads) -> None:
-        """While a stand-in is held, autograd adds to it in place: to what it stands for, of which the mean is taken."""
-        param = grad.shard.param
-        trains = param.requires_grad
-        param.requires_grad_(True)  # a frozen one has a node too, for when it trains again
-        node = torch.autograd.graph.get_gradient_edge(param).node
-        param.requires_grad_(trains)
-        grad_of, is_main_in_slot, factor = weakref.ref(grad), segment.is_main_in_slot, self._world_size
-
-        def scale(values: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
-            grad = grad_of()
-            if grad is None or values[0] is None or not is_main_in_slot:
-                return None
-            if grad.stand_in is None or grad.shard.param.grad is not grad.stand_in:
-                return None
-            return (values[0] * factor,)
-
-        node.register_prehook(scale)
-        grad.node = node
-
-
-def _forgetting(grad: ParamGrad) -> Callable[[], None]:
-    """`ParamGrad.forget`, for what the parameter holds, which must not keep what keeps the parameter."""
-    grad_of = weakref.ref(grad)
-
-    def forget() -> None:
-        if (alive := grad_of()) is not None:
-            alive.forget()
-
-    return forget
+                own, grad.shard.param.grad = grad.shard.param.grad, None
+                if own is not None:  # autograd's, of a penalty, or the user's in the place of what was dropped
+                    segment.add_own(grad, own)
 
 
 def _own_references() -> int:

@@ -20,9 +20,9 @@ from streamshard.compiling import skip, untraced
 from streamshard.errors import ShardingError
 from streamshard.unit.elementwise import BLOCK_NUMEL, find_patch, is_elementwise_class, works_in_blocks
 from streamshard.unit.pieces import Piece, mark_state, piece_of, unmark_state
+from streamshard.unit.sharded_parameter import refuse_unreduced
 from streamshard.unit.sharded_tensor import ShardedTensor
 from streamshard.unit.step_grads import end_step, show_plain
-from streamshard.unit.unreduced_grad import UnreducedGrad
 
 __all__ = ["NUMBERS", "before_step", "sees_steps", "take_over_state"]
 
@@ -76,7 +76,7 @@ def _look_at(optimizer: Optimizer, closure: Any) -> None:
         return
     end_step(params)  # one that has failed
     if closure is None:
-        _check_grads(params)
+        refuse_unreduced(params, "an optimizer's step")
     if not is_new:
         _watched[optimizer].be_innermost(optimizer)
         return
@@ -144,10 +144,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     def shown() -> Any:
         """The user's closure, which makes gradients inside the step, sees and makes them all."""
         end_step(params)
-        try:
-            return closure()
-        finally:
-            show_plain(params)
+        loss = closure()
+        refuse_unreduced(params, "an optimizer's step")
+        show_plain(params)
+        return loss
 
     return ((args[0], shown, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": shown})
 
@@ -195,13 +195,6 @@ def take_over_state(optimizer: Optimizer) -> None:
 
 def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _check_grads(params: list[torch.Tensor]) -> None:
-    """Those that wait are no gradients yet, on any rank, whatever it has of them."""
-    for param in params:
-        if isinstance(grad := param.grad, UnreducedGrad):
-            grad.refuse("an optimizer's step")
 
 
 def _cut(optimizer: Optimizer, piece: Piece, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -12,25 +12,40 @@ Optimizers take their slow path for what is no plain Parameter, so while one ste
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from streamshard.compiling import skip, untraced
 from streamshard.errors import ShardingError
 from streamshard.unit.pieces import Piece, forget_piece, piece_of, refuse_pickle, remember_piece
 from streamshard.unit.sharded_tensor import ShardedTensor
 from streamshard.unit.sharding import Sharding
+from streamshard.unit.unreduced_grad import UnreducedGrad
 
-__all__ = ["ShardedParameter", "be_piece", "be_plain", "be_sharded", "be_whole", "data_of"]
+__all__ = [
+    "ShardedParameter",
+    "be_piece",
+    "be_plain",
+    "be_sharded",
+    "be_whole",
+    "data_of",
+    "end_wait",
+    "grad_of",
+    "let_wait",
+    "refuse_unreduced",
+]
 
 _AsTensors = torch._C.DisableTorchFunctionSubclass
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 # Each attribute goes through __torch_function__ unless it is looked up here; this one everybody asks for in each step.
 _grad: Any = torch._C.TensorBase.grad
 _data: Any = torch._C.TensorBase.data
+# What `.grad` gives of those whose gradients wait in their slots.
+_unreduced: MutableMapping[torch.Tensor, UnreducedGrad] = WeakIdKeyDictionary()
 
 
 class ShardedParameter(ShardedTensor, nn.Parameter):
@@ -83,6 +98,8 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     @skip
     def grad(self) -> torch.Tensor | None:
         """The gradient. What autograd has put there knows from now on what it is."""
+        if _unreduced and (unreduced := _unreduced.get(self)) is not None:
+            return unreduced
         with _AsTensors():
             grad: torch.Tensor | None = _grad.__get__(self)
             if type(grad) is torch.Tensor:
@@ -92,6 +109,9 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     @grad.setter
     @skip
     def grad(self, grad: torch.Tensor | None) -> None:
+        if isinstance(grad, UnreducedGrad):
+            grad.refuse("param.grad = ...")
+        end_wait(self)
         with _AsTensors():
             if type(grad) is torch.Tensor and grad.shape != self.shape:
                 self._cut(grad)
@@ -105,6 +125,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
 
     @grad.deleter
     def grad(self) -> None:
+        end_wait(self)
         with _AsTensors():
             _grad.__delete__(self)
 
@@ -195,3 +216,28 @@ def data_of(param: torch.Tensor) -> torch.Tensor:
     with _AsTensors():
         data: torch.Tensor = _data.__get__(param)
         return data
+
+
+def grad_of(param: torch.Tensor) -> torch.Tensor | None:
+    """``param.grad`` as autograd has it, whatever waits beside it."""
+    with _AsTensors():
+        grad: torch.Tensor | None = _grad.__get__(param)
+        return grad
+
+
+def let_wait(param: nn.Parameter, name: str) -> None:
+    """The gradient of `param` waits in its grad slot until `end_wait`. Setting ``.grad`` drops it."""
+    _unreduced[param] = UnreducedGrad.of(name)
+
+
+def end_wait(param: torch.Tensor) -> bool:
+    """Whether a gradient of `param` waited, and nobody has dropped it; it does no longer."""
+    return bool(_unreduced) and _unreduced.pop(param, None) is not None
+
+
+def refuse_unreduced(params: Iterable[torch.Tensor], what: str) -> None:
+    """Raise if the gradient of one of `params` waits: `what` needs it reduced."""
+    if _unreduced:
+        for param in params:
+            if (unreduced := _unreduced.get(param)) is not None:
+                unreduced.refuse(what)

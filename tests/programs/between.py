@@ -111,6 +111,9 @@ class ZeroGrad(Operation):
     to_none: bool = True
     by_optimizer: bool = False
 
+    def is_legal(self, state: State) -> bool:
+        return self.to_none or not state.is_held
+
     def perform(self, player: Player, number: int) -> Shown:
         owner: Any = player.optimizer if self.by_optimizer and self.part is None else player.model.part(self.part)
         owner.zero_grad(set_to_none=self.to_none)
