@@ -1,6 +1,6 @@
 """Which units StreamShard finds in the models of transformers' auto classes, from default configurations on meta.
 
-By hand, in some minutes: ``python -m tests.units_scan docs/internals/units.md`` writes the table. With names of classes
+By hand, in some minutes: ``python -m tests.units_scan units.md`` writes the table. With names of classes
 behind the path only these are looked at.
 """
 
