@@ -137,13 +137,12 @@ def _make_engine(module: nn.Module, checked: _Checked, ranks: Ranks, replicas: R
     share_memory(ranks, _most_bytes(segments), len(segments))
     ranks.board.names = [layouts[segment.unit].name or "the edge unit" for segment in segments]
     ledger = Ledger(ranks.streams, ranks.transport.allocate_visible)
-    trains = {segment.tag for segment in segments if segment.kind.trains}
     copies = ranks.total_size // ranks.world_size
     drawback = ranks.transport.find_drawback(settings.precision)
     if drawback is not None and ranks.is_first:
         warn_user(drawback)
     shared, scratch_numel = _share_slots(found), _scratch_numel(ranks)
-    sizing = Sizing(layouts, shared, trains, settings.precision, ranks.world_size, scratch_numel, copies)
+    sizing = Sizing(layouts, shared, settings.precision, ranks.world_size, scratch_numel, copies)
     plan, reason = _choose_slots(sizing, settings, checked.budget, ranks)
     streamed = _allocate(sizing, plan, ranks, ledger)
     reductions = Reductions(streamed, ranks, ledger, replicas)
@@ -356,11 +355,11 @@ def _allocate(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> l
     """Slots, each as large as its largest unit, and the units that take turns in them."""
     is_alone = ranks.world_size == 1
     weight_slots = {} if is_alone else _allocate_weight_slots(sizing, plan, ranks, ledger)
-    grad_slots = {} if is_alone else _plan_grad_slots(sizing, plan, ranks, ledger)
+    grad_slots = {} if is_alone else _allocate_grad_slots(sizing, plan, ranks, ledger)
     units = []
     for index, layout in enumerate(sizing.layouts):
         weight_slot, grad_slot = weight_slots.get(plan.weights[index]), grad_slots.get(plan.grads[index])
-        segments = []
+        segments, grads = [], []
         for segment in layout.segments:
             weights = None
             if weight_slot is not None:
@@ -368,12 +367,14 @@ def _allocate(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> l
                 weights = weights.view(segment.kind.compute_dtype)
             is_in_slot = plan.keeps_weights and not is_alone
             segments.append(SegmentShard(segment, ranks, ledger, weights, is_in_slot=is_in_slot))
+            if segment.kind.trains:
+                scratch = sizing.scratch_of(segment, plan)
+                in_slot = holds_main_grads(segment.kind, plan, ranks.world_size)
+                grads.append(SegmentGrads(segment, grad_slot, ranks, ledger, *scratch, holds_main_grads=in_slot))
         if weight_slot is None:
             weight_slot = WeightSlot(segments[0].compute, ranks.streams, f"compute shard {index}", is_shared=False)
-        grads = UnitGrads(index, grad_slot)
-        make_grads = _grads_of(layout, grad_slot, sizing, plan, ranks, ledger)
-        turns = plan.shared[index]
-        units.append(StreamedUnit(index, layout, segments, make_grads, weight_slot, grads, ranks, takes_turns=turns))
+        unit_grads, turns = UnitGrads(index, grad_slot, grads), plan.shared[index]
+        units.append(StreamedUnit(index, layout, segments, weight_slot, unit_grads, ranks, takes_turns=turns))
     return units
 
 
@@ -393,46 +394,24 @@ def _allocate_weight_slots(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger:
     return slots
 
 
-def _plan_grad_slots(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> dict[int, GradSlot]:
-    """Grad slots, and the scratch beside them. Nothing is allocated yet."""
-    numbers = range(len(sizing.layouts))
-    slot_bytes, scratch_bytes = {}, {}  # by part, then by slot
-    for part in (True, False):
-        slot_bytes[part] = largest_of(plan.grads, [layout.grad_bytes(trains=part) for layout in sizing.layouts])
-        needed = [sizing.scratch_bytes(unit, plan, trains=part) for unit in numbers]
-        scratch_bytes[part] = largest_of(plan.scratch, needed)
-    room = {
-        number: Scratch({part: sizes[number] for part, sizes in scratch_bytes.items()}, ledger)
-        for number in set(plan.scratch)
-    }
+def _allocate_grad_slots(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> dict[int, GradSlot]:
+    """Grad slots, and the scratch beside them."""
+    slot_bytes = largest_of(plan.grads, [layout.grad_bytes for layout in sizing.layouts])
+    needed = [sizing.scratch_bytes(unit, plan) for unit in range(len(sizing.layouts))]
+    room = {number: Scratch(n_bytes, ledger) for number, n_bytes in largest_of(plan.scratch, needed).items()}
     slots = {}
     for slot, scratch, layout in zip(plan.grads, plan.scratch, sizing.layouts, strict=True):
         if slot not in slots:
             kinds = [segment.kind for segment in layout.segments]
             is_users = any(holds_main_grads(kind, plan, ranks.world_size) for kind in kinds)
-            n_bytes = {part: sizes[slot] for part, sizes in slot_bytes.items()}
-            what = f"grad slot {slot}"
-            slots[slot] = GradSlot(n_bytes, ledger, ranks.streams, room[scratch], what, holds_main_grads=is_users)
+            slots[slot] = GradSlot(
+                slot_bytes[slot], ledger, ranks.streams, room[scratch], f"grad slot {slot}", holds_main_grads=is_users
+            )
     return slots
 
 
-def _grads_of(
-    layout: UnitLayout, slot: GradSlot | None, sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger
-) -> Callable[[SegmentShard], SegmentGrads]:
-    """What makes room for the gradients of a segment of the unit."""
-
-    planned = {each.tag: each for each in layout.segments}
-
-    def make_grads(segment: SegmentShard) -> SegmentGrads:
-        own = planned[segment.tag]
-        in_slot = holds_main_grads(own.kind, plan, ranks.world_size)
-        return SegmentGrads(own, slot, ranks, ledger, *sizing.scratch_of(own, plan), holds_main_grads=in_slot)
-
-    return make_grads
-
-
 def _fill(engine: Engine, module: nn.Module, checked: _Checked, empty: set[str]) -> set[str]:
-    """Weights into shards, views onto slots, room for the gradients of what trains, buffers to the device.
+    """Weights into shards, views onto slots, buffers to the device.
 
     Args:
         engine, module, checked: of the model.
@@ -442,13 +421,10 @@ def _fill(engine: Engine, module: nn.Module, checked: _Checked, empty: set[str])
         The names of this rank's buffers that have none.
     """
     broadcast = checked.settings.broadcast_weights
-    for unit in engine.units:  # before a parameter's memory is freed, of which a device's allocator would give parts
-        unit.reserve_grads()
     for unit, parts in zip(engine.units, checked.parts, strict=True):
         for segment, (_, params) in zip(unit.segments, parts, strict=True):
             _take_weights(segment, params, engine.ranks, broadcast, empty)
         unit.make_views(_on_grad_of(engine))
-        unit.place_grads()
     _place_buffers(module, engine.streams.device, engine.precision.buffer_dtype)
     sent = engine.buffers.start(send=broadcast)
     if engine.streams.module is not None:  # what the parameters took is the device's again, for whoever needs it

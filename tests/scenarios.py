@@ -230,13 +230,6 @@ class NormedStack(Stack):
         self.layers = nn.ModuleList(NormedLayer() for _ in range(5))
 
 
-def _thawing(model: nn.Module, call: Call) -> None:
-    layers: Any = model.layers
-    layers[3].requires_grad_(call.step > 0)
-    layers[0].linear.base.weight.requires_grad_(call.step == 1)
-    stack_step(model, call)
-
-
 def _clipping(model: nn.Module, call: Call) -> None:
     assert isinstance(model, StreamShard)
     stack_step(model, call)
@@ -328,7 +321,6 @@ SCENARIOS: dict[str, Scenario] = {
     "freezing": Scenario(RoutedStack, _freezing),
     "adapters": Scenario(AdapterStack, _one_backward),
     "adapters in micro-batches": Scenario(AdapterStack, _no_sync),
-    "thawing": Scenario(AdapterStack, _thawing),
     "norms in fp32": Scenario(NormedStack, _one_backward),
     "clipping": Scenario(RoutedStack, _clipping),
     "summoning": Scenario(RoutedStack, _summoning),

@@ -36,7 +36,7 @@ from streamshard.engine.empty import Empty
 from streamshard.engine.inputs import Inputs
 from streamshard.engine.passes import Backward, Forward, Pass, Use
 from streamshard.engine.reductions import Reductions
-from streamshard.errors import RankMismatchError, ShardingError, warn_user
+from streamshard.errors import ShardingError, warn_user
 from streamshard.plan.memory import Sizing
 from streamshard.plan.program import (
     Op,
@@ -520,7 +520,6 @@ class Engine:
     def _open_backward(self) -> Backward:
         self.backwards += 1
         self.settle()
-        self._widen()
         for unit in self.units:
             unit.take_trainability()
             if self.plan.keeps_grads:
@@ -534,25 +533,6 @@ class Engine:
         self.acquire(self.edge)
         self.edge.bind()
         return backward
-
-    def _widen(self) -> None:
-        """Parameters that were frozen when the model was sharded train now: they get what trained ones have.
-
-        Raises:
-            RankMismatchError: on all ranks: other parameters do so on another one.
-        """
-        thawed = [(unit, segment) for unit in self.units for segment in unit.thawed()]
-        if not thawed:
-            return
-        names = [shard.name for _, segment in thawed for shard in segment.params if shard.param.requires_grad]
-        if not self.ranks.are_equal("\n".join(names)):
-            raise RankMismatchError(
-                f"{names[0]!r} and {len(names) - 1} other parameters were frozen when the model was sharded and train "
-                "here now, and others do on another rank: set requires_grad of the same parameters on all ranks"
-            )
-        with torch.no_grad():
-            for unit, segment in thawed:
-                unit.widen(segment)
 
     def need(self, use: Use) -> None:
         """Backward is about to read the weights of `use`'s unit (rule 1). Called any number of times."""

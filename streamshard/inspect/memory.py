@@ -56,8 +56,7 @@ class MemoryReport:
 
 def report_memory(engine: Engine) -> MemoryReport:
     """What `engine` holds beside what `expected_bytes` says."""
-    trains = {segment.tag for unit in engine.units for segment in unit.segments if segment.trains}
-    sizing = engine.sizing._replace(trains=trains)
+    sizing = engine.sizing
     expected = expected_bytes(sizing, engine.plan)
     expected[Category.OPTIMIZER_ROUNDS] = engine.ledger.rounds_bytes
     return MemoryReport(

@@ -308,12 +308,11 @@ def _describe(engine: Engine) -> dict[int, tuple[str, str | None, Any]]:
         weights, slot = unit.weight_slot, unit.grads.slot
         owners.setdefault(weights.buffer.data_ptr(), (weights.arrived.what, None, weights))
         if slot is not None:
-            for parts, what in ((slot.parts, ""), (slot.scratch.parts, "scratch of ")):
-                for buffer in parts.values():
-                    owners.setdefault(buffer.data_ptr(), (what + slot.drained.what, None, slot))
+            for buffer, what in ((slot.buffer, ""), (slot.scratch.buffer, "scratch of ")):
+                owners.setdefault(buffer.data_ptr(), (what + slot.drained.what, None, slot))
         own = [(Category.MAIN_GRADS, grads.main) for grads in unit.grads.segments]
         for segment in unit.segments:
-            kept_as = Category.MAIN_WEIGHTS if segment.trains else Category.FROZEN_WEIGHTS
+            kept_as = Category.MAIN_WEIGHTS if segment.kind.trains else Category.FROZEN_WEIGHTS
             own += [(kept_as, segment.main), (Category.COMPUTE_SHARDS, segment.compute)]
         for category, tensor in own:
             owners.setdefault(tensor.data_ptr(), (f"{category.value} of {_quoted(unit.name)}", unit.name, None))

@@ -4,15 +4,14 @@ Formula, for N ranks, S the sum over segments of the padded shard, all in bytes:
 trains, frozen weights m S of what does not (m of the dtype that it is kept in), compute shards p S of what is kept in
 another dtype than it is computed with, weight slots the largest unit of each times p, grad slots the largest unit's
 trained segments times g, scratch as the transport asks, and (N + 1) bytes of flags a parameter, with R replicas
-(R N + N + 1). What was frozen and is widened trains from then on; where it lies in grad slots is a part of its own,
-sized by all that was frozen. One rank has no slots. With "all" weight slots compute shards lie in them (and main or
-frozen weights, where they are the same), with "all" grad slots in fp32 the main grads do.
+(R N + N + 1). One rank has no slots. With "all" weight slots compute shards lie in them (and main or frozen weights,
+where they are the same), with "all" grad slots in fp32 the main grads do.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,7 +47,6 @@ class Sizing(NamedTuple):
     Attributes:
         layouts: of all units, edge unit first.
         shared: by unit, whether it takes turns in the block slots.
-        trains: tags of the segments that train: from the start, or since they were widened.
         precision: the dtypes.
         world_size: N.
         scratch_numel: ``(segment, adds)`` -> elements of scratch, see `Transport.scratch_numel`.
@@ -57,7 +55,6 @@ class Sizing(NamedTuple):
 
     layouts: Sequence[UnitLayout]
     shared: Sequence[bool]
-    trains: Collection[int]
     precision: Precision
     world_size: int
     scratch_numel: Callable[[PlannedSegment, bool], int]
@@ -71,24 +68,22 @@ class Sizing(NamedTuple):
     @property
     def trained_numel(self) -> int:
         """Elements of this rank's shards that train."""
-        return sum(segment.layout.shard_numel for segment in self.segments if segment.tag in self.trains)
+        return sum(segment.layout.shard_numel for segment in self.segments if segment.kind.trains)
 
     def scratch_of(self, segment: PlannedSegment, plan: SlotPlan) -> tuple[int, int]:
-        """What its reductions need beside its part of the grad slot: where that begins in the scratch, and bytes."""
+        """What its reductions need beside the grad slot: where that begins in the scratch, and bytes."""
         start = n_bytes = 0
         for own in self.layouts[segment.unit].segments:
-            if own.kind.trains is segment.kind.trains:
-                start += n_bytes
-                adds = not holds_main_grads(own.kind, plan, self.world_size)
-                n_bytes = self.scratch_numel(own, adds) * own.kind.grad_dtype.itemsize
+            start += n_bytes
+            adds = not holds_main_grads(own.kind, plan, self.world_size)
+            n_bytes = self.scratch_numel(own, adds) * own.kind.grad_dtype.itemsize if own.kind.trains else 0
             if own.tag == segment.tag:
                 break
         return start, n_bytes
 
-    def scratch_bytes(self, unit: int, plan: SlotPlan, *, trains: bool) -> int:
-        """What the reductions of one part of a unit's grad slot need together."""
-        own = (each for each in self.layouts[unit].segments if each.kind.trains is trains)
-        return max((sum(self.scratch_of(segment, plan)) for segment in own), default=0)
+    def scratch_bytes(self, unit: int, plan: SlotPlan) -> int:
+        """What a unit's reductions need beside the grad slot."""
+        return sum(self.scratch_of(self.layouts[unit].segments[-1], plan))
 
 
 def holds_main_grads(kind: SegmentKind, plan: SlotPlan, world_size: int) -> bool:
@@ -109,28 +104,22 @@ def expected_bytes(sizing: Sizing, plan: SlotPlan) -> dict[Category, int]:
     layouts, is_alone = sizing.layouts, sizing.world_size == 1
     found = dict.fromkeys(Category, 0)
     for segment in sizing.segments:
-        kind, numel, trains = segment.kind, segment.layout.shard_numel, segment.tag in sizing.trains
-        main_dtype = torch.float32 if trains else kind.main_dtype
+        kind, numel = segment.kind, segment.layout.shard_numel
         lies_in_slot = plan.keeps_weights and not is_alone  # what a rank owns is a range of the slots
-        if not (lies_in_slot and main_dtype is kind.compute_dtype):
-            found[Category.MAIN_WEIGHTS if trains else Category.FROZEN_WEIGHTS] += main_dtype.itemsize * numel
-        if not lies_in_slot and main_dtype is not kind.compute_dtype:
+        if not (lies_in_slot and kind.main_dtype is kind.compute_dtype):
+            kept_as = Category.MAIN_WEIGHTS if kind.trains else Category.FROZEN_WEIGHTS
+            found[kept_as] += kind.main_dtype.itemsize * numel
+        if not lies_in_slot and kind.main_dtype is not kind.compute_dtype:
             found[Category.COMPUTE_SHARDS] += kind.compute_dtype.itemsize * numel
-        if trains and not holds_main_grads(kind, plan, sizing.world_size):
+        if kind.trains and not holds_main_grads(kind, plan, sizing.world_size):
             found[Category.MAIN_GRADS] += 4 * numel
     found[Category.FLAGS] = _flags(sizing.world_size, sizing.replicas) * sum(len(layout.params) for layout in layouts)
     if is_alone:
         return found
     found[Category.WEIGHT_SLOTS] = sum(largest_of(plan.weights, [layout.weight_bytes for layout in layouts]).values())
-    for part in (True, False):
-        in_use = {s.unit for s in sizing.segments if s.kind.trains is part and s.tag in sizing.trains}
-        units = range(len(layouts))
-        for category, slot_of, sizes in (
-            (Category.GRAD_SLOTS, plan.grads, [layout.grad_bytes(trains=part) for layout in layouts]),
-            (Category.SCRATCH, plan.scratch, [sizing.scratch_bytes(unit, plan, trains=part) for unit in units]),
-        ):
-            used = {slot_of[unit] for unit in in_use}
-            found[category] += sum(size for slot, size in largest_of(slot_of, sizes).items() if slot in used)
+    found[Category.GRAD_SLOTS] = sum(largest_of(plan.grads, [layout.grad_bytes for layout in layouts]).values())
+    scratch = [sizing.scratch_bytes(unit, plan) for unit in range(len(layouts))]
+    found[Category.SCRATCH] = sum(largest_of(plan.scratch, scratch).values())
     return found
 
 

@@ -4,8 +4,7 @@
 A unit's parameters lie in *segments*: those that layers compute with in one dtype, that are kept in one dtype, and that
 train, or do not, when the model is sharded. Most units have one. Each segment is a flat buffer of its own, one gather,
 and, if it trains, one reduction; a unit's gather is its segments' gathers in order, behind one fence. In a weight slot
-a unit's segments lie one behind the other. A grad slot has two parts, each allocated when a gradient is first to be
-written to it: one for what trains from the start, one for what was frozen and is widened later.
+a unit's segments lie one behind the other, in a grad slot those that train.
 
 What trains is kept in fp32. What does not has no gradient to add up, so it stays in the dtype that it came in, unless
 layers compute in fp32, which holds it as well. Where that is the dtype that layers compute in, the main weights are the
@@ -69,7 +68,7 @@ class PlannedSegment(NamedTuple):
         kind: see there.
         layout: of its parameters.
         weight_start: where it begins in its unit's weight slot, in bytes.
-        grad_start: where it begins in its part of its unit's grad slot, in bytes.
+        grad_start: where it begins in its unit's grad slot, in bytes, if it trains.
     """
 
     tag: int
@@ -86,7 +85,9 @@ class PlannedSegment(NamedTuple):
 
     @property
     def grad_bytes(self) -> int:
-        """Of the whole segment in a grad slot."""
+        """Of the whole segment in a grad slot; none if it is frozen."""
+        if not self.kind.trains:
+            return 0
         return self.layout.padded_numel * self.kind.grad_dtype.itemsize
 
 
@@ -122,9 +123,10 @@ class UnitLayout:
         """Of the unit in a weight slot."""
         return sum(segment.weight_bytes for segment in self.segments)
 
-    def grad_bytes(self, *, trains: bool) -> int:
-        """Of the unit in one part of a grad slot: for what `trains` from the start, or for what is frozen then."""
-        return sum(segment.grad_bytes for segment in self.segments if segment.kind.trains is trains)
+    @property
+    def grad_bytes(self) -> int:
+        """Of the unit in a grad slot."""
+        return sum(segment.grad_bytes for segment in self.segments)
 
 
 def plan_units(
@@ -147,16 +149,16 @@ def plan_units(
     tag = 0
     for index, (name, parts) in enumerate(zip(names, units, strict=True)):
         segments: list[PlannedSegment] = []
-        weight_start, grad_starts = 0, {True: 0, False: 0}
+        weight_start = grad_start = 0
         for kind, sizes in parts:
             element_bytes = kind.compute_dtype.itemsize
             layout = plan_segment(
                 sizes, world_size, element_bytes=element_bytes, pad_numel=pad_numel, align_pieces_to=align_pieces_to
             )
-            segment = PlannedSegment(tag, index, kind, layout, weight_start, grad_starts[kind.trains])
+            segment = PlannedSegment(tag, index, kind, layout, weight_start, grad_start)
             segments.append(segment)
             tag += 1
             weight_start += segment.weight_bytes
-            grad_starts[kind.trains] += segment.grad_bytes
+            grad_start += segment.grad_bytes
         layouts.append(UnitLayout(name, segments))
     return layouts

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -68,10 +68,6 @@ class Ledger:
             self._streams.keep(buffer)
         self.buffers.append((category, buffer))
         return buffer
-
-    def file_under(self, category: Category, buffer: torch.Tensor) -> None:
-        """`buffer`, which was allocated here, is something else from now on."""
-        self.buffers = [(category if held is buffer else kind, held) for kind, held in self.buffers]
 
     def free(self, buffer: torch.Tensor) -> None:
         """Forget `buffer`, which nobody needs any more."""
@@ -161,28 +157,20 @@ class TurnSlots:
 
 
 class Scratch:
-    """What reductions need beside a grad slot. A part of it is allocated when the first of its units needs it.
+    """What reductions need beside a grad slot.
 
     Args:
-        n_bytes: by part of the grad slot, what the most demanding of its units needs.
+        n_bytes: what the most demanding of its units needs.
         ledger: allocates.
 
     Attributes:
-        parts: [n_bytes] uint8, those that are allocated.
+        buffer: [n_bytes] uint8.
         drained: the fence behind the last reductions that use it, a grad slot's.
     """
 
-    def __init__(self, n_bytes: Mapping[bool, int], ledger: Ledger) -> None:
+    def __init__(self, n_bytes: int, ledger: Ledger) -> None:
         self.drained: Fence | None = None
-        self.parts: dict[bool, torch.Tensor] = {}
-        self._n_bytes = n_bytes
-        self._ledger = ledger
-
-    def allocate(self, part: bool) -> torch.Tensor:
-        """One part, which is allocated at the first call."""
-        if part not in self.parts:
-            self.parts[part] = self._ledger.allocate(Category.SCRATCH, self._n_bytes[part], torch.uint8)
-        return self.parts[part]
+        self.buffer = ledger.allocate(Category.SCRATCH, n_bytes, torch.uint8)
 
     def take(self) -> None:
         """Return once nobody uses it any more. On CUDA reductions come one after the other anyway."""
@@ -197,20 +185,18 @@ _COLLECTED_BYTES = 1 << 20
 class GradSlot:
     """Room for the gradients of a whole unit. Owns its two fences.
 
-    It has two parts, see [Note: segments]; each is allocated when the first of its units writes there.
-
     On a device with streams, where each copy is a launch, small gradients are copied together: collected until there is
     a mebibyte of them, or somebody is about to read or add to what the slot holds (`flush`).
 
     Args:
-        n_bytes: by part, the bytes of its largest unit.
+        n_bytes: of its largest unit.
         ledger, streams: see there.
         scratch: what reductions from this slot need beside it.
         what: names it in messages.
         holds_main_grads: the user sees this rank's ranges of it: they are main grads of the one unit that it serves.
 
     Attributes:
-        parts: [n_bytes] uint8, those that are allocated: True is for what trains from the start.
+        buffer: [n_bytes] uint8.
         content: index of the unit whose unreduced gradients it holds; None if nobody's.
         has_streams: gradients may come on several streams of a device, which `join`; elsewhere nobody has to.
         written: rule 4, set after a unit's last gradient.
@@ -219,7 +205,7 @@ class GradSlot:
 
     def __init__(
         self,
-        n_bytes: Mapping[bool, int],
+        n_bytes: int,
         ledger: Ledger,
         streams: Streams,
         scratch: Scratch,
@@ -227,12 +213,13 @@ class GradSlot:
         *,
         holds_main_grads: bool,
     ) -> None:
-        self.holds_main_grads = holds_main_grads
+        self.buffer = ledger.allocate(
+            Category.GRAD_SLOTS, n_bytes, torch.uint8, is_visible=True, is_users=holds_main_grads
+        )
         self.content: int | None = None
         self.written = Fence(streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what)
         self.drained = Fence(streams, Rule.GRADS_DRAINED, StreamName.COMM, what)
         self.scratch = scratch
-        self.parts: dict[bool, torch.Tensor] = {}
         self.has_streams = streams.has_streams
         self._streams = streams
         self._writers: list[Any] = []  # streams of the device on which gradients have been written
@@ -240,16 +227,6 @@ class GradSlot:
         self._collected: list[torch.Tensor] = []
         self._collected_bytes = 0
         self._collected_on: Any = None  # the stream of the device on which all of them have been made
-        self._n_bytes = n_bytes
-        self._ledger = ledger
-
-    def allocate(self, part: bool) -> torch.Tensor:
-        """One part, which is allocated at the first call, with what reductions need beside it."""
-        if part not in self.parts:
-            self.parts[part] = self._ledger.allocate(
-                Category.GRAD_SLOTS, self._n_bytes[part], torch.uint8, is_visible=True, is_users=self.holds_main_grads
-            )
-        return self.parts[part]
 
     def open(self, unit: int) -> None:
         """It is `unit`'s from here on (rule 3)."""

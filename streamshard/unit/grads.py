@@ -18,6 +18,7 @@ from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Work, as_one
 from streamshard.comm.transport import Reduction
 from streamshard.errors import ShardingError
+from streamshard.plan.layout import SegmentLayout
 from streamshard.plan.memory import Category
 from streamshard.plan.segments import PlannedSegment
 from streamshard.unit.buffers import GradSlot, Ledger
@@ -36,7 +37,7 @@ class ParamGrad:
     Attributes:
         shard: this rank's part of the parameter.
         view: the parameter's compute view; gradients are of its shape.
-        has_room: there is room for it; not for what is frozen from the start.
+        has_room: there is room for it; not for what was frozen when the model was sharded.
         in_slot: [shape of the view] grad_dtype, its place in the grad slot; with one rank, in the main grads.
         in_main: fp32, its piece of the main grads.
         is_written: this backward has something in `in_slot`.
@@ -115,14 +116,14 @@ class SegmentGrads:
         slot: where gradients are collected; None with one rank, which writes to the main grads.
         ranks: between whom they are reduced.
         ledger: allocates main grads.
-        scratch_start: where what its reductions need beside the slot begins in its part of the scratch, in bytes.
+        scratch_start: where what its reductions need beside the slot begins in the scratch, in bytes.
         scratch_bytes: how much that is.
         holds_main_grads: main grads are this rank's range of `all`.
 
     Attributes:
-        params: see `place`.
+        params: filled by `UnitGrads.add`.
         main: [shard_numel] fp32.
-        all: [padded_numel] grad_dtype, the segment's part of the slot; None without slot.
+        all: [padded_numel] grad_dtype, the segment's range of the slot; None without slot.
         is_main_in_slot: see `holds_main_grads`.
         adds: main grads hold something that the next reduction adds to.
     """
@@ -147,10 +148,8 @@ class SegmentGrads:
         self._ranks = ranks
         self._scratch = torch.empty(0)
         if slot is not None:
-            part = slot.allocate(kind.trains)
-            self.all = part.narrow(0, plan.grad_start, plan.grad_bytes).view(kind.grad_dtype)
-            scratch = slot.scratch.allocate(kind.trains)
-            self._scratch = scratch.narrow(0, scratch_start, scratch_bytes).view(kind.grad_dtype)
+            self.all = slot.buffer.narrow(0, plan.grad_start, plan.grad_bytes).view(kind.grad_dtype)
+            self._scratch = slot.scratch.buffer.narrow(0, scratch_start, scratch_bytes).view(kind.grad_dtype)
         if self.all is not None and holds_main_grads:
             self.main = self.all.narrow(0, ranks.rank * layout.shard_numel, layout.shard_numel)
         else:
@@ -161,17 +160,21 @@ class SegmentGrads:
         """Of its reductions and averages."""
         return self._plan.tag
 
-    def place(self, params: Sequence[ParamGrad]) -> None:
-        """These are the segment's parameters, in order: here their gradients are written."""
-        self.params = list(params)
+    @property
+    def layout(self) -> SegmentLayout:
+        """Of its parameters."""
+        return self._plan.layout
+
+    def add(self, grad: ParamGrad) -> None:
+        """Another parameter of the segment: here its gradient is written."""
+        layout = grad.shard.layout
         flat = self.main if self.all is None else self.all
-        for grad in self.params:
-            layout = grad.shard.layout
-            grad.in_slot = flat.narrow(0, layout.offset, layout.numel).view(layout.shape)
-            grad.in_main = ShardedTensor.wrap(
-                grad.shard.shaped(self.main), Sharding.of_piece(grad.shard.what(self._ranks), is_weight=False)
-            )
-            grad.has_room = True
+        grad.in_slot = flat.narrow(0, layout.offset, layout.numel).view(layout.shape)
+        grad.in_main = ShardedTensor.wrap(
+            grad.shard.shaped(self.main), Sharding.of_piece(grad.shard.what(self._ranks), is_weight=False)
+        )
+        grad.has_room = True
+        self.params.append(grad)
 
     def take(self) -> None:
         """Until `UnitGrads.finish` parameters hold no gradient: what autograd puts there is told apart from ours."""
@@ -227,20 +230,20 @@ class UnitGrads:
     Args:
         index: of the unit.
         slot: where gradients are collected; None with one rank, which writes to the main grads.
+        segments: those that train, in order.
 
     Attributes:
         params: in the order of the unit's parameters; filled by `add`.
-        segments: those that train, in order; see `give_room`.
         reductions: how many times this backward has started its reductions.
         has_unreduced: whether gradients were written since the last of them.
         waits: an earlier backward, in which the unit trained, may have left gradients in a slot, here or on other
             ranks: they are reduced although the unit may be frozen by then.
     """
 
-    def __init__(self, index: int, slot: GradSlot | None) -> None:
+    def __init__(self, index: int, slot: GradSlot | None, segments: Sequence[SegmentGrads]) -> None:
         self.slot = slot
         self.params: list[ParamGrad] = []
-        self.segments: list[SegmentGrads] = []
+        self.segments = tuple(segments)
         self.reductions = 0
         self.has_unreduced = False
         self.waits = False
@@ -250,12 +253,9 @@ class UnitGrads:
     def add(self, shard: ParamShard, view: nn.Parameter) -> None:
         """Another parameter of the unit, and its compute view."""
         self.params.append(ParamGrad(shard, view))
-
-    def give_room(self, segment: SegmentGrads, first: int, count: int) -> None:
-        """Parameters `first` to `first` + `count` (exclusive) have room for gradients from now on: a segment's."""
-        segment.place(self.params[first : first + count])
-        self.segments.append(segment)
-        self.segments.sort(key=lambda each: each.tag)  # the same on all ranks, whenever which was widened
+        for segment in self.segments:
+            if segment.layout is shard.segment:
+                segment.add(self.params[-1])
 
     @property
     def is_open(self) -> bool:
@@ -297,8 +297,8 @@ class UnitGrads:
         grad = self.params[param_index]
         if not grad.has_room:
             raise ShardingError(
-                f"parameter {grad.shard.name!r} was frozen when a backward began that makes a gradient of it: set its "
-                "requires_grad outside of backward, on all ranks"
+                f"parameter {grad.shard.name!r} was frozen when StreamShard(model) was called and trains now: there is "
+                "no room for its gradient. Freeze it after StreamShard(model), as often as you like"
             )
         grad.is_used = self.has_unreduced = True
         if value.is_sparse:
@@ -336,7 +336,7 @@ class UnitGrads:
                     grad.in_slot.zero_()
             if slot is None:
                 segment.set_written(True)
-        if slot is None or not self.segments:
+        if slot is None:
             return None
         slot.finish_writing()
         slot.scratch.take()

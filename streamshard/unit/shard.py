@@ -82,13 +82,12 @@ class SegmentShard:
 
     Attributes:
         tag: of its messages.
-        kind: its dtypes, and whether it trained from the start.
+        kind: its dtypes, and whether it trains.
         layout: of its parameters.
-        main: [shard_numel] main_dtype; fp32 once it trains. What the user's Parameters are views of.
+        main: [shard_numel] main_dtype. What the user's Parameters are views of.
         compute: [shard_numel] compute_dtype; `main` itself, if that is of the same dtype.
         weights: [padded_numel] compute_dtype, what layers compute with.
         params: filled by `add`.
-        trains: its main weights are fp32, and there is room for its gradients: from the start, or since `widen`.
         is_in_slot: the compute shard is a range of a weight slot.
     """
 
@@ -97,7 +96,6 @@ class SegmentShard:
     ) -> None:
         self.tag, self.kind, self.layout = plan.tag, plan.kind, plan.layout
         self.params: list[ParamShard] = []
-        self.trains = plan.kind.trains
         self.is_in_slot = is_in_slot
         self._ranks = ranks
         self._ledger = ledger
@@ -111,16 +109,13 @@ class SegmentShard:
             self.compute = ledger.allocate(category, numel, dtype, is_visible=True, is_users=not is_cast)
         self.weights = self.compute if weights is None else weights
         self.main = ledger.allocate(kept_as, numel, main_dtype) if is_cast else self.compute
-        self._refuse_saving()
+        if ranks.world_size > 1 and numel:
+            refuse_saving(self.main)
 
     @property
     def gathers_main(self) -> bool:
         """Whether gathers read the main weights, unless the user has put other memory under a parameter."""
         return self.main.dtype is self.kind.compute_dtype
-
-    def _refuse_saving(self) -> None:
-        if self._ranks.world_size > 1 and self.layout.shard_numel:
-            refuse_saving(self.main)
 
     def add(
         self, layout: ParamLayout, aliases: tuple[str, ...], param: nn.Parameter, full: torch.Tensor | None
@@ -147,33 +142,6 @@ class SegmentShard:
         self.params.append(shard)
         be_piece(param, shard.what(self._ranks))
         return shard
-
-    def widen(self) -> None:
-        """It is to be trained, and was frozen when the model was sharded: main weights become fp32.
-
-        Of the same values, under the same Parameter objects. What was computed with, and is gathered, stays where it
-        is.
-        """
-        self.trains = True
-        before = self.main
-        if before.dtype is torch.float32:
-            self._ledger.file_under(Category.MAIN_WEIGHTS, before)
-            return
-        self.main = self._ledger.allocate(Category.MAIN_WEIGHTS, self.layout.shard_numel, torch.float32)
-        self._refuse_saving()
-        if self.compute is before:
-            self._ledger.file_under(Category.COMPUTE_SHARDS, before)
-        else:
-            self._ledger.free(before)
-        for shard in self.params:
-            param, grad = shard.param, shard.param.grad
-            piece = shard.shaped(self.main)
-            piece.copy_(param.detach())
-            param.grad = None
-            param.data = piece
-            shard.piece.data = piece  # whoever has the shard
-            if grad is not None:
-                param.grad = grad.to(torch.float32)
 
     def cast(self) -> None:
         """Main weights to compute shard, for all gathers of the pass that begins. Runs on the compute stream.

@@ -21,7 +21,7 @@ from streamshard.errors import ShardingError, StateError
 from streamshard.plan.segments import UnitLayout
 from streamshard.plan.structure import refuse_marks
 from streamshard.unit.buffers import WeightSlot, lies_in
-from streamshard.unit.grads import SegmentGrads, UnitGrads
+from streamshard.unit.grads import UnitGrads
 from streamshard.unit.shard import ParamShard, SegmentShard
 
 __all__ = ["Member", "StreamedUnit", "take_grad"]
@@ -114,7 +114,6 @@ class StreamedUnit:
         index: position in the engine's list of units; index 0 is the edge unit.
         layout: its segments, and where they lie.
         segments: this rank's state of each, before `add` has filled them.
-        make_grads: makes room for the gradients of one of them.
         weight_slot: where its weights are gathered to.
         grads: its gradients.
         ranks: moves its bytes.
@@ -139,7 +138,6 @@ class StreamedUnit:
         index: int,
         layout: UnitLayout,
         segments: Sequence[SegmentShard],
-        make_grads: Callable[[SegmentShard], SegmentGrads],
         weight_slot: WeightSlot,
         grads: UnitGrads,
         ranks: Ranks,
@@ -165,8 +163,6 @@ class StreamedUnit:
         self.bound_members = 0
         self.is_bound = False
         self.is_trainable = False
-        self._make_grads = make_grads
-        self._reserved: dict[int, SegmentGrads] = {}
         self._ranks = ranks
         self._seen_version = 0  # of the compute views
         if grads.slot is None:
@@ -196,21 +192,6 @@ class StreamedUnit:
                     self._aliases.append(alias)
         self._sharded = [param.param for param in self.params]
         self.view_ids = frozenset(map(id, self.views))
-
-    def reserve_grads(self) -> None:
-        """Take the memory for the gradients of what trains. Before `make_views`; `place_grads` follows."""
-        self._reserved = {segment.tag: self._make_grads(segment) for segment in self.segments if segment.trains}
-
-    def place_grads(self) -> None:
-        """Gradients are written to the memory that was reserved for them from now on."""
-        for segment in self.segments:
-            if (room := self._reserved.pop(segment.tag, None)) is not None:
-                self.grads.give_room(room, self._first_of(segment), len(segment.params))
-
-    def _first_of(self, segment: SegmentShard) -> int:
-        """Which of the unit's parameters is the segment's first."""
-        before = self.segments[: self.segments.index(segment)]
-        return sum(len(other.params) for other in before)
 
     def _with_views(self) -> Iterator[tuple[SegmentShard, ParamShard, nn.Parameter]]:
         """Each parameter with its segment and its compute view."""
@@ -259,26 +240,10 @@ class StreamedUnit:
                 trainable = trainable or wanted
                 if view.requires_grad is not wanted:
                     view.requires_grad_(wanted)
-        self.is_trainable = trainable
-
-    def thawed(self) -> list[SegmentShard]:
-        """Segments in which a parameter trains now, and that have no room for gradients."""
-        with DisableTorchFunctionSubclass():  # what was looked up
-            return [
-                segment
-                for segment in self.segments
-                if not segment.trains and any(param.param.requires_grad for param in segment.params)
-            ]
-
-    def widen(self, segment: SegmentShard) -> None:
-        """A segment that was frozen trains from now on: fp32 main weights, and room for its gradients."""
-        with DisableTorchFunctionSubclass():
-            segment.widen()
-        self._reserved[segment.tag] = self._make_grads(segment)
-        self.place_grads()
+        self.is_trainable = trainable and bool(self.grads.segments)
 
     def give_trainability(self) -> None:
-        """The unit is about to be released: what was frozen or thawed in a forward stays so."""
+        """The unit is about to be released: what was frozen or unfrozen in a forward stays so."""
         with DisableTorchFunctionSubclass():
             for param, view in zip(self._sharded, self.views, strict=True):
                 if param.requires_grad is not view.requires_grad:

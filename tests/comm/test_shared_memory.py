@@ -303,7 +303,7 @@ def test_what_a_count_promises_is_there_before_it(context: RankContext) -> None:
 def _transports_reduction(model: nn.Module, tag: int, out: torch.Tensor) -> Reduction:
     slot = engine_inside(model).units[tag].grads.slot
     assert slot is not None
-    room = slot.parts[True].view(torch.float32)
+    room = slot.buffer.view(torch.float32)
     room.fill_(float(torch.distributed.get_rank() + 1))
     return Reduction(room.narrow(0, 0, 2 * out.numel()), out, torch.empty(0), ReductionMode.FP32, False, tag)
 

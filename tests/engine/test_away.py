@@ -354,7 +354,7 @@ class ReadingFirst(Stack):
 
 @on_ranks()
 @each_setting
-def test_a_layer_that_is_only_read_thaws(context: RankContext, settings: str) -> None:
+def test_a_layer_that_is_only_read_unfreezes(context: RankContext, settings: str) -> None:
     """Whether it trains is asked when it is read, as when it runs."""
 
     def step(model: nn.Module, call: Call) -> Tensor:

@@ -158,12 +158,18 @@ def test_adapters_may_be_toggled_between_forward_and_backward(context: RankConte
 
 @on_ranks(2)
 def test_adapters_may_take_turns(context: RankContext) -> None:
-    """One trains in each step; the other keeps its weights."""
+    """One trains in each step, the other keeps its weights: both need gradients when the model is sharded."""
+
+    def build() -> nn.Module:
+        model = _two_adapters()
+        for name, param in model.named_parameters():
+            param.requires_grad_("lora_" in name)
+        return model
 
     def prepare(model: Any, number: int) -> None:
         model.set_adapter(("default", "other")[number % 2])
 
-    assert_trains_like_plain(context, _two_adapters, _step, steps=4, prepare=prepare)
+    assert_trains_like_plain(context, build, _step, steps=4, prepare=prepare)
 
 
 @on_ranks(2)

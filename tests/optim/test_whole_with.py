@@ -140,9 +140,8 @@ def _adds_groups(model: Any, optimizer: Any, backward: Backward) -> None:
 
 def _unfreezes(model: Any, optimizer: Any, backward: Backward) -> None:
     for number in range(STEPS):
-        if number == 2:
-            model.get_submodule("layers.1").requires_grad_(True)
-            repr(optimizer)
+        model.get_submodule("layers.1").requires_grad_(number >= 2)
+        repr(optimizer)
         _train(model, optimizer, backward, 1, number)
 
 
@@ -150,12 +149,6 @@ def _loads(model: Any, optimizer: Any, backward: Backward) -> None:
     _train(model, optimizer, backward, 2)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     _train(model, optimizer, backward, 2, 2)
-
-
-def _partly_frozen() -> nn.Module:
-    model = Mixed()
-    model.layers[1].requires_grad_(False)
-    return model
 
 
 def _tied() -> nn.Module:
@@ -236,7 +229,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     "groups added, state of bits": (_adds_groups, lambda model: _of_first_matrices(model, kind=_Masks)),
     "state of bits, loaded": (_loads, lambda model: _optimizer(model, kind=_LoadsMasks)),
     "new data": (_train, lambda model: _optimizer(model, model.parameters(), _Rebinds)),
-    "unfreezing": (_unfreezes, _optimizer, _partly_frozen),
+    "unfreezing": (_unfreezes, _optimizer),
     "tied": (_train, _optimizer, _tied),
 }
 

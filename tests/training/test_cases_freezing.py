@@ -1,4 +1,4 @@
-"""Frozen parameters: whole units, parts of units, thawed and frozen between steps, adapters on frozen layers."""
+"""Frozen parameters: whole units, parts of units, frozen and unfrozen between steps, adapters on frozen layers."""
 
 from __future__ import annotations
 
@@ -71,18 +71,21 @@ def test_an_optimizer_of_the_trainable_parameters_only(context: RankContext) -> 
 
 
 SCHEDULES: dict[str, dict[int, tuple[str, ...]]] = {
-    "thaw a block": {0: ("blocks.1.",), 2: ()},
+    "unfreeze a block": {0: ("blocks.1.",), 2: ()},
     "freeze a block": {0: (), 2: ("blocks.1.",)},
     "move up the stack": {0: ("blocks.0.",), 1: ("blocks.1.",), 2: ("blocks.2.",), 3: ("blocks.3.",)},
     "freeze part of a block and the edge": {0: (), 1: ("blocks.2.attention.", "embedding"), 3: ("head",)},
-    "thaw everything at the end": {0: ("embedding", "positions", "blocks."), 3: ()},
+    "unfreeze everything at the end": {0: ("embedding", "positions", "blocks."), 3: ()},
 }
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("slots", [2, "all"])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_freezing_and_thawing_between_steps(context: RankContext, name: str) -> None:
-    """`requires_grad_` on the parameters takes effect at the next forward."""
+def test_what_trained_when_it_was_sharded_can_be_frozen_and_unfrozen(
+    context: RankContext, name: str, slots: Any
+) -> None:
+    """`requires_grad_` takes effect at the next forward: gradual unfreezing freezes after `StreamShard(model)`."""
     schedule = SCHEDULES[name]
 
     def prepare(model: nn.Module, number: int) -> None:
@@ -90,7 +93,8 @@ def test_freezing_and_thawing_between_steps(context: RankContext, name: str) -> 
             model.requires_grad_(True)
             freeze(model, *schedule[number] or ("nothing",))
 
-    assert_trains_like_plain(context, TinyLM, lm_step, prepare=prepare, steps=5, checked=(1, 2, 4))
+    settings = {"weight_slots": slots, "grad_slots": slots}
+    assert_trains_like_plain(context, TinyLM, lm_step, prepare=prepare, steps=5, checked=(1, 2, 4), **settings)
 
 
 @on_ranks(2)
@@ -105,8 +109,8 @@ def test_module_requires_grad_works_on_a_submodule(context: RankContext) -> None
 
 @on_ranks(1, 2)
 def test_a_model_frozen_throughout_says_so_at_backward(context: RankContext) -> None:
-    """The error is PyTorch's own, and training goes on once something is thawed."""
-    model = StreamShard(freeze(TinyLM(), ""), precision=FP32)
+    """The error is PyTorch's own, and training goes on once something is unfrozen."""
+    model = freeze(StreamShard(TinyLM(), precision=FP32), "")
     tokens = token_batch(0, context.rank)
     loss = next_token_loss(model(tokens), tokens)
     assert not loss.requires_grad
@@ -138,7 +142,7 @@ def test_adapters_on_a_frozen_model_train(context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_adapters_train_with_checkpointed_blocks_and_a_thawed_embedding(context: RankContext) -> None:
+def test_adapters_train_with_checkpointed_blocks_and_inputs_that_need_gradients(context: RankContext) -> None:
     """The usual fine-tuning set-up: inputs made to require gradients, blocks recomputed."""
     from torch.utils.checkpoint import checkpoint
 

@@ -137,20 +137,15 @@ def test_the_report_is_right_at_every_setting(context: RankContext, setting: str
 
 @on_ranks(2)
 def test_units_that_do_not_train_have_no_grad_slot(context: RankContext) -> None:
-    """Until they do."""
-    model: Any = StreamShard(Stack(), precision=FP32, grad_slots="all")
-    model.requires_grad_(False)
+    """What is held is the head's."""
     frozen = Stack()
-    frozen.requires_grad_(False)
-    frozen.head.requires_grad_(True)
-    model = StreamShard(frozen, precision=FP32, grad_slots="all")
-    small = model.memory_report().held_bytes["grad slots"]
+    frozen.layers.requires_grad_(False)
+    model: Any = StreamShard(frozen, precision=FP32, grad_slots="all")
     stack_step(model, Call(0, context.rank, 2, 1.0))
-    assert model.memory_report().held_bytes["grad slots"] == small
-    model.requires_grad_(True)
-    stack_step(model, Call(1, context.rank, 2, 1.0))
     report = model.memory_report()
-    assert report.held_bytes["grad slots"] == report.formula_bytes["grad slots"] > small
+    head = next(unit for unit in engine_inside(model).units if unit.grads.segments)
+    assert head.grads.slot is not None
+    assert report.held_bytes["grad slots"] == report.formula_bytes["grad slots"] == head.grads.slot.buffer.nbytes
 
 
 # -- messages -----------------------------------------------------------------------------------------------------

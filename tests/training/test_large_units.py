@@ -915,7 +915,7 @@ def test_what_is_frozen_beside_what_trains_has_no_gradients(context: RankContext
 
     engine = engine_inside(assert_trains_like_plain(context, build, step, steps=3, checked=(0, 2)))
     lone = [unit for unit in engine.units[1:] if not unit.takes_turns]
-    assert {unit.name: unit.segments[0].trains for unit in lone} == wanted
+    assert {unit.name: unit.segments[0].kind.trains for unit in lone} == wanted
 
 
 class _Rewarding(Stack):

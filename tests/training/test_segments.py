@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from streamshard import StreamShard, load_checkpoint, save_checkpoint
 from streamshard.comm.streams import Collective, Observer, StreamName
-from streamshard.errors import CommunicationError, GradientError, RankMismatchError, ShardingError
+from streamshard.errors import GradientError, ShardingError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
@@ -22,9 +22,7 @@ from tests.models import DIM, Adapter, Stack, TinyLM, vector_batch
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import (
     EXACT,
-    FP32,
     Call,
-    adamw,
     assert_same,
     assert_trains_like_ddp,
     assert_trains_like_plain,
@@ -32,7 +30,7 @@ from tests.reference import (
     lm_step,
     stack_step,
 )
-from tests.scenarios import BF16, PRECISIONS, AdapterStack, over_sockets
+from tests.scenarios import BF16, PRECISIONS, over_sockets
 
 HALF = torch.bfloat16
 ONE_EACH: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
@@ -212,7 +210,7 @@ def test_a_frozen_weight_that_came_in_fp32_loses_nothing(context: RankContext) -
     assert_same(full_weights(model), wanted, "weights", EXACT)
     report = model.memory_report()
     assert report.held_bytes["frozen weights"] == 4 * sum(
-        segment.layout.shard_numel for segment in engine_inside(model).segments if not segment.trains
+        segment.layout.shard_numel for segment in engine_inside(model).segments if not segment.kind.trains
     )
 
 
@@ -350,195 +348,29 @@ def test_a_checkpoint_with_a_frozen_base_is_loaded_on_other_ranks(
 
 # -- unfreezing ---------------------------------------------------------------------------------------------------
 
-SCHEDULES: dict[str, dict[int, tuple[str, ...]]] = {
-    "a block that was frozen": {0: ("blocks.1.",), 2: ()},
-    "up the stack": {0: ("blocks.",), 1: ("blocks.0.", "blocks.1."), 2: ("blocks.0.",), 3: ()},
-    "parts of units, and the edge": {0: ("blocks.2.attention.", "embedding"), 1: ("embedding",), 3: ()},
-    "and frozen again": {0: ("blocks.2.attention.",), 1: (), 2: ("blocks.2.attention.",), 4: ()},
-}
-
-
-def _set(model: nn.Module, frozen: tuple[str, ...]) -> None:
-    for name, param in model.named_parameters():
-        param.requires_grad_(not name.startswith(frozen or ("nothing",)))
-
-
-@on_ranks()
-@pytest.mark.parametrize(
-    ("world_size", "setting"),
-    [(1, "ZeRO-3"), (1, "pairs"), (2, "ZeRO-3"), (2, "ZeRO-1"), (2, "pairs"), (3, "ZeRO-3")],  # one rank has no slots
-)
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_what_is_unfrozen_later_trains_like_plain_pytorch(context: RankContext, name: str, setting: str) -> None:
-    """With an optimizer that was made over all parameters at the start."""
-    schedule = SCHEDULES[name]
-
-    def build() -> nn.Module:
-        model = TinyLM()
-        _set(model, schedule[0])
-        return model
-
-    def prepare(model: nn.Module, number: int) -> None:
-        if number in schedule:
-            _set(model, schedule[number])
-
-    assert_trains_like_plain(
-        context, build, lm_step, prepare=prepare, steps=5, checked=(1, 2, 4), optimizer=adamw, **SETTINGS[setting]
-    )
-
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("slots", [{}, ONE_EACH], ids=["ZeRO-3", "ZeRO-1"])
-def test_what_is_unfrozen_between_micro_batches_trains_as_if_it_had_been_trainable(
-    context: RankContext, way: str, slots: dict[str, Any]
-) -> None:
-    """While gradients of what trained before wait in their slots."""
-    found = []
-    for frozen_first in (True, False):
-        torch.manual_seed(3)
-        model: Any = adapted(torch.float32)
-        if not frozen_first:
-            model.layers[1].requires_grad_(True)
-        with WAYS[way]():
-            model = StreamShard(model, precision=FP32, **slots)
-        base = model.layers[1].linear.base.requires_grad_(False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        with make_adversarial(model), detect_races(model):
-            for number in range(3):
-                call = Call(3 * number, context.rank, context.world_size, 1.0)
-                with model.no_sync():
-                    stack_step(model, call)
-                    base.requires_grad_(number > 0)
-                    stack_step(model, call._replace(step=call.step + 1))
-                stack_step(model, call._replace(step=call.step + 2))
-                optimizer.step()
-                optimizer.zero_grad()
-        found.append(full_weights(model))
-    assert_same(*found, "weights", EXACT)
-
-
-class Impatient(nn.Module):
-    """Unfreezes its weight in its second forward with gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-        self.forwards = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> [rows, DIM]"""
-        self.linear.weight.requires_grad_(self.forwards > 0)
-        self.forwards += torch.is_grad_enabled()
-        return x + torch.tanh(self.linear(x))
-
-
-class ImpatientStack(Stack):
-    """Of which one layer is so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[2] = Impatient()
-        for param in self.layers[2].parameters():
-            param.requires_grad_(False)
-
-
-@on_ranks(1, 2)
-def test_what_a_forward_unfreezes_trains_like_plain_pytorch(context: RankContext) -> None:
-    """It has a gradient in the backward that follows."""
-
-    def step(model: Any, call: Call) -> Tensor:
-        model.layers[2].forwards = call.step
-        return stack_step(model, call)
-
-    assert_trains_like_plain(context, ImpatientStack, step)
-
-
-@on_ranks(2)
-def test_a_parameter_that_is_unfrozen_can_be_asked_for_its_gradient(context: RankContext) -> None:
-    """By `torch.autograd.grad`, in the first backward that trains it; and a penalty on it counts."""
-    grads = []
-    for penalty in (0, 1):
-        torch.manual_seed(3)
-        model: Any = StreamShard(adapted(), precision=BF16)
-        model.layers[1].requires_grad_(True)
-        weight = model.layers[1].linear.base.weight
-        before = weight.detach().float()
-        loss = model(vector_batch(0, context.rank)).square().mean()
-        if penalty:
-            (loss + weight.square().sum() / 2).backward()
-            grads.append(weight.grad.as_subclass(Tensor))
-        else:
-            grads.append(torch.autograd.grad(loss, [weight])[0].as_subclass(Tensor))
-        assert weight.dtype is grads[-1].dtype is torch.float32
-    assert torch.allclose(grads[1] - grads[0], before, atol=1e-6)
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("slots", [{}, ONE_EACH], ids=["ZeRO-3", "ZeRO-1"])
-def test_unfreezing_widens_in_place(context: RankContext, slots: dict[str, Any]) -> None:
-    """The same Parameters, exactly their half-precision values in fp32, whatever optimizer or list has them."""
-    torch.manual_seed(3)
-    model: Any = StreamShard(adapted(), precision=BF16, **slots)
-    params = dict(model.named_parameters())
-    optimizer = torch.optim.SGD(params.values(), lr=0.1)
-    before = full_weights(model)
-    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
-    optimizer.zero_grad()
-    model.layers[1].requires_grad_(True)
+def test_unfreezing_what_was_frozen_when_the_model_was_sharded_raises(context: RankContext) -> None:
+    """Before a forward, or in one; frozen again, the model trains on."""
+    model: Any = StreamShard(adapted(), precision=BF16)
+    base = model.layers[1].linear.base
+    unfreeze = model.layers[1].register_forward_pre_hook(lambda *_: base.bias.requires_grad_(True))
+    for name in ("bias", "weight"):
+        with pytest.raises(
+            ShardingError,
+            match=rf"'layers\.1\.linear\.base\.{name}' was frozen when .* Freeze it after StreamShard\(model\)",
+        ):
+            stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+        unfreeze.remove()
+        base.requires_grad_(False)
+        base.weight.requires_grad_(name == "bias")
     stack_step(model, Call(1, context.rank, context.world_size, 1.0))
-    widened = {name for name in params if name.startswith("layers.1.")}
-    assert {name for name, param in model.named_parameters() if param.dtype is torch.float32} == widened | {
-        name for name in params if name.endswith((".up", ".down"))
-    }
-    assert all(param is params[name] for name, param in model.named_parameters())
-    after = full_weights(model)
-    assert all(after[name].dtype is torch.float32 for name in widened)
-    assert_same(after, before, "weights", EXACT)
-    assert all(param.grad.dtype is torch.float32 for name, param in params.items() if name in widened)
-    report = model.memory_report()
-    assert dict(report.held_bytes) == dict(report.formula_bytes)
-    optimizer.step()
-    stack_step(model, Call(2, context.rank, context.world_size, 1.0))  # computes with what was stepped
-    moved = full_weights(model)
-    assert all(not torch.equal(moved[name], before[name]) for name in widened)
-    report = model.memory_report()
-    assert dict(report.held_bytes) == dict(report.formula_bytes)
-
-
-@on_ranks(2)
-def test_ranks_have_to_unfreeze_the_same_parameters(context: RankContext) -> None:
-    """Else all of them raise."""
-    model: Any = StreamShard(adapted(), precision=BF16)
-    model.layers[1 + context.rank].requires_grad_(True)
-    with pytest.raises(RankMismatchError, match=r"layers\.\d.linear.base.weight.* were frozen"):
-        stack_step(model, Call(0, context.rank, 2, 1.0))
-
-
-@on_ranks(2)
-def test_a_rank_that_alone_unfreezes_ends_all(context: RankContext) -> None:
-    """Not after the process group's timeout: ranks compare what they have issued."""
-    model: Any = StreamShard(adapted(), precision=BF16)
-    if context.rank:
-        model.layers[1].requires_grad_(True)
-    with pytest.raises(CommunicationError, match="ranks do not do the same"):
-        stack_step(model, Call(0, context.rank, 2, 1.0))
-        stack_step(model, Call(1, context.rank, 2, 1.0))
-
-
-@on_ranks(2)
-def test_what_a_backward_itself_unfreezes_raises(context: RankContext) -> None:
-    """There is no room for its gradient by then."""
-    model: Any = StreamShard(AdapterStack(), precision=FP32)
-    engine = engine_inside(model)
-    unit = next(unit for unit in engine.units if "layers.3" in unit.name)
-    with pytest.raises(ShardingError, match=r"'layers.3.linear.weight' was frozen when a backward began"):
-        unit.grads.write(0, torch.zeros(DIM, DIM))
+    assert base.weight.grad is None and model.layers[1].linear.up.grad is not None
 
 
 @on_ranks(2)
 def test_a_frozen_parameter_may_have_a_gradient_of_the_users(context: RankContext) -> None:
-    """It stays, and is what it was when the parameter is unfrozen."""
+    """It stays as it is."""
     model: Any = StreamShard(adapted(), precision=BF16)
     param = model.layers[0].linear.base.weight
     param.grad = torch.ones_like(param)

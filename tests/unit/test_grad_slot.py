@@ -26,9 +26,9 @@ class _Bench:
         self.device = device
         streams = Streams(cpu)
         ledger = Ledger(streams)
-        scratch = Scratch({True: 0}, ledger)
-        self.slot = GradSlot({True: 4 * numel}, ledger, streams, scratch, "grad slot 0", holds_main_grads=False)
-        self.buffer = self.slot.allocate(True).view(torch.float32)
+        scratch = Scratch(0, ledger)
+        self.slot = GradSlot(4 * numel, ledger, streams, scratch, "grad slot 0", holds_main_grads=False)
+        self.buffer = self.slot.buffer.view(torch.float32)
         self.slot.open(0)
         self.copied: list[tuple[int, SimulatedStream]] = []
         self._copy = torch._foreach_copy_
