@@ -350,6 +350,21 @@ def test_ranks_that_disagree_about_gradients_hear_which(context: RankContext) ->
 
 
 @on_ranks(2)
+def test_on_a_device_the_next_step_names_the_gradient_about_which_ranks_disagreed(context: RankContext) -> None:
+    """No host waits for other ranks in a step. The next step has gradients about which they agree."""
+    with simulated_device():
+        model = _sharded()
+        optimizer = WholeParameterOptimizer(_matrices(model), torch.optim.Muon, lr=0.02, round_size=1)
+        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+        if context.rank == 1:
+            model.get_submodule("head").weight.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(RankMismatchError, match=r"'head.weight' has a gradient on ranks \[0\] only"):
+            _train(model, optimizer, context, steps=1)
+
+
+@on_ranks(2)
 def test_a_backward_through_weights_that_were_stepped_raises(context: RankContext) -> None:
     """On all ranks, whatever they have of a parameter."""
     model = _sharded()
