@@ -229,13 +229,6 @@ MUTANTS: list[Mutant] = [
     ),
     # what trains is not asked when backward begins
     Mutant("engine/engine", "Engine._open_backward", Drop("unit.take_trainability()"), "cases_graphs"),
-    # the edge unit is not acquired when backward begins
-    Mutant(
-        "engine/engine",
-        "Engine._open_backward",
-        Drop("self.acquire(self.edge)"),
-        "invariants::test_backward_gathers_anew_what_a_forward_has_written",
-    ),
     # `due` is not filled
     Mutant(
         "engine/engine",
