@@ -122,8 +122,8 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         Args:
             model: what `StreamShard` accepts, or sharded already. One without parameters is only placed.
             device_placement: ignored for models with parameters: they are placed where their pieces are.
-            evaluation_mode: room for gradients is made only if the model is trained after all. With
-                ``shard_references=False`` the model is not sharded until then either.
+            evaluation_mode: no room for gradients is made, and the model cannot be trained. With
+                ``shard_references=False`` the model is not sharded until it is prepared for training.
 
         Returns:
             The same object; with a dynamo backend what ``torch.compile`` makes of it, with its regional compilation
@@ -139,6 +139,11 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         sharded, was_prepared = sharded_in(model), getattr(model, "_is_accelerate_prepared", False)
         if sharded is None:
             self._shard(_uncompiled(model), evaluation_mode)
+        elif not evaluation_mode and (frozen := _names_without_room(sharded)):
+            raise ShardingError(
+                f"{type(sharded).__name__} was prepared with evaluation_mode=True, or sharded while {frozen[0]!r} was "
+                "frozen, so it has no room for gradients: prepare it for training first, and evaluate it then"
+            )
         elif not was_prepared:
             self._check_dtype(engine_of(sharded).sizing.precision, f"{type(sharded).__name__} was sharded with")
         plugin = self.state.dynamo_plugin
@@ -375,6 +380,12 @@ def sharded_in(model: nn.Module) -> nn.Module | None:
     """The sharded model that is `model`, or that ``torch.compile`` has wrapped; None if there is none."""
     inner = _uncompiled(model)
     return inner if handle_of(inner) is not None else None
+
+
+def _names_without_room(model: nn.Module) -> list[str]:
+    """Parameters that need gradients, and were frozen when `model` was sharded."""
+    grads = [grad for unit in engine_of(model).units for grad in unit.grads.params]
+    return [grad.shard.name for grad in grads if grad.shard.param.requires_grad and not grad.has_room]
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:

@@ -123,7 +123,8 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         """As Trainer does; it evaluates a model that has not been trained as it is if a reference was prepared."""
         wrapped = super()._wrap_model(model, training, *args, **kwargs)
         if not training and wrapped is self.model and _engine(wrapped) is None:
-            self.model_wrapped = self.accelerator.prepare_sharded(wrapped, evaluation_mode=True)
+            never_trains = self.train_dataset is None
+            self.model_wrapped = self.accelerator.prepare_sharded(wrapped, evaluation_mode=never_trains)
             return self.model_wrapped
         return wrapped
 

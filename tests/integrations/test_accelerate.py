@@ -268,21 +268,15 @@ def test_a_reference_model_stays_whole_where_that_is_asked_for(context: RankCont
 
 
 @on_ranks(2)
-def test_a_model_that_was_evaluated_first_trains_as_well(context: RankContext) -> None:
-    """What transformers' Trainer does when it evaluates before it trains."""
+def test_a_model_that_was_prepared_for_evaluation_cannot_be_prepared_for_training(context: RankContext) -> None:
+    """The other way round it can."""
     with launched(context):
-        theirs = Trained(stock, steps=3)
-    with launched(context):
-
-        class Evaluating(StreamShardAccelerator):
-            def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-                evaluated = super().prepare_model(model, evaluation_mode=True)
-                with torch.no_grad():
-                    evaluated(torch.ones(2, 5, device=context.device))
-                return super().prepare_model(model, *args, **kwargs)
-
-        ours = Trained(Evaluating, steps=3)
-    same(ours, theirs)
+        accelerator = StreamShardAccelerator()
+        model = accelerator.prepare_model(make_model(), evaluation_mode=True)
+        with pytest.raises(ShardingError, match="was prepared with evaluation_mode=True"):
+            accelerator.prepare(model)
+        trained = accelerator.prepare(make_model())
+        assert accelerator.prepare_model(trained, evaluation_mode=True) is accelerator.prepare(trained)
 
 
 @on_ranks(2)
