@@ -31,7 +31,6 @@ from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Moment, Streams
 from streamshard.engine.buffer_sync import BufferSync
 from streamshard.engine.casts import Casts
-from streamshard.engine.edits import Edits
 from streamshard.engine.empty import Empty
 from streamshard.engine.inputs import Inputs
 from streamshard.engine.passes import Backward, Forward, Pass, Use
@@ -101,7 +100,6 @@ class Engine:
         self.ledger = ledger
         self.buffers = buffers
         self.reductions = reductions
-        self.edits = Edits(self.units, ranks)
         self.casts = Casts(self.units, ranks)
         self.why_slots = ""
         self.is_whole = False
@@ -237,7 +235,6 @@ class Engine:
         self._forward = Forward(Schedule(visits, self._slot_of, self._turns, reduce=False), pass_, learns=learns)
         for observer in self.streams.observers:
             observer.on_moment(Moment.FORWARD_BEGINS, EDGE)
-        self.edits.begin_pass()
         self._reach(self._forward, self.edge)
         self._bind(self.edge.members[0])
 
@@ -271,6 +268,7 @@ class Engine:
             for observer in self.streams.observers:
                 observer.on_moment(Moment.RECOMPUTATION_ENDS, member.unit.index)
             backward.running.pop()
+            member.unit.writes.refuse()
             if backward.running:
                 self._recompute(backward, backward.running[-1].unit)
             return
@@ -279,8 +277,10 @@ class Engine:
         for observer in self.streams.observers:
             observer.on_moment(Moment.FORWARD_ENDS, member.unit.index)
         forward.running.pop()
-        self._take_edits(member.unit)
-        member.unit.release(member)
+        try:
+            self._leave(member.unit)
+        finally:
+            member.unit.release(member)
         if forward.running and member.unit.takes_turns:  # the outer layer goes on: its weights may have left
             outer = forward.running[-1]
             self._reach(forward, outer.unit)
@@ -299,14 +299,12 @@ class Engine:
                 return
             forward.in_place.add(unit.index)
         unit.take_trainability()
-        self.edits.restore(unit)
-        unit.forget_edits()
+        unit.writes.forget()
 
-    def _take_edits(self, unit: StreamedUnit) -> None:
-        """What its forward has changed about the unit itself persists."""
+    def _leave(self, unit: StreamedUnit) -> None:
+        """Whoever has computed with the unit's views has done so: weights as they were, what was frozen stays so."""
         unit.give_trainability()
-        if self.edits.may_have_changed(unit):
-            self.edits.keep(unit)
+        unit.writes.refuse()
 
     @property
     def _recomputing(self) -> Backward | None:
@@ -414,7 +412,7 @@ class Engine:
         if error is None:
             try:
                 for index in (EDGE, *sorted(forward.read)):
-                    self._take_edits(self.units[index])
+                    self._leave(self.units[index])
             except ShardingError as raised:
                 error = refused = raised
         for unit in self.units:
@@ -428,8 +426,6 @@ class Engine:
         self.casts.end_pass()
         # A rank whose forward has failed takes part in what ranks tell each other.
         has_failed = error is not None
-        if self.edits.end_pass(has_failed=has_failed):
-            self.casts.cast()  # backward computes with what forward has left
         if forward.learns:
             self._learn(forward.schedule, has_failed=has_failed)
         if refused is not None:
@@ -480,8 +476,8 @@ class Engine:
     def _gather(self, unit: StreamedUnit) -> None:
         holder = unit.weight_slot.content
         if holder is not None and self.units[holder].is_bound and self.units[holder] is not unit:
-            if self._forward is not None:  # a layer that has called another: what it has written so far persists
-                self._take_edits(self.units[holder])
+            if self._forward is not None:  # a layer that has called another: it finds its weights as they were
+                self._leave(self.units[holder])
             self.units[holder].release()
         with self.ranks.guard("the gather of", unit.name):
             unit.start_gather()

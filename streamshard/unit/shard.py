@@ -22,7 +22,7 @@ from streamshard.plan.segments import PlannedSegment
 from streamshard.plan.structure import is_meta
 from streamshard.unit.buffers import Ledger
 from streamshard.unit.pieces import Piece, refuse_saving
-from streamshard.unit.sharded_parameter import be_piece, data_of
+from streamshard.unit.sharded_parameter import be_piece
 
 __all__ = ["ParamShard", "SegmentShard"]
 
@@ -167,24 +167,6 @@ class SegmentShard:
             self.compute = self._ledger.allocate(Category.COMPUTE_SHARDS, numel, dtype, is_visible=True)
         for shard in self.params:
             shard.shaped(self.compute).copy_(shard.param.detach())
-
-    def write_main(self, values: torch.Tensor, mask: torch.Tensor) -> None:
-        """Overwrite main weights of this rank where `mask` is set. The user has not changed them: versions stay.
-
-        Args:
-            values: [padded_numel] fp32, the whole segment.
-            mask: [padded_numel] bool.
-        """
-        for shard in self.params:
-            own = slice(shard.layout.offset + shard.local.start, shard.layout.offset + shard.local.stop)
-            main = data_of(shard.param).view(-1)
-            kept = main.to(self.compute.dtype).float() == values[own]  # finer than what was computed with
-            main.copy_(torch.where(mask[own] & ~kept, values[own], main))
-
-    def name_at(self, offset: int) -> str:
-        """The parameter that has element `offset` of the segment."""
-        inside = (p for p in self.params if p.layout.offset <= offset < p.layout.offset + p.layout.numel)
-        return next(inside).name
 
 
 def _put_under(param: nn.Parameter, piece: torch.Tensor) -> None:

@@ -20,7 +20,8 @@ from streamshard.comm.streams import as_one
 from streamshard.errors import ShardingError, StateError
 from streamshard.plan.segments import UnitLayout
 from streamshard.plan.structure import refuse_marks
-from streamshard.unit.buffers import WeightSlot, lies_in
+from streamshard.unit.buffers import WeightSlot
+from streamshard.unit.compute_view import ComputeView, Writes
 from streamshard.unit.grads import UnitGrads
 from streamshard.unit.shard import ParamShard, SegmentShard
 
@@ -55,8 +56,8 @@ class Member:
         self._unit_of = weakref.ref(unit)  # which holds this
         self.is_bound = False
         self._bindings: list[_Binding] = []
-        self._views: list[nn.Parameter] = []
-        self._away_class: type = nn.Parameter
+        self._views: list[ComputeView] = []
+        self._away_class: type = ComputeView
 
     @property
     def unit(self) -> StreamedUnit:
@@ -70,7 +71,7 @@ class Member:
         """While it is bound, ``owner.__dict__[key]`` is `computing`, else `sharded`."""
         self._bindings.append(_Binding(owner, key, sharded, computing))
 
-    def add_view(self, view: nn.Parameter, away_class: type) -> None:
+    def add_view(self, view: ComputeView, away_class: type) -> None:
         """A compute view of its own, which is of `away_class` while it is not bound: see [Note: away]."""
         self._away_class = away_class
         self._views.append(view)
@@ -84,7 +85,7 @@ class Member:
             unit.bound_members += 1
             unit.is_bound = True
             for view in self._views:
-                view.__class__ = nn.Parameter
+                view.__class__ = ComputeView
             for binding in self._bindings:
                 if (owner := binding.owner()) is not None:
                     owner.__dict__[binding.key] = binding.computing
@@ -122,13 +123,14 @@ class StreamedUnit:
     Attributes:
         name: fully qualified name of its module, for messages.
         params: this rank's part of its parameters, segment by segment; complete when `make_views` is called.
-        views: its compute views, one nn.Parameter per parameter, made once; of another class while their member is not
+        views: its compute views, one per parameter, made once; of another class while their member is not
             bound, see `Member.add_view`.
         view_ids: their ids.
         weights_of: some of its weights in the slot, flat, by their dtype: shared memory for views of any of that dtype.
         members: its layers; the edge unit has one for all its modules.
         bound_members: how many of them hold the compute views (else the sharded parameters).
         is_bound: whether any does; kept beside the count because it is asked at every saved weight of a backward.
+        writes: notices what forwards write to `views`.
         away: what stands for the weight of a parameter, by its index, while the unit is elsewhere; set by `attach`.
         on_grad: called with each complete gradient of a compute view; set by `make_views`.
     """
@@ -154,17 +156,16 @@ class StreamedUnit:
         self.grads = grads
         self.away: Callable[[int], torch.Tensor]
         self.on_grad: Callable[[StreamedUnit, int, torch.Tensor], None]
-        self.views: list[nn.Parameter] = []
+        self.writes = Writes()
+        self.views: list[ComputeView] = []
         self.view_ids: frozenset[int] = frozenset()
         self.weights_of = {segment.weights.dtype: segment.weights for segment in self.segments}
-        self._aliases: list[torch.Tensor] = []  # have the version counters of the views
         self._sharded: list[nn.Parameter] = []  # parameters, in the same order
         self.members: list[Member] = []
         self.bound_members = 0
         self.is_bound = False
         self.is_trainable = False
         self._ranks = ranks
-        self._seen_version = 0  # of the compute views
         if grads.slot is None:
             self._lie_in_shards()
 
@@ -173,27 +174,23 @@ class StreamedUnit:
     def make_views(self, on_grad: Callable[[StreamedUnit, int, torch.Tensor], None]) -> None:
         """Make the compute views; `on_grad` is called with each complete gradient of a view.
 
-        The views are made from an alias of the slot with a version counter of its own: gathers write the slot behind
+        The views are made from aliases of the slot with version counters of their own: gathers write the slot behind
         autograd's back, on purpose, and must not look like in-place edits of saved tensors.
         """
         self.on_grad = on_grad
-        is_alone = self.grads.slot is None
         for segment in self.segments:
-            alias = segment.weights.data
             for param in segment.params:
-                if is_alone:  # nobody holds back what autograd saves: it looks at the counter of each weight
-                    alias = segment.weights.data
-                view = nn.Parameter(_whole(alias, param), requires_grad=True)
-                view.register_post_accumulate_grad_hook(_grad_taker(self, len(self.views)))
+                alias = segment.weights.data
+                view = ComputeView(_whole(alias, param), requires_grad=True)
+                view.register_post_accumulate_grad_hook(_grad_taker(self, len(self.views)))  # type: ignore[no-untyped-call]
                 self.params.append(param)
                 self.views.append(view)
                 self.grads.add(param, view)
-                if is_alone or param is segment.params[-1]:
-                    self._aliases.append(alias)
+                self.writes.watch(view, alias, param.name)
         self._sharded = [param.param for param in self.params]
         self.view_ids = frozenset(map(id, self.views))
 
-    def _with_views(self) -> Iterator[tuple[SegmentShard, ParamShard, nn.Parameter]]:
+    def _with_views(self) -> Iterator[tuple[SegmentShard, ParamShard, ComputeView]]:
         """Each parameter with its segment and its compute view."""
         views = iter(self.views)
         return ((segment, param, next(views)) for segment in self.segments for param in segment.params)
@@ -254,47 +251,14 @@ class StreamedUnit:
         with DisableTorchFunctionSubclass():
             return [param._version for param in self._sharded]
 
-    @property
-    def has_edits(self) -> bool:
-        """Whether somebody has written to the compute views since `forget_edits`: gathers do not count."""
-        return self._version != self._seen_version
-
-    def forget_edits(self) -> None:
-        """What was written to the compute views so far is known, or not of interest."""
-        self._seen_version = self._version
-
-    @property
-    def _version(self) -> int:
-        """Grows with each in-place change of a compute view."""
-        return sum([alias._version for alias in self._aliases])
-
-    def differs_from_shard(self) -> bool:
-        """Whether this rank's range of the slot is something else than its compute shard. The host waits."""
-        for segment in self.segments:
-            numel = segment.layout.shard_numel
-            if not torch.equal(segment.weights.narrow(0, self._ranks.rank * numel, numel), segment.compute):
-                return True
-        return False
-
-    def put_back_views(self) -> str | None:
-        """Let all compute views be parts of the slot again; the name of the first that was not, None if all were."""
-        moved = None
-        with DisableTorchFunctionSubclass():
-            for segment, param, view in self._with_views():
-                if param.layout.numel and not lies_in(view, segment.weights):
-                    moved = moved or param.name
-                    view.data = _whole(segment.weights.data, param)
-        return moved
-
     def _follow_moved_weights(self) -> None:
         """One rank, and the user put other memory under a parameter: bind to what is there now."""
         for segment, param, view in self._with_views():
             if segment.compute is not segment.weights:
-                view.data = _whole(segment.compute.data, param)
+                view.move(_whole(segment.compute.data, param))
         for segment in self.segments:
             segment.weights = segment.compute
         self._lie_in_shards()
-        self.forget_edits()
 
     def _lie_in_shards(self) -> None:
         """One rank: what is computed with are the compute shards."""
@@ -333,16 +297,6 @@ class StreamedUnit:
         return copy
 
     # -- outside of steps -----------------------------------------------------------------------------------------
-
-    def gather_compute(self, segment: SegmentShard) -> torch.Tensor:
-        """The weights as they were cast last: [padded_numel] compute_dtype, new memory. Collective, blocks."""
-        full = torch.empty_like(segment.weights)
-        if segment.layout.world_size == 1:  # the compute shard itself is computed with, and may be changed
-            for shard in segment.params:
-                shard.shaped(full).copy_(shard.param.detach())
-            return full
-        self._ranks.transport.gather_now(segment.compute, full, segment.tag)
-        return full
 
     def gather_whole(
         self, pieces: Sequence[torch.Tensor | None], dtype: torch.dtype | None = None

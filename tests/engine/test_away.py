@@ -865,32 +865,3 @@ class KeepingTwoStack(Stack):
 def test_a_function_of_the_users_may_keep_weights_of_two_layers(context: RankContext, settings: str) -> None:
     """In backward it has both, although they take turns in one slot."""
     assert_trains_like_plain(context, KeepingTwoStack, stack_step, **SETTINGS[settings])
-
-
-class BorrowingAndClamping(Layer):
-    """If it reads another layer's weight, changes its own afterwards."""
-
-    other: tuple[nn.Linear, ...] = ()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> the same"""
-        for other in self.other:
-            x = F.linear(x, other.weight)
-            with torch.no_grad():
-                self.linear.weight.clamp_(-0.1, 0.1)
-        return super().forward(x)
-
-
-class BorrowingAndClampingStack(Stack):
-    """The first layer reads the third's weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(BorrowingAndClamping() for _ in range(4))
-        self.layers[0].other = (self.layers[2].linear,)
-
-
-@on_ranks(2)
-def test_a_layer_that_had_to_leave_for_a_borrowed_weight_comes_back(context: RankContext) -> None:
-    """In its slot again, and not borrowed itself, which would allow no changes."""
-    assert_trains_like_plain(context, BorrowingAndClampingStack, stack_step)

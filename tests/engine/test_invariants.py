@@ -37,7 +37,6 @@ from tests.reference import (
     assert_same,
     counted_collectives,
     full_grads,
-    full_weights,
     heard_collectives,
     stack_step,
 )
@@ -723,93 +722,3 @@ def test_a_unit_is_averaged_over_replicas_once(context: RankContext) -> None:
         with heard_collectives(engine_inside(model)) as heard:
             stack_step(model, _call(context, number))
         assert len(heard[Collective.ALL_REDUCE]) == 5
-
-
-# -- what forwards write ------------------------------------------------------------------------------------------
-
-
-class _Clamped(Layer):
-    fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.linear.weight.mul_(0.5)
-        if self.fails:
-            raise Trouble
-        out: Tensor = super().forward(x)
-        return out
-
-
-class _ClampedStack(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Clamped() for _ in range(4))
-
-
-@on_ranks(2)
-def test_what_a_failed_forward_has_written_stays(context: RankContext) -> None:
-    """As in torch: of the layers up to the one that failed, once."""
-    model = _stack(_ClampedStack)
-    with torch.no_grad():
-        model(vector_batch(0, context.rank))
-        before = full_weights(model)
-        model.layers[2].fails = True
-        with pytest.raises(Trouble):
-            model(vector_batch(0, context.rank))
-        halved = {f"layers.{place}.linear.weight": before[f"layers.{place}.linear.weight"] * 0.5 for place in range(3)}
-        assert_same(full_weights(model), {**before, **halved}, "weights after the error", EXACT)
-        model.layers[2].fails = False
-        model(vector_batch(0, context.rank))
-    wanted = {name: w * 0.5 if name.endswith("linear.weight") else w for name, w in {**before, **halved}.items()}
-    assert_same(full_weights(model), wanted, "weights", EXACT)
-
-
-@on_ranks(2)
-def test_what_an_interrupted_forward_has_written_is_not_there_in_the_next(context: RankContext) -> None:
-    """Ranks have not compared it."""
-    model = _stack(_ClampedStack)
-    with torch.no_grad():
-        model(vector_batch(0, context.rank))
-        before = full_weights(model)
-        with pytest.raises(Stop):
-            hook = model.layers[2].register_forward_pre_hook(_stop)
-            model(vector_batch(0, context.rank))
-        hook.remove()
-        model(vector_batch(0, context.rank))
-    wanted = {name: w * 0.5 if name.endswith("linear.weight") else w for name, w in before.items()}
-    assert_same(full_weights(model), wanted, "weights", EXACT)
-
-
-def _stop(*_: Any) -> None:
-    raise Stop
-
-
-class _ClampedInEvaluation(Stack):
-    def order(self) -> Any:
-        for layer in self.layers:
-            yield layer
-            if not torch.is_grad_enabled():
-                self.head.weight.data.mul_(0.5)
-
-
-@on_ranks(2)
-def test_what_evaluation_alone_writes_is_learnt_in_its_first_pass(context: RankContext) -> None:
-    """Through ``.data``, which leaves no version behind."""
-    model = _stack(_ClampedInEvaluation)
-    stack_step(model, _call(context, 0))
-    before = full_weights(model)
-    with torch.no_grad():
-        model(vector_batch(0, context.rank))
-    wanted = {name: w * 0.5**4 if name == "head.weight" else w for name, w in before.items()}
-    assert_same(full_weights(model), wanted, "weights", EXACT)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
-def test_backward_gathers_anew_what_a_forward_has_written(context: RankContext, sockets: bool) -> None:
-    """The edge unit too: ranks have changed different elements, and it lies in its slot as this rank has left it."""
-    with over_sockets() if sockets else contextlib.nullcontext():
-        model = _stack(_ClampedStack)
-    with _checking(engine_inside(model)):
-        for number in range(2):
-            stack_step(model, _call(context, number))

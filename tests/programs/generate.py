@@ -92,7 +92,6 @@ PLANS = _rarely(st.builds(Plan, route=ROUTES), Plan()) | st.builds(
     recomputes=_rarely(st.sampled_from(["once more", "reentrant", "all once more", "all reentrant"]), ""),
     reads=_rarely(PLACES),
     reads_late=st.booleans(),
-    clamps=_rarely(_rarely(PLACES)),
     calls=_rarely(PAIRS),
     peeks=_rarely(PAIRS),
     seen=_rarely(PLACES),

@@ -15,8 +15,6 @@ from tests.models import DIM, Layer
 
 __all__ = ["Brief", "Model", "Part", "Plan", "Trouble"]
 
-LIMIT = 0.1875  # of clamped weights: exact in every dtype, and some of the first weights are beyond it
-
 
 class Trouble(Exception):
     """What a user's code raises in the middle of something."""
@@ -41,7 +39,6 @@ class Plan(Brief):
         recomputes: checkpointing, "once more" or "reentrant", of each layer, or behind "all " of all of them together.
         reads: a layer whose weight the root reads, before the layers or after them.
         reads_late: after them.
-        clamps: a layer that clamps its own weight in place, if something of it is too large.
         calls: of two layers the first calls the second.
         peeks: of two layers the first reads the second's weight.
         seen: a visit of whose output there is a second loss.
@@ -55,7 +52,6 @@ class Plan(Brief):
     recomputes: str = ""
     reads: int | None = None
     reads_late: bool = False
-    clamps: int | None = None
     calls: tuple[int, int] | None = None
     peeks: tuple[int, int] | None = None
     seen: int | None = None
@@ -86,12 +82,8 @@ class Part(Layer):
         self.norm = nn.BatchNorm1d(DIM) if has_norm else None
         self.others: tuple[Part, ...] = ()
 
-    def forward(self, x: Tensor, *, clamps: bool = False, calls: int | None = None, peeks: int | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, calls: int | None = None, peeks: int | None = None) -> Tensor:
         """[rows, DIM] -> the same"""
-        if clamps:
-            with torch.no_grad():
-                if bool((self.linear.weight.abs() > LIMIT).any()):
-                    self.linear.weight.clamp_(-LIMIT, LIMIT)
         x = super().forward(x)
         if calls is not None:
             x = 0.5 * (x + self.others[calls](x))
@@ -159,8 +151,6 @@ class Model(nn.Module):
 
     def _visit(self, x: Tensor, place: int, plan: Plan) -> Tensor:
         todo: dict[str, Any] = {}
-        if plan.clamps is not None and self._is(plan.clamps, place):
-            todo["clamps"] = True
         for key in ("calls", "peeks"):
             pair: Sequence[int] | None = getattr(plan, key)
             if pair is not None and self._is(pair[0], place) and not self._is(pair[1], place):

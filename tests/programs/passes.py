@@ -39,17 +39,7 @@ class Forward(Operation):
     has_penalty: bool = False
 
     def is_legal(self, state: State) -> bool:
-        if self.plan.left_out and not self._is_in_order(state):
-            return False
-        return self.plan.clamps is None or self._clamps_first(state.program)
-
-    def _clamps_first(self, program: Program) -> bool:
-        """Whether nobody reads the weight before it is clamped: plain torch plays ranks in turn, with one weight."""
-        plan, depth = self.plan, program.depth
-        assert plan.clamps is not None
-        read = [plan.reads, *(pair[1] for pair in (plan.calls, plan.peeks) if pair is not None)]
-        is_read = any(number is not None and number % depth == plan.clamps % depth for number in read)
-        return program.precision == "fp32" and not program.is_tied and not is_read
+        return not self.plan.left_out or self._is_in_order(state)
 
     def _is_in_order(self, state: State) -> bool:
         """Whether ranks may leave out layers: in a route that the first pass had, where nothing else departs."""
@@ -58,12 +48,6 @@ class Forward(Operation):
         if plan.recomputes.startswith("all "):  # layers would run in another order in backward
             return False
         return is_plain and self.raises_in is None and (order is None or order.route is None and order.calls is None)
-
-    def may_be_refused(self, state: State) -> bool:
-        return self.plan.clamps is not None
-
-    def ends_when_refused(self, state: State) -> bool:
-        return state.program.weight_slots == "all"
 
     def perform(self, player: Player, number: int) -> Shown:
         hook = None
@@ -93,8 +77,6 @@ class Forward(Operation):
         return 1 if self.plan.seen is None or self.plan.seen >= visits else 2
 
     def after(self, state: State, outcome: str) -> None:
-        if self.plan.clamps is not None:
-            state.edits += 1
         if outcome != "done":
             return
         if self.mode != "evaluate":

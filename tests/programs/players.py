@@ -240,10 +240,6 @@ class Operation(Brief):
         """Whether StreamShard may raise an error of its own, on all ranks, where plain torch does it."""
         return False
 
-    def ends_when_refused(self, state: State) -> bool:
-        """Whether the model cannot be used after that."""
-        return False
-
     def perform(self, player: Player, number: int) -> Shown:
         """Do it, as operation `number` of its program; returns what is to be compared."""
         raise NotImplementedError

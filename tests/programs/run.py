@@ -76,7 +76,7 @@ def _both(op: Operation, plain: Player, sharded: Player, state: State, number: i
     if may_be_stale or op.may_be_refused(state):
         _agree(f"{number}", what, outcome)
     if outcome == "refused" and op.may_be_refused(state):
-        state.is_spoilt |= isinstance(error, CommunicationError) or op.ends_when_refused(state)
+        state.is_spoilt |= isinstance(error, CommunicationError)
         if wish == "done":
             op.follow(plain)
     elif outcome == "stale" and may_be_stale:
