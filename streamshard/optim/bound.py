@@ -1,0 +1,247 @@
+"""The optimizers inside a `WholeParameterOptimizer`: one for each group, and of whole parameters one for each round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from streamshard.errors import OptimizerError, RankMismatchError
+from streamshard.optim.inner import InnerOptimizer, Place
+from streamshard.optim.rounds import Rounds, WholeParam, stand_in
+from streamshard.optim.separable import random_states, refuse_draws
+from streamshard.plan.owners import describe_load, plan_rounds, rank_loads
+from streamshard.unit.elementwise import is_elementwise_class
+from streamshard.unit.pieces import piece_of
+
+__all__ = ["GroupClass", "InnerOptimizers", "params_in"]
+
+
+class GroupClass(NamedTuple):
+    """How the optimizer of a group is made.
+
+    Attributes:
+        kind: its class.
+        options: for its constructor.
+        is_batched: slices of the group's parameters are stepped.
+        initial: state that the constructor gives parameters when it sees all of them.
+    """
+
+    kind: type[Optimizer]
+    options: dict[str, Any]
+    is_batched: bool
+    initial: dict[Place, dict[str, Any]]
+
+    def indices(self, param: nn.Parameter) -> Iterable[int | None]:
+        """Of the slices that are stepped; None: the parameter is stepped as it is."""
+        return range(param.shape[0]) if self.is_batched else (None,)
+
+    def places(self, params: Iterable[nn.Parameter]) -> list[Place]:
+        """What is stepped of `params`."""
+        return [(param, index) for param in params for index in self.indices(param)]
+
+    def stand_ins(self, params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+        """Of what is stepped of `params`."""
+        wholes = [(stand_in(param), index) for param, index in self.places(params)]
+        return [whole if index is None else whole[index] for whole, index in wholes]
+
+
+class InnerOptimizers:
+    """The optimizers inside one WholeParameterOptimizer, for its groups as they are at some moment.
+
+    Args:
+        groups: the user's; options are read from them before each step, and written to them after it.
+        classes: of each group.
+        wholes: sharded parameters that are stepped whole.
+        round_numel: elements that a rank owns in a round.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        classes: list[GroupClass],
+        wholes: list[WholeParam],
+        round_numel: int,
+    ) -> None:
+        self._groups = groups
+        params = params_in(groups)
+        self._trained = [(id(param), param.requires_grad) for param in params]
+        self._sharded = {id(param) for param in params if piece_of(param) is not None}
+        self._wholes = wholes
+        self._error: Exception | None = None
+        self._had_grads: list[bool] = []  # in the last step
+        self._is_checked = True
+        self.owners: dict[int, int | list[int]] = {}
+        for each in wholes:
+            if each.number is None:
+                self.owners[id(each.param)] = each.owner
+            else:
+                owners = self.owners.setdefault(id(each.param), [])
+                assert isinstance(owners, list)
+                owners.append(each.owner)
+        if not self._sharded:  # with one rank
+            for group, made in zip(groups, classes, strict=True):
+                if not is_elementwise_class(made.kind):
+                    self.owners.update({id(param): 0 for param in group["params"]})
+        self._in_place: list[InnerOptimizer] = []
+        here = {each.param for each in wholes}
+        for number, (group, made) in enumerate(zip(groups, classes, strict=True)):
+            own = made.places(param for param in group["params"] if param not in here)
+            if own:
+                self._in_place.append(InnerOptimizer(made.kind, made.options, number, group, own, initial=made.initial))
+        self._rounds: Rounds | None = None
+        self._by_round: list[list[InnerOptimizer]] = []
+        trained = [each for each in wholes if each.param.requires_grad]
+        if trained:
+            indices = plan_rounds(
+                [each.cost for each in trained],
+                [each.piece.place.numel for each in trained],
+                [each.owner for each in trained],
+                round_numel,
+            )
+            rounds = [[trained[index] for index in each] for each in indices]
+            self._ranks = trained[0].piece.ranks
+            self._rounds = Rounds(rounds, self._ranks, trained[0].piece.ledger_of())
+            for own_round in rounds:
+                self._by_round.append([])
+                for number, (group, made) in enumerate(zip(groups, classes, strict=True)):
+                    members = set(group["params"])
+                    mine = [each for each in own_round if each.whole is not None and each.param in members]
+                    if mine:
+                        own, targets = [(each.param, each.number) for each in mine], [each.whole for each in mine]
+                        inner = InnerOptimizer(made.kind, made.options, number, group, own, targets, made.initial)
+                        self._by_round[-1].append(inner)
+
+    def is_current(self) -> bool:
+        """Whether groups have the same parameters, trained as when this was made, and none was sharded since."""
+        params = params_in(self._groups)
+        if self._trained != [(id(param), param.requires_grad) for param in params]:
+            return False
+        return all(id(param) in self._sharded or piece_of(param) is None for param in params)
+
+    @property
+    def _inners(self) -> list[InnerOptimizer]:
+        return [*self._in_place, *(inner for inners in self._by_round for inner in inners)]
+
+    def describe(self) -> list[str]:
+        """Who steps how much, in lines."""
+        if self._rounds is None:
+            return ["all parameters are stepped in place"]
+        size = self._ranks.world_size
+        owners, costs = [each.owner for each in self._wholes], [each.cost for each in self._wholes]
+        counts = [owners.count(rank) for rank in range(size)]
+        lines = [
+            f"{len(owners)} parameters are stepped whole by {size} owners in {len(self._by_round)} rounds; "
+            f"{min(counts)} to {max(counts)} each; cost: {describe_load(rank_loads(costs, owners, size))}"
+        ]
+        for rank in range(min(size, 8)):
+            names = [each.piece.name for each in self._wholes if each.owner == rank]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            lines.append(f"  rank {rank}: {', '.join(names[:3])}{more}")
+        return [*lines, f"  and {size - 8} more ranks"] if size > 8 else lines
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """See `WholeParameterOptimizer.step`."""
+        if self._rounds is None:
+            for inner in self._in_place:
+                inner.step()
+            return
+        self.check_last_step()
+        for inners in self._by_round:
+            for inner in inners:
+                inner.take_options()
+        self._error, self._is_checked = None, False
+        self._had_grads = [each.param.grad is not None for each in self._wholes]
+        self._rounds.run(self._step_in_place, self._step_round)
+        stepped: set[int] = set()
+        for inners in self._by_round:
+            for inner in inners:
+                if inner.number not in stepped:
+                    inner.give_options()
+                    stepped.add(inner.number)
+        if not self._ranks.streams.has_streams:
+            self.check_last_step()
+
+    def _step_in_place(self) -> None:
+        try:
+            for inner in self._in_place:
+                inner.step()
+        except Exception as error:  # all ranks hear of it when the exchanges are over
+            self._error = error
+
+    def _step_round(self, number: int) -> bool:
+        try:
+            if self._error is None and self._rounds is not None:
+                for inner in self._by_round[number]:
+                    before = random_states(self._ranks.streams.device)
+                    inner.optimizer.step()
+                    inner.refuse_aliases(self._rounds.address)
+                    refuse_draws(type(inner.optimizer), before, self._ranks.streams.device)
+        except Exception as error:  # all ranks hear of it when the exchanges are over
+            self._error = error
+        return self._error is None
+
+    def check_last_step(self) -> None:
+        """Raise, on all ranks, what the last step has come to. Collective if it has failed."""
+        if self._rounds is None or self._is_checked:
+            return
+        self._is_checked = True
+        verdict = self._rounds.verdict()
+        if verdict.grads_differ:
+            # On a device the host does not read other ranks' numbers before it steps.
+            outcome = "" if self._ranks.streams.has_streams else ": no whole parameter was stepped"
+            by_rank = self._ranks.gather_objects(self._had_grads, with_replicas=False)
+            for index, each in enumerate(self._wholes):
+                ranks_with = [rank for rank, theirs in enumerate(by_rank) if theirs[index]]
+                if 0 < len(ranks_with) < len(by_rank):
+                    raise RankMismatchError(
+                        f"parameter {each.piece.name!r} has a gradient on ranks {ranks_with} only{outcome}. Set "
+                        "grad = None on all ranks or on none"
+                    )
+        if verdict.has_failed:
+            own, self._error = self._error, None
+            told = None if own is None else f"{type(own).__name__}: {own}"
+            by_rank = self._ranks.gather_objects(told, with_replicas=False)
+            stories = [f"on rank {rank}: {story}" for rank, story in enumerate(by_rank) if story is not None]
+            raise OptimizerError(f"the optimizer's step failed {', '.join(stories)}") from own
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def link(self, state: dict[Any, Any]) -> None:
+        """Let `state` have what the optimizers inside keep: the same objects, by the user's parameters."""
+        for inner in self._inners:
+            inner.link(state)
+
+    def load(self, state: Mapping[Any, Any], extras: Mapping[str, Any], *, is_loaded: bool) -> None:
+        """Give the optimizers inside what they keep of `state`, which is loaded, or of others of the same groups."""
+        for inner in self._inners:
+            inner.load(state, extras, is_loaded=is_loaded)
+
+    def extras(self) -> dict[str, Any]:
+        """What the optimizers inside put into their state_dict beside state and groups."""
+        found: dict[str, Any] = {}
+        for inner in self._inners:
+            found = {**inner.extras(), **found}
+        return found
+
+    def in_place(self) -> list[Optimizer]:
+        """See `WholeParameterOptimizer.in_place`."""
+        return [inner.optimizer for inner in self._in_place]
+
+    def options_of_wholes(self) -> dict[int, dict[str, Any]]:
+        """Of groups of which this rank steps whole parameters, by number, the options."""
+        numbers = {inner.number for inners in self._by_round for inner in inners}
+        return {
+            number: {key: value for key, value in self._groups[number].items() if key not in ("params", "param_names")}
+            for number in sorted(numbers)
+        }
+
+
+def params_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
+    """The parameters of all groups, in their order."""
+    return [param for group in groups for param in group["params"]]
