@@ -31,7 +31,7 @@ from streamshard.inspect.memory import MemoryReport, report_memory
 from streamshard.inspect.summary import summarise
 from streamshard.join import UnevenHook, UnevenInputs
 from streamshard.optim.wrapper import engine_of_both
-from streamshard.plan.discovery import UnitsArgument
+from streamshard.plan.discovery import ResidentArgument, UnitsArgument
 from streamshard.plan.layout import LocalRange
 from streamshard.plan.structure import join_names, leave_inference_mode, leave_meta_device, modules_of, params_of
 
@@ -78,6 +78,9 @@ class StreamShard(Uncopyable):
             its parameters are not tied: a transformers model's input and output embeddings, and modules with half as
             many parameters as a layer. The rest forms the edge unit; warns if that is more than a quarter of the
             weights.
+        resident: modules whose weights code reads outside of their own layer's forward: names, modules or classes,
+            one or several. Each gets slots of its own, is gathered once in a step and in place from then on, as
+            embeddings and heads are. Of a module inside a layer the whole layer is resident.
         mesh: a 1-D DeviceMesh or a process group to shard over, or a 2-D DeviceMesh, replicate x shard: shards within
             the second axis, averages gradients over the first (hybrid sharding). None takes the default group, made
             from the launcher's environment if there is none.
@@ -137,6 +140,7 @@ class StreamShard(Uncopyable):
         module: nn.Module,
         units: UnitsArgument = None,
         *,
+        resident: ResidentArgument = (),
         mesh: DeviceMesh | dist.ProcessGroup | None = None,
         precision: Precision | None = None,
         weight_slots: SlotCount = 2,

@@ -35,7 +35,7 @@ from streamshard.engine.handle import handle_of, registered_names
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, warn_user
-from streamshard.plan.discovery import FoundParam, FoundUnit, UnitsArgument, find_groups
+from streamshard.plan.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
 from streamshard.plan.fp32 import InFp32, find_fp32
 from streamshard.plan.layout import ParamLayout, ParamSize
 from streamshard.plan.memory import Category, Sizing, choose_slots, holds_main_grads, largest_of, read_budget
@@ -93,19 +93,20 @@ def shard_model(
     module: nn.Module,
     units: UnitsArgument = None,
     *,
+    resident: ResidentArgument = (),
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     **given: Any,
 ) -> nn.Module:
     """Shard `module` in place and let its class derive from `base`. Arguments and errors: see `StreamShard`.
 
     Args:
-        base, module, units, mesh: see there.
+        base, module, units, resident, mesh: see there.
         **given: what the user has said of `Settings`.
     """
     refuse_transforms()  # not together with other ranks: a transform wraps the tensors of collectives too
     who = None if mesh is None else groups_of(mesh)
     try:
-        checked = _check(module, units, who, given)
+        checked = _check(module, units, resident, who, given)
     except Exception as error:  # a predicate of the user's may raise anything
         if who is not None or dist.is_initialized():
             refuse_together(who.all_ranks if who is not None else None, error)
@@ -155,7 +156,9 @@ def _make_engine(module: nn.Module, checked: _Checked, ranks: Ranks, replicas: R
 # -- validate -----------------------------------------------------------------------------------------------------
 
 
-def _check(module: nn.Module, units: UnitsArgument, who: Groups | None, given: Mapping[str, Any]) -> _Checked:
+def _check(
+    module: nn.Module, units: UnitsArgument, resident: ResidentArgument, who: Groups | None, given: Mapping[str, Any]
+) -> _Checked:
     """Everything that one rank can see by itself."""
     _check_module(module)
     if all(is_meta(param) for param in params_of(module).values()):
@@ -174,9 +177,8 @@ def _check(module: nn.Module, units: UnitsArgument, who: Groups | None, given: M
         budget = read_budget(settings.memory_budget, device, replaced)
     named = (*params_of(module).items(), *buffers_of(module).items())
     on_meta = [name for name, tensor in named if is_meta(tensor)]
-    found, groups = find_groups(
-        module, units, param_bytes=settings.precision.param_dtype.itemsize, min_unit_bytes=settings.min_unit_bytes
-    )
+    param_bytes, min_unit_bytes = settings.precision.param_dtype.itemsize, settings.min_unit_bytes
+    found, groups = find_groups(module, units, resident, param_bytes=param_bytes, min_unit_bytes=min_unit_bytes)
     in_fp32 = find_fp32(module, settings.precision, huggingface.kept_in_fp32(module, settings.precision.param_dtype))
     parts = [_split(params, settings.precision, in_fp32.params) for params in groups]
     return _Checked(settings, here, device, budget, found, parts, in_fp32, on_meta)
@@ -262,6 +264,7 @@ def _check_ranks_agree(ranks: Ranks, module: nn.Module, checked: _Checked) -> No
         for _, params in parts
         for p in params
     ]
+    rows += [f"resident {unit.name}" for unit in checked.found if unit.is_lone]
     rows += describe_state(module)
     if ranks.are_equal("\n".join(rows)):
         return

@@ -190,6 +190,7 @@ def _is_int(value: object) -> bool:
 
 _PREFIX = "STREAMSHARD_"
 _NO_SETTINGS = ("SHARED_MEMORY", "TEST_", "BENCHMARK", "COMMIT")  # what else goes by that prefix
+_LISTS = ("units", "resident")  # of names
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -197,8 +198,8 @@ def read_environment(environment: Mapping[str, str], switches: Iterable[str] = (
     """What the environment says of `Settings`, of `Precision` and of units, by name.
 
     ``STREAMSHARD_WEIGHT_SLOTS=4`` is ``weight_slots=4``, ``STREAMSHARD_GRAD_DTYPE=bfloat16`` is
-    ``grad_dtype=torch.bfloat16``, ``STREAMSHARD_UNITS=Block,Head`` is ``units=["Block", "Head"]``. `Settings` checks
-    the values.
+    ``grad_dtype=torch.bfloat16``, ``STREAMSHARD_UNITS=Block,Head`` is ``units=["Block", "Head"]``, and so is
+    ``STREAMSHARD_RESIDENT``. `Settings` checks the values.
 
     Args:
         environment: such as ``os.environ``.
@@ -215,10 +216,10 @@ def read_environment(environment: Mapping[str, str], switches: Iterable[str] = (
         name = variable.removeprefix(_PREFIX).lower()
         if not variable.startswith(_PREFIX) or variable.startswith(tuple(_PREFIX + other for other in _NO_SETTINGS)):
             continue
-        if name == "units":
+        if name in _LISTS:
             found[name] = [part.strip() for part in text.split(",") if part.strip()]
         elif name not in is_switch:
-            known = ", ".join(sorted(_PREFIX + each.upper() for each in ("units", *is_switch)))
+            known = ", ".join(sorted(_PREFIX + each.upper() for each in (*_LISTS, *is_switch)))
             raise ConfigError(f"the environment has {variable}={text!r}, which is no setting: wanted one of {known}")
         elif is_switch[name]:
             if text.lower() not in (*_TRUE, *_FALSE):

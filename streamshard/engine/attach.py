@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -11,15 +12,14 @@ import torch
 from torch import nn
 
 from streamshard.config import Precision
-from streamshard.engine.away import Home, ShardedParameters, UnitParam, let_keep
 from streamshard.engine.engine import EDGE, Engine
 from streamshard.engine.handle import Handle
 from streamshard.engine.hooks import compute_in_fp32, watch
-from streamshard.engine.outside import BeforeSaving, LoadWhole, before_saving_all
-from streamshard.errors import StateError
+from streamshard.engine.outside import BeforeSaving, LoadWhole, OutsideParameters, Place, ask, before_saving_all
 from streamshard.plan.discovery import FoundUnit, owners_of
 from streamshard.plan.fp32 import InFp32
 from streamshard.plan.structure import Structure, modules_inside, params_of
+from streamshard.unit.absent_weight import let_be_absent
 from streamshard.unit.unit import Member
 
 __all__ = ["attach"]
@@ -40,26 +40,25 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         view.__dict__ = param.__dict__  # what people set on a parameter (a multiplier, a tag) is on either
     owner = owners_of(found)
     members: dict[nn.Module, Member] = {}
-    homes = {unit: Home(unit, engine) for unit in engine.units}
-    unit_params = {
-        shard.param: UnitParam(homes[unit], param_index)
-        for unit in engine.units
-        for param_index, shard in enumerate(unit.params)
-    }
-    for streamed, home in homes.items():
-        streamed.away = _away_of(home)
+    places: dict[nn.Parameter, Place] = {}
+    for streamed in engine.units:
+        for param_index, shard in enumerate(streamed.params):
+            place = places[shard.param] = Place(streamed.index, param_index)
+            if streamed is not engine.edge:
+                be_asked = functools.partial(ask, weakref.ref(engine), place, shard.name)
+                let_be_absent(views[shard.param], shard.param, shard.name, be_asked)
     for module in modules_inside(root):
-        if any(param is not None for param in module._parameters.values()):  # look-ups are answered: [Note: away]
-            module.__dict__["_parameters"] = ShardedParameters(module._parameters, unit_params, engine)
+        if any(param is not None for param in module._parameters.values()):
+            module.__dict__["_parameters"] = OutsideParameters(module._parameters, places, engine)
     for index, unit in enumerate(found, 1):
         for layer in unit.modules:
             members[layer] = engine.units[index].add_member()
             own = [module for module in modules_inside(layer) if owner[module] == index]
             for module in own:
                 _bind_views(members[layer], module, views, engine)
-            if members[layer].unit.weight_slot.is_shared:
-                held = (param for module in own for param in module._parameters.values())
-                let_keep(members[layer], (unit_params[param] for param in held if param is not None))
+            if members[layer].unit.takes_turns:
+                held = {param for module in own for param in module._parameters.values() if param is not None}
+                members[layer].add_absent(views[param] for param in held if places[param].unit == index)
     edge = engine.edge.add_member()
     for module in modules_inside(root):
         if owner.get(module, EDGE) == EDGE:
@@ -103,18 +102,6 @@ def _input_dtypes(root: nn.Module, precision: Precision, in_fp32: InFp32) -> Cal
         return None if alone and own and alone.issuperset(own) else precision.param_dtype
 
     return dtype
-
-
-def _away_of(home: Home) -> Callable[[int], torch.Tensor]:
-    """What units ask for what stands for their weights. Modules hold the home, and the engine, whose the units are."""
-    home_of = weakref.ref(home)
-
-    def away(param_index: int) -> torch.Tensor:
-        if (alive := home_of()) is None:
-            raise StateError("a unit", "without its modules", "a model that is alive")
-        return alive.away(param_index)
-
-    return away
 
 
 def _weakly(structure: Structure) -> Callable[[], None]:

@@ -48,7 +48,8 @@ from streamshard.plan.program import (
 )
 from streamshard.plan.slots import SlotPlan
 from streamshard.plan.structure import refuse_transforms
-from streamshard.unit.buffers import Ledger, TurnSlots
+from streamshard.unit.absent_weight import be_absent, be_present
+from streamshard.unit.buffers import Ledger
 from streamshard.unit.shard import ParamShard, SegmentShard
 from streamshard.unit.unit import Member, StreamedUnit
 
@@ -78,7 +79,8 @@ class Engine:
         inputs: whether ranks may run out of them; another object while they may.
         is_whole: parameters hold whole tensors, for a while (``summon_full_params``).
         empty: what has no values yet; None: everything has.
-        turn_slots: those that units take turns in.
+        turn_spans: the addresses of slots that units take turns in, first and last (exclusive) of each.
+        turn_bytes: those between which all of them lie.
         delivers: False while gradients of a backward go to whom asked for them: parameters' own hooks are not called.
         step_lock: held by the thread that is in an optimizer's step, see `streamshard.DistributedOptimizer`.
     """
@@ -123,7 +125,10 @@ class Engine:
         self._looks_for_autocast = self.precision.param_dtype is torch.float32 and not self.is_alone
         self._entering: frozenset[int] | None = None  # the units of a pass that begins when weights are first read
         self._is_delivering = False  # gradients are final: hooks of the sharded parameters run
-        self.turn_slots = TurnSlots(unit.weight_slot for unit in units)
+        slots = {unit.weight_slot for unit in units if unit.weight_slot.is_shared}
+        self.turn_spans = [(slot.first_byte, slot.last_byte) for slot in slots]
+        self.turn_bytes = min(self.turn_spans, default=(0, 0))[0], max(self.turn_spans, default=(0, 0))[1]
+        self._resident = [unit for unit in self.units[1:] if not unit.takes_turns]
 
     @property
     def edge(self) -> StreamedUnit:
@@ -199,12 +204,6 @@ class Engine:
             trains = torch.is_grad_enabled() and self.casts.is_synced
             self.buffers.before_pass(trains=trains, source=self.inputs.buffer_source)
 
-    def begin_if_asked(self) -> None:
-        """Weights are asked for: the pass that waits for that begins, or a backward that nobody has announced."""
-        self._begin_if_entering()
-        if self._forward is None and self._backward is None:
-            self.begin_backward(None)
-
     def _begin_if_entering(self) -> None:
         units, self._entering = self._entering, None
         if units is not None:
@@ -229,6 +228,8 @@ class Engine:
                 "Precision(param_dtype=torch.bfloat16) keeps none, and gathers half as many bytes"
             )
         self.casts.begin_pass()
+        for unit in self._resident:
+            be_absent(unit.views)
         visits = [index for index in self.order if index in units or index == EDGE]
         pass_ = Pass({EDGE: self.edge.versions()} if torch.is_grad_enabled() else {})
         learns = torch.is_grad_enabled() and not self._has_learnt and not self.is_alone
@@ -260,7 +261,7 @@ class Engine:
         self._bind(member)
         forward.running.append(member)
         versions = unit.versions() if torch.is_grad_enabled() else []
-        return Use(unit, forward.pass_, versions, is_borrowed=is_inside)
+        return Use(unit, forward.pass_, versions, is_inside=is_inside)
 
     def post_forward(self, member: Member) -> None:
         """`member` has computed. Its slot goes to another unit once one is asked for."""
@@ -298,6 +299,8 @@ class Engine:
             if unit.index in forward.in_place:
                 return
             forward.in_place.add(unit.index)
+            if unit is not self.edge:
+                be_present(unit.views)
         unit.take_trainability()
         unit.writes.forget()
 
@@ -310,14 +313,6 @@ class Engine:
     def _recomputing(self) -> Backward | None:
         """The backward that what runs forward now does so for; None in a pass."""
         return self._backward if self._backward is not None and in_backward() else None
-
-    @property
-    def pass_(self) -> Pass:
-        """The pass under way, or the one that is recomputed."""
-        if self._forward is not None:
-            return self._forward.pass_
-        assert self._backward is not None
-        return self._recomputed_pass(self._backward)
 
     def _recomputed_pass(self, backward: Backward) -> Pass:
         """The pass that backward goes through; of a graph of edge parameters alone, one without visits."""
@@ -361,10 +356,9 @@ class Engine:
         return self._forward is not None
 
     @property
-    def is_in_layer(self) -> bool:
-        """Whether a layer's forward is under way."""
-        phase = self._recomputing or self._forward
-        return phase is not None and bool(phase.running)
+    def running(self) -> StreamedUnit | None:
+        """The unit whose layer's forward is under way in a pass, the innermost if there are several."""
+        return self._forward.running[-1].unit if self._forward is not None and self._forward.running else None
 
     @property
     def is_in_pass(self) -> bool:
@@ -373,9 +367,20 @@ class Engine:
             return True
         return not self._is_delivering and in_backward()
 
-    def is_in_place(self, unit: StreamedUnit) -> bool:
-        """Whether `unit` stays, and the pass under way has used it."""
-        return self._forward is not None and unit.index in self._forward.in_place
+    def read(self, unit: StreamedUnit) -> None:
+        """Weights of `unit`, which is resident, are read: they are in place from here on.
+
+        Its compute views may go into the graph: backward finds them as they are. Nobody says when they are read last: a
+        slot of a unit's own is gathered into only behind a cast, before which all computing was (rule 5).
+        """
+        self._begin_if_entering()
+        if self._forward is None:
+            if self._backward is None:
+                self.begin_backward(None)  # that nobody has announced
+            self.acquire(unit)
+            be_present(unit.views)
+        elif unit is not self.edge:
+            self.use_in_place(unit)
 
     def use_in_place(self, unit: StreamedUnit) -> None:
         """Weights of `unit`, which stays, are computed with beside the program: nobody's turn ends. Inside a pass."""
@@ -386,22 +391,6 @@ class Engine:
         forward.read.add(unit.index)
         forward.schedule.read(unit.index, is_inside=bool(forward.running))
         forward.pass_.versions.setdefault(unit.index, unit.versions())
-
-    def depart(self, unit: StreamedUnit) -> None:
-        """Weights of `unit` are read beside the program: its backward has to come by there. Inside a pass."""
-        forward = self._forward
-        assert forward is not None
-        if unit.takes_turns:
-            forward.schedule.depart(unit.index)
-            forward.pass_.borrowed.add(unit.index)
-
-    def bring_back(self, member: Member) -> None:
-        """`member` goes on computing: it finds its weights again, which had to leave their slot."""
-        self.acquire(member.unit)
-        if self._recomputing is not None:
-            member.bind()
-        else:
-            self._bind(member)
 
     def _end_pass(self, error: BaseException | None) -> Pass | None:
         forward, self._forward = self._forward, None
@@ -534,7 +523,7 @@ class Engine:
         """Backward is about to read the weights of `use`'s unit (rule 1). Called any number of times."""
         unit = use.unit
         backward, forward = self._backward, self._forward
-        if backward is not None and backward.computing is unit and unit.is_bound and not use.is_borrowed:
+        if backward is not None and backward.computing is unit and unit.is_bound and not use.is_inside:
             return
         is_inside_forward = forward is not None and use.pass_ is forward.pass_
         if torch.is_grad_enabled() and unit.weight_slot.is_shared and not (is_inside_forward and self._runs(unit)):
@@ -544,15 +533,16 @@ class Engine:
             )
         if is_inside_forward and forward is not None:  # torch.autograd.grad() in the model's own forward
             self._check_versions(unit, use.versions)
-            self.depart(unit)
+            if unit.takes_turns:  # beside the program: backward has to come by there
+                forward.schedule.depart(unit.index)
         else:
             self.begin_backward(use.pass_)
             self._check_versions(unit, use.versions)
             backward = self._backward
-            if backward is not None and use.pass_ is backward.pass_ and not use.is_borrowed:
+            if backward is not None and use.pass_ is backward.pass_ and not use.is_inside:
                 self._advance(backward, unit)
         self.acquire(unit)
-        if not use.is_borrowed:
+        if not use.is_inside:
             unit.bind()
 
     def _runs(self, unit: StreamedUnit) -> bool:
@@ -608,9 +598,7 @@ class Engine:
                     "what the forward needs"
                 )
             backward = backward or self._open_backward()
-            # Of a unit that was borrowed a part comes while others compute, whose turn is not over.
-            is_borrowed = backward.pass_ is not None and unit.index in backward.pass_.borrowed
-            if unit.takes_turns and not is_borrowed:
+            if unit.takes_turns:
                 self._advance(backward, unit)
         scale = self.inputs.grad_scale
         self.reductions.take(unit, param_index, grad if scale == 1.0 else grad * scale)

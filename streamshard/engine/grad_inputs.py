@@ -208,7 +208,7 @@ def _take_of(asked: _Asked) -> Any:
         take_grad(asked.unit, asked.param_index, grad)
         return grad.new_zeros(()).expand(grad.shape)
 
-    with torch._C.DisableTorchFunctionSubclass():  # it may be away
+    with torch._C.DisableTorchFunctionSubclass():  # it may be absent
         return asked.view.register_hook(take)
 
 

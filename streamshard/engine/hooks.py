@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from streamshard.compiling import is_compiling, skip, untraced
-from streamshard.engine.borrow import owner_of, unit_at, use_of
 from streamshard.engine.containers import map_tensors, tensors_in
 from streamshard.engine.engine import Engine
 from streamshard.engine.handle import HANDLE, Handle, Uncopyable, handle_of, registered_names, watched_class
-from streamshard.engine.kept_views import count_references, refuse_kept_views
 from streamshard.engine.passes import Use
 from streamshard.engine.reach import BeginBackward
 from streamshard.errors import ConfigError, ShardingError
+from streamshard.unit.absent_weight import advice, name_of
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = [
@@ -107,21 +107,21 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
         )
     if handle.cast_dtype is not None:
         args, kwargs = untraced(_cast, (args, kwargs), handle.cast_dtype)
-    if engine.is_in_layer:
-        args, kwargs = untraced(_leave_weights, (args, kwargs), engine, "gives another layer")
+    slot, caller = member.unit.weight_slot, engine.running
+    if caller is not None and caller is not member.unit and slot.is_shared and untraced(_has_kept_views, caller):
+        raise _kept_view_error(caller)  # its slot may go to another unit
     use = untraced(engine.pre_forward, member)
     has_graph = torch.is_grad_enabled()
     try:
-        if member.unit.weight_slot.is_shared:
-            # What is recomputed checkpoints may keep; a slot that only this unit uses is nobody else's.
-            may_keep_none = engine.is_in_forward and not engine.plan.keeps_weights
+        if slot.is_shared:
+            may_keep_none = engine.is_in_forward  # what is recomputed checkpoints may keep
             if may_keep_none:
-                count_references(member.unit)
+                slot.usual_references = min(slot.usual_references, slot.references)
             with holding_back_weights(engine, use) if has_graph else contextlib.nullcontext():
                 output = call(*args, **kwargs)
-            output = untraced(_leave_weights, output, engine, "returns")
-            if may_keep_none:
-                untraced(refuse_kept_views, member.unit, engine.units)
+            if may_keep_none and untraced(_has_kept_views, member.unit):
+                output = None  # which the error's traceback would keep
+                raise _kept_view_error(member.unit)
         else:
             output = call(*args, **kwargs)
     finally:
@@ -215,7 +215,7 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
     the graph back when it unpacks. Closures: they are called for every saved tensor, and find local names faster than
     attributes.
     """
-    lowest, highest = engine.turn_slots.span
+    (lowest, highest), spans = engine.turn_bytes, engine.turn_spans
     slot = use.unit.weight_slot
     first_byte, last_byte = slot.first_byte, slot.last_byte
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -227,18 +227,14 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
             address = tensor.data_ptr()
         except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
             address = 0
-            if (owner := owner_of(engine, tensor)) is not None:  # a Function keeps a weight that is away
-                return tensor, use_of(engine, owner[0])
         if first_byte <= address < last_byte:
             if id(tensor) in own:
                 return tensor, use
-            if (base := tensor._base) is not None and id(base) not in own:
-                _refuse_stale(engine, use.unit, base)
+            if (base := tensor._base) is not None and id(base) not in own and name_of(base) is not None:
+                _refuse_stale(tensor, use.unit)
             return _without_memory(tensor, use.unit, address), use
-        # Another layer's weight, that this one has read.
-        if lowest <= address < highest and (other := unit_at(engine, address)) is not None:
-            _refuse_stale(engine, other, tensor._base)
-            return _without_memory(tensor, other, address), use_of(engine, other)
+        if lowest <= address < highest and any(first <= address < last for first, last in spans):  # its caller's, say
+            _refuse_stale(tensor, use.unit)
         if outer is not None:
             return outer[0](tensor), None
         return tensor if tensor.is_leaf else tensor.detach(), tensor._version
@@ -251,8 +247,7 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
             if type(saved) is tuple:
                 weights, size, stride, offset = saved
                 saved = weights.as_strided(size, stride, offset)
-            # A copy of what was borrowed: other weights that the same node reads may take the slot.
-            return mark.unit.copy_out(saved) if mark.is_borrowed else saved
+            return saved
         if mark is None and outer is not None:
             return outer[1](saved)
         if saved._version != mark:
@@ -269,22 +264,42 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
 def _without_memory(tensor: torch.Tensor, unit: StreamedUnit, address: int) -> Any:
     """What `tensor`, at `address` in the slot of `unit`, is made of again: who has a slot's memory is counted."""
     weights = unit.weights_of.get(tensor.dtype)
-    if weights is None:  # bytes of a weight, say: its memory is kept, which is looked into and found harmless
+    if weights is None:  # bytes of a weight, say
         return tensor.detach()
     offset = (address - unit.weight_slot.first_byte) // weights.itemsize
     return weights, tensor.size(), tensor.stride(), offset
 
 
-def _refuse_stale(engine: Engine, content: StreamedUnit, base: torch.Tensor | None) -> None:
-    """Raise if `base`, of which a tensor in the slot of `content` is a view, is another unit's compute view."""
-    owner = owner_of(engine, base)
-    if owner is not None and owner[0] is not content:
-        unit, param_index = owner
-        raise ShardingError(
-            f"a view of parameter {unit.params[param_index].name!r} was kept while its layer ran and is used "
-            f"after it, when {content.name!r} is in the buffer that it lies in: keep the parameter itself and take the "
-            "view where it is used, or keep a clone()"
-        )
+def _refuse_stale(tensor: torch.Tensor, unit: StreamedUnit) -> NoReturn:
+    """A layer of `unit` computes with `tensor`, which is, or was, a weight of another unit."""
+    name = name_of(tensor if tensor._base is None else tensor._base)
+    what, where = ("a weight", "") if name is None else (repr(name), f", {advice(name)}")
+    raise ShardingError(
+        f"a layer of {unit.name!r} computes with {what} of another layer, in a buffer that layers take turns in: give "
+        f"it a clone(), or keep that weight in place{where}"
+    )
+
+
+def _has_kept_views(unit: StreamedUnit) -> bool:
+    """Whether somebody has more views of the slot of `unit` than when its layer began: torch counts them, in 0.1 us.
+
+    The compute views themselves may be kept: see [Note: absent weights]. What autograd saves is held back without
+    memory (`holding_back_weights`).
+    """
+    slot = unit.weight_slot
+    if not slot.is_shared or slot.references <= slot.usual_references:
+        return False
+    gc.collect()  # cycles that nobody has any more
+    return slot.references > slot.usual_references
+
+
+def _kept_view_error(unit: StreamedUnit) -> ShardingError:
+    return ShardingError(
+        f"a layer of {unit.name!r} returns a view of one of its weights (weight.t(), weight[:3], weight.detach()), "
+        "keeps one, or gives one to a layer that it calls. It lies in a buffer that layers take turns in: make it a "
+        "clone(), save it with ctx.save_for_backward() in an autograd.Function, or keep the layer in place, "
+        f"{advice(unit.params[0].name)}"
+    )
 
 
 def _watch_outputs(output: Any, inputs: tuple[Any, ...], watch: Callable[[Any], None]) -> None:
@@ -296,38 +311,6 @@ def _watch_outputs(output: Any, inputs: tuple[Any, ...], watch: Callable[[Any], 
         # An in-place edit of a view replaces the view's node; the node of what it is a view of stays.
         if tensor._base is not None and tensor._base.grad_fn is not None:
             watch(tensor._base.grad_fn)
-
-
-def _leave_weights(value: Any, engine: Engine, verb: str) -> Any:
-    """What a layer passes on, without views of slots that hold another layer's weights soon.
-
-    A weight itself is replaced by what stands for it while its unit is elsewhere.
-
-    Args:
-        value: what it returns, or the arguments that it gives to another layer.
-        engine: whose slots.
-        verb: which of the two, for messages.
-
-    Raises:
-        ShardingError: it is a part of a weight, or otherwise made of its memory.
-    """
-
-    def leave(tensor: torch.Tensor) -> torch.Tensor:
-        try:
-            unit = unit_at(engine, tensor.data_ptr())
-        except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
-            return tensor
-        if unit is None:
-            return tensor
-        for param_index, view in enumerate(unit.views):
-            if tensor is view:
-                return unit.away(param_index)
-        raise ShardingError(
-            f"a layer of {unit.name!r} {verb} a view of one of its weights, {tuple(tensor.shape)} {tensor.dtype}, "
-            "which lies in a buffer that other layers use next: make it a clone() of it, or the parameter itself"
-        )
-
-    return map_tensors(value, leave)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

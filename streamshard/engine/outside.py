@@ -1,50 +1,115 @@
-"""What a sharded model's modules do while nothing computes: their parameters are pieces, their state dicts parts."""
+"""What a sharded model's modules do while they do not compute: their parameters are pieces, their state dicts parts."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
+from streamshard.compiling import skip, untraced
 from streamshard.engine.engine import Engine
 from streamshard.engine.handle import engine_of
 from streamshard.errors import ShardingError
 from streamshard.plan.structure import join_names, modules_of
+from streamshard.unit.absent_weight import advice
 from streamshard.unit.pieces import piece_of, refuse_accelerate
 from streamshard.unit.sharded_parameter import be_sharded
 from streamshard.unit.sharded_tensor import ShardedTensor
 from streamshard.unit.sharding import Sharding
 
-__all__ = ["BeforeSaving", "LoadWhole", "OutsideParameters", "before_saving_all"]
+__all__ = ["BeforeSaving", "LoadWhole", "OutsideParameters", "Place", "ask", "before_saving_all"]
+
+
+class Place(NamedTuple):
+    """Where a weight is: the number of its unit, and of the parameter in it."""
+
+    unit: int
+    param: int
+
+
+def ask(engine_of: Callable[[], Engine | None], place: Place, name: str) -> None:
+    """Somebody computes with a weight that is absent: it is in place afterwards. See [Note: absent weights].
+
+    Raises:
+        ShardingError: its unit takes turns; or no pass is under way.
+    """
+    engine = engine_of()
+    if engine is None or not engine.is_in_pass:
+        raise ShardingError(
+            f"{name!r} was read inside a forward and is used after it, where every rank has its piece only: compute "
+            "with it inside, keep a clone(), or read it inside summon_full_params()"
+        )
+    unit = engine.units[place.unit]
+    if unit.takes_turns:
+        raise ShardingError(
+            f"the weight {name!r} is computed with while its layer does not run, when other layers have its buffer: "
+            f"keep its layer in place, {advice(name)}, or call the layer itself (not its forward, nor a module in it)"
+        )
+    engine.read(unit)
 
 
 class OutsideParameters(dict[str, Any]):
     """A module's sharded parameters: what stands in it while it is not bound, where a plain dict of views would.
 
-    Reading a piece is what optimizers, initialisations and logs do; a forward that reads one outside of a pass is about
-    to compute with it, and torch would speak of shapes that nobody has written. What other code does with what it has
+    Inside a pass look-ups answer with compute views: resident units arrive, others are absent ([Note: absent weights]).
+    Lists of parameters wait for nobody: who asks for the dtype of the first needs no weights.
+
+    Outside, reading a piece is what optimizers, initialisations and logs do; a forward that reads one is about to
+    compute with it, and torch would speak of shapes that nobody has written. What other code does with what it has
     read is seen when it does it (see `streamshard.unit.sharded_parameter`).
+
+    Args:
+        params: name to sharded parameter.
+        places: of all parameters.
+        engine: the model's.
     """
 
-    __slots__ = ("_engine_of",)
+    __slots__ = ("_engine_of", "_places")
     _FRAMES = 8  # between a forward and nn.Module's lookup there are those of a ParameterList, say
 
-    def __init__(self, params: Mapping[str, nn.Parameter | None], engine: Engine) -> None:
+    def __init__(
+        self, params: Mapping[str, nn.Parameter | None], places: Mapping[nn.Parameter, Place], engine: Engine
+    ) -> None:
         super().__init__(params)
         self._engine_of = weakref.ref(engine)
+        self._places: dict[Any, Place] = {param: places[param] for param in params.values() if param is not None}
 
     def __getitem__(self, key: str) -> Any:
+        """The parameter `key`, as it is for the time being."""
         engine = self._engine_of()
+        place = self._places.get(self.get(key))
+        if place is not None and engine is not None and engine.is_in_pass:
+            return _read(engine, place)
         if engine is not None and not (engine.is_computing or engine.is_alone or engine.is_whole):
             self._check_reader(key, sys._getframe(1))
             if (param := self.get(key)) is not None:
                 be_sharded(param)  # if a step has failed
         return super().__getitem__(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """What was looked up may be put back (``torch.func.functional_call`` does): as the sharded parameter again."""
+        engine = self._engine_of()
+        for param, place in self._places.items():
+            if engine is not None and value is _view(engine, place):
+                value = param
+        super().__setitem__(key, value)
+
+    def items(self) -> Any:
+        """As `__getitem__`, for ``module.parameters()`` inside a forward; a backward's hooks see what is sharded."""
+        engine, items = self._engine_of(), super().items()
+        if engine is None or not engine.is_in_forward:
+            return items
+        views = {param: _view(engine, place) for param, place in self._places.items()}
+        return [(key, views.get(value, value)) for key, value in items]
+
+    def values(self) -> Any:
+        """As `items`."""
+        return [value for _, value in self.items()]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ShardingError(
@@ -67,6 +132,18 @@ class OutsideParameters(dict[str, Any]):
                         )
                 return
             frame = frame.f_back
+
+
+def _view(engine: Engine, place: Place) -> nn.Parameter:
+    return engine.units[place.unit].views[place.param]
+
+
+@skip  # torch.compile breaks its graph where weights are read
+def _read(engine: Engine, place: Place) -> nn.Parameter:
+    """What code that looks a weight up inside a pass gets."""
+    if not engine.units[place.unit].takes_turns:
+        untraced(engine.read, engine.units[place.unit])
+    return _view(engine, place)
 
 
 class BeforeSaving:

@@ -17,16 +17,14 @@ class Pass:
 
     Attributes:
         visits: what the program issued, units outside the program included, in order; filled at the end.
-        borrowed: indices of units that take turns whose weights were read while none of their layers ran.
         versions: of the sharded parameters, by index, see `StreamedUnit.versions`: of the edge unit and of units with
             slots of their own whose weights were read. Their compute views are in the graph as they are.
     """
 
-    __slots__ = ("borrowed", "versions", "visits")
+    __slots__ = ("versions", "visits")
 
     def __init__(self, versions: dict[int, list[int]]) -> None:
         self.visits: tuple[int, ...] = ()
-        self.borrowed: set[int] = set()
         self.versions = versions
 
 
@@ -35,13 +33,13 @@ class Use:
 
     Attributes:
         versions: of the unit's sharded parameters when it ran, see `StreamedUnit.versions`.
-        is_borrowed: no forward of the unit, but an operation elsewhere that read its weights.
+        is_inside: the unit, which is resident, ran inside another one's layer, whose turn goes on.
     """
 
-    __slots__ = ("is_borrowed", "pass_", "unit", "versions")
+    __slots__ = ("is_inside", "pass_", "unit", "versions")
 
-    def __init__(self, unit: StreamedUnit, pass_: Pass, versions: list[int], *, is_borrowed: bool = False) -> None:
-        self.is_borrowed = is_borrowed
+    def __init__(self, unit: StreamedUnit, pass_: Pass, versions: list[int], *, is_inside: bool = False) -> None:
+        self.is_inside = is_inside
         self.unit = unit
         self.pass_ = pass_
         self.versions = versions

@@ -20,12 +20,14 @@ def summarise(engine: Engine, root: nn.Module) -> list[str]:
     layers = Counter(type(module).__name__ for module, handle in handles.items() if handle and handle.member)
     units = [f"{count} x {kind}" if count > 1 else kind for kind, count in layers.items()]
     named = [", ".join(units), "the edge unit"]
+    resident = ", ".join(unit.name for unit in engine.units[1:] if not unit.takes_turns)
     size, copies = engine.ranks.world_size, engine.ranks.total_size // engine.ranks.world_size
     precision = engine.precision
     ranks = f"{size} rank{'s' * (size > 1)}" + (f" in each of {copies} replicas" if copies > 1 else "")
     numel = sum(layout.numel for layout in engine.sizing.layouts)
     return [
-        f"StreamShard: {numel:,} parameters over {ranks}; units: {' and '.join(filter(None, named))}",
+        f"StreamShard: {numel:,} parameters over {ranks}; units: {' and '.join(filter(None, named))}"
+        + f"; resident: {resident}" * bool(resident),
         f"{engine.why_slots.partition(':')[0]}; computes in {_name(precision.param_dtype)}, gradients in "
         f"{_name(precision.slot_grad_dtype)}, summed in {_name(precision.reduce_dtype)}",
     ]

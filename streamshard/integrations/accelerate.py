@@ -36,7 +36,7 @@ __all__ = ["StreamShardAccelerator"]
 
 _SETTINGS = tuple(field.name for field in fields(Settings))
 _OWN = ("shard_references",)  # what StreamShard is not told
-_OPTIONS = ("units", "mesh", *_SETTINGS, *_OWN)
+_OPTIONS = ("units", "resident", "mesh", *_SETTINGS, *_OWN)
 _PRECISION = tuple(field.name for field in fields(Precision))
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,11 +48,11 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     own class.
 
     Args:
-        *args, **kwargs: accelerate's own, and by keyword those of `StreamShard`: ``units``, ``mesh``, ``precision``,
-            ``weight_slots``, ``memory_budget``, and so on, for all models that are prepared. Those that are not given
-            are read from the environment: ``STREAMSHARD_WEIGHT_SLOTS=4``, and fields of `Precision` as in
-            ``STREAMSHARD_GRAD_DTYPE=bfloat16``. `units` in the environment are names of classes or modules, with
-            commas between them.
+        *args, **kwargs: accelerate's own, and by keyword those of `StreamShard`: ``units``, ``resident``, ``mesh``,
+            ``precision``, ``weight_slots``, ``memory_budget``, and so on, for all models that are prepared. Those
+            that are not given are read from the environment: ``STREAMSHARD_WEIGHT_SLOTS=4``, and fields of `Precision`
+            as in ``STREAMSHARD_GRAD_DTYPE=bfloat16``. `units` and `resident` in the environment are names of classes or
+            modules, with commas between them.
         shard_references: (by keyword, True by default, or ``STREAMSHARD_SHARD_REFERENCES``) False leaves models that
             are prepared with ``evaluation_mode=True`` whole on each process, as accelerate does: for small ones.
 

@@ -17,6 +17,7 @@ from streamshard.plan.structure import join_names, modules_inside, modules_of
 __all__ = [
     "FoundParam",
     "FoundUnit",
+    "ResidentArgument",
     "UnitsArgument",
     "coalesce",
     "find_groups",
@@ -26,6 +27,7 @@ __all__ = [
 UnitsArgument = (
     type[nn.Module] | str | Iterable[type[nn.Module] | str | nn.Module] | Callable[..., bool] | None
 )  # what StreamShard(units=...) accepts
+ResidentArgument = type[nn.Module] | str | nn.Module | Iterable[type[nn.Module] | str | nn.Module]  # resident=...
 
 
 class FoundUnit(NamedTuple):
@@ -34,7 +36,7 @@ class FoundUnit(NamedTuple):
     Attributes:
         name: fully qualified.
         modules: its layers.
-        is_lone: it takes no turns in the block slots, whatever else is of its class.
+        is_lone: it is resident: it takes no turns in the block slots, whatever else is of its class.
     """
 
     name: str
@@ -50,13 +52,19 @@ class FoundParam(NamedTuple):
 
 
 def find_groups(
-    root: nn.Module, units: UnitsArgument, *, param_bytes: int = 1, min_unit_bytes: int = 0
+    root: nn.Module,
+    units: UnitsArgument,
+    resident: ResidentArgument = (),
+    *,
+    param_bytes: int = 1,
+    min_unit_bytes: int = 0,
 ) -> tuple[list[FoundUnit], list[list[FoundParam]]]:
-    """The units of `root` in registration order, as `StreamShard` documents for its argument `units`.
+    """The units of `root` in registration order, as `StreamShard` documents for its arguments `units` and `resident`.
 
     Args:
         root: the model.
         units: the user's, or None for the layers and what is large beside them.
+        resident: the user's. A layer that is one of these modules, or in which one lies, is resident.
         param_bytes: of an element.
         min_unit_bytes: small units are put together until they have so many.
 
@@ -66,38 +74,87 @@ def find_groups(
     Raises:
         UnitError: a unit is not part of the model, is the root, overlaps another or has no parameters; nothing fits.
     """
-    found = _find_units(root, units)
-    groups = _group_params(root, found)
+    names = {module: name for name, module in modules_of(root)}
+    is_none = isinstance(resident, list | tuple) and not resident
+    wanted = [] if is_none else _select(root, resident, names, "resident")
+    found = [unit._replace(is_lone=_holds_one(unit, wanted)) for unit in _find_units(root, units, names)]
+    layers = [layer for unit in found for layer in unit.modules]
     if min_unit_bytes:
+        groups = _group_params(root, found)
         sizes = [param_bytes * sum(each.param.numel() for each in group) for group in groups[1:]]
-        found = coalesce(found, sizes, min_unit_bytes)
-        groups = _group_params(root, found)
+        found = _coalesce_between(found, sizes, min_unit_bytes)
     if units is None and found:
-        layers = [layer for unit in found for layer in unit.modules]
         large = find_large(root, layers, -(-min_unit_bytes // param_bytes))
-        order = {module: position for position, module in enumerate(modules_inside(root))}
-        found += [FoundUnit(name, (module,), is_lone=True) for module, name in large.items()]
-        found.sort(key=lambda unit: order[unit.modules[0]])
-        groups = _group_params(root, found)
+        inside = {inner for module in wanted for inner in modules_inside(module) if inner is not module}
+        found += [FoundUnit(name, (module,), is_lone=True) for module, name in large.items() if module not in inside]
+    beside = [module for module in dict.fromkeys(wanted) if not any(_holds_one(unit, [module]) for unit in found)]
+    _check_resident(beside, found, names)
+    found += [FoundUnit(names[module], (module,), is_lone=True) for module in beside]
+    order = {module: position for position, module in enumerate(names)}
+    found.sort(key=lambda unit: order[unit.modules[0]])
+    groups = _group_params(root, found)
+    for unit, group in zip(found, groups[1:], strict=True):
+        if not group and unit.modules[0] in beside:
+            raise UnitError(
+                f"resident names {unit.name!r}, whose parameters other modules share: they are in place throughout a "
+                "step already. Leave it out"
+            )
+    if units is None and found:
         warn_of_edge(root, layers, {each.param for each in groups[0]})
     return found, groups
 
 
-def _find_units(root: nn.Module, units: UnitsArgument) -> list[FoundUnit]:
-    names = {module: name for name, module in modules_of(root)}
-    found = detect_layers(root) if units is None else _select(root, units, names)
+def _holds_one(unit: FoundUnit, modules: Iterable[nn.Module]) -> bool:
+    """Whether one of `modules` is, or lies in, a layer of `unit`."""
+    inside = {module for layer in unit.modules for module in modules_inside(layer)}
+    return not inside.isdisjoint(modules)
+
+
+def _coalesce_between(units: Sequence[FoundUnit], sizes: Sequence[int], at_least: int) -> list[FoundUnit]:
+    """`coalesce`, of what takes turns and has no resident layer between."""
+    runs = itertools.groupby(zip(units, sizes, strict=True), key=lambda each: each[0].is_lone)
+    together: list[FoundUnit] = []
+    for is_lone, run in runs:
+        members, their_sizes = zip(*run, strict=True)
+        together += members if is_lone else coalesce(members, their_sizes, at_least)
+    return together
+
+
+def _check_resident(modules: Sequence[nn.Module], units: Sequence[FoundUnit], names: dict[nn.Module, str]) -> None:
+    """Raise if one of `modules`, which lie in no unit, cannot be a unit of its own."""
+    layers = {layer: unit.name for unit in units for layer in unit.modules}
+    for module in modules:
+        name = names[module]
+        if not name:
+            raise UnitError("resident names the whole model: name layers, or modules beside them")
+        if not has_params(module):
+            raise UnitError(f"resident names {name!r}, which has no parameters")
+        for inner in modules_inside(module):
+            if inner in layers:
+                raise UnitError(
+                    f"resident names {name!r}, in which the layer {layers[inner]!r} lies: name layers, or modules "
+                    "beside them"
+                )
+            if inner is not module and inner in modules:
+                raise UnitError(f"resident names {name!r}, and {names[inner]!r}, which lies in it: name one of them")
+
+
+def _find_units(root: nn.Module, units: UnitsArgument, names: dict[nn.Module, str]) -> list[FoundUnit]:
+    found = detect_layers(root) if units is None else _select(root, units, names, "units")
     _check_units(root, found)
     order = {module: position for position, module in enumerate(names)}
     return [FoundUnit(names[module], (module,)) for module in sorted(found, key=order.__getitem__)]
 
 
-def _select(root: nn.Module, units: UnitsArgument, names: dict[nn.Module, str]) -> list[nn.Module]:
+def _select(root: nn.Module, units: UnitsArgument, names: dict[nn.Module, str], what: str) -> list[nn.Module]:
+    """The modules that `units`, the argument `what`, names."""
     if isinstance(units, type | str | nn.Module) and not isinstance(units, nn.ModuleList):
         units = [units]
-    if callable(units) and not isinstance(units, nn.Module):
+    if callable(units) and not isinstance(units, nn.Module) and what == "units":
         return _selected_by(root, units)
     if units is not None and not isinstance(units, Iterable):
-        raise UnitError(f"units={units!r}: wanted module classes, modules, names of either, a predicate or None")
+        others = ", a predicate or None" if what == "units" else ""
+        raise UnitError(f"{what}={units!r}: wanted module classes, modules, names of either{others}")
     by_name = {name: module for module, name in names.items()}
     inside = [module for module in names if module is not root]
     found: list[nn.Module] = []
@@ -105,25 +162,25 @@ def _select(root: nn.Module, units: UnitsArgument, names: dict[nn.Module, str]) 
         if isinstance(wanted, type):
             matches = _of_class(inside, wanted)
             if not matches:
-                raise UnitError(f"units names the class {wanted.__name__}, but the model has no module of that class")
+                raise UnitError(f"{what} names the class {wanted.__name__}, but the model has no module of that class")
             found.extend(matches)
         elif isinstance(wanted, str):
             matches = [by_name[wanted]] if wanted in by_name else _of_class(inside, wanted)
             if not matches:
                 similar = _names_like(wanted, [*by_name, *dict.fromkeys(type(module).__name__ for module in inside)])
                 raise UnitError(
-                    f"units names {wanted!r}, but no module inside the model, nor the class of one, has that name"
+                    f"{what} names {wanted!r}, but no module inside the model, nor the class of one, has that name"
                     f"{similar}"
                 )
             found.extend(matches)
         elif isinstance(wanted, nn.Module):
             if wanted not in names:
-                raise UnitError(f"units holds a {type(wanted).__name__} that is not part of the model")
+                raise UnitError(f"{what} holds a {type(wanted).__name__} that is not part of the model")
             found.append(wanted)
         else:
-            raise UnitError(f"units holds {wanted!r}: wanted module classes, modules, or names of either")
+            raise UnitError(f"{what} holds {wanted!r}: wanted module classes, modules, or names of either")
     if not found:
-        raise UnitError("units selects no module")
+        raise UnitError(f"{what} selects no module")
     return found
 
 

@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-import bisect
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from streamshard.comm.streams import Fence, Rule, StreamName, Streams
 from streamshard.plan.memory import Category
 from streamshard.plan.structure import leave_inference_mode
 
-__all__ = ["GradSlot", "Ledger", "Scratch", "TurnSlots", "WeightSlot", "lies_in"]
+__all__ = ["GradSlot", "Ledger", "Scratch", "WeightSlot", "lies_in"]
 
 
 class Visible(Protocol):
@@ -89,7 +88,6 @@ class WeightSlot:
         released: rule 2, set after a unit's last use.
         is_shared: whether several units take turns in it.
         usual_references: the fewest `references` that a forward has found.
-        harmless_references: how many more there may be, as far as is known.
     """
 
     def __init__(self, buffer: torch.Tensor, streams: Streams, what: str, *, is_shared: bool) -> None:
@@ -98,7 +96,6 @@ class WeightSlot:
         self.is_shared = is_shared
         self.content: int | None = None
         self.usual_references = sys.maxsize
-        self.harmless_references = 0
         self._storage = buffer.untyped_storage()
         self.arrived = Fence(streams, Rule.WEIGHTS_ARRIVED, StreamName.COMM, what)
         self.released = Fence(streams, Rule.SLOT_RELEASED, StreamName.COMPUTE, what)
@@ -130,30 +127,6 @@ def lies_in(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
     """Whether the memory of `tensor` begins in that of `buffer`."""
     start = buffer.data_ptr()
     return start <= tensor.data_ptr() < start + buffer.nbytes
-
-
-class TurnSlots:
-    """Finds whose weights lie at an address, of the slots that units take turns in.
-
-    Args:
-        slots: all slots, of which those count.
-
-    Attributes:
-        span: first and last address (exclusive) between which all of them lie.
-    """
-
-    def __init__(self, slots: Iterable[WeightSlot]) -> None:
-        self._slots = sorted({slot for slot in slots if slot.is_shared}, key=lambda slot: slot.first_byte)
-        self._starts = [slot.first_byte for slot in self._slots]
-        self.span = (self._starts[0], self._slots[-1].last_byte) if self._slots else (0, 0)
-
-    def content_at(self, address: int) -> int | None:
-        """Index of the unit whose weights lie at `address`; None if nobody's do."""
-        lowest, highest = self.span
-        if not lowest <= address < highest:
-            return None
-        slot = self._slots[bisect.bisect(self._starts, address) - 1]
-        return slot.content if address < slot.last_byte else None
 
 
 class Scratch:

@@ -365,7 +365,7 @@ class UnitGrads:
         """Whether some rank may have a gradient of the parameter: it trains now, or did when gradients were left."""
         if not grad.has_room:
             return False
-        with torch._C.DisableTorchFunctionSubclass():  # it may be away
+        with torch._C.DisableTorchFunctionSubclass():  # it may be absent
             return grad.view.requires_grad or self.waits
 
     def give_up(self) -> None:

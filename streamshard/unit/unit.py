@@ -9,7 +9,7 @@ The unit knows how each step is done, the engine knows when. See [Note: slots] a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from streamshard.comm.streams import as_one
 from streamshard.errors import ShardingError, StateError
 from streamshard.plan.segments import UnitLayout
 from streamshard.plan.structure import refuse_marks
+from streamshard.unit.absent_weight import be_absent, be_present
 from streamshard.unit.buffers import WeightSlot
 from streamshard.unit.compute_view import ComputeView, Writes
 from streamshard.unit.grads import UnitGrads
@@ -50,14 +51,13 @@ class Member:
         unit: whose weights it computes with.
     """
 
-    __slots__ = ("_away_class", "_bindings", "_unit_of", "_views", "is_bound")
+    __slots__ = ("_bindings", "_unit_of", "_views", "is_bound")
 
     def __init__(self, unit: StreamedUnit) -> None:
         self._unit_of = weakref.ref(unit)  # which holds this
         self.is_bound = False
         self._bindings: list[_Binding] = []
-        self._views: list[ComputeView] = []
-        self._away_class: type = ComputeView
+        self._views: tuple[ComputeView, ...] = ()
 
     @property
     def unit(self) -> StreamedUnit:
@@ -71,11 +71,9 @@ class Member:
         """While it is bound, ``owner.__dict__[key]`` is `computing`, else `sharded`."""
         self._bindings.append(_Binding(owner, key, sharded, computing))
 
-    def add_view(self, view: ComputeView, away_class: type) -> None:
-        """A compute view of its own, which is of `away_class` while it is not bound: see [Note: away]."""
-        self._away_class = away_class
-        self._views.append(view)
-        view.__class__ = away_class
+    def add_absent(self, views: Iterable[ComputeView]) -> None:
+        """Compute views of its own, absent while it is not bound: see [Note: absent weights]."""
+        self._views = (*self._views, *views)
 
     def bind(self) -> None:
         """Let its modules compute with the slot: compute views take the place of the sharded parameters."""
@@ -84,8 +82,7 @@ class Member:
             unit = self.unit
             unit.bound_members += 1
             unit.is_bound = True
-            for view in self._views:
-                view.__class__ = ComputeView
+            be_present(self._views)
             for binding in self._bindings:
                 if (owner := binding.owner()) is not None:
                     owner.__dict__[binding.key] = binding.computing
@@ -97,9 +94,7 @@ class Member:
             unit = self.unit
             unit.bound_members -= 1
             unit.is_bound = unit.bound_members > 0
-            away_class = self._away_class
-            for view in self._views:
-                view.__class__ = away_class
+            be_absent(self._views)
             for binding in self._bindings:
                 if (owner := binding.owner()) is not None:
                     owner.__dict__[binding.key] = binding.sharded
@@ -123,15 +118,13 @@ class StreamedUnit:
     Attributes:
         name: fully qualified name of its module, for messages.
         params: this rank's part of its parameters, segment by segment; complete when `make_views` is called.
-        views: its compute views, one per parameter, made once; of another class while their member is not
-            bound, see `Member.add_view`.
+        views: its compute views, one per parameter, made once; see [Note: absent weights].
         view_ids: their ids.
         weights_of: some of its weights in the slot, flat, by their dtype: shared memory for views of any of that dtype.
         members: its layers; the edge unit has one for all its modules.
         bound_members: how many of them hold the compute views (else the sharded parameters).
         is_bound: whether any does; kept beside the count because it is asked at every saved weight of a backward.
         writes: notices what forwards write to `views`.
-        away: what stands for the weight of a parameter, by its index, while the unit is elsewhere; set by `attach`.
         on_grad: called with each complete gradient of a compute view; set by `make_views`.
     """
 
@@ -154,7 +147,6 @@ class StreamedUnit:
         self.params: list[ParamShard] = []
         self.weight_slot = weight_slot
         self.grads = grads
-        self.away: Callable[[int], torch.Tensor]
         self.on_grad: Callable[[StreamedUnit, int, torch.Tensor], None]
         self.writes = Writes()
         self.views: list[ComputeView] = []
@@ -212,8 +204,8 @@ class StreamedUnit:
             self._check_hooks()
             for segment in self.segments:
                 segment.cast()
-        if self.grads.slot is None and any(segment.compute is not segment.weights for segment in self.segments):
-            self._follow_moved_weights()
+            if self.grads.slot is None and any(segment.compute is not segment.weights for segment in self.segments):
+                self._follow_moved_weights()
 
     def _check_hooks(self) -> None:
         for param in self.params:
@@ -255,7 +247,7 @@ class StreamedUnit:
         """One rank, and the user put other memory under a parameter: bind to what is there now."""
         for segment, param, view in self._with_views():
             if segment.compute is not segment.weights:
-                view.move(_whole(segment.compute.data, param))
+                ComputeView.move(view, _whole(segment.compute.data, param))  # it may be absent
         for segment in self.segments:
             segment.weights = segment.compute
         self._lie_in_shards()
@@ -288,13 +280,6 @@ class StreamedUnit:
         for layer in self.members if member is None else (member,):
             layer.unbind()
         self.weight_slot.released.record()
-
-    def copy_out(self, weight: torch.Tensor) -> torch.Tensor:
-        """A copy of `weight`, which lies in the slot: that may go to another unit then."""
-        with torch.no_grad(), DisableTorchFunctionSubclass():
-            copy = weight.clone()
-        self.weight_slot.released.record()
-        return copy
 
     # -- outside of steps -----------------------------------------------------------------------------------------
 

@@ -37,13 +37,14 @@ from tests.ranks import RankContext
 def test_options_are_arguments_or_variables(context: RankContext) -> None:
     with launched(
         context, STREAMSHARD_WEIGHT_SLOTS="3", STREAMSHARD_GRAD_SLOTS="all", STREAMSHARD_GRAD_DTYPE="bfloat16",
-        STREAMSHARD_UNITS="Block, last", STREAMSHARD_CHECK_GRADS="true",
+        STREAMSHARD_UNITS="Block, last", STREAMSHARD_CHECK_GRADS="true", STREAMSHARD_RESIDENT="blocks.1",
     ):  # fmt: skip
         accelerator = StreamShardAccelerator(weight_slots="all", mixed_precision="bf16")
         engine = engine_of(accelerator.prepare(make_model()))
         assert engine.plan.keeps_weights and engine.plan.keeps_grads
         assert engine.precision == Precision(grad_dtype=torch.bfloat16)
         assert [unit.name for unit in engine.units[1:]] == ["blocks.0", "blocks.1", "blocks.2", "last"]
+        assert [unit.takes_turns for unit in engine.units[1:]] == [True, False, True, False]
         assert engine.reductions.check is not None
     with launched(context, STREAMSHARD_UNITS="Block,lost"), pytest.raises(UnitError, match=r"'lost'.*'last'"):
         StreamShardAccelerator().prepare(make_model())

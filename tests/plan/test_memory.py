@@ -130,7 +130,7 @@ def _reachable_storages(model: nn.Module) -> dict[int, int]:
     storages: dict[int, int] = {}
     buffers = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
     for tensor in _tensors_behind(engine_inside(model)):
-        with torch._C.DisableTorchFunctionSubclass():  # compute views, which answer for weights that are away
+        with torch._C.DisableTorchFunctionSubclass():  # compute views, which may be absent
             storage = tensor.untyped_storage()
         if storage.nbytes() and storage.data_ptr() not in buffers:
             storages[storage.data_ptr()] = storage.nbytes()

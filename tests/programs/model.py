@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,10 +35,7 @@ class Plan(Brief):
         left_out: by rank, a layer that this rank does not run; -1: none.
         routes: by rank, instead of `route`.
         recomputes: checkpointing, "once more" or "reentrant", of each layer, or behind "all " of all of them together.
-        reads: a layer whose weight the root reads, before the layers or after them.
-        reads_late: after them.
         calls: of two layers the first calls the second.
-        peeks: of two layers the first reads the second's weight.
         seen: a visit of whose output there is a second loss.
         hooked: a visit whose output has a hook that scales its gradient.
         breaks_at: a visit whose output raises in backward.
@@ -50,10 +45,7 @@ class Plan(Brief):
     left_out: tuple[int, ...] = ()
     routes: tuple[tuple[int, ...], ...] = ()
     recomputes: str = ""
-    reads: int | None = None
-    reads_late: bool = False
     calls: tuple[int, int] | None = None
-    peeks: tuple[int, int] | None = None
     seen: int | None = None
     hooked: int | None = None
     breaks_at: int | None = None
@@ -82,13 +74,11 @@ class Part(Layer):
         self.norm = nn.BatchNorm1d(DIM) if has_norm else None
         self.others: tuple[Part, ...] = ()
 
-    def forward(self, x: Tensor, *, calls: int | None = None, peeks: int | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, calls: int | None = None) -> Tensor:
         """[rows, DIM] -> the same"""
         x = super().forward(x)
         if calls is not None:
             x = 0.5 * (x + self.others[calls](x))
-        if peeks is not None:
-            x = x + 0.1 * F.linear(x, self.others[peeks].linear.weight)
         return x if self.norm is None else self.norm(x)  # type: ignore[no-any-return]
 
 
@@ -126,15 +116,11 @@ class Model(nn.Module):
         """[rows, DIM] -> [rows, 1], and the output of the visit that is to be seen, [rows, DIM]."""
         plan = self.plan
         x = x * self.gain
-        if plan.reads is not None and not plan.reads_late:
-            x = x + 0.1 * F.linear(x, self.layer(plan.reads).linear.weight)
         if plan.recomputes.startswith("all ") and torch.is_grad_enabled():
             both: Any = checkpoint(self._visits, x, rank, plan, use_reentrant="reentrant" in plan.recomputes)
             x, seen = both
         else:
             x, seen = self._visits(x, rank, plan)
-        if plan.reads is not None and plan.reads_late:
-            x = x + 0.1 * F.linear(x, self.layer(plan.reads).linear.weight)
         return self.head(x), seen
 
     def _visits(self, x: Tensor, rank: int, plan: Plan) -> tuple[Tensor, Tensor | None]:
@@ -151,10 +137,8 @@ class Model(nn.Module):
 
     def _visit(self, x: Tensor, place: int, plan: Plan) -> Tensor:
         todo: dict[str, Any] = {}
-        for key in ("calls", "peeks"):
-            pair: Sequence[int] | None = getattr(plan, key)
-            if pair is not None and self._is(pair[0], place) and not self._is(pair[1], place):
-                todo[key] = pair[1] % len(self.layers)
+        if (pair := plan.calls) is not None and self._is(pair[0], place) and not self._is(pair[1], place):
+            todo["calls"] = pair[1] % len(self.layers)
         layer = self.layer(place)
         if plan.recomputes not in ("once more", "reentrant") or not torch.is_grad_enabled():
             return layer(x, **todo)  # type: ignore[no-any-return]

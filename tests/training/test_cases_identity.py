@@ -69,9 +69,9 @@ def test_forward_keeps_its_signature(context: RankContext) -> None:
 def test_streamshard_says_which_options_it_has() -> None:
     """To help() and to editors that ask; with the defaults that count when an option is left out."""
     parameters = inspect.signature(StreamShard).parameters
-    assert list(parameters)[:3] == ["module", "units", "mesh"]
+    assert list(parameters)[:4] == ["module", "units", "resident", "mesh"]
     defaults = {field.name: field.default for field in dataclasses.fields(Settings)} | {"precision": None}
-    options = list(parameters.values())[3:]
+    options = list(parameters.values())[4:]
     assert {option.name: option.default for option in options} == defaults
     assert {option.kind for option in options} == {inspect.Parameter.KEYWORD_ONLY}
     assert "weight_slots: 'SlotCount' = 2" in pydoc.plain(pydoc.render_doc(StreamShard)).split("Shard a model")[0]
@@ -299,7 +299,7 @@ def test_printing_the_model_works(context: RankContext) -> None:
     lines = repr(StreamShard(TinyLM(), **settings)).splitlines()
     assert lines[:3] == [
         "TinyLM(",
-        "  StreamShard: 10,592 parameters over 2 ranks; units: 4 x Block, Linear and the edge unit",
+        "  StreamShard: 10,592 parameters over 2 ranks; units: 4 x Block, Linear and the edge unit; resident: head",
         "  weight_slots=3, grad_slots=2; computes in bfloat16, gradients in bfloat16, summed in float32",
     ]
     assert lines[:1] + lines[3:] == plain

@@ -22,12 +22,12 @@ from streamshard import (
     load_safetensors,
 )
 from streamshard.comm.streams import Rule
-from streamshard.engine.away import AwayWeight
 from streamshard.errors import ConfigError, RaceError, RankMismatchError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.races import detect_races
 from streamshard.inspect.trace import trace_step
 from streamshard.plan.discovery import FoundUnit, coalesce
+from streamshard.unit.absent_weight import AbsentWeight
 from tests.models import Layer, Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import (
@@ -342,11 +342,11 @@ class Peeking(Stack):
 
 
 @on_ranks(2)
-def test_between_its_layers_a_units_weights_are_away(context: RankContext) -> None:
+def test_between_its_layers_a_units_weights_are_absent(context: RankContext) -> None:
     """A view of the slot that is used outside of its layer would be overwritten before backward."""
     model: Any = StreamShard(Peeking(), precision=FP32, min_unit_size=PAIRS)
     stack_step(model, Call(0, context.rank, 2, 1.0))
-    assert model.seen == [[(AwayWeight, 256)] * 4] * 4
+    assert model.seen == [[(AbsentWeight, 256)] * 4] * 4
 
 
 # -- models -------------------------------------------------------------------------------------------------------

@@ -73,10 +73,3 @@ FOUND = {
 def test_what_random_programs_have_found(ranks: RankPool, claim: str) -> None:
     """As above."""
     ranks(FOUND[claim].ranks).run(run_program, FOUND[claim])
-
-
-def test_a_weight_that_layers_share_is_read_by_the_root(ranks: RankPool) -> None:
-    """It lies in the edge unit, and is asked of one of the layers: the smallest program that gave a piece."""
-    for depth in (2, 3):
-        for reads in range(depth):
-            ranks(2).run(run_program, Program(ops=(Forward(Plan(reads=reads)),), depth=depth, is_tied=True))

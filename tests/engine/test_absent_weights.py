@@ -1,0 +1,598 @@
+"""Weights outside of their layer's forward: their form is known, their values raise by name; resident ones are read."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from streamshard import Precision, StreamShard, register_forward_method
+from streamshard.errors import ConfigError, ShardingError
+from streamshard.inspect import engine_inside
+from tests.families import llama
+from tests.models import DIM, Layer, Stack, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import (
+    FP32,
+    SETTINGS,
+    Call,
+    assert_same,
+    assert_trains_like_plain,
+    each_setting,
+    stack_step,
+)
+from tests.training.test_cases_compile import let_dynamo_look, only_sharded
+
+each_slots = pytest.mark.parametrize(("world_size", "slots"), [(1, 2), (2, 2), (2, "all")])
+
+# ---------------------------------------------------------------------------------------------- by the root
+
+
+class Reading(Stack):
+    """The root computes with a layer's weight, before the layers run or after them."""
+
+    def __init__(self, read: Callable[[Any, Tensor], Any], *, first: bool = True) -> None:
+        super().__init__()
+        self.read, self.first = read, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        found = self.read(self, x) if self.first else None
+        out = super().forward(x)
+        found = found if self.first else self.read(self, x)
+        return out + found.square().mean() if isinstance(found, Tensor) else out
+
+
+def _weight(model: Any) -> Any:
+    return model.layers[1].linear.weight
+
+
+def _writes(model: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        _weight(model).mul_(2)
+
+
+def _assigns(model: Any, x: Tensor) -> None:
+    _weight(model).data = torch.ones(DIM, DIM)
+
+
+def _writes_all(model: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([_weight(model)], 2.0)
+
+
+def _swaps(model: Any, x: Tensor) -> Tensor:
+    other = torch.full((DIM, DIM), 0.1)
+    out: Tensor = torch.func.functional_call(model.layers[1].linear, {"weight": other}, (x,))
+    return out + model.layers[1](x)
+
+
+def _recomputes(model: Any, x: Tensor) -> Tensor:
+    out: Any = checkpoint(lambda y: F.linear(y, _weight(model)), x.clone().requires_grad_(), use_reentrant=False)
+    return out  # type: ignore[no-any-return]
+
+
+READERS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "linear": lambda model, x: F.linear(x, _weight(model), model.layers[1].linear.bias),
+    "a module in the layer": lambda model, x: model.layers[1].linear(x),
+    "forward itself": lambda model, x: model.layers[1].forward(x),
+    "a list": lambda model, x: torch.stack([p.square().mean() for p in model.layers[1].parameters()]),
+    "a view": lambda model, x: _weight(model).view(-1)[:DIM] * x,
+    "detach": lambda model, x: _weight(model).detach() @ x.t(),
+    "data": lambda model, x: _weight(model).data.sum() * x,
+    "a checkpoint": _recomputes,
+}
+REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "in place": _writes,
+    "a list in place": _writes_all,
+    "assignment": _assigns,
+    "memory": lambda model, x: _weight(model).data_ptr(),
+    "a copy": lambda model, x: copy.deepcopy(_weight(model)),
+    "a number": lambda model, x: float(_weight(model)[0, 0]),
+}
+
+
+@on_ranks()
+@each_slots
+@pytest.mark.parametrize("has_grad", [True, False])
+def test_computing_with_a_weight_while_its_layer_does_not_run_raises(
+    context: RankContext, slots: Any, has_grad: bool
+) -> None:
+    """By name, with what to do about it; the model is as it was."""
+    model: Any = StreamShard(Reading(READERS["linear"]), precision=FP32, weight_slots=slots)
+    before = model.full_state_dict(rank0_only=False)
+    for read in (READERS | REFUSED).values():
+        for first in (True, False):
+            model.read, model.first = read, first
+            wanted = r"'layers\.1\.linear\.(weight|bias)' .* resident=\['layers\.1\.linear'\]"
+            with torch.set_grad_enabled(has_grad), pytest.raises(ShardingError, match=wanted):
+                model(vector_batch(0, context.rank))
+    assert_same(model.full_state_dict(rank0_only=False), before, "weights")
+    model.read = lambda model, x: None
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "settings", "read"),
+    [
+        *((2, "two slots", read) for read in (*READERS, "a swap")),
+        *((1, "two slots", read) for read in ("linear", "a list", "a swap")),
+        *((2, "a slot each", read) for read in ("linear", "a list", "a swap")),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_weights_of_resident_layers_may_be_read(context: RankContext, read: str, settings: str, first: bool) -> None:
+    """Loss, gradients and weights are plain PyTorch's."""
+    reader = (READERS | {"a swap": _swaps})[read]
+    assert_trains_like_plain(
+        context, lambda: Reading(reader, first=first), stack_step, resident=["layers.1"], **SETTINGS[settings]
+    )
+
+
+@on_ranks(1, 2)
+def test_a_weight_that_layers_share_may_be_read(context: RankContext) -> None:
+    """It lies in the edge unit."""
+
+    def build() -> nn.Module:
+        model: Any = Reading(READERS["linear"])
+        model.layers[1].linear = model.layers[3].linear
+        return model
+
+    assert_trains_like_plain(context, build, stack_step)
+
+
+@on_ranks()
+@each_slots
+def test_what_is_asked_about_a_weight_needs_none(context: RankContext, slots: Any) -> None:
+    """Form, dtype and device are those that its layer computes with, whether it trains is the parameter's."""
+
+    class Asking(Stack):
+        found: Any = ()
+
+        def forward(self, x: Tensor) -> Any:
+            weight: Any = self.layers[1].linear.weight  # type: ignore[union-attr]
+            self.found = (
+                weight.dtype,
+                tuple(weight.shape),
+                (len(weight), weight.numel(), weight.dim(), weight.ndim, weight.size(0), weight.stride()),
+                (weight.requires_grad, weight.is_leaf, weight.grad),
+                weight.device.type,
+                isinstance(weight, nn.Parameter),
+                {param.dtype for param in self.parameters()},
+                next(self.layers[2].parameters()).dtype,
+            )
+            assert "'layers.1.linear.weight', (16, 16), torch.bfloat16" in repr(weight)
+            assert weight is self.layers[1].linear.weight  # type: ignore[union-attr]
+            return super().forward(x)
+
+    model: Any = StreamShard(Asking(), precision=Precision(), weight_slots=slots)
+    half, form = torch.bfloat16, (DIM, DIM * DIM, 2, 2, DIM, (DIM, 1))
+    for trains in (True, False):
+        model.layers[1].requires_grad_(trains)
+        model(vector_batch(0, context.rank))
+        assert model.found == (half, (DIM, DIM), form, (trains, True, None), "cpu", True, {half}, half)
+
+
+@on_ranks(2)
+def test_outside_of_passes_look_ups_give_the_sharded_parameters(context: RankContext) -> None:
+    """The very objects that optimizers have."""
+    model = StreamShard(Stack(), precision=FP32, resident=["layers.1"])
+    params = dict(model.named_parameters())
+    for _ in range(2):
+        for place in (1, 2):
+            layer: Any = model.layers[place]
+            assert layer.linear.weight is params[f"layers.{place}.linear.weight"]
+            names = [name for name in params if name.startswith(f"layers.{place}.")]
+            assert [id(param) for param in layer.parameters()] == [id(params[name]) for name in names]
+        stack_step(model, Call(0, context.rank, 2, 1.0))
+    assert not any(unit.is_bound for unit in engine_inside(model).units)
+
+
+# ---------------------------------------------------------------------------------------------- by other layers
+
+
+class Borrowing(Layer):
+    """A layer that also uses the weight of others, beside its own in the same operation."""
+
+    lenders: Sequence[Layer] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> the same"""
+        for lender in self.lenders:
+            x = F.linear(x, torch.matmul(self.linear.weight, lender.linear.weight), lender.linear.bias)
+        return super().forward(x)
+
+
+class BorrowingStack(Stack):
+    """All layers borrow from the second one."""
+
+    def __init__(self, recomputed: str = "") -> None:
+        super().__init__()
+        self.recomputed = recomputed
+        self.layers = nn.ModuleList(Borrowing() for _ in range(5))
+        for layer in self.layers:
+            layer.lenders = (self.layers[1],)  # type: ignore[assignment]  # a tuple: no child
+
+    def order(self) -> Any:
+        """Layers, or checkpoints around them."""
+        for layer in self.layers:
+            yield functools.partial(self.recompute, layer) if self.recomputed else layer
+
+    def recompute(self, layer: nn.Module, x: Tensor) -> Any:
+        """A checkpoint around `layer`."""
+        return checkpoint(layer, x, use_reentrant=self.recomputed == "reentrant")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        return super().forward(x.clone().requires_grad_())
+
+
+@on_ranks()
+@each_setting
+@pytest.mark.parametrize("recomputed", ["", "not reentrant", "reentrant"])
+def test_layers_may_read_weights_of_resident_layers(context: RankContext, recomputed: str, settings: str) -> None:
+    """Recomputed too. Others raise."""
+    build = lambda: BorrowingStack(recomputed)  # noqa: E731  # it is called twice
+    assert_trains_like_plain(context, build, stack_step, resident="layers.1", **SETTINGS[settings])
+    model = StreamShard(build(), precision=FP32, **SETTINGS[settings])
+    with pytest.raises(ShardingError, match=r"resident=\['layers\.1\.linear'\]"):
+        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+
+
+class Calling(Layer):
+    """Gives its weight, or a part of it, to a layer that it calls."""
+
+    inner: Sequence[Layer] = ()
+    makes: Callable[[Tensor], Tensor] = staticmethod(lambda weight: weight)
+
+    def forward(self, x: Tensor, given: Tensor | None = None) -> Tensor:
+        """[rows, DIM] -> the same"""
+        weight = self.makes(self.linear.weight)
+        y = super().forward(x if given is None else F.linear(x, given))
+        for layer in self.inner:
+            y = y + layer(y, weight)
+        return y
+
+
+MADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "the weight": lambda weight: weight,
+    "transposed": Tensor.t,
+    "detached": Tensor.detach,
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("has_grad", [True, False])
+@pytest.mark.parametrize("distance", [1, 2])
+@pytest.mark.parametrize("made", MADE)
+def test_a_weight_that_a_layer_gives_to_another_raises(
+    context: RankContext, made: str, distance: int, has_grad: bool
+) -> None:
+    """Its slot may go to others while that one runs."""
+    model: Any = Stack()
+    model.layers = nn.ModuleList(Calling() for _ in range(4))
+    model.layers[0].inner, model.layers[0].makes = (model.layers[distance],), MADE[made]
+    model.order = lambda: [model.layers[0]]
+    model = StreamShard(model, precision=FP32)
+    raises = pytest.raises(ShardingError, match=r"'layers\.0.* (layers take turns in|other layers have its buffer)")
+    with torch.set_grad_enabled(has_grad), raises:
+        model(vector_batch(0, context.rank))
+
+
+# ---------------------------------------------------------------------------------------------- that are kept
+
+
+class Box:
+    """What a library may keep a weight in."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+
+# How a weight is kept, and what gives it back.
+KEEPERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "object": (Box, lambda box: box.weight),
+    "closure": (lambda weight: lambda: weight, lambda read: read()),
+    "weak reference": (weakref.ref, lambda read: read()),
+}
+
+
+class Keeping(Layer):
+    """Leaves its weight on a shelf, and gives a layer two or one places later to it."""
+
+    def __init__(self, shelf: list[Any], keeper: str, distance: int) -> None:
+        super().__init__()
+        self.shelf, self.keeper, self.distance = shelf, keeper, distance
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> the same"""
+        x = super().forward(x)
+        if len(self.shelf) >= self.distance:
+            x = F.linear(x, KEEPERS[self.keeper][1](self.shelf[-self.distance]))
+        self.shelf.append(KEEPERS[self.keeper][0](self.linear.weight))
+        return x
+
+
+@on_ranks()
+@each_slots
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_a_weight_that_is_kept_raises_when_its_layer_is_over(context: RankContext, keeper: str, slots: Any) -> None:
+    """In the layers that follow, in the pass that follows, and outside; with gradients and without."""
+    model: Any = Stack()
+    shelf: list[Any] = []
+    model.layers = nn.ModuleList(Keeping(shelf, keeper, 1) for _ in range(4))
+    model = StreamShard(model, precision=FP32, weight_slots=slots)
+    for has_grad in (True, False):
+        for distance in (1, 2):
+            for layer in model.layers:
+                layer.distance = distance
+            shelf.clear()
+            with torch.set_grad_enabled(has_grad), pytest.raises(ShardingError, match=r"'layers\.0\.linear\.weight'"):
+                model(vector_batch(0, context.rank))
+    for layer in model.layers:
+        layer.distance = 100
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    kept = KEEPERS[keeper][1](shelf[1])
+    assert kept.shape == (16, 16) and isinstance(kept, nn.Parameter)
+    with pytest.raises(ShardingError, match="was read inside a forward and is used after it"):
+        kept.norm()
+
+
+class OwnWeight(torch.autograd.Function):
+    """x @ w.T whose context keeps the weight: right while the layer itself is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """[rows, DIM], [DIM, DIM] -> [rows, DIM]"""
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Of the input, and of the weight"""
+        assert ctx.weight.data_ptr()  # as a kernel asks for it
+        return grads[0] @ ctx.weight, grads[0].t() @ ctx.saved_tensors[0]
+
+
+class OfItsOwn(Layer):
+    """What keeps the weight is the layer's own graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> the same"""
+        return torch.tanh(OwnWeight.apply(x, self.linear.weight) + self.linear.bias) + x  # type: ignore[no-untyped-call]
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "slots", "resident"), [(1, 2, ()), (2, 2, ()), (2, "all", ()), (2, 2, Layer)])
+def test_what_a_layers_own_graph_keeps_is_in_place_in_its_backward(
+    context: RankContext, slots: Any, resident: Any
+) -> None:
+    """Memory and all: kernels may read it."""
+
+    def build() -> nn.Module:
+        model = Stack()
+        model.layers = nn.ModuleList(OfItsOwn() for _ in range(4))
+        return model
+
+    assert_trains_like_plain(context, build, stack_step, weight_slots=slots, resident=resident)
+
+
+# ---------------------------------------------------------------------------------------------- views that are kept
+
+_stored: list[Any] = []
+
+
+class KeepingViews(Layer):
+    """Does what `keep` does, first."""
+
+    keep: Callable[[Any], Any] = staticmethod(lambda layer: None)
+    kept: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        """[rows, DIM] -> the same"""
+        returned = self.keep(self)
+        y = super().forward(x)
+        return y if returned is None else (y, returned)
+
+
+def _keeping(keep: Callable[[Any], Any], **settings: Any) -> Any:
+    torch.manual_seed(0)
+    model: Any = Stack()
+    model.layers = nn.ModuleList(KeepingViews() for _ in range(4))
+    model = StreamShard(model, precision=FP32, **settings)
+    for layer in model.layers:
+        layer.keep = keep
+    return model
+
+
+def _hides_in_a_closure(layer: Any) -> None:
+    view = layer.linear.weight.t()
+    layer.kept = lambda: view
+
+
+def _keeps_for_a_while(layer: Any) -> None:
+    layer.kept = [layer.linear.weight.t(), layer.linear.weight.detach()]
+    layer.kept = None
+
+
+def _leaves_a_cycle(layer: Any) -> None:
+    view = layer.linear.weight.t()
+
+    def count_down(n: int) -> Tensor:
+        return view.sum() if n == 0 else count_down(n - 1)
+
+    count_down(2)
+
+
+KEPT: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda layer: setattr(layer, "kept", layer.linear.weight.t()),
+    "in a list": lambda layer: setattr(layer, "kept", [{"weight": layer.linear.weight.data}]),
+    "global": lambda layer: _stored.append(layer.linear.weight[:3]),
+    "returned": lambda layer: layer.linear.weight.detach(),
+    "closure": _hides_in_a_closure,
+}
+LET_BE: dict[str, Callable[[Any], Any]] = {
+    "for a while": _keeps_for_a_while,
+    "a cycle": _leaves_a_cycle,
+    "a clone": lambda layer: setattr(layer, "kept", layer.linear.weight.t().clone()),
+    "the weight itself": lambda layer: setattr(layer, "kept", [layer.linear.weight]),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("has_grad", [True, False])
+@pytest.mark.parametrize("keep", KEPT)
+def test_a_view_of_a_weight_that_is_kept_or_returned_raises(context: RankContext, keep: str, has_grad: bool) -> None:
+    """Each time, by its layer's name; forwards go on after it is let go of."""
+    model, x = _keeping(KEPT[keep]), vector_batch(0, context.rank)
+    gc.freeze()
+    try:
+        for _ in range(2):
+            kept = pytest.raises(ShardingError, match=r"'layers\.0' returns a view of one of its weights .* keeps one")
+            with torch.set_grad_enabled(has_grad), kept:
+                model(x)
+            _stored.clear()
+        assert gc.get_freeze_count() > 0  # what a trainer has frozen stays so
+    finally:
+        gc.unfreeze()
+    for layer in model.layers:
+        layer.keep, layer.kept = _keeps_for_a_while, None
+    assert_same({"": model(x)}, {"": _keeping(lambda layer: None)(x)}, "output")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("keep", LET_BE)
+def test_what_is_let_go_of_or_is_no_view_may_be_kept(context: RankContext, keep: str) -> None:
+    """Steps are those of a model that keeps nothing."""
+    model, plain = _keeping(LET_BE[keep]), _keeping(lambda layer: None)
+    gc.disable()  # no cycle goes by itself
+    try:
+        for number in range(2):
+            losses = [stack_step(each, Call(number, context.rank, 2, 1.0)) for each in (model, plain)]
+            assert_same({"loss": losses[0]}, {"loss": losses[1]}, f"step {number}")
+    finally:
+        gc.enable()
+
+
+@on_ranks(2)
+def test_views_of_resident_layers_may_be_kept(context: RankContext) -> None:
+    """Nobody else is ever in their slots."""
+    model = _keeping(lambda layer: setattr(layer, "kept", layer.linear.weight.t()), resident=[KeepingViews])
+    for number in range(2):
+        stack_step(model, Call(number, context.rank, 2, 1.0))
+
+
+# ---------------------------------------------------------------------------------------------- published code
+
+
+class Conditioned(Layer):
+    """A layer that embeds the time itself, as diffusers' blocks with adaptive norms do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Module()
+        self.norm.emb = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> the same"""
+        return super().forward(x) + self.norm.emb(x)  # type: ignore[operator]
+
+
+class Diffusing(Stack):
+    """The root calls a module of the first layer: ``self.blocks[0].norm.emb(time)``, as diffusers' DiT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Conditioned() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        time = self.layers[0].norm.emb(x)  # type: ignore[union-attr, operator]
+        return super().forward(x + torch.tanh(time))
+
+
+@on_ranks(1, 2)
+def test_a_module_inside_a_layer_that_the_root_calls_wants_its_layer_resident(context: RankContext) -> None:
+    """The error says so; named as in the error it trains like plain PyTorch."""
+    model = StreamShard(Diffusing(), precision=FP32)
+    with pytest.raises(ShardingError, match=r"'layers\.0\.norm\.emb\.weight' .*resident=\['layers\.0\.norm\.emb'\]"):
+        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    assert_trains_like_plain(context, Diffusing, stack_step, resident=["layers.0.norm.emb"])
+    let_dynamo_look()
+    compiled = only_sharded(lambda model: model.compile(backend="aot_eager"))
+    assert_trains_like_plain(context, Diffusing, stack_step, resident=["layers.0.norm.emb"], prepare=compiled)
+
+
+@on_ranks(2)
+def test_transformers_models_ask_for_dtypes_of_layers_weights(context: RankContext) -> None:
+    """In half precision, and get what layers compute with."""
+    model: Any = StreamShard(llama(), precision=Precision())
+    seen = []
+
+    def look(module: Any, args: Any) -> None:
+        weight = model.model.layers[2].self_attn.q_proj.weight
+        seen.append((weight.dtype, weight.device, weight.shape, model.dtype, next(model.parameters()).dtype))
+
+    model.model.layers[0].register_forward_pre_hook(look)
+    tokens = torch.ones((2, 5), dtype=torch.long)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert seen == [(torch.bfloat16, torch.device("cpu"), (16, 16), torch.bfloat16, torch.bfloat16)]
+
+
+# ---------------------------------------------------------------------------------------------- methods beside forward
+
+
+class Encoder(Stack):
+    """A method beside forward reads weights directly, and runs layers."""
+
+    def encode(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        """[rows, DIM] -> [rows, 1]"""
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(x, self.head.weight * scale, self.head.bias)
+
+
+@on_ranks()
+@each_setting
+def test_a_registered_method_is_a_forward(context: RankContext, settings: str) -> None:
+    """Of the model and of a layer; losses of both kinds mix."""
+
+    def step(model: Any, call: Call) -> Tensor:
+        if isinstance(model, StreamShard) and "encode" not in vars(model):
+            register_forward_method(model, "encode")
+            register_forward_method(model.layers[1], "halve")
+            assert model.encode.__name__ == "encode"
+        x = vector_batch(call.step, call.rank)
+        return call.backward(model.encode(x, scale=2.0).square().mean() + model.layers[1].halve(x).mean())
+
+    def build() -> nn.Module:
+        class Halving(Layer):
+            def halve(self, x: Tensor) -> Tensor:
+                return F.linear(x, self.linear.weight) / 2
+
+        model = Encoder()
+        model.layers = nn.ModuleList(Halving() for _ in range(4))
+        return model
+
+    assert_trains_like_plain(context, build, step, **SETTINGS[settings])
+
+
+@on_ranks(1)
+def test_what_cannot_be_registered_is_named(context: RankContext) -> None:
+    """A method that is not there, and modules that are not watched."""
+    model = StreamShard(Encoder(), precision=FP32)
+    with pytest.raises(ConfigError, match="Encoder has no method 'decode'"):
+        register_forward_method(model, "decode")
+    with pytest.raises(ShardingError, match="Linear is not sharded"):
+        register_forward_method(nn.Linear(2, 2), "forward")
