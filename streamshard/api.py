@@ -258,7 +258,7 @@ class StreamShard(Uncopyable):
             ShardingError: inside a forward or backward; at the end, if what was done would be lost: a parameter was
                 replaced or has another shape, or a gradient has come up without `with_grads`.
         """
-        engine = engine_at_rest(self, "summon_full_params", accepts_whole=True, accepts_empty=True)
+        engine = engine_at_rest(self, "summon_full_params", accepts_whole=True)
         with summon(engine, writeback=writeback, with_grads=with_grads):
             yield
 
@@ -412,8 +412,8 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, str
     ``from_pretrained`` makes of them: renamed, put together or taken apart, with or without the base model's prefix.
     Of tied names one is enough; where the files have several, the first in the model's order counts.
 
-    Of a model that was sharded on the meta device, buffers that no file has (rotary tables) are computed, by
-    transformers' own initialisation or the ``reset_parameters`` of their module.
+    Of a model that was sharded on the meta device, buffers that no file has (rotary tables) are computed by its own
+    initialisation, as by `init_weights`.
 
     Everything is checked on all ranks before a weight changes: the safetensors library accepts each file, its tensors
     fit, and all ranks have opened the same files, whoever replaces them meanwhile. After that only the storage can
@@ -439,9 +439,8 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, str
     engine = engine_at_rest(not_a_layer(model), "load_safetensors", accepts_empty=True)
     with leave_inference_mode(), leave_meta_device():
         loaded = load_shards(model, engine.param_shards, engine.ranks, directory, strict=strict)
-        if engine.empty is not None:
-            engine.empty.fill(loaded.names)
-            compute_buffers(engine, model)
+        engine.fill(loaded.names)
+        compute_buffers(engine, model)
     return loaded.difference
 
 
@@ -450,21 +449,22 @@ def init_weights(
 ) -> None:
     """Give what is empty its first values, by the model's own initialisation. Call it on every rank.
 
-    Empty is what was on the meta device when the model was sharded, and has not been loaded or written to since; what
-    has values keeps them. Every rank runs the whole initialisation, module by module, and keeps its pieces: at no time
-    are there more whole weights than a unit's. Numbers are those that the unsharded model gets after
-    ``torch.manual_seed(seed)``, on any number of ranks. Random numbers of others, later, are what they would have been.
+    Empty is what was on the meta device when the model was sharded, and has not been loaded since. What has values
+    keeps them. The initialisation runs once for each unit: weights of this unit are whole then, and all others on the
+    meta device, where writing does nothing and reading raises. Ranks draw different units, and each keeps its pieces of
+    all. Numbers are equal on any number of ranks, and of the model's own distribution; with other units they are
+    others. Random numbers drawn later are what they would have been.
 
     Args:
         model: made by `StreamShard`.
-        init: called with each module in which something is empty, children first, as by ``model.apply(init)``; modules
-            have whole parameters then. None: ``initialize_weights`` of transformers' models, and ``reset_parameters``
-            of other modules.
+        init: called with each module in which something is empty, children first, as by ``model.apply(init)``. None:
+            ``initialize_weights`` of transformers' models, ``init_weights()`` of modules that have one without
+            arguments, for everything in them, and ``reset_parameters`` of other modules.
         seed: of torch's random numbers inside; None: rank 0's ``torch.initial_seed()``.
 
     Raises:
-        ShardingError: names modules that nothing says how to initialise, before anything is changed; or parameters and
-            buffers that are empty after all.
+        ShardingError: names a module whose ``init_weights`` or ``_init_weights`` takes arguments, parameters and
+            buffers that nothing fills, or what the initialisation does that would be lost. Then all is empty still.
         ConfigError, RankMismatchError: `init` or `seed` cannot be used, or differ between ranks.
     """
     engine = engine_at_rest(not_a_layer(model), "init_weights", accepts_empty=True)

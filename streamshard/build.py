@@ -27,7 +27,6 @@ from streamshard.config import Precision, Settings
 from streamshard.device import check_tried, module_of, training_device
 from streamshard.engine.attach import attach
 from streamshard.engine.buffer_sync import BufferSync, buffers_of, check_buffers, describe_state
-from streamshard.engine.empty import Empty
 from streamshard.engine.engine import Engine
 from streamshard.engine.grad_check import GradCheck
 from streamshard.engine.grad_inputs import answer_for
@@ -124,9 +123,9 @@ def shard_model(
     attach(base, module, checked.found, engine, checked.in_fp32)
     adapt_methods(module)
     answer_for(engine)
-    if empty or empty_buffers:
-        without = {shard.name: shard for shard in engine.param_shards if shard.name in empty and shard.layout.numel}
-        engine.empty = Empty(module, [without[name] for name in params_of(module) if name in without], empty_buffers)
+    without = {shard.name for shard in engine.param_shards if shard.name in empty and shard.layout.numel}
+    engine.empty = dict.fromkeys(name for name in params_of(module) if name in without)
+    engine.empty |= dict.fromkeys(name for name in buffers_of(module) if name in empty_buffers)
     return module
 
 

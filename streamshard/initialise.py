@@ -1,15 +1,20 @@
 """`init_weights`: a model from the meta device gets its weights from its own initialisation, with no rank holding it.
 
-Every rank runs the whole initialisation, in the order in which the unsharded model would, from the same seed. So the
-numbers are those of the unsharded model, whatever the number of ranks and units. What is not held is the result: while
-initialisation runs, modules have a `WholeWeight` for each parameter, whose memory comes when something is done to it,
-and goes, with this rank's piece kept, when others need the room. See `streamshard.whole_weight`.
+[Note: initialising unit by unit]
+The model's initialisation runs once for each unit. In such a run modules hold stand-ins for their parameters: those of
+this unit's empty parameters are whole and in memory, all others are on the meta device, where whatever is written does
+nothing, and whatever is read raises. So a parent may write to its children's weights (torchtitan's ``init_weights()``,
+GPT-2's ``c_proj``), and a rank has one unit in memory. Each unit has a seed of its own, which follows from the user's
+and the unit's number, so that numbers do not depend on how many ranks there are. Ranks take the units in turns, and
+broadcast what they have drawn.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -20,13 +25,14 @@ from streamshard.engine.buffer_sync import buffers_of
 from streamshard.engine.engine import Engine
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError
 from streamshard.plan.structure import is_meta, join_names, modules_inside, modules_of
-from streamshard.whole_weight import Room
+from streamshard.unit.shard import ParamShard
 
 __all__ = ["compute_buffers", "initialise"]
 
 Init = Callable[[nn.Module], object]
 
 _RESETS = ("reset_parameters", "_reset_parameters")  # torch's modules have the one or the other
+_DOING = "initialise the model"
 
 
 def initialise(engine: Engine, model: nn.Module, init: Init | None, seed: int | None) -> None:
@@ -34,28 +40,80 @@ def initialise(engine: Engine, model: nn.Module, init: Init | None, seed: int | 
     if init is not None and not callable(init):
         raise ConfigError(f"init={init!r}: wanted a function that is called with each module, or None")
     seed = _agree_on_seed(engine, seed)
-    if engine.empty is None:
-        return
-    params, buffers = set(engine.empty.params()), set(engine.empty.buffers())
+    before = dict(engine.empty)
     if init is None:
-        _refuse_without_method(model, params | buffers)
-    _run(engine, model, init, params, buffers, seed)
-    if left := [*engine.empty.params(), *engine.empty.buffers()]:
-        raise ShardingError(
-            f"the initialisation has left {', '.join(map(repr, left[:8]))}{' and more' * (len(left) > 8)} empty; what "
-            "it has written to is filled. Call init_weights(model, function) with one that fills these too: it is "
-            "called with every module that has something empty in it"
-        )
-    engine.empty = None
+        params = [shard.param for shard in engine.param_shards if shard.name in before]
+        buffers = [buffer for name, buffer in buffers_of(model).items() if name in before]
+        _refuse_unclear(model, "", _around(model, [*params, *buffers]))
+    try:
+        compute_buffers(engine, model, init, seed, strict=True)
+        _fill_params(engine, model, init, seed)
+    except Exception:
+        engine.empty = before  # two calls' numbers shall not be mixed
+        raise
 
 
-def compute_buffers(engine: Engine, model: nn.Module) -> None:
-    """Fill empty buffers that no file has, as far as the model can compute them: tables of its own. Collective.
+def compute_buffers(
+    engine: Engine, model: nn.Module, init: Init | None = None, seed: int = 0, *, strict: bool = False
+) -> None:
+    """Fill empty buffers, tables that no file has, by a run that changes nothing else. Collective.
 
-    They are computed as `initialise` does, which leaves all weights as they are here.
+    Args:
+        engine, model, init, seed: see `initialise`.
+        strict: raise if one is left empty.
     """
-    if engine.empty is not None and (buffers := set(engine.empty.buffers())):
-        _run(engine, model, None, set(), buffers, seed=0)
+    empty = {name: buffer for name, buffer in buffers_of(model).items() if name in engine.empty}
+    if not engine.ranks.any_rank(bool(empty)):
+        return
+    filled: list[str] = []
+
+    def run() -> None:
+        if not empty:
+            return
+        versions = {name: buffer._version for name, buffer in empty.items()}
+        _run(engine, model, init, [], empty, seed)
+        for name, buffer in buffers_of(model).items():
+            if name in empty and not is_meta(buffer):
+                is_new = buffer is not empty[name] or buffer._version != versions[name]
+                if is_new and not bool(buffer.isnan().any()):
+                    filled.append(name)
+        if strict:
+            _refuse_left([name for name in empty if name not in filled], model, "buffer")
+
+    engine.ranks.gather_results(_DOING, run)
+    engine.fill(filled)
+
+
+def _fill_params(engine: Engine, model: nn.Module, init: Init | None, seed: int) -> None:
+    """Each rank draws a unit at a time, and all take their pieces of what each has drawn."""
+    ranks = engine.ranks
+    units = [[shard for shard in unit.params if shard.name in engine.empty] for unit in engine.units]
+    seeds = torch.randint(2**62, (len(units),), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    work = [number for number, shards in enumerate(units) if shards]
+    most = max((_nbytes(shard) for shards in units for shard in shards), default=0)
+    room = torch.empty(most if ranks.total_size > 1 else 0, dtype=torch.uint8, device=engine.streams.device)
+    for start in range(0, len(work), ranks.total_size):
+        turn = work[start : start + ranks.total_size]
+        wholes: dict[str, torch.Tensor] = {}
+
+        def run(turn: Sequence[int] = turn, wholes: dict[str, torch.Tensor] = wholes) -> None:
+            if ranks.number < len(turn):
+                number = turn[ranks.number]
+                wholes.update(_run(engine, model, init, units[number], {}, int(seeds[number])))
+
+        ranks.gather_results(_DOING, run)
+        for source, number in enumerate(turn):
+            for shard in units[number]:
+                own = wholes.pop(shard.name, None)
+                whole = room[: _nbytes(shard)].view(shard.dtype) if own is None else own.view(-1)
+                ranks.broadcast(whole, source)
+                shard.main.copy_(whole[shard.local.start : shard.local.stop])
+                del own, whole  # before the next unit is drawn
+            engine.fill([shard.name for shard in units[number]])
+
+
+def _nbytes(shard: ParamShard) -> int:
+    return shard.layout.numel * shard.dtype.itemsize
 
 
 def _agree_on_seed(engine: Engine, seed: int | None) -> int:
@@ -66,114 +124,204 @@ def _agree_on_seed(engine: Engine, seed: int | None) -> int:
     return int(engine.ranks.of_first(torch.initial_seed())) if seed is None else seed
 
 
-def _run(engine: Engine, model: nn.Module, init: Init | None, params: set[str], buffers: set[str], seed: int) -> None:
-    """Initialise modules in which something is to be filled; nothing else changes, whatever is done to it.
+# -- one run ----------------------------------------------------------------------------------------------------------
+
+
+def _run(
+    engine: Engine,
+    model: nn.Module,
+    init: Init | None,
+    shards: Sequence[ParamShard],
+    buffers: Mapping[str, torch.Tensor],
+    seed: int,
+) -> dict[str, torch.Tensor]:
+    """Run the model's initialisation; see [Note: initialising unit by unit].
 
     Args:
         engine, model: of one another.
         init: called with each module, its children first; None: what the model's classes do.
-        params, buffers: names of what is to be filled.
+        shards: the parameters to be drawn.
+        buffers: those to be computed; all others are afterwards what they were.
         seed: of all random numbers.
 
-    Raises:
-        ShardingError: on every rank, what went wrong on one. All that should have been filled is empty again.
+    Returns:
+        By name, the whole parameters: [shape] in their own dtype on the device.
     """
-    room = Room(engine, params)
-    needed = _modules_of(model, params | buffers, engine)
-    found = {name: buffer for name, buffer in buffers_of(model).items() if name in buffers}
+    device = engine.streams.device
+    stand_ins = {shard.param: _stand_in(shard, torch.device("meta")) for shard in engine.param_shards}
+    drawn = {shard.name: _stand_in(shard, device) for shard in shards}
+    stand_ins.update({shard.param: drawn[shard.name] for shard in shards})
+    versions = {shard.name: shard.param._version for shard in engine.param_shards}
+    with torch.no_grad(), _seeded(device, seed), _kept(engine, model, buffers), _standing_in(model, stand_ins):
+        try:
+            _initialise(model, init, _around(model, [*drawn.values(), *buffers.values()]))
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            raise ShardingError(
+                "the initialisation reads a weight that has no values now: while a unit is initialised, only its own "
+                "empty weights are in memory, and all others are on the meta device. Read shapes only, or set these "
+                f"weights by load_state_dict(strict=False): {error}"
+            ) from error
+    for shard in engine.param_shards:
+        if shard.param._version != versions[shard.name]:
+            raise ShardingError(
+                f"the initialisation has written to parameter {shard.name!r} by way of a list or an attribute outside "
+                "of its module's parameters, where this rank has its piece only: take it from the module "
+                "(module.weight, module.parameters())"
+            )
+        shard.param.requires_grad_(stand_ins[shard.param].requires_grad)
+    for shard in shards:
+        if drawn[shard.name].shape != shard.layout.shape:
+            raise ShardingError(
+                f"the initialisation gives parameter {shard.name!r} the shape {tuple(drawn[shard.name].shape)}, which "
+                f"was {tuple(shard.layout.shape)} when the model was sharded: change the model before it is"
+            )
+    _refuse_left([name for name, whole in drawn.items() if bool(whole.amin().isnan())], model, "parameter")
+    return {shard.name: drawn[shard.name].detach().to(device, shard.dtype).contiguous() for shard in shards}
 
-    def initialise() -> None:
-        with torch.no_grad(), _seeded(engine.streams.device, seed), _kept(engine, model, buffers):
-            with room.in_modules(model):
-                _initialise(model, init, needed, room, model, buffers)
-            room.finish()
 
-    try:
-        engine.ranks.gather_results("initialise the model", initialise)
-        room.check_equal()
-    except Exception:
-        for name, buffer in found.items():
-            owner, _, key = name.rpartition(".")
-            model.get_submodule(owner)._buffers[key] = buffer
-        assert engine.empty is not None
-        engine.empty.renew([shard for shard in engine.param_shards if shard.name in params], found)
-        raise
-
-
-def _initialise(
-    module: nn.Module, init: Init | None, needed: set[nn.Module], room: Room, root: nn.Module, buffers: set[str]
-) -> None:
-    """As ``nn.Module.apply``: children first."""
+def _initialise(module: nn.Module, init: Init | None, needed: set[nn.Module]) -> None:
+    """As ``nn.Module.apply``, children first, with those of `needed`; a class that initialises all inside is asked."""
     if module not in needed:
         return
     if init is None and huggingface.is_transformers_model(module):
-        with _marked(module, root, room, buffers):
-            module.initialize_weights()  # type: ignore[operator]  # of transformers' class
+        for each in modules_inside(module):  # what initialised itself on meta, or in the run before, says so
+            each.__dict__.pop(huggingface.INITIALISED, None)
+        module.initialize_weights()  # type: ignore[operator]  # of transformers' class
+        return
+    if init is None and (own := _own_init(module)) is not None:
+        own()
         return
     for child in module.children():
-        _initialise(child, init, needed, room, root, buffers)
+        _initialise(child, init, needed)
     if init is not None:
         init(module)
-    elif (reset := _reset_of(module)) is not None:
+    elif reset := next((found for name in _RESETS if callable(found := getattr(module, name, None))), None):
         reset()
 
 
-def _reset_of(module: nn.Module) -> Callable[[], object] | None:
-    return next((found for name in _RESETS if callable(found := getattr(module, name, None))), None)
+def _own_init(module: nn.Module) -> Callable[[], object] | None:
+    """The module's ``init_weights()``, of itself and all inside, if it can be called so (torchtitan's convention)."""
+    method = getattr(module, "init_weights", None)
+    if not callable(method):
+        return None
+    try:
+        inspect.signature(method).bind()
+    except (TypeError, ValueError):
+        return None
+    return method  # type: ignore[no-any-return]  # a module's attribute
 
 
-# -- what is to be done -----------------------------------------------------------------------------------------------
+def _around(root: nn.Module, tensors: Sequence[torch.Tensor]) -> set[nn.Module]:
+    """The modules that have one of `tensors` registered, and those around them."""
+    wanted, found = set(map(id, tensors)), set()
+
+    def search(module: nn.Module) -> bool:
+        inside = [search(child) for child in module.children()]
+        own = (id(tensor) in wanted for tensor in (*module._parameters.values(), *module._buffers.values()))
+        if any(inside) or any(own):
+            found.add(module)
+        return module in found
+
+    search(root)
+    return found
 
 
-def _modules_of(model: nn.Module, names: set[str], engine: Engine) -> set[nn.Module]:
-    """The modules that own a parameter or buffer of `names`, by any of its names, and those around them."""
-    wanted = set(names)
-    for shard in engine.param_shards:
-        if shard.name in names:
-            wanted.update(shard.aliases)
-    around = {name[:place] for name in wanted for place, letter in enumerate(name) if letter == "."} | {""}
-    return {module for name, module in modules_of(model, remove_duplicate=False) if name in around} if names else set()
+# -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def _refuse_without_method(root: nn.Module, names: set[str]) -> None:
-    """Raise if something of `names` is in a module that neither initialises it nor lies in one that might.
+def _refuse_unclear(module: nn.Module, name: str, needed: set[nn.Module], *, is_clear: bool = False) -> None:
+    """Raise before anything is drawn if a class has an initialisation that would not be called as it is meant.
+
+    Args:
+        module, name: where to look.
+        needed: modules with something empty in them.
+        is_clear: a module around it initialises it.
 
     Raises:
-        ShardingError: names all such modules.
+        ShardingError: names the module, and says what to do.
     """
-    strays = [f"{name or 'the model'!r} ({type(module).__name__})" for name, module in _without_method("", root, names)]
-    if strays:
-        more = f" and {len(strays) - 8} more" if len(strays) > 8 else ""
-        raise ShardingError(
-            f"nothing says how to initialise {', '.join(strays[:8])}{more}: wanted a method reset_parameters() of the "
-            "module that has parameters or buffers, or a function, init_weights(model, function), that is called with "
-            "every module"
-        )
-    for name, module in modules_of(root):
-        adapters = huggingface.adapters_in(module)
-        stray = next(
-            (each for each in sorted(names) if any(each.startswith(f"{join_names(name, key)}.") for key in adapters)),
-            "",
-        )
-        if stray:
-            raise ShardingError(
-                f"{stray!r} is of an adapter that was made on the meta device, and PEFT initialises adapters as it "
-                "makes them: make them outside of `with torch.device('meta')`, or give a function, init_weights(model, "
-                "function)"
-            )
-
-
-def _without_method(prefix: str, module: nn.Module, names: set[str]) -> Iterator[tuple[str, nn.Module]]:
-    if _reset_of(module) is not None or huggingface.is_transformers_model(module):
+    if module not in needed:
         return
-    if any(join_names(prefix, key) in names for key in (*module._parameters, *module._buffers)):
-        yield prefix, module
+    for key in huggingface.adapters_in(module):
+        if module._modules[key] in needed:
+            raise ShardingError(
+                f"{join_names(name, key)!r} is an adapter that was made on the meta device, and PEFT initialises "
+                "adapters as it makes them: make them outside of `with torch.device('meta')`, or give a function, "
+                "init_weights(model, function)"
+            )
+    is_clear = is_clear or huggingface.is_transformers_model(module) or _own_init(module) is not None
+    method = next((each for each in ("init_weights", "_init_weights") if callable(getattr(module, each, None))), None)
+    if method is not None and not is_clear:
+        raise ShardingError(
+            f"{name or 'the model'!r} ({type(module).__name__}) has a method {method}, and only its constructor knows "
+            "how to call it, and what else to do: write init_weights(model, function). function(module) is called with "
+            f"every module, children first, as by model.apply(function), and may be model.{method}"
+        )
     for key, child in module._modules.items():
         if child is not None:
-            yield from _without_method(join_names(prefix, key), child, names)
+            _refuse_unclear(child, join_names(name, key), needed, is_clear=is_clear)
 
 
-# -- around it --------------------------------------------------------------------------------------------------------
+def _refuse_left(names: Sequence[str], model: nn.Module, what: str) -> None:
+    """Raise if the initialisation has left anything of `names`, which it was to fill."""
+    if names:
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        kind = type(model.get_submodule(names[0].rpartition(".")[0])).__name__
+        raise ShardingError(
+            f"the initialisation leaves {what} {', '.join(map(repr, names[:8]))}{more} without a value (the first is "
+            f"of a {kind}): wanted reset_parameters() of its module, init_weights() of a module around it, or a "
+            "function, init_weights(model, function), that is called with every module and fills it. Or load it: "
+            "load_safetensors, load_state_dict"
+        )
+
+
+# -- around a run -----------------------------------------------------------------------------------------------------
+
+
+def _stand_in(shard: ParamShard, device: torch.device) -> nn.Parameter:
+    """What stands for the whole parameter: NaN, which shows what is left; on meta nothing."""
+    data = torch.full(shard.layout.shape, math.nan, dtype=shard.dtype, device=device)
+    stand_in = nn.Parameter(data, requires_grad=shard.param.requires_grad)
+    stand_in.__dict__.update({key: value for key, value in vars(shard.param).items() if key != huggingface.INITIALISED})
+    return stand_in
+
+
+@contextlib.contextmanager
+def _standing_in(model: nn.Module, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+    """Inside, modules have `stand_ins` for parameters; under names that transformers ties to others, one of no use.
+
+    Raises:
+        ShardingError: at the end, if the initialisation has put another parameter in the place of one.
+    """
+    tied = {
+        join_names(prefix, name)
+        for prefix, module in modules_of(model)
+        if huggingface.is_transformers_model(module)
+        for name in huggingface.tied_names(module)
+    }
+    before = [(name, module, module._parameters) for name, module in modules_of(model) if module._parameters]
+    held: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
+    for name, module, params in before:
+        held[module] = {key: None if param is None else stand_ins[param] for key, param in params.items()}
+        for key, stand_in in held[module].items():
+            if stand_in is not None and join_names(name, key) in tied:
+                held[module][key] = nn.Parameter(torch.empty_like(stand_in, device="meta"))
+    try:
+        for module, params in held.items():
+            module.__dict__["_parameters"] = dict(params)
+        yield
+        for name, module, _ in before:
+            now = module._parameters
+            for key in (key for key in {**held[module], **now} if now.get(key) is not held[module].get(key)):
+                raise ShardingError(
+                    f"the initialisation puts another parameter in the place of {join_names(name, key)!r}, which the "
+                    "optimizer may have: write into it (torch.nn.init, param.copy_)"
+                )
+    finally:
+        for _, module, params in before:
+            module.__dict__["_parameters"] = params
 
 
 @contextlib.contextmanager
@@ -188,7 +336,7 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _kept(engine: Engine, model: nn.Module, names: set[str]) -> Iterator[None]:
+def _kept(engine: Engine, model: nn.Module, names: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Afterwards the buffers of `names` are on the device, and all others are what they were."""
     values = {buffer: buffer.clone() for name, buffer in buffers_of(model).items() if name not in names}
     before = [
@@ -211,22 +359,3 @@ def _kept(engine: Engine, model: nn.Module, names: set[str]) -> Iterator[None]:
                 if made is not None and not is_meta(made):
                     cast = dtype if made.is_floating_point() else None
                     module._buffers[key] = made.to(device=device, dtype=cast)
-
-
-@contextlib.contextmanager
-def _marked(module: nn.Module, root: nn.Module, room: Room, buffers: set[str]) -> Iterator[None]:
-    """Let transformers know what it shall leave alone, by the mark that ``from_pretrained`` uses.
-
-    That is what has its values, and, of tied weights, all names but the one that counts. Modules that were initialised
-    on meta, as under ``accelerate.init_empty_weights``, are not.
-    """
-    for each in modules_inside(module):
-        each.__dict__.pop(huggingface.INITIALISED, None)
-    kept = [buffer for name, buffer in buffers_of(root).items() if name not in buffers]
-    for tensor in (*kept, *room.kept_weights(module, huggingface.tied_names(module))):
-        setattr(tensor, huggingface.INITIALISED, True)
-    try:
-        yield
-    finally:
-        for tensor in kept:
-            tensor.__dict__.pop(huggingface.INITIALISED, None)

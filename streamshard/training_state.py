@@ -203,9 +203,8 @@ def load_checkpoint(
         half = f"finish loading {path}, and half of it is loaded now: load again before going on"
         run_on_all_ranks(ranks, half, lambda: _read(plan, files, path, shows=ranks.is_first))
     for name, (each, engine) in parts.models.items():
-        if engine.empty is not None:
-            engine.empty.fill(plan.filled.get(name, ()))
-            compute_buffers(engine, each)
+        engine.fill(plan.filled.get(name, ()))
+        compute_buffers(engine, each)
     log.info("loaded %s in %.1f s", path, time.perf_counter() - began)
     for line in plan.left_out:
         log.info("%s: left out: %s", path, line)

@@ -210,16 +210,6 @@ MUTANTS: list[Mutant] = [
         Drop("for other in self.units[1:]:"),
         "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind matrix",
     ),
-    # a pass that is over moves the schedule of another on
-    Mutant(
-        "engine/engine",
-        "Engine.need",
-        Swap(
-            "if backward is not None and use.pass_ is backward.pass_ and not use.is_borrowed:",
-            "if backward is not None and not use.is_borrowed:",
-        ),
-        "invariants::test_a_pass_that_backward_has_left_is_not_begun_again",
-    ),
     # versions of the edge unit are not compared
     Mutant(
         "engine/engine",

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 
 from streamshard import StreamShard, init_weights, load_safetensors
 from streamshard.checkpoint.writer import CHUNK_BYTES
-from tests.engine.test_empty import on_meta
 from tests.models import Stack
 from tests.ranks import forkserver, warnings_are_errors
 from tests.reference import FP32
+from tests.test_meta_device import on_meta
 
 RANKS = 8
 WIDTH, LAYERS = 1024, 40

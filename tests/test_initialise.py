@@ -1,4 +1,4 @@
-"""Weights that a model initialises itself, sharded: the numbers of the unsharded model, on any number of ranks."""
+"""Weights that a model initialises itself, unit by unit: its own distributions, equal on any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from streamshard import StreamShard, init_weights, load_safetensors
 from streamshard.checkpoint import huggingface
 from streamshard.engine.handle import engine_of
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError
-from tests.engine.test_empty import on_meta
 from tests.families import bert, dinov2, gpt2, llama, mixtral, qwen3_vl_moe, t5
 from tests.models import DIM, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import EXACT, FP32, Call, assert_same, full_weights, lm_step
+from tests.test_meta_device import on_meta
 
 MODELS: list[Callable[[], Any]] = [Stack, NormStack, llama, gpt2, bert, t5, mixtral, dinov2, qwen3_vl_moe]
 
@@ -45,50 +45,62 @@ def _tiny_lm(module: nn.Module) -> None:
             block.down.weight.data.mul_(0.5)
         module.embedding.weight[3].zero_()
     elif isinstance(module, nn.LayerNorm):
-        module.weight = nn.Parameter(torch.ones(DIM))
+        nn.init.ones_(module.weight)
         module.bias.data[:] = torch.rand(DIM, dtype=module.bias.dtype)
 
 
-def plain(make: Callable[[], Any], seed: int) -> Any:
-    """The unsharded model, initialised by itself after ``torch.manual_seed(seed)``."""
+def plain(make: Callable[[], Any]) -> Any:
+    """The unsharded model, initialised by itself."""
     if make in (Stack, NormStack):
-        model = make()
-        torch.manual_seed(seed)
-        return model.apply(_reset)
+        return make().apply(_reset)
     with importlib.import_module("transformers.initialization").no_tie_weights():
         model = make()
     for module in model.modules():
         module.__dict__.pop(huggingface.INITIALISED, None)
     for name in model.all_tied_weights_keys:  # they get another's value, so transformers does not initialise them
         setattr(model.get_parameter(name), huggingface.INITIALISED, True)
-    torch.manual_seed(seed)
     model.initialize_weights()
     model.tie_weights()
     return model
+
+
+def assert_alike(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Constants and tables are equal, random numbers are of the same distribution, as far as its extent shows."""
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        value, other = value.detach(), found[name].to(value.dtype)
+        if value.unique().numel() == 1 and value.numel() > 1 or not value.is_floating_point():
+            assert torch.equal(other, value), name
+        elif value.numel() > 200 and not torch.equal(other, value):
+            assert 0.7 < float(other.std() / value.std()) < 1.4, name
+            assert abs(float(other.mean() - value.mean())) < 0.3 * float(value.std()), name
 
 
 def sharded_weights(context: RankContext, make: Callable[[], Any], **settings: Any) -> dict[str, Tensor]:
     """What `init_weights` makes of a model from meta; buffers too."""
     model: Any = StreamShard(on_meta(make), precision=FP32, **settings)
     init_weights(model, seed=5)
-    assert engine_of(model).empty is None
+    assert not engine_of(model).empty
     return {**model.full_state_dict(rank0_only=False), **dict(model.named_buffers())}
 
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_numbers_are_the_unsharded_models_on_any_number_of_ranks(ranks: RankPool, make: Callable[[], Any]) -> None:
-    """To the bit: of torch's modules, and of transformers' classes, whatever touches whose weights; tables as well."""
-    model = plain(make, seed=5)
-    wanted = {**model.state_dict(), **dict(model.named_buffers())}
-    for world_size in (1, 3):
-        for found in ranks(world_size).run(sharded_weights, make):
-            assert_same(found, wanted, f"weights on {world_size} ranks", EXACT)
+def test_numbers_are_the_models_own_distribution_and_equal_on_any_number_of_ranks(
+    ranks: RankPool, make: Callable[[], Any]
+) -> None:
+    """Of torch's modules, and of transformers' classes, whatever touches whose weights; tables as well."""
+    first = ranks(1).run(sharded_weights, make)[0]
+    for found in ranks(3).run(sharded_weights, make):
+        assert_same(found, first, "weights on 3 ranks", EXACT)
+    torch.manual_seed(7)
+    model = plain(make)
+    assert_alike(first, {**model.state_dict(), **dict(model.named_buffers())})
 
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("settings", [{}, {"weight_slots": "all", "min_unit_size": "1MiB"}, {"units": [nn.LayerNorm]}])
-def test_a_function_sees_whole_weights_in_every_module(context: RankContext, settings: dict[str, Any]) -> None:
-    """As with ``apply``: it may assign, write through views and ``.data``, and go into other modules' weights."""
+def test_a_function_writes_to_whole_weights_of_whatever_module(context: RankContext, settings: dict[str, Any]) -> None:
+    """As with ``apply``: in place, through views and ``.data``, also to weights of modules inside."""
     for config in (TinyConfig(), TinyConfig(tied=True)):
         torch.manual_seed(3)
         other = torch.randn(3)
@@ -97,13 +109,95 @@ def test_a_function_sees_whole_weights_in_every_module(context: RankContext, set
         init_weights(model, _tiny_lm, seed=9)
         assert torch.equal(torch.randn(3), other)  # the generator is where it was
         reference = TinyLM(config)
-        torch.manual_seed(9)
         with torch.no_grad():
             reference.apply(_tiny_lm)
-        assert_same(full_weights(model), reference.state_dict(), "weights", EXACT)
+        found = full_weights(model)
+        assert_alike(found, reference.state_dict())
+        assert not found["embedding.weight"][3].any()
+        assert 0.008 < found["blocks.1.down.weight"].std() < 0.012
+        reference.load_state_dict(found, strict=False)
         tokens = token_batch(0, context.rank)
         torch.testing.assert_close(model(tokens), reference(tokens))
         lm_step(model, Call(0, context.rank, context.world_size, 1.0))
+
+
+class Block(nn.Module):
+    """A layer with an initialisation of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.gain = nn.Parameter(torch.ones(DIM))
+
+    def init_weights(self, std: float) -> None:
+        """Called by the model."""
+        nn.init.trunc_normal_(self.linear.weight, std=std)
+        nn.init.zeros_(self.linear.bias)
+        nn.init.ones_(self.gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> the same"""
+        return self.linear(x) * self.gain
+
+
+class Titan(nn.Module):
+    """As torchtitan's models: ``model.init_weights()`` goes into the layers and their parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(48, DIM)
+        self.layers = nn.ModuleDict({str(number): Block() for number in range(4)})
+        self.register_buffer("table", torch.arange(DIM).float(), persistent=False)
+
+    def init_weights(self, device: torch.device | None = None) -> None:
+        """All weights, and the table."""
+        with torch.device(device or self.table.device):
+            self.table = torch.arange(DIM).float()
+        nn.init.normal_(self.embedding.weight)
+        for number, layer in enumerate(self.layers.values(), 1):
+            layer.init_weights(0.1 / number)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[rows] -> [rows, DIM]"""
+        x = self.embedding(tokens) * self.table
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+@on_ranks(1, 3)
+def test_a_models_own_init_weights_is_called_and_no_other(context: RankContext) -> None:
+    """Not the ``reset_parameters`` of its parts. What it leaves out is named."""
+    model: Any = StreamShard(on_meta(Titan), precision=FP32)
+    init_weights(model, seed=5)
+    found = full_weights(model)
+    for number in range(4):
+        assert 0.08 / (number + 1) < found[f"layers.{number}.linear.weight"].std() < 0.12 / (number + 1)
+        assert not found[f"layers.{number}.linear.bias"].any()
+    assert torch.equal(model.table, torch.arange(DIM).float())
+    incomplete = on_meta(Titan)
+    incomplete.norm = on_meta(lambda: nn.LayerNorm(DIM))
+    incomplete = StreamShard(incomplete, precision=FP32)
+    with pytest.raises(ShardingError, match=r"leaves parameter 'norm.weight', 'norm.bias' without a value"):
+        init_weights(incomplete)
+
+
+@on_ranks(1, 2)
+def test_an_init_weights_that_takes_arguments_is_refused(context: RankContext) -> None:
+    """NanoGPT's constructor applies it to each module, and does more: nobody else knows."""
+
+    class NanoGPT(TinyLM):
+        def _init_weights(self, module: nn.Module) -> None:
+            _tiny_lm(module)
+
+    model: Any = StreamShard(on_meta(NanoGPT), precision=FP32)
+    with pytest.raises(ShardingError, match=r"'the model' \(NanoGPT\) has a method _init_weights.*be model._init_w"):
+        init_weights(model)
+    init_weights(model, model._init_weights)
+    assert not full_weights(model)["embedding.weight"][3].any()
+    layers: Any = StreamShard(on_meta(lambda: nn.Sequential(Block(), Block())), precision=FP32)
+    with pytest.raises(ShardingError, match=r"'0' \(Block\) has a method init_weights"):
+        init_weights(layers)
 
 
 @on_ranks(2)
@@ -112,19 +206,26 @@ def test_without_a_seed_it_is_rank_0s(context: RankContext) -> None:
     torch.manual_seed(40 + context.rank)
     model: Any = StreamShard(on_meta(Stack), precision=FP32)
     init_weights(model)
-    model.check_weights()
-    assert_same(full_weights(model), plain(Stack, 40).state_dict(), "weights", EXACT)
+    other: Any = StreamShard(on_meta(Stack), precision=FP32)
+    init_weights(other, seed=40)
+    assert_same(full_weights(model), full_weights(other), "weights", EXACT)
+    init_weights(another := StreamShard(on_meta(Stack), precision=FP32), seed=41)
+    assert not torch.equal(full_weights(another)["head.weight"], full_weights(model)["head.weight"])
 
 
 @on_ranks(1, 2)
-def test_weights_are_of_the_dtype_that_they_had(context: RankContext) -> None:
+def test_weights_are_drawn_in_the_dtype_that_they_had(context: RankContext) -> None:
     """Random numbers of 16 bits are others."""
     model: Any = StreamShard(on_meta(lambda: Stack().to(torch.bfloat16)), precision=FP32)
-    init_weights(model, seed=5)
-    reference = Stack().to(torch.bfloat16)
-    torch.manual_seed(5)
-    wanted = {name: value.float() for name, value in reference.apply(_reset).state_dict().items()}
-    assert_same(full_weights(model), wanted, "weights", EXACT)
+    dtypes = []
+
+    def init(module: nn.Module) -> None:
+        _reset(module)
+        dtypes.extend(param.dtype for param in module.parameters())
+
+    init_weights(model, init)
+    assert set(dtypes) == {torch.bfloat16}
+    assert all(torch.equal(value, value.bfloat16().float()) for value in full_weights(model).values())
 
 
 # ---------------------------------------------------------------------------------------------- what has values
@@ -149,42 +250,31 @@ def test_what_has_values_keeps_them(context: RankContext) -> None:
 
 
 @on_ranks(1, 2)
-def test_an_initialisation_may_read_what_was_loaded(context: RankContext) -> None:
-    """And what it has initialised before: then weights are gathered."""
+def test_an_initialisation_that_reads_another_units_weight_is_refused(context: RankContext) -> None:
+    """Which is on the meta device. It may read those of its unit that it has written to."""
 
-    class Scaled(nn.Linear):
+    class Chain(nn.Sequential):
         def __init__(self) -> None:
-            super().__init__(DIM, DIM)
-            self.magnitude = nn.Parameter(torch.ones(DIM))
+            super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
 
-        def reset_parameters(self) -> None:
-            with torch.no_grad():
-                self.weight.copy_(torch.randn(DIM, DIM))
-                self.bias.zero_()
-            if hasattr(self, "magnitude"):
-                self.magnitude.data = self.weight.norm(dim=1)
+    model: Any = StreamShard(on_meta(Chain), precision=FP32)
 
-    class Scaleds(nn.Sequential):
-        def __init__(self) -> None:
-            super().__init__(*(Scaled() for _ in range(4)))
+    def init(module: nn.Module) -> None:
+        _reset(module)
+        if isinstance(module, nn.Linear):
+            module.bias.copy_(module.weight.norm(dim=1))
+        elif reads:
+            module[3].weight.copy_(module[0].weight)
 
-        def reset_parameters(self) -> None:
-            with torch.no_grad():
-                self[3].weight.copy_(sum(self[number].weight for number in range(3)))
-
-    torch.manual_seed(0)
-    state = {name: torch.randn_like(value) for name, value in Scaleds().state_dict().items() if "magn" not in name}
-    model: Any = StreamShard(on_meta(Scaleds), precision=FP32)
-    model.load_state_dict(state, strict=False)
-    init_weights(model, seed=5)
+    reads = True
+    with pytest.raises(ShardingError, match="initialisation reads a weight that has no values now"):
+        init_weights(model, init)
+    with pytest.raises(ShardingError, match="'0.weight', and 7 more, is empty"):
+        model(vector_batch(0, 0))
+    reads = False
+    init_weights(model, init)
     found = full_weights(model)
-    for number in range(4):
-        torch.testing.assert_close(found[f"{number}.magnitude"], state[f"{number}.weight"].norm(dim=1))
-        assert torch.equal(found[f"{number}.weight"], state[f"{number}.weight"])
-    model = StreamShard(on_meta(Scaleds), precision=FP32)
-    init_weights(model, seed=5)
-    found = full_weights(model)
-    torch.testing.assert_close(found["3.weight"], sum(found[f"{number}.weight"] for number in range(3)))
+    torch.testing.assert_close(found["3.bias"], found["3.weight"].norm(dim=1))
 
 
 @on_ranks(1, 2)
@@ -197,7 +287,7 @@ def test_tables_that_no_file_has_are_computed(context: RankContext, make: Callab
         reference.save_pretrained(tmp_path)
     model: Any = StreamShard(on_meta(make), precision=FP32)
     assert load_safetensors(model, tmp_path).missing == []
-    assert engine_of(model).empty is None or not engine_of(model).empty.buffers()
+    assert not engine_of(model).empty
     assert_same(dict(model.named_buffers()), dict(reference.named_buffers()), "buffers", EXACT)
     assert_same(full_weights(model), reference.state_dict(), "weights", EXACT)
     tokens = torch.randint(1, 60, (2, 5), generator=torch.Generator().manual_seed(0))
@@ -229,7 +319,7 @@ def test_init_empty_weights_is_as_good_as_the_meta_device(
         model = make()
     model = StreamShard(model, precision=FP32)
     init_weights(model, seed=5)
-    assert_same(full_weights(model), plain(make, 5).state_dict(), "weights", EXACT)
+    assert_alike(model.full_state_dict(rank0_only=False), plain(make).state_dict())
     assert_same(dict(model.named_buffers()), dict(reference.named_buffers()), "buffers", EXACT)
 
 
@@ -321,16 +411,16 @@ def test_a_model_of_transformers_may_be_part_of_another(context: RankContext) ->
 
 
 @on_ranks(1, 2)
-def test_modules_that_nothing_initialises_are_named_before_anything_is(context: RankContext) -> None:
-    """With the function that would help."""
+def test_what_nothing_initialises_is_named(context: RankContext) -> None:
+    """With the function that would help. Then all is empty still."""
     model: Any = StreamShard(on_meta(TinyLM), precision=FP32)
     with pytest.raises(
-        ShardingError, match=r"how to initialise 'the model' \(TinyLM\): wanted a .*init_weights\(model"
+        ShardingError, match=r"leaves buffer 'scale' without a value .*of a TinyLM.*or a function, init_weights\(model"
     ):
         init_weights(model)
-    assert len(engine_of(model).empty.params()) == 53
-    with pytest.raises(ShardingError, match=r"the initialisation has left 'positions', 'scale' empty"):
-        init_weights(model, _reset)
+    with pytest.raises(ShardingError, match=r"leaves parameter 'positions'.* without a value .*of a TinyLM"):
+        init_weights(model, lambda module: (_reset(module), setattr(model, "scale", torch.ones(()))))
+    assert len(engine_of(model).empty) == 54
     init_weights(model, _tiny_lm)
     model(token_batch(0, 0))
 
@@ -342,17 +432,21 @@ IMPOSSIBLE: dict[str, tuple[Callable[[Any], object], str]] = {
         "written to parameter 'layers.0.linear.weight' by way of a list",
     ),
     "a part": (
-        lambda model: model.layers[0].linear.weight[:3].fill_(1.0),
-        "left elements of parameter 'layers.0.linear.weight' without a value",
+        lambda model: model.layers[0].linear.weight[:3].fill_(torch.nan),
+        "leaves parameter 'layers.0.linear.weight' without a value",
     ),
     "another shape": (
         lambda model: setattr(model.head, "weight", nn.Parameter(torch.ones(3))),
-        r"a tensor of shape \(3,\) in the place of parameter 'head.weight', which was \(1, 16\)",
+        "puts another parameter in the place of 'head.weight'",
     ),
-    "no parameter": (lambda model: setattr(model.head, "bias", None), "registers 'bias', which was a parameter"),
+    "other data": (
+        lambda model: setattr(model.head.weight, "data", torch.ones(3, device=model.head.weight.device)),
+        r"gives parameter 'head.weight' the shape \(3,\), which was \(1, 16\)",
+    ),
+    "no parameter": (lambda model: setattr(model.head, "bias", None), "in the place of 'head.bias'"),
     "a new one": (
         lambda model: model.head.register_parameter("scale", nn.Parameter(torch.ones(3))),
-        "registers 'scale', which was no parameter",
+        "in the place of 'head.scale'",
     ),
     "its own error": (lambda model: 1 / 0, "division by zero"),
 }
@@ -366,9 +460,10 @@ def test_what_an_initialisation_cannot_do_is_named(context: RankContext, what: s
     model: Any = StreamShard(on_meta(Stack), precision=FP32)
     model.kept = [model.layers[0].linear.weight]
     with pytest.raises((ShardingError, ZeroDivisionError), match=message):
-        init_weights(model, lambda module: init(module) if module is model else None)
+        init_weights(model, lambda module: (_reset(module), init(module) if module is model else None))
+    assert len(engine_of(model).empty) == 10
     init_weights(model, seed=5)
-    assert_same(full_weights(model), plain(Stack, 5).state_dict(), "weights", EXACT)
+    model(vector_batch(0, 0))
 
 
 @on_ranks(2)
@@ -383,6 +478,7 @@ def test_ranks_that_differ_are_heard_of_on_all(context: RankContext) -> None:
         init_weights(model, 3)  # type: ignore[arg-type]
 
     def fail(module: nn.Module) -> None:
+        _reset(module)
         if context.rank == 1:
             raise KeyError("mine")
 
@@ -393,19 +489,16 @@ def test_ranks_that_differ_are_heard_of_on_all(context: RankContext) -> None:
         for param in module.parameters(recurse=False):
             nn.init.normal_(param, generator=torch.Generator().manual_seed(context.rank))
 
-    with pytest.raises(RankMismatchError, match="initialised the model with different numbers"):
-        init_weights(model, draw)
     with pytest.raises(ShardingError, match=r"'layers.0.linear.weight', and 9 more, is empty"):
         model(vector_batch(0, 0))
-    init_weights(model, seed=5)
-    assert_same(full_weights(model), plain(Stack, 5).state_dict(), "weights", EXACT)
+    init_weights(model, draw)  # a unit's numbers are those of one rank
+    model.check_weights()
 
 
 @on_ranks(2)
 def test_what_failed_on_one_rank_is_undone_on_all(context: RankContext) -> None:
     """Weights and buffers are empty again, also where everything went well."""
     model: Any = StreamShard(on_meta(NormStack), precision=FP32)
-    buffers = dict(model.named_buffers())
 
     def fail(module: nn.Module) -> None:
         _reset(module)
@@ -416,11 +509,11 @@ def test_what_failed_on_one_rank_is_undone_on_all(context: RankContext) -> None:
 
     with pytest.raises((ShardingError, KeyError), match="mine"):
         init_weights(model, fail)
-    assert all(buffers[name] is buffer for name, buffer in model.named_buffers())
     with pytest.raises(ShardingError, match=r"'layers.0.linear.weight', and 22 more, is empty"):
         model(vector_batch(0, 0))
     init_weights(model, seed=5)
-    assert_same(full_weights(model), plain(NormStack, 5).state_dict(), "weights", EXACT)
+    model.check_weights()
+    assert_alike(full_weights(model), plain(NormStack).state_dict())
 
 
 @on_ranks(2)
@@ -433,7 +526,7 @@ def test_all_of_it_may_be_inside_the_meta_device(context: RankContext, tmp_path:
         init_weights(model, seed=5)
         other: Any = StreamShard(NormStack(), precision=FP32)
         load_safetensors(other, tmp_path)
-    assert_same(full_weights(model), plain(NormStack, 5).state_dict(), "weights", EXACT)
+    assert_alike(full_weights(model), plain(NormStack).state_dict())
     saved = load_file(tmp_path / "model.safetensors")
     found = full_weights(other)
     assert_same(found, {name: saved[name] for name in found}, "loaded weights", EXACT)
@@ -446,7 +539,9 @@ def test_replicas_have_the_same_numbers(context: RankContext) -> None:
     with torch.inference_mode():
         init_weights(model, seed=5)
     model.check_weights()
-    assert_same(full_weights(model), plain(Stack, 5).state_dict(), "weights", EXACT)
+    other: Any = StreamShard(on_meta(Stack), mesh=init_device_mesh("cpu", (1, 4)), precision=FP32)
+    init_weights(other, seed=5)
+    assert_same(full_weights(model), full_weights(other), "weights", EXACT)
 
 
 @on_ranks(1)
@@ -471,7 +566,7 @@ def test_adapters_on_meta_are_refused(context: RankContext) -> None:
     with torch.device("meta"):
         model.model.layers[0].self_attn.q_proj = Adapted(model.model.layers[0].self_attn.q_proj)
     model = StreamShard(model, precision=FP32)
-    with pytest.raises(ShardingError, match=r"q_proj.lora_B.default.(weight|bias)' is of an adapter that was made on"):
+    with pytest.raises(ShardingError, match=r"q_proj.lora_B' is an adapter that was made on"):
         init_weights(model)
 
 
@@ -479,9 +574,9 @@ def test_adapters_on_meta_are_refused(context: RankContext) -> None:
 def test_inside_a_forward_or_whole_parameters_it_is_refused(context: RankContext) -> None:
     """As whatever works with pieces."""
     model: Any = StreamShard(on_meta(Stack), precision=FP32)
-    with model.summon_full_params(), pytest.raises(ShardingError, match="init_weights inside summon_full_params"):
-        init_weights(model)
     with pytest.raises(ShardingError, match="not sharded"):
         init_weights(Stack())
     init_weights(model)
+    with model.summon_full_params(), pytest.raises(ShardingError, match="init_weights inside summon_full_params"):
+        init_weights(model)
     model(vector_batch(0, 0)).sum().backward()

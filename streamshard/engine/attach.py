@@ -18,7 +18,7 @@ from streamshard.engine.hooks import compute_in_fp32, watch
 from streamshard.engine.outside import BeforeSaving, LoadWhole, OutsideParameters, Place, ask, before_saving_all
 from streamshard.plan.discovery import FoundUnit, owners_of
 from streamshard.plan.fp32 import InFp32
-from streamshard.plan.structure import Structure, modules_inside, params_of
+from streamshard.plan.structure import Structure, modules_inside, modules_of, params_of
 from streamshard.unit.absent_weight import let_be_absent
 from streamshard.unit.unit import Member
 
@@ -60,11 +60,12 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
                 held = {param for module in own for param in module._parameters.values() if param is not None}
                 members[layer].add_absent(views[param] for param in held if places[param].unit == index)
     edge = engine.edge.add_member()
-    for module in modules_inside(root):
+    for name, module in modules_of(root):
         if owner.get(module, EDGE) == EDGE:
             _bind_views(edge, module, views, engine)
+        if module._parameters or module._buffers:
+            module.register_load_state_dict_pre_hook(LoadWhole(engine, name))
         if module._parameters:
-            module.register_load_state_dict_pre_hook(LoadWhole(engine))
             module.register_state_dict_pre_hook(BeforeSaving(engine))
     root.register_state_dict_pre_hook(before_saving_all)
     structure = Structure(root)

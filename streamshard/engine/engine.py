@@ -22,7 +22,7 @@ them, and adds up in the main grads; the edge unit, once, at the end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.autograd import Variable
@@ -31,7 +31,6 @@ from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Moment, Streams
 from streamshard.engine.buffer_sync import BufferSync
 from streamshard.engine.casts import Casts
-from streamshard.engine.empty import Empty
 from streamshard.engine.inputs import Inputs
 from streamshard.engine.passes import Backward, Forward, Pass, Use
 from streamshard.engine.reductions import Reductions
@@ -78,7 +77,7 @@ class Engine:
         why_slots: how many slots there are, and why, for reports.
         inputs: whether ranks may run out of them; another object while they may.
         is_whole: parameters hold whole tensors, for a while (``summon_full_params``).
-        empty: what has no values yet; None: everything has.
+        empty: names of parameters, then buffers, that were on the meta device and that nobody has given values since.
         turn_spans: the addresses of slots that units take turns in, first and last (exclusive) of each.
         turn_bytes: those between which all of them lie.
         delivers: False while gradients of a backward go to whom asked for them: parameters' own hooks are not called.
@@ -105,7 +104,7 @@ class Engine:
         self.casts = Casts(self.units, ranks)
         self.why_slots = ""
         self.is_whole = False
-        self.empty: Empty | None = None
+        self.empty: dict[str, None] = {}
         self.delivers = True
         self.backwards = 0  # that have begun
         self.step_lock = threading.RLock()
@@ -166,9 +165,20 @@ class Engine:
         Raises:
             ShardingError: names the first of them.
         """
-        if self.empty is not None:
-            self.empty.refuse(what)
-            self.empty = None
+        if self.empty:
+            first = next(iter(self.empty))
+            kind = "parameter" if any(first == shard.name for shard in self.param_shards) else "buffer"
+            more = f", and {len(self.empty) - 1} more," if len(self.empty) > 1 else ""
+            raise ShardingError(
+                f"{what}, but {kind} {first!r}{more} is empty: it was on the meta device, and nothing has given it "
+                "values since. Give it values on all ranks: load_safetensors(model, directory), load_checkpoint, "
+                "model.load_state_dict, init_weights(model), or by a function of yours, init_weights(model, function)"
+            )
+
+    def fill(self, names: Iterable[str]) -> None:
+        """Parameters and buffers of these names have values from now on."""
+        for name in names:
+            self.empty.pop(name, None)
 
     # -- forward --------------------------------------------------------------------------------------------------
 

@@ -173,9 +173,15 @@ def before_saving_all(root: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 class LoadWhole:
-    """Before ``load_state_dict`` copies: cut whole tensors into this rank's pieces."""
+    """Before ``load_state_dict`` copies: cut whole tensors into this rank's pieces, and note what has values now.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        engine: of the model.
+        name: of the module in the model.
+    """
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._name = name
         self._shards = {shard.param: shard for unit in engine.units for shard in unit.params}
         self._engine = engine
 
@@ -207,9 +213,11 @@ class LoadWhole:
                     "away, whole tensors are cut into pieces and copied"
                 )
             if param.shape == value.shape:
+                self._engine.fill([shard.name])
                 continue  # the whole, of which a piece takes its part
             what = shard.what(self._engine.ranks)
             if tuple(value.shape) == what.local_shape and piece_of(param) is not None:
+                self._engine.fill([shard.name])
                 piece = value.as_subclass(torch.Tensor).detach()
                 state_dict[name] = ShardedTensor.wrap(piece, Sharding.of_piece(what, is_weight=True))
                 continue
@@ -219,3 +227,7 @@ class LoadWhole:
                 f"{tuple(shard.piece.shape)}, from state_dict() on as many ranks"
             )
             state_dict[name] = param.detach()  # nothing is copied, and torch has nothing to say about shapes
+        for key, buffer in module._buffers.items():
+            value = None if key in module._non_persistent_buffers_set else state_dict.get(prefix + key)
+            if buffer is not None and isinstance(value, torch.Tensor) and value.shape == buffer.shape:
+                self._engine.fill([join_names(self._name, key)])

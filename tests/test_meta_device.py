@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import Precision, StreamShard, export_safetensors
+from streamshard import Precision, StreamShard, export_safetensors, init_weights
 from streamshard.engine.handle import engine_of
 from streamshard.errors import RankMismatchError, ShardingError
 from tests.models import DIM, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, adamw, assert_same, full_weights, lm_step, stack_step
+from tests.reference import FP32, Call, assert_same, full_weights, lm_step, stack_step
 
 
 def on_meta(make: Callable[[], nn.Module]) -> Any:
@@ -53,7 +53,7 @@ def test_room_is_made_under_the_very_parameters_of_a_model_on_meta(context: Rank
     torch.manual_seed(0)
     plain = TinyLM(TinyConfig(tied=True))
     model.load_state_dict(plain.state_dict())
-    model.scale.fill_(1.5)
+    init_weights(model, lambda module: model.scale.fill_(1.5))
     lm_step(model, Call(0, context.rank, context.world_size, 1.0))
     assert calls == [model.positions]
     (model.positions**2).sum().backward()  # a penalty on what it is, which autograd adds by itself
@@ -64,73 +64,53 @@ def test_room_is_made_under_the_very_parameters_of_a_model_on_meta(context: Rank
 
 @on_ranks(1, 2)
 def test_whatever_wants_values_names_what_has_none(context: RankContext, tmp_path: Path) -> None:
-    """Passes, steps, and what gives weights away. Clearing gradients, looking at parameters and reports is fine."""
+    """Passes, and what gives weights away. Looking at parameters and reports is fine."""
     model: Any = StreamShard(on_meta(Stack), precision=FP32)
     empty = r"parameter 'layers.0.linear.weight', and 9 more, is empty.*load_safetensors.*init_weights"
     assert_empty(model, "a forward, but " + empty)
     with pytest.raises(ShardingError, match=empty):
         model.layers[1](vector_batch(0, 0))
-    optimizer = adamw(model)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    with pytest.raises(ShardingError, match=r"AdamW.step\(\), but .*'layers.0.linear.weight'"):
-        optimizer.step()
-    optimizer.zero_grad()
     refused: dict[str, Callable[[], object]] = {
         "full_state_dict": model.full_state_dict,
         "check_weights": model.check_weights,
         "export_safetensors": lambda: export_safetensors(model, tmp_path),
         r"state_dict\(\)": model.state_dict,
+        "summon_full_params": lambda: model.summon_full_params().__enter__(),
     }
     for what, call in refused.items():
         with pytest.raises(ShardingError, match=f"{what}, but {empty}"):
             call()
     print(model.memory_report())
-    other: Any = StreamShard(Stack(), precision=FP32)
-    adamw(other).step()  # of another model
 
 
 @on_ranks(1, 2)
-def test_it_is_filled_by_whatever_writes_to_it(context: RankContext) -> None:
-    """The last one that is not is named; then it trains."""
+def test_it_is_filled_by_state_dicts_of_the_model_and_of_its_parts(context: RankContext) -> None:
+    """The first that has none is named; then it trains. A value of another shape fills nothing, buffers count too."""
     torch.manual_seed(0)
-    plain = Stack()
-    model: Any = StreamShard(on_meta(Stack), precision=FP32)
-    state = plain.state_dict()
-    model.load_state_dict({name: state[name] for name in list(state)[:4]}, strict=False)
-    assert_empty(model, r"'layers.2.linear.weight', and 5 more,")
-    with model.summon_full_params(writeback=True), torch.no_grad():
-        model.layers[2].linear.weight.copy_(state["layers.2.linear.weight"])
-    assert_empty(model, r"'layers.2.linear.bias', and 4 more,")
-    for name in list(state)[5:]:
-        with torch.no_grad():
-            ranges = model.local_ranges()[name]
-            model.get_parameter(name).view(-1).copy_(state[name].view(-1)[ranges.start : ranges.stop])
-    assert engine_of(model).empty is not None
-    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
-    assert engine_of(model).empty is None
-    assert_same(full_weights(model), dict(plain.named_parameters()), "weights")
-
-
-@on_ranks(1, 2)
-def test_buffers_have_to_be_filled_too(context: RankContext) -> None:
-    """In place, by assignment, or from a state dict. On the meta device they have no values, cast ones neither."""
-    other: Any = StreamShard(on_meta(TinyLM), precision=Precision(buffer_dtype=torch.float64))
-    assert other.scale.dtype is torch.float64
+    plain = NormStack()
     model: Any = StreamShard(on_meta(NormStack), precision=FP32)
     assert model.norms[0].running_mean.isnan().all()
-    state = NormStack().state_dict()
-    model.load_state_dict(
-        {name: value for name, value in state.items() if not name.startswith("norms.0.r")}, strict=False
-    )
-    assert_empty(model, r"buffer 'norms.0.running_mean', and 1 more, is empty")
-    model.norms[0].running_mean.zero_()
-    assert_empty(model, "buffer 'norms.0.running_var' is empty")
-    new = torch.ones(DIM)
-    while new._version < model.norms[0].running_var._version:
-        new.mul_(1.0)
-    model.norms[0].running_var = new
+    state = plain.state_dict()
+    model.load_state_dict({name: state[name] for name in list(state)[:4]}, strict=False)
+    assert_empty(model, r"parameter 'layers.2.linear.weight', and 15 more, is empty")
+    with pytest.raises(RuntimeError, match=r"has shape \(16, 16\), in the state dict it has \(3,\)"):
+        model.load_state_dict({"layers.2.linear.weight": torch.ones(3)}, strict=False)
+    assert_empty(model, r"parameter 'layers.2.linear.weight', and 15 more, is empty")
+    norm = {name: value for name, value in plain.norms[0].state_dict().items() if name != "running_var"}
+    model.norms[0].load_state_dict(norm, strict=False)
+    model.load_state_dict({name: value for name, value in state.items() if "norms.0" not in name}, strict=False)
+    assert_empty(model, r"buffer 'norms.0.running_var' is empty: .*init_weights\(model, function\)")
+    model.norms[0].load_state_dict({"running_var": torch.ones(DIM)}, strict=False)
+    assert not engine_of(model).empty
+    assert_same(full_weights(model), plain.state_dict(), "weights")
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+
+
+@on_ranks(1)
+def test_buffers_on_meta_are_of_the_dtype_that_was_asked_for(context: RankContext) -> None:
+    """As others are."""
+    model: Any = StreamShard(on_meta(TinyLM), precision=Precision(buffer_dtype=torch.float64))
+    assert model.scale.dtype is torch.float64
 
 
 @on_ranks(1, 2)
@@ -142,9 +122,7 @@ def test_one_layer_on_meta_is_empty_and_the_others_are_taken_over(context: RankC
     model.layers[2].to("meta")
     model = StreamShard(model, precision=FP32)
     assert_empty(model, r"'layers.2.linear.weight', and 1 more, is empty")
-    with torch.no_grad():
-        for param in model.layers[2].parameters():
-            param.zero_()
+    init_weights(model, lambda module: [param.zero_() for param in module.parameters()])
     for name, value in full_weights(model).items():
         assert torch.equal(value, before[name] * (not name.startswith("layers.2"))), name
 
@@ -164,7 +142,7 @@ def test_rank_0_has_values_for_ranks_that_have_none(context: RankContext, make: 
         for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
             ours.copy_(theirs)
     model = StreamShard(model, precision=FP32)
-    assert engine_of(model).empty is None
+    assert not engine_of(model).empty
     model.check_weights()
     assert_same(full_weights(model), plain.state_dict(), "weights")
     assert_same(dict(model.named_buffers()), dict(plain.named_buffers()), "buffers")
@@ -193,7 +171,7 @@ def test_ranks_without_values_have_caches_of_their_own(context: RankContext) -> 
     if context.rank:
         with pytest.raises(ShardingError, match="buffer 'cache' is empty"):
             engine_of(model).refuse_empty("a forward")
-        model.cache.zero_()
+    init_weights(model, lambda module: model.cache.zero_())
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
 
 
