@@ -62,8 +62,8 @@ class StreamShard(Uncopyable):
 
     The returned model is the one given: same class name, attributes, ``forward`` signature and state-dict names, and
     ``isinstance(model, StreamShard)``. Where it has a method or child by the name of one below, it keeps it, and ours
-    is ``StreamShard.name(model, ...)``. Outside forward and backward its parameters are this rank's pieces of the fp32
-    main weights (shape ``[1, .., 1, n]``, n may be 0), the very Parameter objects it had before, for any optimizer.
+    is ``StreamShard.name(model, ...)``. Outside forward and backward its parameters are the very Parameter objects it
+    had before, of the full shape to whoever asks. Their memory is this rank's piece of the fp32 main weights.
     What is frozen when the model is sharded has no main grads, and stays in the dtype that it came in. All ranks must
     freeze the same parameters, and call forward and backward the same number of times.
 

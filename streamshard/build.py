@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from streamshard.adapters import adapt_methods
 from streamshard.checkpoint import huggingface
@@ -51,13 +50,11 @@ from streamshard.plan.structure import (
 )
 from streamshard.unit.buffers import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.unit.grads import SegmentGrads, UnitGrads
-from streamshard.unit.optimizer_hooks import before_step
+from streamshard.unit.optimizer_hooks import watch_optimizers
 from streamshard.unit.shard import SegmentShard
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = ["shard_model"]
-
-register_optimizer_step_pre_hook(before_step)
 
 _TOGETHER_BYTES = 1 << 20  # of weights in one message: smaller ones take no less time
 _MOST_PADDING = 2  # times the elements that units have without `align_pieces_to`
@@ -122,6 +119,7 @@ def shard_model(
         engine.reductions.check = GradCheck(ordered, engine.ranks).check
     attach(base, module, checked.found, engine, checked.in_fp32)
     adapt_methods(module)
+    watch_optimizers()
     answer_for(engine)
     without = {shard.name for shard in engine.param_shards if shard.name in empty and shard.layout.numel}
     engine.empty = dict.fromkeys(name for name in params_of(module) if name in without)

@@ -19,7 +19,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, _get
 from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
 from streamshard.plan.structure import modules_inside
-from streamshard.unit.step_grads import end_step
+from streamshard.unit.sharded_parameter import end_step
 from streamshard.unit.unit import Member
 
 __all__ = [

@@ -212,10 +212,12 @@ class LoadWhole:
                     f"load_state_dict(assign=True) would replace the sharded parameter {shard.name!r}: leave assign "
                     "away, whole tensors are cut into pieces and copied"
                 )
+            what = shard.what(self._engine.ranks)
             if param.shape == value.shape:
                 self._engine.fill([shard.name])
-                continue  # the whole, of which a piece takes its part
-            what = shard.what(self._engine.ranks)
+                if piece_of(param) is not None and not isinstance(value, ShardedTensor):
+                    state_dict[name] = ShardedTensor.wrap(what.cut(value), Sharding.of_piece(what, is_weight=True))
+                continue
             if tuple(value.shape) == what.local_shape and piece_of(param) is not None:
                 self._engine.fill([shard.name])
                 piece = value.as_subclass(torch.Tensor).detach()

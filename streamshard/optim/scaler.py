@@ -14,7 +14,7 @@ import torch
 
 from streamshard.device import accelerator
 from streamshard.errors import ConfigError
-from streamshard.unit.step_grads import end_step
+from streamshard.unit.sharded_parameter import end_step
 
 __all__ = ["GradScaler"]
 

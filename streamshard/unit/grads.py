@@ -23,10 +23,9 @@ from streamshard.plan.memory import Category
 from streamshard.plan.segments import PlannedSegment
 from streamshard.unit.buffers import GradSlot, Ledger
 from streamshard.unit.shard import ParamShard
-from streamshard.unit.sharded_parameter import end_wait, let_wait
+from streamshard.unit.sharded_parameter import end_step, end_wait, let_wait
 from streamshard.unit.sharded_tensor import ShardedTensor
 from streamshard.unit.sharding import Sharding
-from streamshard.unit.step_grads import end_step
 
 __all__ = ["ParamGrad", "SegmentGrads", "UnitGrads"]
 
@@ -84,7 +83,7 @@ class ParamGrad:
         self.is_kept = grad is not None
         if grad is not None:
             self.shard.param.grad = None
-            if grad.data_ptr() != self.in_main.data_ptr():
+            if not grad.is_set_to(self.in_main):
                 self.in_main.copy_(grad)
 
     def disown(self) -> None:

@@ -1,4 +1,7 @@
-"""Norms of pieces: local while they are stacked, summed over ranks once somebody looks at the value."""
+"""Norms of pieces: each rank keeps its own while they are stacked. Reading a value sums it over ranks, once.
+
+So `torch.nn.utils.clip_grad_norm_` takes one collective, and not one for each gradient.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,18 @@ import torch
 from streamshard.comm.ranks import Ranks
 from streamshard.compiling import skip, untraced
 from streamshard.unit.global_ops import global_norm
-from streamshard.unit.op_kinds import OpKind, kind_of
+from streamshard.unit.questions import SHAPE, is_metadata, name_of
 
-__all__ = ["PartialNorm", "local_norm", "look_at_norms"]
+__all__ = ["NORMS", "PartialNorm", "full_norms", "order_of"]
+
+NORMS = frozenset((torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm))
+_PARTIAL = (torch.stack, torch.Tensor.to, torch.Tensor.detach)
 
 _AsTensors = torch._C.DisableTorchFunctionSubclass
-_PARTIAL = (torch.stack, torch.Tensor.to, torch.Tensor.detach)
-_PRINTING = ("__repr__", "__str__", "__format__")  # questions, but about the value
 
 
 class PartialNorm(torch.Tensor):
-    """The norm of one or more pieces on this rank. Looking at its value makes it the norm over all ranks: a collective.
+    """The norm of one or more pieces on this rank. Reading its value makes it the norm over all ranks: a collective.
 
     Shape [] for one piece, [k] for k stacked ones. Its memory is nan, for what would read it without asking.
     """
@@ -30,13 +34,13 @@ class PartialNorm(torch.Tensor):
     local: torch.Tensor
     order: float
     ranks: Ranks
-    _whole: torch.Tensor | None
+    _full: torch.Tensor | None
 
     @classmethod
     def wrap(cls, local: torch.Tensor, order: float, ranks: Ranks) -> PartialNorm:
         """`local`, of order `order` over this rank's elements, still to be reduced over ranks."""
         partial = _nan(local.dtype, local.device).expand(local.shape).as_subclass(cls)
-        partial.local, partial.order, partial.ranks, partial._whole = local, order, ranks, None
+        partial.local, partial.order, partial.ranks, partial._full = local, order, ranks, None
         return partial
 
     @classmethod
@@ -49,9 +53,8 @@ class PartialNorm(torch.Tensor):
 
     @classmethod
     def _answer(cls, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        kind = kind_of(func)
         with _AsTensors():
-            if kind is OpKind.QUESTION and func.__name__ not in _PRINTING:  # of its form
+            if is_metadata(func) or name_of(func) in SHAPE:
                 return func(*_swap(args, _local_of), **_swap(kwargs, _local_of))
             parts = list(args[0]) if func is torch.stack else args[:1]
             first = parts[0] if parts else None
@@ -59,34 +62,38 @@ class PartialNorm(torch.Tensor):
                 if func in _PARTIAL:
                     local = func(*_swap(args, _local_of), **_swap(kwargs, _local_of))
                     return first if local is first.local else cls.wrap(local, first.order, first.ranks)
-                if kind is OpKind.NORM and _is_norm_of_all(func, args, kwargs):
+                if func in NORMS and order_of(args, kwargs) == first.order != 0:
                     return global_norm(torch.linalg.vector_norm(first.local, first.order), first.order, first.ranks)
-            args, kwargs = _swap(args, _whole_of), _swap(kwargs, _whole_of)
-        return func(*args, **kwargs)  # what it is put together with may be pieces
+            args, kwargs = full_norms(args), full_norms(kwargs)
+        return func(*args, **kwargs)  # other arguments may be pieces
 
     def _adds_to(self, other: PartialNorm) -> bool:
-        return self._whole is None and self.order == other.order and self.ranks.group is other.ranks.group
+        return self._full is None and self.order == other.order and self.ranks.group is other.ranks.group
 
 
-def _is_norm_of_all(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def order_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The order that a norm of all elements was asked for; None for any other norm."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
-    return len(args) <= 2 and kwargs.get("dim") is None and (2.0 if order is None else order) == args[0].order != 0
+    others = (*args[2:], *(value for key, value in kwargs.items() if key not in ("input", "A", "x", "ord", "p")))
+    if any(value is not None and value is not False for value in others):
+        return None
+    return 2.0 if order in (None, "fro") else order
 
 
 def _local_of(norm: PartialNorm) -> torch.Tensor:
     return norm.local
 
 
-def _whole_of(norm: PartialNorm) -> torch.Tensor:
+def _full_of(norm: PartialNorm) -> torch.Tensor:
     """Reduced once: what is written into it stays there."""
-    if norm._whole is None:
-        norm._whole = global_norm(norm.local, norm.order, norm.ranks)
-    return norm._whole
+    if norm._full is None:
+        norm._full = global_norm(norm.local, norm.order, norm.ranks)
+    return norm._full
 
 
-def look_at_norms(value: Any) -> Any:
-    """`value`, or a list or dictionary of values, with what norms are over all ranks."""
-    return _swap(value, _whole_of)
+def full_norms(value: Any) -> Any:
+    """`value`, or a list or dictionary of values, with norms over all ranks in the place of each `PartialNorm`."""
+    return _swap(value, _full_of)
 
 
 def _swap(value: Any, tensor_of: Callable[[PartialNorm], torch.Tensor]) -> Any:
@@ -97,14 +104,6 @@ def _swap(value: Any, tensor_of: Callable[[PartialNorm], torch.Tensor]) -> Any:
     if type(value) is dict:
         return {key: _swap(item, tensor_of) for key, item in value.items()}
     return value
-
-
-def local_norm(piece: torch.Tensor, order: float) -> torch.Tensor:
-    """The norm of this rank's piece; of an empty one what does not count in a sum or a maximum."""
-    if piece.numel():
-        norm: torch.Tensor = torch.linalg.vector_norm(piece, order)
-        return norm
-    return piece.sum() + (math.inf if order < 0 else 0.0)  # in a graph where that of other ranks is
 
 
 @functools.cache

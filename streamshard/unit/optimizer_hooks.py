@@ -1,18 +1,19 @@
-"""Hooks of torch around the steps of the user's optimizers, and around the state of each.
+"""Steps of the user's optimizers, and the state of each.
 
-An optimizer that is known to work element by element steps on plain tensors, this rank's pieces (see
-`streamshard.unit.step_grads`), for which it has fast kernels. Any other raises at its first step, on all ranks:
-`WholeParameterOptimizer` runs it.
+An optimizer that is known to work element by element steps on plain tensors, this rank's pieces. Any other optimizer
+raises at its first step, on all ranks: `WholeParameterOptimizer` runs it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
@@ -20,45 +21,28 @@ from streamshard.compiling import skip, untraced
 from streamshard.errors import ShardingError
 from streamshard.unit.elementwise import BLOCK_NUMEL, find_patch, is_elementwise_class, works_in_blocks
 from streamshard.unit.pieces import Piece, mark_state, piece_of, unmark_state
-from streamshard.unit.sharded_parameter import refuse_unreduced
+from streamshard.unit.sharded_parameter import end_step, refuse_unreduced, show_plain
 from streamshard.unit.sharded_tensor import ShardedTensor
-from streamshard.unit.step_grads import end_step, show_plain
 
-__all__ = ["NUMBERS", "before_step", "sees_steps", "take_over_state"]
+__all__ = ["NUMBERS", "sees_steps", "take_over_state", "watch_optimizers"]
 
 _HOST_NUMBERS = ("step", "mu_product")
 NUMBERS = (*_HOST_NUMBERS, "eta", "mu")  # of a parameter that is one number itself, those that are no moments
 
 _SHARDING_OPTIMIZERS = ("ZeroRedundancyOptimizer", "DistributedFusedAdam", "DistributedFusedLAMB")
 
-
-class _Hooks(NamedTuple):
-    """The hooks of one optimizer: right before and right after its step, inside of all that the user has registered."""
-
-    before: RemovableHandle
-    after: RemovableHandle
-
-    def be_innermost(self, optimizer: Optimizer) -> None:
-        """Hooks that the user has registered meanwhile, which may take norms of gradients, see all of them."""
-        before: Any = optimizer._optimizer_step_pre_hooks  # ordered dicts, which torch declares as plain ones
-        after: Any = optimizer._optimizer_step_post_hooks
-        before.move_to_end(self.before.id)
-        after.move_to_end(self.after.id, last=False)
+# The optimizers of pieces that have stepped, each with its hook that runs right before the step itself.
+_seen: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
-_watched: WeakKeyDictionary[Optimizer, _Hooks] = WeakKeyDictionary()
+@functools.cache
+def watch_optimizers() -> None:
+    """From the first sharded model on, look at each optimizer before it steps."""
+    register_optimizer_step_pre_hook(_before_any_step)
 
 
 @skip
-def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Global hook before optimizer steps.
-
-    From the first one on the ``state_dict()`` of an optimizer of pieces holds `StatePiece`: saved on one rank it would
-    look like the whole.
-
-    Raises:
-        ShardingError: the optimizer is not known to work element by element; a gradient or state is no piece.
-    """
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     untraced(_look_at, optimizer, _closure_of(args, kwargs))
 
 
@@ -68,25 +52,30 @@ def _closure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _look_at(optimizer: Optimizer, closure: Any) -> None:
+    """From the first step on, the ``state_dict()`` of an optimizer of pieces holds `StatePiece`.
+
+    Raises:
+        ShardingError: the optimizer is not known to work element by element; a gradient or state is no piece.
+    """
     if hasattr(optimizer, "owner_of"):  # WholeParameterOptimizer: the optimizers inside it are looked at
         return
     params = _params_of(optimizer)
-    is_new = optimizer not in _watched
-    if is_new and all(piece_of(param) is None for param in params):
+    if optimizer not in _seen and all(piece_of(param) is None for param in params):
         return
     end_step(params)  # one that has failed
     if closure is None:
         refuse_unreduced(params, "an optimizer's step")
-    if not is_new:
-        _watched[optimizer].be_innermost(optimizer)
-        return
-    _refuse_unknown(optimizer)
-    take_over_state(optimizer)
-    hooks = _Hooks(optimizer.register_step_pre_hook(_before_step), optimizer.register_step_post_hook(_after_step))
-    hooks.be_innermost(optimizer)
-    _watched[optimizer] = hooks
-    optimizer.register_state_dict_post_hook(_mark_state)
-    optimizer.register_load_state_dict_pre_hook(_cut_loaded_state)
+    if optimizer in _seen:
+        _seen[optimizer].remove()
+    else:
+        _refuse_unknown(optimizer)
+        take_over_state(optimizer)
+        optimizer.register_state_dict_post_hook(_mark_state)
+        optimizer.register_load_state_dict_pre_hook(_cut_loaded_state)
+    # Hooks of the user's, which may take norms of gradients, run outside of the two: the last hook before the step
+    # itself, and what torch calls between the step itself and the hooks after it.
+    _seen[optimizer] = optimizer.register_step_pre_hook(_before_step)
+    optimizer._optimizer_step_code = functools.partial(_after_step, params)  # type: ignore[method-assign]
 
 
 def _refuse_unknown(optimizer: Optimizer) -> None:
@@ -153,9 +142,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 
 @skip
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _after_step(params: list[torch.Tensor]) -> None:
     """The step itself is over."""
-    untraced(end_step, _params_of(optimizer))
+    untraced(end_step, params)
 
 
 def sees_steps(optimizer: Optimizer) -> bool:
@@ -199,10 +188,14 @@ def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def _cut(optimizer: Optimizer, piece: Piece, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Those of the `values` kept for a parameter that are to be replaced by pieces of them."""
+    plain: dict[str, torch.Tensor] = {}
     changed: dict[str, torch.Tensor] = {}
     others = []
     for name, value in values.items():
-        if not isinstance(value, torch.Tensor) or isinstance(value, ShardedTensor):
+        if isinstance(value, ShardedTensor):  # made by the constructor
+            plain[name] = value.as_subclass(torch.Tensor)
+            continue
+        if not isinstance(value, torch.Tensor):
             continue
         if value.shape == piece.local_shape:
             continue
@@ -224,7 +217,7 @@ def _cut(optimizer: Optimizer, piece: Piece, values: Mapping[str, Any]) -> dict[
             f"optimizer state {(quantized or others)[0]!r} of {piece.name!r}, of the whole parameter, is quantized or "
             "kept for more than one element, and cannot be cut: begin with new moments"
         )
-    return changed
+    return plain | changed
 
 
 def _moved(values: Mapping[str, Any], group: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from streamshard.plan.segments import PlannedSegment
 from streamshard.plan.structure import is_meta
 from streamshard.unit.buffers import Ledger
 from streamshard.unit.pieces import Piece, refuse_saving
-from streamshard.unit.sharded_parameter import be_piece
+from streamshard.unit.sharded_parameter import be_piece, data_of
 
 __all__ = ["ParamShard", "SegmentShard"]
 
@@ -149,7 +149,7 @@ class SegmentShard:
         The user may have put other memory under a parameter (``p.data = ema``): then that is what is cast, and the main
         weights' own memory, which may be somebody's backup, is left alone.
         """
-        moved = [p for p in self.params if p.local.numel and p.param.data_ptr() != p.piece.data_ptr()]
+        moved = [p for p in self.params if p.local.numel and data_of(p.param).data_ptr() != p.piece.data_ptr()]
         if not moved:
             if self.compute is not self.main:
                 self.compute.copy_(self.main)

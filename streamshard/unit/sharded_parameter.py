@@ -1,18 +1,12 @@
-"""Sharded parameters outside of passes: what they are computed with knows that they are pieces.
+"""Sharded parameters outside of passes: the user's own Parameter objects, of which this rank has a piece each.
 
-Most who look at one want to write in place, to copy, to compare, or to hand it to an optimizer; a piece does for
-that. A penalty in a loss (``model.fc.weight.norm()``), or a log line, wants the whole's, and gets it; whoever computes
-with it as a layer would (``F.linear(x, layer.weight)``) takes the piece for the whole, and hears so (see
-`streamshard.unit.sharded_tensor`).
-
-Optimizers take their slow path for what is no plain Parameter, so while one steps its parameters are plain (see
-`streamshard.unit.step_grads`).
+A sharded parameter is a `ShardedTensor`. While an elementwise optimizer steps, its parameters and their gradients are
+plain: torch has fast kernels for plain tensors only.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -29,18 +23,18 @@ from streamshard.unit.unreduced_grad import UnreducedGrad
 __all__ = [
     "ShardedParameter",
     "be_piece",
-    "be_plain",
     "be_sharded",
     "be_whole",
     "data_of",
+    "end_step",
     "end_wait",
     "grad_of",
     "let_wait",
     "refuse_unreduced",
+    "show_plain",
 ]
 
 _AsTensors = torch._C.DisableTorchFunctionSubclass
-_NEW_PARAMETER = nn.Parameter.__new__.__code__
 # Each attribute goes through __torch_function__ unless it is looked up here; this one everybody asks for in each step.
 _grad: Any = torch._C.TensorBase.grad
 _data: Any = torch._C.TensorBase.data
@@ -57,10 +51,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
 
     @property
     def sharding(self) -> Sharding:  # type: ignore[override]  # others are told
-        """What it is of the whole."""
-        return self._sharding()
-
-    def _sharding(self) -> Sharding:
+        """What it is a piece of."""
         return Sharding.of_piece(self.piece, is_weight=True)
 
     @property
@@ -78,32 +69,25 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         Else nobody would notice that passes under way compute with some weights from before it.
         """
         with _AsTensors():
-            return ShardedTensor.wrap(self.detach(), untraced(self._sharding))
+            return ShardedTensor.wrap(self.detach(), untraced(_sharding_of, self))
 
     @data.setter
     @skip
     def data(self, data: torch.Tensor) -> None:
+        self._check("data", data)
         with _AsTensors():
-            piece = self.piece
-            if isinstance(data, ShardedTensor):
-                data = _formed(data, self)
-            elif tuple(data.shape) == piece.shape != piece.local_shape:
-                raise ShardingError(
-                    f"{piece.name!r} was given whole data, {piece.shape}, of which this rank keeps "
-                    f"{piece.local_shape}: copy them, p.data.copy_(whole)"
-                )
             _data.__set__(self, data)
 
     @property
     @skip
     def grad(self) -> torch.Tensor | None:
-        """The gradient. What autograd has put there knows from now on what it is."""
+        """The gradient. What autograd has put there, of a penalty, is a `ShardedTensor` from now on."""
         if _unreduced and (unreduced := _unreduced.get(self)) is not None:
             return unreduced
         with _AsTensors():
             grad: torch.Tensor | None = _grad.__get__(self)
             if type(grad) is torch.Tensor:
-                self._recognise(grad)
+                ShardedTensor.wrap(grad, Sharding.of_piece(self.piece, is_weight=False))
             return grad
 
     @grad.setter
@@ -111,17 +95,11 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     def grad(self, grad: torch.Tensor | None) -> None:
         if isinstance(grad, UnreducedGrad):
             grad.refuse("param.grad = ...")
+        if isinstance(grad, torch.Tensor):
+            self._check("grad", grad)
         end_wait(self)
         with _AsTensors():
-            if type(grad) is torch.Tensor and grad.shape != self.shape:
-                self._cut(grad)
-            elif type(grad) is ShardedTensor and grad.shape != self.shape:
-                wanted = Sharding.of_piece(self.piece, is_weight=False)
-                if grad.sharding.is_like(wanted):  # else torch says what it thinks of it
-                    grad.data, grad.sharding = _formed(grad, self), wanted
             _grad.__set__(self, grad)
-            if type(grad) is torch.Tensor:
-                self._recognise(grad)
 
     @grad.deleter
     def grad(self) -> None:
@@ -129,61 +107,25 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         with _AsTensors():
             _grad.__delete__(self)
 
-    def _recognise(self, grad: torch.Tensor) -> None:
-        """The user may have put it there and keep it: he takes norms of it, and changes it in place."""
-        if grad.shape == self.shape:
-            ShardedTensor.wrap(grad, Sharding.of_piece(self.piece, is_weight=False))
-
-    def _cut(self, grad: torch.Tensor) -> None:
-        """A gradient of the whole's shape is this rank's piece of it from now on, wherever the user keeps it."""
-        piece = self.piece
-        if tuple(grad.shape) != piece.shape:
-            return  # torch says what it thinks of it
-        if grad._is_view() or grad.untyped_storage().nbytes() != grad.nbytes:
-            raise ShardingError(
-                f"the gradient of {piece.name!r} was set to a part of a buffer of your own, of the whole's shape "
-                f"{piece.shape}: this rank keeps {piece.local_shape} of it, which would no longer be the buffer's. Set "
-                "a clone() of it"
-            )
-        grad.data = piece.cut(grad)
-
-    @classmethod
-    @skip  # compiled functions break here: what other ranks have is not in their graphs
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """As any piece's, but for what would make another parameter of it."""
-        caller = sys._getframe(1)
-        if caller.f_code is _NEW_PARAMETER:  # torch would ask for another detach()
-            piece = args[0].piece
-            raise ShardingError(
-                f"nn.Parameter() of {piece.name!r}, of which StreamShard keeps only this rank's piece, "
-                f"{piece.local_shape} of {piece.shape}, would not know that it is one: clone the whole inside `with "
-                "model.summon_full_params():`, or keep param.detach().clone(), which knows"
-            )
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def __repr__(self) -> str:  # type: ignore[override]  # torch allows contents
-        """As any Parameter's."""
+    def _check(self, name: str, value: torch.Tensor) -> None:
+        """Raise unless `value` is a piece of the same elements."""
+        sharding = self.sharding
         with _AsTensors():
-            return f"Parameter containing:\n{self.as_subclass(torch.Tensor)!r}"
-
-    def __deepcopy__(self, memo: Any) -> ShardedTensor:
-        """A piece of the same, and no parameter."""
-        with _AsTensors():
-            copied = ShardedTensor.wrap(self.detach().clone().requires_grad_(self.requires_grad), self.sharding)
-        memo[id(self)] = copied
-        return copied
+            fits = value.sharding.is_like(sharding) if isinstance(value, ShardedTensor) else sharding.takes(value)
+        if not fits:
+            raise ShardingError(
+                f".{name} of parameter {self.piece.name!r} was set to a tensor of shape {tuple(value.shape)}, which is "
+                f"not this rank's {sharding}. torch.zeros_like(param) is a piece to write to. For full weights use "
+                "load_state_dict, for full tensors of any kind `with model.summon_full_params(writeback=True):`"
+            )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Not saved as if it were whole."""
+        """Not saved as if it were full."""
         refuse_pickle(self.piece)
 
 
-def _formed(piece: ShardedTensor, param: nn.Parameter) -> torch.Tensor:
-    """In the form of `param`: rows are flat where several were put one behind the other, and cut again."""
-    plain: torch.Tensor = piece.as_subclass(torch.Tensor).detach()
-    return plain.view(param.shape) if plain.numel() == param.numel() and piece.sharding.is_in_order else plain
+def _sharding_of(param: ShardedParameter) -> Sharding:
+    return param.sharding
 
 
 def be_piece(param: nn.Parameter, piece: Piece) -> None:
@@ -196,11 +138,10 @@ def be_piece(param: nn.Parameter, piece: Piece) -> None:
 def be_whole(param: nn.Parameter) -> None:
     """`param` is an ordinary one, for a while."""
     forget_piece(param)
-    be_plain(param)
+    _be_plain(param)
 
 
-def be_plain(param: torch.Tensor) -> None:
-    """A plain Parameter, while an optimizer steps."""
+def _be_plain(param: torch.Tensor) -> None:
     if type(param) is ShardedParameter:
         param.__class__ = nn.Parameter  # type: ignore[assignment]  # of which it was made
 
@@ -241,3 +182,44 @@ def refuse_unreduced(params: Iterable[torch.Tensor], what: str) -> None:
         for param in params:
             if (unreduced := _unreduced.get(param)) is not None:
                 unreduced.refuse(what)
+
+
+# -- during a step ----------------------------------------------------------------------------------------------------
+
+# Of steps under way: gradients that are plain, and those of parameters without elements, which have none meanwhile.
+_plain: list[torch.Tensor] = []
+_hidden: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
+
+
+def show_plain(params: Sequence[torch.Tensor]) -> None:
+    """Make `params` and their gradients plain, for an optimizer's step.
+
+    Kernels over lists of tensors (apex, DeepSpeed, Transformer Engine) skip what stands before an empty tensor, or
+    write beside it, and most pieces are empty where there are many ranks. So a piece without elements has no gradient
+    during a step. At all other times it has an empty one: ranks must take the same number of norms. See decision 14.
+    """
+    written = []
+    for param in params:
+        grad = param.grad
+        _be_plain(param)
+        if not isinstance(grad, ShardedTensor):
+            continue
+        written.append(param)
+        grad.__class__ = torch.Tensor  # type: ignore[assignment]  # of which it was made
+        _plain.append(grad)
+        if not param.numel() and piece_of(param) is not None:
+            _hidden[param] = grad
+            param.grad = None
+    torch.autograd.graph.increment_version(written)
+
+
+def end_step(params: Iterable[torch.Tensor]) -> None:
+    """Parameters and gradients are pieces again: after the step, and if the step has failed, when somebody asks."""
+    while _plain:
+        _plain.pop().__class__ = ShardedTensor
+    for param in params:
+        if type(param) is nn.Parameter:
+            grad = _hidden.pop(param, None) if _hidden else None
+            if grad is not None:
+                param.grad = grad
+            be_sharded(param)

@@ -1,35 +1,35 @@
-"""Gradients and weights that know that they are pieces: what is asked of them is answered for the whole, or refused.
+"""Parameters and gradients of which this rank has one piece, and the closed list of operations on them.
 
-``torch.nn.utils.clip_grad_norm_`` on sharded parameters would silently clip each rank by its own piece, and a penalty
-``weight.norm()`` would train with that of the piece. A `ShardedTensor` is, to whoever asks, as large as the whole. It
-answers every norm with a `PartialNorm`, which stays local while norms are stacked and is summed over ranks, once, when
-somebody takes the norm of the norms or looks at the value. What is computed from it element by element, views of it,
-rows and slices are `ShardedTensor` too, sums and maxima are those of all ranks, and whatever else would take the piece
-for the whole raises. All of it may be differentiated (see `streamshard.unit.global_ops`).
+A piece answers questions about shape for the full tensor. Elementwise operations give pieces again. Sums, norms and
+extremes of all elements are those of the full tensor: collectives, which all ranks must call. Every other operation
+raises and names the parameter. So nothing takes a piece for the full tensor, and `torch.nn.utils.clip_grad_norm_`,
+penalties in a loss, averages of weights and log lines are right.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, cast
 
 import torch
+from torch.autograd import Function
 
 from streamshard.compiling import skip, untraced
 from streamshard.errors import ShardingError
-from streamshard.unit.global_ops import global_extreme, global_mean, global_norm, global_sum, part_of, replicate
-from streamshard.unit.norms import PartialNorm, local_norm, look_at_norms
-from streamshard.unit.op_kinds import OpKind, is_attribute, kind_of
+from streamshard.unit.global_ops import global_extreme, global_norm, global_sum
+from streamshard.unit.norms import NORMS, PartialNorm, full_norms, order_of
 from streamshard.unit.pieces import StatePiece, holds_pieces, piece_of
+from streamshard.unit.questions import SHAPE, is_metadata, name_of, names
 from streamshard.unit.sharding import Sharding
 from streamshard.unit.unreduced_grad import UnreducedGrad, flat
 
 __all__ = ["ShardedTensor", "is_piece"]
 
 _AsTensors = torch._C.DisableTorchFunctionSubclass
+_Answer = Callable[[Callable[..., Any], "ShardedTensor", tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 class ShardedTensor(torch.Tensor):
@@ -38,7 +38,7 @@ class ShardedTensor(torch.Tensor):
     A gradient is fp32, of the shape of the sharded parameter, a view of the main grads.
 
     Attributes:
-        sharding: what it is of the whole.
+        sharding: what it is a piece of.
     """
 
     sharding: Sharding
@@ -47,7 +47,7 @@ class ShardedTensor(torch.Tensor):
     def wrap(cls, piece: torch.Tensor, sharding: Sharding) -> ShardedTensor:
         """`piece`, the same object, is a ShardedTensor from now on.
 
-        Another one would be a node of the graph, where that of ``p.expand_as(p)`` is expected.
+        Another object would be another node of the graph, where that of ``p.expand_as(p)`` is expected.
         """
         if type(piece) is not torch.Tensor:
             piece = piece.as_subclass(torch.Tensor)
@@ -61,28 +61,34 @@ class ShardedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """See `streamshard.unit.op_kinds` for what is told apart."""
-        kind = kind_of(func)
-        if kind is OpKind.QUESTION:  # first: torch asks each gradient for several things in each step
+        """Metadata first: torch asks each gradient for several things in each step."""
+        if func not in _answers:
+            untraced(_look_up, func)
+        answer = _answers[func]
+        if answer is None:
             with _AsTensors():
                 return func(*args, **(kwargs or {}))
         if UnreducedGrad in types or PartialNorm in types:
-            return NotImplemented  # they answer it: a list of both is no list of ours, and a norm is reduced first
-        return untraced(_answer, kind, func, args, kwargs or {})
+            return NotImplemented  # they answer: an unreduced gradient raises, a norm is reduced first
+        return untraced(_run, answer, func, args, kwargs or {})
 
-    def data_ptr(self) -> int:
-        """The address of its first element; safetensors writes to files what is there, and asks for nothing else."""
-        if self.sharding.ranks.world_size > 1 and sys._getframe(1).f_globals.get("__name__") == "safetensors.torch":
-            self.as_subclass(StatePiece).refuse()
+    def __repr__(self) -> str:  # type: ignore[override]  # torch allows contents
+        """Its values here, and what they are a piece of."""
         with _AsTensors():
-            return super().data_ptr()
+            values = repr(self.as_subclass(torch.Tensor))
+        if self.sharding.ranks.world_size == 1:
+            return values
+        return f"{values}\n({self.sharding.what}, {self.sharding})"
 
-    def __deepcopy__(self, memo: object) -> ShardedTensor:
-        """Optimizers keep clones of gradients, and people copy their state."""
-        return ShardedTensor.wrap(self.as_subclass(torch.Tensor).detach().clone(), self.sharding)
+    def __deepcopy__(self, memo: Any) -> ShardedTensor:
+        """A piece of the same: optimizers keep clones of weights and gradients, and people copy their state."""
+        with _AsTensors():
+            copied = self.as_subclass(torch.Tensor).detach().clone().requires_grad_(self.requires_grad)
+        memo[id(self)] = ShardedTensor.wrap(copied, self.sharding)
+        return cast(ShardedTensor, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """One rank's is whole and saved as a tensor; a piece is not saved as if it were the whole."""
+        """One rank's is full and saved as a tensor; a piece is not saved as if it were the full tensor."""
         if self.sharding.ranks.world_size == 1:
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
         self.as_subclass(StatePiece).refuse()
@@ -95,229 +101,204 @@ def is_piece(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, PartialNorm | StatePiece) or piece_of(tensor) is not None or holds_pieces(tensor)
 
 
-# -- what comes of a piece --------------------------------------------------------------------------------------------
-
-
-def _answer(kind: OpKind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     """All behind this runs without __torch_function__."""
-    piece = _first_of(args, kwargs)
+    piece = next(value for value in flat((*args, *kwargs.values())) if isinstance(value, ShardedTensor))
     with _AsTensors():
         if piece.sharding.ranks.world_size == 1:
             return func(*args, **kwargs)
-        if any(type(value) is PartialNorm for value in (*args, *kwargs.values())):  # as a number, ``alpha`` for one
-            args, kwargs = look_at_norms(args), look_at_norms(kwargs)
-        answer: Callable[..., Any] = _ANSWERS.get(kind, _refuse_op)
-        return answer(func, piece, args, kwargs)
+        return answer(func, piece, full_norms(args), full_norms(kwargs))  # a norm may be a number, such as ``alpha``
+
+
+# -- elementwise ------------------------------------------------------------------------------------------------------
 
 
 def _elementwise(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    others = (*args[1:], *kwargs.values())
-    is_alone = args and (args[0] is piece or type(args[0]) is list) and not any(map(_has_elements, others))
-    if not is_alone and func.__name__ in ("to", "type_as"):  # of another's dtype and device alone
-        result = func(args[0], *map(_as_plain, args[1:]), **{key: _as_plain(value) for key, value in kwargs.items()})
-        return _known(func, result, args, {}) if args[0] is piece else result
-    if not is_alone:
-        args, kwargs = _fit(func, args, kwargs)
-    return _known(func, func(*args, **kwargs), args, kwargs)
+    """Of numbers, and of tensors that have an element for each of this rank's. New tensors are pieces."""
+    values = (*args, *kwargs.values())
+    if not func.__name__.startswith("_foreach_"):
+        sharding = _common(func, values)
+        return _wrapped(func(*args, **kwargs), sharding, values)
+    lists = [value for value in values if isinstance(value, list | tuple)]
+    others = [value for value in values if not isinstance(value, list | tuple)]
+    rows = [(*row, *others) for row in zip(*lists, strict=True)]
+    shardings = [_common(func, row) for row in rows]
+    results = func(*args, **kwargs)
+    if not isinstance(results, list | tuple):
+        return results
+    return type(results)(_wrapped(*each) for each in zip(results, shardings, rows, strict=True))
 
 
-def _has_elements(value: Any) -> bool:
-    """Others than a number, of which nobody asks for a gradient."""
-    if isinstance(value, torch.Tensor):
-        return value.ndim > 0 or value.requires_grad
-    return isinstance(value, list | tuple) and any(map(_has_elements, value))
+def _wrapped(result: Any, sharding: Sharding | None, values: Iterable[Any]) -> Any:
+    is_new = isinstance(result, torch.Tensor) and not any(result is value for value in flat(values))
+    if sharding is None or not is_new or isinstance(result, ShardedTensor):
+        return result
+    return ShardedTensor.wrap(result, sharding)
 
 
-def _as_plain(value: Any) -> Any:
-    return value.as_subclass(torch.Tensor) if isinstance(value, ShardedTensor) else value
-
-
-def _fit(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """What is put together element by element: of what every rank has whole, what belongs to its piece.
+def _common(func: Callable[..., Any], values: Iterable[Any]) -> Sharding | None:
+    """What all pieces in `values` are pieces of; None if there are none.
 
     Raises:
-        ShardingError: this rank has other elements of one piece than of another, or a shape goes with neither.
+        ShardingError: two pieces have other elements on some rank, or a tensor is no piece and no number.
     """
-    if not func.__name__.startswith("_foreach_"):
-        written = args[0] if args and _is_in_place(func) else kwargs.get("out")
-        fitted = _Fit(func, (*args, *kwargs.values()), written)
-        return tuple(map(fitted, args)), {key: fitted(value) for key, value in kwargs.items()}
-    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
-    in_place = args[0] if _is_in_place(func) else None
-    fits = [_Fit(func, values, values[0] if in_place else None) for values in zip(*lists, strict=False)]
-
-    def each(value: Any) -> Any:
-        if value is in_place or not (isinstance(value, list | tuple) and len(value) == len(fits)):
-            return value
-        return [fitted(item) for fitted, item in zip(fits, value, strict=True)]
-
-    return tuple(map(each, args)), {key: each(value) for key, value in kwargs.items()}
-
-
-class _Fit:
-    """Makes what is put together by `func` with the largest piece of `values` fit it; `written` is changed in place."""
-
-    def __init__(self, func: Callable[..., Any], values: Sequence[Any], written: Any) -> None:
-        self._func = func
-        self._written = written
-        pieces = [value for value in values if isinstance(value, ShardedTensor)]
-        self._target: ShardedTensor | None = None
-        if isinstance(written, ShardedTensor):
-            self._target = written
-        elif pieces:
-            self._target = max(pieces, key=_extent)
-            if isinstance(written, torch.Tensor) and written.shape != self._target.shape:
-                _refuse_op(func, self._target)
-
-    def __call__(self, value: Any) -> Any:
-        target = self._target
-        if target is None or not isinstance(value, torch.Tensor) or value is target or value is self._written:
-            return value
-        if isinstance(value, ShardedTensor):
-            self._check_same(value)
-            is_other_form = value.shape != target.shape and value.numel() == target.numel()
-            return value.view(target.shape) if is_other_form else value
-        ranks, sharding = target.sharding.ranks, target.sharding
-        is_differentiated = torch.is_grad_enabled() and value.requires_grad
-        if is_differentiated and not value.ndim:
-            return replicate(value, ranks)
-        is_whole = sharding.whole is not None and value.shape == sharding.whole.shape
-        if not is_differentiated and (value.numel() == 1 or value.shape == target.shape):
-            if value.numel() > 1 and not is_whole and sharding.is_ambiguous(value.shape):
-                _refuse_op(self._func, target)
-            return value
-        if not sharding.takes(value.shape) or target.shape != sharding.local_shape:
-            if value.shape == target.shape:
-                return value
-            _refuse_op(self._func, target)
-        if is_differentiated:
-            whole = value.expand(sharding.whole.shape)  # type: ignore[union-attr]  # it takes the shape
-            return part_of(whole, sharding.runs, ranks).view(target.shape)
-        return sharding.cut(value)
-
-    def _check_same(self, value: ShardedTensor) -> None:
-        target = self._target
-        assert target is not None
-        mine, other = target.sharding, value.sharding
-        if mine is other or mine.is_like(other):
-            return
-        (first, its), (second, others) = (_elements_of(each) for each in (mine, other))
-        if its == others:  # in another order
-            _refuse_op(self._func, target)
-        raise ShardingError(
-            f"{_name_of(self._func)}() of {first} and {second}, or what was computed from them, outside of a forward: "
-            f"of the first this rank has the elements {its}, of the second {others}. Compute with both in the model's "
-            "forward, or inside `with model.summon_full_params():`"
-        )
+    tensors = [value for value in flat(values) if isinstance(value, torch.Tensor)]
+    pieces = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
+    for tensor in tensors if pieces else ():
+        if isinstance(tensor, ShardedTensor):
+            if not tensor.sharding.is_like(pieces[0].sharding):
+                _refuse(func, pieces[0], f"{tensor.sharding.what} is cut at other places ({tensor.sharding})")
+        elif tensor.ndim == 0:
+            if tensor.requires_grad and torch.is_grad_enabled():
+                _refuse(func, pieces[0], "The other number needs a gradient, which no rank has in full: detach() it")
+        elif not pieces[0].sharding.takes(tensor):
+            shape = tuple(tensor.shape)
+            made = "p.detach().clone() and torch.zeros_like(p) are pieces"
+            _refuse(func, pieces[0], f"The other tensor, {shape}, is no piece of the same elements: {made}")
+    return pieces[0].sharding if pieces else None
 
 
-def _extent(piece: ShardedTensor) -> int:
-    """Of the whole: of one number for each row it is less, also where this rank has none."""
-    return piece.numel() if piece.sharding.whole is None else piece.sharding.whole.numel()
+def _draw(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Random numbers: those of the full tensor, of which this rank keeps its own.
+
+    If each rank drew for its piece, ranks with one seed would get the same numbers for different elements.
+    """
+    sharding = piece.sharding
+    full = torch.empty(sharding.whole.shape, dtype=piece.dtype, device=piece.device)
+    args = [full if value is piece else value for value in args]
+    drawn = func(*args, **{key: full if value is piece else value for key, value in kwargs.items()})
+    mine = drawn.detach().view(-1)[sharding.piece.start : sharding.piece.stop].view(piece.shape)
+    if not func.__name__.endswith("_"):
+        return ShardedTensor.wrap(mine.clone().requires_grad_(drawn.requires_grad), sharding)
+    with torch.no_grad() if getattr(func, "__module__", "") == "torch.nn.init" else contextlib.nullcontext():
+        piece.copy_(mine)
+    return piece
 
 
-def _elements_of(sharding: Sharding) -> tuple[str, str]:
-    runs = ", ".join(f"{start} to {stop}" for start, stop in sharding.runs[:3])
-    return repr(sharding.name) if sharding.name else "several parameters", f"{runs} of {_shape_of(sharding)}"
+def _flatten(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    if kwargs or args[1:] not in ((), (-1,), ((-1,),), ([-1],)) or (len(args) == 1) != (func.__name__ in _FLATTENS):
+        _refuse(func, piece)
+    return ShardedTensor.wrap(piece.view(-1), piece.sharding._replace(is_flat=True))
 
 
-def _shape_of(sharding: Sharding) -> object:
-    return "those selected" if sharding.whole is None else tuple(sharding.whole.shape)
+# -- questions --------------------------------------------------------------------------------------------------------
 
 
-def _is_in_place(func: Callable[..., Any]) -> bool:
-    name = func.__name__
-    return name.endswith("_") and not name.endswith("__") or name.startswith("__i")
+def _shape(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def full(value: Any) -> Any:
+        return value.sharding.whole.to(value.dtype) if isinstance(value, ShardedTensor) else value
+
+    return func(*map(full, args), **{key: full(value) for key, value in kwargs.items()})
 
 
-def _known(func: Callable[..., Any], result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What an elementwise operation gave. New tensors are pieces: people write ``(2 * p.grad).float().norm()``."""
-    if isinstance(result, torch.Tensor):
-        if isinstance(result, ShardedTensor) or args and result is args[0] or result is kwargs.get("out"):
-            return result
-        pieces = (value for value in flat((*args, *kwargs.values())) if isinstance(value, ShardedTensor))
-        return _derived(func, result, max(pieces, key=_extent))
-    if isinstance(result, list | tuple) and not func.__name__.endswith("_"):
-        if not func.__name__.startswith("_foreach_"):
-            piece = _first_of(args, kwargs)
-            return type(result)(_derived(func, item, piece) for item in result)
-        lists = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple) and len(arg) == len(result)]
-        known = list(result)
-        for values in reversed(lists):
-            for position, value in enumerate(values):
-                if isinstance(value, ShardedTensor):
-                    known[position] = _derived(func, result[position], value)
-        return type(result)(known)
+def _number(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """The value of a parameter that is one number: one rank has it. Collective."""
+    if piece.sharding.piece.place.numel != 1:
+        if func.__name__ == "__format__":
+            return format(repr(piece), *args[1:])
+        _refuse(func, piece)
+    return func(_total(piece.as_subclass(torch.Tensor).detach(), piece), *args[1:], **kwargs)
+
+
+def _total(local: torch.Tensor, piece: ShardedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return global_sum(local.sum(dtype=dtype), piece.sharding.ranks)
+
+
+def _norm(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    given = order_of(args, kwargs)
+    is_of_matrix = func is torch.linalg.norm and not piece.sharding.is_flat and len(piece.sharding.piece.shape) > 1
+    if given is None or given == "nuc" or is_of_matrix and (len(args) > 1 or kwargs.get("ord") not in (None, "fro")):
+        _refuse(func, piece, _ALONG if given is None else _RIGHT)
+    return _norm_of(func, piece, float(given))
+
+
+def _foreach_norm(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    order = order_of(args, kwargs)
+    if order is None:
+        _refuse(func, piece)
+    norm = torch.linalg.vector_norm
+    return [_norm_of(func, each, order) if isinstance(each, ShardedTensor) else norm(each, order) for each in args[0]]
+
+
+def _norm_of(func: Callable[..., Any], piece: ShardedTensor, order: float) -> torch.Tensor:
+    if order < 0:
+        _refuse(func, piece)
+    local, ranks = piece.as_subclass(torch.Tensor), piece.sharding.ranks
+    norm = torch.linalg.vector_norm(local, order) if local.numel() else local.sum()
+    if not norm.requires_grad:
+        return PartialNorm.wrap(norm, order, ranks)
+    found = global_norm(norm, order, ranks)
+    return _without_gradient(found, func, piece) if order in (0, math.inf) else found
+
+
+def _reduce(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """One number of all elements. Collective."""
+    name, ranks, local = func.__name__, piece.sharding.ranks, piece.as_subclass(torch.Tensor)
+    if name in _OF_TWO:
+        _common(func, (*args, *kwargs.values()))
+        if name == "dot":
+            return _total(torch.mul(*args, **kwargs), piece)
+        holds = func(*args, **kwargs)  # of no elements it does
+        return bool(global_extreme(torch.tensor(float(holds), device=piece.device), largest=False, ranks=ranks))
+    dtype = kwargs.get("dtype")
+    others = (*args[1:], *(value for key, value in kwargs.items() if key not in ("input", "dtype")))
+    if any(value is not None and value is not False for value in others):
+        _refuse(func, piece, _ALONG)
+    if name in ("sum", "nansum"):
+        return _total(local.nan_to_num(0.0) if name == "nansum" else local, piece, dtype)
+    if name == "mean":
+        return _total(local, piece, dtype) / piece.sharding.piece.place.numel
+    if name == "count_nonzero":
+        return _total(local != 0, piece)
+    values = local.detach().to(torch.promote_types(local.dtype, torch.float32))
+    if name in ("any", "all"):
+        values = (local != 0).float()
+    largest = name in ("max", "amax", "any")
+    worst = -math.inf if largest else math.inf
+    own = (values.amax() if largest else values.amin()) if values.numel() else values.new_full((), worst)
+    found = global_extreme(own, largest=largest, ranks=ranks)
+    if name in ("any", "all"):
+        return found > 0 if name == "any" else found != 0
+    return _without_gradient(found.to(local.dtype), func, piece)
+
+
+class _NoGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, local: torch.Tensor, refuse: Callable[[], NoReturn]) -> torch.Tensor:
+        ctx.refuse = refuse
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.refuse()
+
+
+def _without_gradient(value: torch.Tensor, func: Callable[..., Any], piece: ShardedTensor) -> torch.Tensor:
+    """`value`; a backward through it raises."""
+    refuse = functools.partial(_refuse, func, piece, "Only sums, means and norms of order 1 and above have gradients")
+    result: torch.Tensor = _NoGradient.apply(value, piece.as_subclass(torch.Tensor), refuse)  # type: ignore[no-untyped-call]
     return result
 
 
-def _derived(func: Callable[..., Any], result: torch.Tensor, source: ShardedTensor) -> torch.Tensor:
-    """`result` has an element for each of `source`."""
-    if result.shape == source.shape:
-        return ShardedTensor.wrap(result, source.sharding)
-    if func.__name__ == "__get__":  # ``_base``: the main grads
-        return result
-    _refuse_op(func, source)
+# -- gradients --------------------------------------------------------------------------------------------------------
 
 
-def _form(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """A question about size: of the whole."""
-    if is_attribute(func, "nbytes"):
-        return _whole_of(piece).numel() * piece.itemsize
-    return func(*map(_whole_of, args), **{key: _whole_of(value) for key, value in kwargs.items()})
+def _check_finite(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """A loss scaler's check saw this rank's pieces only; an overflow anywhere must skip the step everywhere."""
+    result = func(*args, **kwargs)
+    piece.sharding.ranks.all_reduce(args[1], maximum=True, with_replicas=True)
+    return result
 
 
-def _whole_of(value: Any) -> Any:
-    """On the meta device."""
-    if not isinstance(value, ShardedTensor):
-        return value
-    if value.sharding.whole is None:
-        refuse_selected(value)
-    return value.sharding.whole
-
-
-def _view(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The same elements in another form, of the whole's."""
-    if args[0] is not piece:  # what every rank has, in the form of a piece
-        whole = piece.sharding.whole
-        is_whole = whole is not None and (args[0].numel() == whole.numel() or func.__name__ == "expand_as")
-        return func(*map(_whole_of if is_whole else _as_plain, args), **kwargs)
-    if any(isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values())):
-        return _elementwise(func, piece, args, kwargs)
-    sharding = piece.sharding
-    if func.__name__.endswith("_") and func.__name__ != "__get__" or sharding.whole is None:
-        _refuse_op(func, piece)
-    whole = func(*map(_whole_of, args), **kwargs)
-    if whole.numel() != sharding.whole.numel():
-        _refuse_op(func, piece)
-    if sharding.is_in_order and whole.is_contiguous():
-        if whole.shape == sharding.whole.shape:
-            return ShardedTensor.wrap(piece.view(piece.shape), sharding)
-        viewed = sharding.viewed(whole)
-        return ShardedTensor.wrap(piece.reshape(viewed.local_shape), viewed)
-    if func.__name__ not in _EXCHANGES and not is_attribute(func, *_EXCHANGES):
-        _refuse_op(func, piece)
-    return ShardedTensor.wrap(func(*args, **kwargs), sharding.viewed(whole))
-
-
-_EXCHANGES = (
-    "permute",
-    "transpose",
-    "t",
-    "swapaxes",
-    "swapdims",
-    "movedim",
-    "moveaxis",
-    "adjoint",
-    "T",
-    "mT",
-    "H",
-    "mH",
-)
+def _hook(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """``register_hook``: a hook on a parameter is the engine's to refuse."""
+    if not isinstance(piece, torch.nn.Parameter):
+        _refuse(func, piece)
+    return func(*args, **kwargs)
 
 
 def _gradients(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """``torch.autograd.grad``: what is asked for pieces are pieces, the zeros that torch makes of nothing too."""
+    """``torch.autograd.grad``: gradients of pieces are pieces."""
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     grads = func(*args, **kwargs)
     for given, grad in zip((inputs,) if isinstance(inputs, torch.Tensor) else inputs, grads, strict=True):
@@ -326,285 +307,72 @@ def _gradients(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs
     return grads
 
 
-def _hook(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """``register_hook`` of what was computed: the gradient that it is given is a piece too."""
-    hook = args[1] if len(args) > 1 else kwargs["hook"]
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
-    def of_piece(grad: torch.Tensor) -> Any:
-        with torch._C._EnableTorchFunction():
-            changed = hook(ShardedTensor.wrap(grad.view_as(grad), piece_sharding))
-        return changed.as_subclass(torch.Tensor) if isinstance(changed, ShardedTensor) else changed
-
-    piece_sharding = piece.sharding._replace(is_weight=False)
-    return func(piece, hook if isinstance(piece, torch.nn.Parameter) else of_piece)
+_RIGHT = "Elementwise operations with numbers and pieces work, and norms, sum, mean, max, min, any, all of all elements"
+_ALONG = "Along a dimension it needs full rows or columns, and this rank may have parts of them"
+_VARIANCE = "With d = p.detach(), (d - d.mean()).square().sum() / (d.numel() - 1) is the variance of all elements"
 
 
-def _draw(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Random numbers: this rank's of those that the whole would get, where ranks' generators are in the same state.
+def _refuse(func: Callable[..., Any], piece: ShardedTensor, why: str = _RIGHT) -> NoReturn:
+    name, sharding = name_of(func).strip("_"), piece.sharding
+    why = _VARIANCE if name in ("std", "var", "std_mean", "var_mean") else why
+    with_grads = "" if sharding.is_weight else "with_grads=True"
+    raise ShardingError(
+        f"{name}() of {sharding.what} outside of its model's forward: this rank has only {sharding}. {why}. Call the "
+        f"model instead, or compute inside `with model.summon_full_params({with_grads}):`, where tensors are full"
+    )
 
-    Each rank's own would be the same numbers for all pieces then.
+
+def _refuse_saving(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> NoReturn:
+    piece.as_subclass(StatePiece).refuse()
+
+
+def _refuse_op(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> NoReturn:
+    _refuse(func, piece)
+
+
+# -- the closed list --------------------------------------------------------------------------------------------------
+
+# Functions, methods, attributes and, without the prefix ``_foreach_``, functions of lists. Underscores are stripped, so
+# a name stands for the in-place operation and the operator too.
+_ELEMENTWISE = names(
     """
-    sharding = piece.sharding
-    if not sharding.is_in_order or not piece.is_contiguous():
-        _refuse_op(func, piece)
-    whole = torch.empty(sharding.whole.shape, dtype=piece.dtype, device=piece.device)  # type: ignore[union-attr]
-    args = [whole if value is piece else value for value in args]
-    drawn = func(*args, **{key: whole if value is piece else value for key, value in kwargs.items()})
-    mine = sharding.cut(drawn).view(piece.shape)
-    if not func.__name__.endswith("_"):
-        return ShardedTensor.wrap(mine.requires_grad_(drawn.requires_grad), sharding)
-    with torch.no_grad() if getattr(func, "__module__", "") == "torch.nn.init" else contextlib.nullcontext():
-        piece.copy_(mine)
-    return piece
-
-
-def _foreach_norms(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    order = _order_of(func, piece, args, kwargs)
-    return [_norm_of(item, order) if isinstance(item, ShardedTensor) else local_norm(item, order) for item in args[0]]
-
-
-def _norm(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
-    return _norm_of(piece, _order_of(func, piece, args, kwargs))
-
-
-def _norm_of(piece: ShardedTensor, order: float) -> torch.Tensor:
-    local, ranks = piece.as_subclass(torch.Tensor), piece.sharding.ranks
-    if not (torch.is_grad_enabled() and local.requires_grad):
-        return PartialNorm.wrap(local_norm(local, order), order, ranks)
-    if order == 0:
-        return global_sum(local_norm(local, order), ranks)
-    if math.isinf(order):  # which rank has the largest is not known from norms
-        return global_extreme(local.abs(), largest=order > 0, ranks=ranks)
-    return global_norm(local_norm(local, order), order, ranks)
-
-
-def _reduce(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """One number over all ranks. A collective, like the value of a norm."""
-    name, ranks = func.__name__, piece.sharding.ranks
-    if len(args) > 1 and isinstance(args[1], torch.Tensor):
-        args, kwargs = _fit(func, args, kwargs)
-        if name in ("max", "min"):
-            return _known(func, func(*args, **kwargs), args, kwargs)
-        if args[0].numel() != args[1].numel():
-            _refuse_op(func, piece)
-    elif any(_is_given(value) for value in (*args[1:], *(kwargs[key] for key in kwargs if key in _ALONG))):
-        _refuse_op(func, piece, instead=_ALONG_A_DIMENSION)
-    local = piece.as_subclass(torch.Tensor)
-    if name in ("max", "min", "amax", "amin"):
-        return global_extreme(local, largest="max" in name, ranks=ranks)
-    if name in ("any", "all", "equal", "allclose"):
-        holds = bool(func(*args, **kwargs))
-        found = torch.tensor(holds is (name == "any"), dtype=torch.int32, device=piece.device)
-        ranks.all_reduce(found, maximum=True)
-        answer = found.bool() if name == "any" else ~found.bool()
-        return answer if name in ("any", "all") else bool(answer)
-    if name == "mean":
-        return global_mean(local, kwargs.get("dtype") or piece.dtype, ranks)
-    return global_sum(func(*args, **kwargs).as_subclass(torch.Tensor), ranks)
-
-
-_ALONG = ("dim", "axis", "keepdim", "keepdims", "other", "tensor", "out")
-
-
-def _is_given(value: object) -> bool:
-    """Not the default of `dim` or `keepdim`; dimension 0 is none."""
-    return value is not None and value is not False
-
-
-def _join(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Flat pieces one behind the other, for projections and flat vectors: each rank's part of the whole vector."""
-    parts = list(args[0] if args else kwargs["tensors"])
-    if not all(isinstance(part, ShardedTensor) and part.ndim == 1 and part.sharding.is_in_order for part in parts):
-        _refuse_op(func, piece)
-    return ShardedTensor.wrap(func(*args, **kwargs), Sharding.joined([part.sharding for part in parts]))
-
-
-def _part(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Elements by place: rows, a slice of a vector, one of them; what this rank has of them, which may be none."""
-    if args[0] is not piece:  # elements of something else, at places that come of a piece
-        _refuse_op(func, piece)
-    if func.__name__ == "__getitem__" and _is_mask(args[1]):
-        chosen = piece.as_subclass(torch.Tensor)[_fitted_mask(func, piece, args[1])]
-        return ShardedTensor.wrap(chosen, piece.sharding.selected())
-    wholes = func(_whole_of(piece), *args[1:], **kwargs)
-    if isinstance(wholes, torch.Tensor):
-        return _part_of(func, piece, wholes)
-    return type(wholes)(_part_of(func, piece, whole) for whole in wholes)
-
-
-def _part_of(func: Callable[..., Any], piece: ShardedTensor, whole: torch.Tensor) -> ShardedTensor:
-    # Neither inference mode nor no_grad keep a tensor's base.
-    is_view = whole.untyped_storage()._cdata == _whole_of(piece).untyped_storage()._cdata
-    part = piece.sharding.part(whole) if is_view else None
-    if part is None:
-        _refuse_op(func, piece)
-    start, stop, sharding = part
-    return ShardedTensor.wrap(piece.reshape(-1)[start:stop].view(sharding.local_shape), sharding)
-
-
-def _assign(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """``grad[mask] = 0``, ``weight.data[3] = 1``: where this rank has what is written over."""
-    target, index, value = args
-    if target is not piece:
-        _refuse_op(func, piece)
-    if not isinstance(value, ShardedTensor) and not _is_range(piece, index):
-        return _assign_anywhere(func, piece, index, value)
-    if _is_mask(index):
-        if isinstance(value, ShardedTensor) or isinstance(value, torch.Tensor) and value.numel() != 1:
-            _refuse_op(func, piece)
-        return func(piece, _fitted_mask(func, piece, index), value)
-    part = _part(torch.Tensor.__getitem__, piece, (piece, index), {})
-    if not isinstance(value, torch.Tensor):
-        part.fill_(value)
-        return None
-    if value.ndim > part.ndim:
-        _refuse_op(func, piece)
-    _, fitted = _fit(torch.Tensor.copy_, (part, value), {})[0]
-    part.copy_(fitted)
-    return None
-
-
-def _is_range(piece: ShardedTensor, index: Any) -> bool:
-    """Whether the elements of `index` lie one behind the other, or it is a mask of the whole."""
-    if isinstance(index, ShardedTensor) or piece.sharding.whole is None:
-        return True
-    if _is_mask(index) and index.shape in (piece.shape, piece.sharding.whole.shape):
-        return True
-    indices = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(each, torch.Tensor | list) for each in indices):
-        return False
-    return piece.sharding.part(piece.sharding.whole[index]) is not None
-
-
-def _assign_anywhere(func: Callable[..., Any], piece: ShardedTensor, index: Any, value: Any) -> None:
-    """Rows by numbers or by a mask of rows, columns: written into the whole, of which this rank takes its part."""
-    sharding = piece.sharding
-    if not sharding.is_in_order or piece.shape != sharding.local_shape:
-        _refuse_op(func, piece)
-    shape = sharding.whole.shape  # type: ignore[union-attr]  # in order
-    index = tuple(map(_as_plain, index)) if isinstance(index, tuple) else index
-    is_written, values = (torch.zeros(shape, dtype=dtype, device=piece.device) for dtype in (torch.bool, piece.dtype))
-    is_written[index] = True
-    values[index] = value
-    mine = sharding.cut(is_written)
-    piece.as_subclass(torch.Tensor)[mine] = sharding.cut(values)[mine]
-
-
-def _number(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Of what is one number: one rank has it. Collective."""
-    whole = piece.sharding.whole
-    if func.__name__ == "__format__" and (whole is None or whole.ndim):
-        return func(*args, **kwargs)
-    if whole is None or whole.numel() != 1:
-        _refuse_op(func, piece)
-    total = global_sum(piece.as_subclass(torch.Tensor).detach().sum(dtype=torch.float64), piece.sharding.ranks)
-    return func(total.to(piece.dtype), *args[1:], **kwargs)
-
-
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, torch.Tensor) and index.dtype is torch.bool
-
-
-def _fitted_mask(func: Callable[..., Any], piece: ShardedTensor, mask: torch.Tensor) -> torch.Tensor:
-    """Of one element for each of the whole's; masks of rows choose rows."""
-    sharding = piece.sharding
-    if isinstance(mask, ShardedTensor):
-        fitted: torch.Tensor = _as_plain(_fit(func, (piece, mask), {})[0][1])
-        return fitted
-    if sharding.is_in_order and mask.shape == sharding.whole.shape:  # type: ignore[union-attr]  # in order
-        return sharding.cut(mask).view(piece.shape)
-    if mask.shape != piece.shape:
-        _refuse_op(func, piece)
-    return mask
-
-
-def _check_finite(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The check saw this rank's pieces only; an overflow anywhere must skip the step everywhere."""
-    result = func(*args, **kwargs)
-    piece.sharding.ranks.all_reduce(args[1], maximum=True, with_replicas=True)
-    return result
-
-
-_WHAT_IS_RIGHT = (
-    "What works element by element is right, and so are rows and slices, vector norms, sum, mean, max, min, any, all, "
-    "allclose and dot of all elements (collectives), and torch.cat of flattened ones"
+    abs absolute add addcdiv addcmul alias and bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil
+    clamp clamp_max clamp_min clip clone constant contiguous copy cos cpu cuda data detach div divide double
+    empty_like eq erf erfinv exp expand_as expm1 fill float floor floor_divide floordiv full_like ge grad
+    greater greater_equal gt half iadd iand idiv imul int invert ior ipow isclose isfinite isinf isnan isub
+    itruediv ixor le lerp less less_equal log log1p log2 logical_and logical_not logical_or logical_xor long lt
+    masked_fill maximum minimum mul multiply nan_to_num ne neg negative not_equal ones ones_like or pos positive
+    pow radd rdiv real reciprocal relu remainder requires_grad rfloordiv rmul round rpow rsqrt rsub rtruediv sgn
+    sigmoid sign sin sqrt square sub subtract tanh to true_divide truediv trunc type view_as where xor zero
+    zeros zeros_like
+    """
 )
-_ALONG_A_DIMENSION = "Along a dimension it needs whole rows or columns, and this rank may have parts of them"
-_VARIANCE = "(p - p.mean()).square().sum() / (p.numel() - 1) is the variance of all elements, on all ranks"
-_INSTEAD = dict.fromkeys(("std", "var", "std_mean", "var_mean"), _VARIANCE)
-
-
-def _refuse_op(
-    func: Callable[..., Any],
-    piece: ShardedTensor,
-    args: Any = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    instead: str = _WHAT_IS_RIGHT,
-) -> NoReturn:
-    name, of, local = _name_of(func), piece.sharding, tuple(piece.shape)
-    instead = _INSTEAD.get(name, instead)
-    if of.is_weight:
-        it, kept = (repr(of.name), f"piece of {_shape_of(of)}") if of.name else ("several parameters", "pieces")
-        raise ShardingError(
-            f"{name}() takes {it} for a whole weight outside of a forward of its model, where StreamShard keeps only "
-            f"this rank's {kept}, {local}. {instead}. Else call the model, or the layer that is a unit (on all "
-            "ranks), or compute inside `with model.summon_full_params():`; torch.zeros_like(p) is a piece to write to, "
-            ".as_subclass(torch.Tensor) the piece alone"
-        )
-    it = f"of the gradient of {of.name!r}" if of.name else "of a gradient"
-    raise ShardingError(
-        f"{name}() {it}: this rank has one piece of it, {local}, and would answer for that piece alone. "
-        f"{instead}. Look at whole gradients inside model.summon_full_params(with_grads=True); "
-        "torch.zeros_like(p) is a piece to write to, grad.as_subclass(torch.Tensor) the piece alone"
-    )
-
-
-def refuse_selected(piece: ShardedTensor) -> NoReturn:
-    """Raise: how many elements all ranks have of what a mask selected is known to none."""
-    what = f"{'' if piece.sharding.is_weight else 'the gradient of '}{piece.sharding.name!r}"
-    raise ShardingError(
-        f"the size of what a mask selects of {what} is asked for: each rank has selected of its own piece. The sum of "
-        "the mask is the number of elements on all ranks"
-    )
-
-
-def _name_of(func: Callable[..., Any]) -> str:
-    return func.__name__.strip("_")
-
-
-def _first_of(args: Any, kwargs: Mapping[str, Any]) -> ShardedTensor:
-    if args and isinstance(args[0], ShardedTensor):
-        return args[0]
-    return next(value for value in flat((*args, *kwargs.values())) if isinstance(value, ShardedTensor))
-
-
-_ANSWERS: Mapping[OpKind, Callable[..., Any]] = {
-    OpKind.ELEMENTWISE: _elementwise,
-    OpKind.FORM: _form,
-    OpKind.VIEW: _view,
-    OpKind.GRADIENT: _gradients,
-    OpKind.HOOK: _hook,
-    OpKind.RANDOM: _draw,
-    OpKind.NORM: _norm,
-    OpKind.FOREACH_NORM: _foreach_norms,
-    OpKind.NON_FINITE_CHECK: _check_finite,
-    OpKind.REDUCTION: _reduce,
-    OpKind.JOIN: _join,
-    OpKind.PART: _part,
-    OpKind.ASSIGNMENT: _assign,
-    OpKind.NUMBER: _number,
+_RANDOM = names("kaiming_normal_ kaiming_uniform_ normal_ rand_like randn_like uniform_")
+_FLATTENS = ("flatten", "ravel")
+_OF_TWO = ("allclose", "dot", "equal")
+_ANSWERS: Mapping[str, _Answer] = {
+    **dict.fromkeys(SHAPE, _shape),
+    **dict.fromkeys(_RANDOM, _draw),
+    **dict.fromkeys((*_FLATTENS, "reshape", "view"), _flatten),
+    **dict.fromkeys(names("all amax amin any count_nonzero max mean min nansum sum"), _reduce),
+    **dict.fromkeys(_OF_TWO, _reduce),
+    **dict.fromkeys(names("__bool__ __float__ __format__ __index__ __int__ item"), _number),
+    "data_ptr": _refuse_saving,  # safetensors writes to files what is there, and asks for nothing else
+    "_foreach_norm": _foreach_norm,
+    "register_hook": _hook,
+    "_amp_foreach_non_finite_check_and_unscale_": _check_finite,
 }
 
 
-def _order_of(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> float:
-    """The order of a vector norm over all elements; other norms raise."""
-    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
-    along = [*args[2:4], kwargs.get("dim"), kwargs.get("keepdim")]
-    others = [*args[4:], kwargs.get("dtype"), kwargs.get("out")]
-    is_of_matrix = func is torch.linalg.norm and piece.ndim > 1 and order not in (None, "fro")
-    if any(map(_is_given, along)):
-        _refuse_op(func, piece, instead=_ALONG_A_DIMENSION)
-    if order == "nuc" or is_of_matrix or any(map(_is_given, others)):
-        _refuse_op(func, piece)
-    return 2.0 if order is None or order == "fro" else float(order)
+# What answers each function; None for a question about metadata, which the local tensor answers.
+_answers: dict[Callable[..., Any], _Answer | None] = {torch.autograd.backward: None, torch.autograd.grad: _gradients}
+_answers.update(dict.fromkeys(NORMS, _norm))
+
+
+def _look_up(func: Callable[..., Any]) -> None:
+    name = name_of(func)
+    is_elementwise = name.removeprefix("_foreach_").strip("_") in _ELEMENTWISE
+    by_name = _ANSWERS.get(name, _elementwise if is_elementwise else _refuse_op)
+    _answers[func] = None if is_metadata(func) else by_name

@@ -1,14 +1,8 @@
-"""What one rank has of a tensor whose elements lie on several: the whole's form, and which of its elements.
-
-Nothing here communicates or computes with values. A tensor on the meta device stands for the whole, and torch itself
-says what a view, a row or a slice of it is; what a rank has of that are those of its elements that lie there.
-"""
+"""Which elements of a full tensor one rank has."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,122 +10,71 @@ import torch
 from streamshard.comm.ranks import Ranks
 from streamshard.unit.pieces import Piece
 
-__all__ = ["Run", "Sharding"]
-
-Run = tuple[int, int]
+__all__ = ["Sharding"]
 
 
 class Sharding(NamedTuple):
-    """What a piece is of the whole.
+    """What a `ShardedTensor` is a piece of.
 
     Attributes:
-        ranks: each has other elements; norms and sums are collectives of it.
-        whole: on the meta device, its shape. Its strides are those of a view where dimensions were exchanged, and
-            count the elements of what that is a view of. None where only all ranks together know how many there are.
-        runs: of the flattened whole, or of what it is a view of, the elements ``[start, stop)`` that this rank has.
+        piece: of the parameter. A gradient, and the result of an elementwise operation, are cut at the same places.
         is_weight: a parameter, or computed from one; else a gradient.
-        name: of the parameter; empty where pieces of several were put one behind the other.
+        is_flat: the full tensor is flattened.
     """
 
-    ranks: Ranks
-    whole: torch.Tensor | None
-    runs: tuple[Run, ...]
+    piece: Piece
     is_weight: bool
-    name: str = ""
+    is_flat: bool = False
 
     @staticmethod
     def of_piece(piece: Piece, *, is_weight: bool) -> Sharding:
         """A parameter's, or its gradient's."""
-        runs = ((piece.start, piece.stop),) if piece.start < piece.stop else ()
-        return Sharding(piece.ranks, _whole(piece.shape), runs, is_weight, piece.name)
+        return Sharding(piece, is_weight)
 
     @property
-    def is_in_order(self) -> bool:
-        """Its elements are where `runs` says: no dimensions were exchanged, nothing was selected by a mask."""
-        return self.whole is not None and self.whole.is_contiguous()
+    def ranks(self) -> Ranks:
+        """Each rank has other elements. Norms and sums are collectives of these ranks."""
+        return self.piece.ranks
 
     @property
-    def local_shape(self) -> tuple[int, ...]:
-        """This rank's, if it is in order: as many dimensions as the whole, but one at least."""
-        assert self.whole is not None
-        shape, numel = self.whole.shape, sum(stop - start for start, stop in self.runs)
-        return (*[1] * (len(shape) - 1), numel)
+    def whole(self) -> torch.Tensor:
+        """[full shape] fp32, meta: answers questions about the shape."""
+        return _meta((self.piece.place.numel,) if self.is_flat else self.piece.shape)
+
+    @property
+    def what(self) -> str:
+        """The tensor's name in errors."""
+        return f"{'parameter' if self.is_weight else 'the gradient of parameter'} {self.piece.name!r}"
+
+    def __str__(self) -> str:
+        piece, ranks = self.piece, self.ranks
+        flat = " flattened" if self.is_flat else ""
+        return f"piece {piece.start}:{piece.stop} of {piece.shape}{flat}, rank {ranks.rank} of {ranks.world_size}"
 
     def is_like(self, other: Sharding) -> bool:
-        """Whether a rank has the same elements of both, in the same order."""
-        if self.whole is None or other.whole is None:  # what one mask has selected, or was computed from it
-            return self is other
-        same = self.runs == other.runs and self.whole.shape == other.whole.shape
-        return same and self.whole.stride() == other.whole.stride()
+        """Whether each rank has the same elements of both. All ranks get the same answer."""
+        return self.whole.shape == other.whole.shape and _cut(self.piece) == _cut(other.piece)
 
-    # -- others, derived from it --
+    def takes(self, local: torch.Tensor) -> bool:
+        """Whether a plain `local` of the shape of this rank's piece can only be a piece.
 
-    def viewed(self, whole: torch.Tensor) -> Sharding:
-        """Of all its elements, in the form of `whole`, a view of its own."""
-        return self._replace(whole=_whole(whole.shape) if whole.is_contiguous() else whole)
-
-    def selected(self) -> Sharding:
-        """Of elements chosen by their values."""
-        return self._replace(whole=None, runs=())
-
-    def part(self, part: torch.Tensor) -> tuple[int, int, Sharding] | None:
-        """Of `part`, a view of `whole`.
-
-        Returns:
-            Which of this rank's elements belong to it, ``[start, stop)``, and what they are. None if the part's
-            elements do not lie one behind the other in the whole.
+        Optimizers keep such tensors. torch would broadcast one that is as long as a row with the full tensor as well.
         """
-        if not self.is_in_order or not part.is_contiguous():
-            return None
-        first = int(part.storage_offset())
-        end = first + part.numel()
-        before = sum(max(min(stop, first) - start, 0) for start, stop in self.runs)
-        inside = [(max(start, first), min(stop, end)) for start, stop in self.runs]
-        runs = tuple((start - first, stop - first) for start, stop in inside if start < stop)
-        stop = before + sum(stop - start for start, stop in runs)
-        return before, stop, self._replace(whole=_whole(part.shape), runs=runs)
+        shape, (start, stop) = self.piece.shape, (self.piece.start, self.piece.stop)
+        if self.is_flat:
+            return tuple(local.shape) == (stop - start,)
+        is_row = len(shape) > 1 and stop - start == shape[-1] and start % shape[-1] != 0
+        return tuple(local.shape) == self.piece.local_shape and not is_row
 
-    @staticmethod
-    def joined(parts: Sequence[Sharding]) -> Sharding:
-        """Of flat ones, put one behind the other."""
-        sizes = [part.whole.numel() for part in parts if part.whole is not None]
-        ends = list(itertools.accumulate(sizes))
-        runs = tuple(
-            (end - size + start, end - size + stop)
-            for part, end, size in zip(parts, ends, sizes, strict=True)
-            for start, stop in part.runs
-            if start < stop
-        )
-        return parts[0]._replace(whole=_whole((ends[-1],)), runs=runs, name="")
 
-    # -- what other tensors have for it --
-
-    def takes(self, shape: Iterable[int]) -> bool:
-        """Whether a tensor of `shape` has an element for each of the whole's, as torch broadcasts it."""
-        if not self.is_in_order:
-            return False
-        assert self.whole is not None
-        own, given = tuple(self.whole.shape), tuple(shape)
-        pairs = zip(reversed(own), reversed(given), strict=False)
-        return len(given) <= len(own) and all(theirs in (1, mine) for mine, theirs in pairs)
-
-    def is_ambiguous(self, shape: Sequence[int]) -> bool:
-        """Of `shape`, this rank's: whether torch would broadcast it with the whole as well, to another result."""
-        if self.whole is None or not all(shape):
-            return False
-        if self.takes(shape):  # a row: the same, where this rank has one
-            return any(start % shape[-1] for start, _ in self.runs)
-        pairs = zip(reversed(self.whole.shape), reversed(shape), strict=False)
-        return all(mine == theirs or 1 in (mine, theirs) for mine, theirs in pairs)
-
-    def cut(self, value: torch.Tensor) -> torch.Tensor:
-        """[local_shape]: of `value`, which every rank has, of a shape that it `takes`, this rank's."""
-        assert self.whole is not None
-        flat = value.expand(self.whole.shape).reshape(-1)
-        return torch.cat([flat[start:stop] for start, stop in self.runs] or [flat[:0]]).view(self.local_shape)
+def _cut(piece: Piece) -> tuple[int, ...]:
+    """Equal for parameters of one shape that are cut between ranks at the same places."""
+    shard_numel, place = max(piece.segment.shard_numel, 1), piece.place
+    first, last = place.offset // shard_numel, (place.offset + place.numel - 1) // shard_numel
+    return (piece.ranks.world_size, first) if first == last else (piece.ranks.world_size, shard_numel, place.offset)
 
 
 @functools.lru_cache(maxsize=4096)
-def _whole(shape: tuple[int, ...]) -> torch.Tensor:
+def _meta(shape: tuple[int, ...]) -> torch.Tensor:
     with torch.inference_mode(mode=False):
         return torch.empty(shape, device="meta")

@@ -21,7 +21,17 @@ from streamshard.errors import ConfigError, ShardingError, StreamShardError
 from streamshard.plan.structure import check_params, params_of
 from tests.models import DIM, Block, Layer, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, full_grads, lm_step, sgd, stack_step
+from tests.reference import (
+    FP32,
+    Call,
+    assert_same,
+    assert_trains_like_plain,
+    full_grads,
+    lm_step,
+    piece_of,
+    sgd,
+    stack_step,
+)
 
 # ---------------------------------------------------------------------------------------------- memory
 
@@ -431,11 +441,11 @@ def test_moving_a_model_to_where_it_is_changes_nothing(context: RankContext, slo
     """Trainers do it. "cpu:0" is the CPU, though ``.to`` copies a tensor from the one to the other."""
     model = StreamShard(Stack(), precision=FP32, weight_slots=slots)
     stack_step(model, Call(0, context.rank, 2, 1.0))
-    before = [(p.data_ptr(), p.grad.data_ptr()) for p in model.parameters() if p.grad is not None]
+    before = [piece_of(t).data_ptr() for p in model.parameters() if p.grad is not None for t in (p, p.grad)]
     for move in (lambda m: m.to("cpu:0"), lambda m: m.cpu(), lambda m: m.float(), lambda m: m.to(torch.zeros(1))):
         assert move(model) is model
         assert move(model.layers[0]) is model.layers[0]
-    assert [(p.data_ptr(), p.grad.data_ptr()) for p in model.parameters() if p.grad is not None] == before
+    assert [piece_of(t).data_ptr() for p in model.parameters() if p.grad is not None for t in (p, p.grad)] == before
     stack_step(model, Call(1, context.rank, 2, 1.0))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +14,10 @@ from torch import Tensor, nn
 
 from streamshard import GradScaler, StreamShard
 from streamshard.errors import ShardingError
-from streamshard.unit.op_kinds import OpKind, kind_of
 from streamshard.unit.sharded_tensor import ShardedTensor
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_same, full_grads, full_weights, stack_step
+from tests.reference import FP32, Call, assert_same, counted_collectives, full_grads, full_weights, stack_step
 
 
 def _pair() -> tuple[Any, nn.Module]:
@@ -44,7 +42,6 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "norm": lambda g: g.norm(),
     "norm of order 1": lambda g: g.norm(1),
     "largest norm": lambda g: torch.linalg.vector_norm(g, math.inf),
-    "smallest norm": lambda g: torch.linalg.vector_norm(g, -math.inf),
     "norm of a product": lambda g: (g * 0.5).norm(),
     "norm of a sum": lambda g: torch.add(input=g, other=g.data).norm(),
     "norm, by keyword": lambda g: torch.norm(input=g, p=2),
@@ -53,7 +50,6 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "norm after foreach": lambda g: torch._foreach_mul([g], 3.0)[0].norm(),
     "norms of foreach": lambda g: torch._foreach_norm(list(torch._foreach_add([g, g], [g, g])))[1],
     "norm of noise and it": lambda g: (g + torch.zeros_like(g)).norm(),
-    "norm of what is large": lambda g: g[g.abs() > 1e-2].norm(),
     "norm where": lambda g: torch.where(g > 0, g, -g).norm(),
     "sum": lambda g: g.sum(),
     "sum along no dimension": lambda g: g.sum(dim=None, keepdim=False, dtype=torch.float64),
@@ -63,7 +59,6 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "max": lambda g: g.max(),
     "largest": lambda g: g.abs().amax(),
     "min": lambda g: torch.min(g),
-    "larger of two": lambda g: torch.max(g, -g).sum(),
     "any nan": lambda g: float(g.isnan().any()),
     "all finite": lambda g: float(torch.isfinite(g).all()),
     "positive ones": lambda g: float((g > 0).sum()),
@@ -71,37 +66,8 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "dot": lambda g: torch.dot(g.flatten(), 2 * g.flatten()),
     "equal": lambda g: float(torch.equal(g, 2 * g)),
     "size": lambda g: sum(g.shape) + g.numel() + len(g) + g.size(0) + g.dim() + g.nbytes + g.flatten().shape[0],
-    "a row": lambda g: g[len(g) // 2].norm(),
-    "rows": lambda g: g[1:].abs().sum() + g[1:].numel(),
-    "rows of a mask": lambda g: (g[len(g) // 2 :] * _noise(g.shape)[len(g) // 2 :]).sum(),
-    "rows of rows": lambda g: (g.flatten()[1:][2:-1] * _noise(g.shape).flatten()[3:-1]).norm(),
-    "the last row": lambda g: g[-1].square().sum(),
-    "some elements": lambda g: g.view(-1)[len(g) // 2 : 7].abs().sum(),
-    "an element's text": lambda g: float(f"{g.flatten()[-1]:.9f}"),
-    "of another's dtype": lambda g: g.to(torch.zeros(1, dtype=torch.float64)).norm() + g.type_as(g.double()).sum(),
-    "others of its dtype": lambda g: (g + _noise(g.shape).double().type_as(g)).sum() + torch.ones(3).to(g).sum(),
-    "an element": lambda g: g.flatten()[-1] * 3.0,
-    "the largest of halves": lambda g: sum(half.max() for half in g.flatten().chunk(2)),
-    "by rows": lambda g: sum(row.norm() for row in g.unbind()),
-    "scaled by rows": lambda g: (g * torch.arange(len(g)).view(-1, *[1] * (g.ndim - 1))).abs().sum(),
-    "a mask of columns": lambda g: (g * torch.arange(g.shape[-1])).square().sum(),
-    "a whole mask": lambda g: g[_noise(g.shape) > 0.5].abs().sum(),
-    "overwritten": lambda g: _in_place(
-        g.clone(), lambda copied: copied.__setitem__(slice(len(g) // 2, None), 0.5)
-    ).norm(),
-    "rows overwritten, by numbers": lambda g: _in_place(g.clone(), lambda c: c.__setitem__(_last(c), 0.5)).norm(),
-    "columns overwritten": lambda g: _in_place(g.clone(), lambda c: c.__setitem__((..., 0), 2.0)).norm(),
     "largest of counts": lambda g: float((g > -1.0).int().max()) + float((g > 100.0).max()) + float((g < 9).min()),
     "norm of 16 bits": lambda g: (30000.0 * (g.sign() + 2)).half().norm().isinf().float(),
-    "mask of rows": lambda g: (g * (_noise(g.shape)[..., :1] > 0.5).expand_as(g)).norm(),
-    "overwritten where": lambda g: _in_place(g.clone(), lambda copied: copied.__setitem__(copied > 0, 0.5)).norm(),
-    "overwritten by others": lambda g: _in_place(
-        g.clone(), lambda copied: copied.__setitem__(0, _noise(copied.shape[1:]))
-    ).norm(),
-    "with noise of its shape": lambda g: (g + _noise(g.shape)).norm(),
-    "in its own shape": lambda g: (g.view(g.shape[0], -1).reshape(g.shape) - 0.5).view(g.numel()).norm(),
-    "transposed": lambda g: (g.T + g.T).T.norm() if g.ndim == 2 else g.norm(),
-    "with more dimensions": lambda g: (g[None] + g.unsqueeze(0)).squeeze(0).norm(),
     "close": lambda g: float(torch.allclose(g, g + 1e-12)),
 }
 
@@ -113,14 +79,6 @@ def test_numbers_of_a_gradient_are_of_all_ranks(context: RankContext) -> None:
     for name, number in NUMBERS.items():
         for ours, theirs in zip(_grads(model), _grads(plain), strict=True):
             assert float(number(ours)) == pytest.approx(float(number(theirs)), rel=1e-5, abs=1e-7), name
-
-
-def _last(grad: Tensor) -> Tensor:
-    return torch.tensor([len(grad) - 1, 0])
-
-
-def _noise(shape: torch.Size) -> Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(3))
 
 
 # Of gradients and their norms: gradients.
@@ -172,109 +130,68 @@ def test_what_reads_a_norm_without_asking_gets_nan(context: RankContext) -> None
     assert math.isfinite(norm.item())
 
 
-# Of two lists of gradients, of one model each: a number.
-VECTORS: dict[str, Callable[[list[Tensor], list[Tensor]], Tensor]] = {
-    "norm of all in one": lambda a, b: torch.cat([g.view(-1) for g in a]).norm(),
-    "vector": lambda a, b: nn.utils.parameters_to_vector([x + y for x, y in zip(a, b, strict=True)]).norm(),
-    "dot": lambda a, b: torch.cat([g.flatten() for g in a]).dot(torch.cat([g.flatten() for g in b])),
-    "total norm": lambda a, b: nn.utils.get_total_norm(a),
-    "total norm, one by one": lambda a, b: nn.utils.get_total_norm(a, norm_type=math.inf, foreach=False),
-    "by hand": lambda a, b: sum((g.norm() ** 2 for g in a), torch.zeros(())).sqrt(),
+# Of a list of gradients: a number, and how many collectives take part.
+TOTALS: dict[str, tuple[Callable[[list[Tensor]], Tensor], int]] = {
+    "total norm": (lambda grads: nn.utils.get_total_norm(grads), 1),
+    "total norm, one by one": (lambda grads: nn.utils.get_total_norm(grads, norm_type=math.inf, foreach=False), 1),
+    "as SAM takes it": (
+        lambda grads: torch.norm(torch.stack([(1.0 * g).norm(p=2).to(g.device) for g in grads]), p=2),
+        1,
+    ),
+    "by hand": (lambda grads: sum((g.norm() ** 2 for g in grads), torch.zeros(())).sqrt(), 10),
 }
-
-
-# What torch's optimizers, scaler and clipping ask of each gradient in each step.
-ASKED = ("device", "dtype", "grad_fn", "is_cuda", "is_leaf", "is_sparse", "layout", "ndim", "requires_grad", "shape")
-
-
-@on_ranks(2)
-def test_attributes_of_a_gradient_are_questions_or_pieces(context: RankContext) -> None:
-    """What is no tensor is answered at once, as for a plain one; what is one stays a piece."""
-    grad = _grads(_pair()[0])[0]
-    piece = grad.as_subclass(Tensor)
-    for name in ("T", "data", "mT", "real", *ASKED):
-        getter = inspect.getattr_static(Tensor, name).__get__
-        is_tensor = isinstance(getattr(piece, name), Tensor)
-        wanted = {"T": OpKind.VIEW, "mT": OpKind.VIEW, "ndim": OpKind.FORM, "shape": OpKind.FORM}
-        assert kind_of(getter) is wanted.get(name, OpKind.ELEMENTWISE if is_tensor else OpKind.QUESTION), name
-        if is_tensor:
-            assert type(getattr(grad, name)) is ShardedTensor, name
-        elif name != "shape":
-            assert getattr(grad, name) == getattr(piece, name), name
 
 
 @on_ranks(2, 3)
-def test_numbers_of_all_gradients_are_of_all_ranks(context: RankContext) -> None:
-    """Gradients put one behind the other, and two such vectors together."""
+def test_a_norm_of_norms_of_all_gradients_takes_one_collective(context: RankContext) -> None:
+    """Each gradient's norm by itself takes one."""
     model, plain = _pair()
-    ours, theirs = _grads(model), _grads(plain)
-    for name, number in VECTORS.items():
-        found, wanted = (float(number(grads, [g.abs() for g in grads])) for grads in (ours, theirs))
-        assert found == pytest.approx(wanted, rel=1e-5), name
-
-
-def _project(grads: list[Tensor], others: list[Tensor]) -> list[Tensor]:
-    """PCGrad: what of `grads` points against `others` is taken away."""
-    a, b = (torch.cat([g.flatten() for g in each]) for each in (grads, others))
-    a = a - torch.dot(a, b) / b.norm() ** 2 * b
-    parts, place = [], 0
-    for grad in grads:
-        parts.append(a[place : place + grad.numel()].view(grad.shape))
-        place += grad.numel()
-    assert sum(part.numel() for part in torch.split(a, [g.numel() for g in grads])) == place
-    return parts
-
-
-@on_ranks(2)
-def test_projected_gradients_are_clipped_and_stepped_like_plain_ones(context: RankContext) -> None:
-    """Flattened, projected on another vector, cut again, clipped."""
-    model, plain = _pair()
-    norms = []
-    for each in (model, plain):
-        grads = _grads(each)
-        for param, part in zip(each.parameters(), _project(grads, [g.abs() for g in grads]), strict=True):
-            param.grad = part
-        norms.append(float(nn.utils.clip_grad_norm_(list(each.parameters()), 0.01)))
-        torch.optim.SGD(each.parameters(), lr=1.0).step()
-    assert norms[0] == pytest.approx(norms[1])
-    assert_same(full_weights(model), dict(plain.state_dict()), "weights")
+    for name, (total, count) in TOTALS.items():
+        with counted_collectives(model) as counts:
+            found = float(total(_grads(model)))
+        assert found == pytest.approx(float(total(_grads(plain))), rel=1e-5), name
+        assert counts.get("allreduce_", 0) == count == sum(counts.values()), (name, counts)
 
 
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "row": lambda g: g[0],
     "columns": lambda g: g[:, :3],
-    "in the order of columns": lambda g: g.T.reshape(-1),
-    "every other element": lambda g: g.view(-1)[::2],
-    "sum along a dimension": lambda g: g.sum(-1),
+    "mask": lambda g: g[g > 0],
+    "overwritten row": lambda g: g.__setitem__(0, 0.0),
+    "in two dimensions": lambda g: g.view(4, -1),
+    "transposed": lambda g: g.T,
+    "chunks": lambda g: g.chunk(2),
     "norm along a dimension": lambda g: g.norm(dim=-1),
     "spectral norm": lambda g: torch.linalg.norm(g, 2),
     "nuclear norm": lambda g: torch.norm(g, "nuc"),
-    "product of matrices": lambda g: g @ g.T,
-    "outer product": lambda g: g.T * g,
+    "norm of negative order": lambda g: g.norm(-1),
+    "product of matrices": lambda g: g @ g.mT,
     "softmax": lambda g: g.softmax(-1),
-    "normalized": lambda g: nn.functional.normalize(g, dim=-1),
-    "cumulative sum": lambda g: g.cumsum(-1),
-    "sorted": lambda g: g.flatten().sort(),
+    "larger of two": lambda g: torch.max(g, -g),
     "quantile": lambda g: torch.quantile(g, 0.5),
-    "standard deviation": lambda g: g.std(),
-    "histogram": lambda g: torch.histc(g),
     "numpy": lambda g: g.numpy(),
     "list": lambda g: g.tolist(),
+    "a number": lambda g: g.item(),
     "stacked": lambda g: torch.stack([g, g]),
-    "beside others": lambda g: torch.cat([g.flatten(), torch.zeros(3)]),
-    "more dimensions": lambda g: g * torch.ones(1, 16, 16),
-    "a whole mask, transposed": lambda g: g.T * torch.ones(16, 16),
+    "one behind the other": lambda g: torch.cat([g.flatten(), g.flatten()]),
+    "flattened beside not flattened": lambda g: g.flatten() * g,
+    "whole noise": lambda g: g + torch.ones(16, 16),
+    "a row that broadcasts": lambda g: g * torch.ones(16),
+    "largest of lists": lambda g: torch._foreach_max([g]),
+    "into a whole tensor": lambda g: torch.zeros(16, 16).add_(g),
+    "in place of data": lambda g: setattr(g, "data", torch.zeros(16, 16)),
 }
 
 
 @on_ranks(2)
-def test_what_would_be_of_one_piece_raises(context: RankContext) -> None:
-    """By the operation's name, with what to do instead; the gradient is as it was."""
+def test_other_operations_raise_by_the_parameters_name(context: RankContext) -> None:
+    """With what to do instead; the gradient is as it was."""
     model, _ = _pair()
     grad = model.layers[1].linear.weight.grad
     before = grad.as_subclass(Tensor).clone()
     for name, operation in REFUSED.items():
         try:
-            with pytest.raises(ShardingError, match=r"of (a|the) gradient.*piece.*summon_full_params"):
+            with pytest.raises(ShardingError, match=r"of the gradient of parameter 'layers.1.*piece.*with_grads=True"):
                 operation(grad)
         except BaseException as error:
             error.add_note(name)
@@ -286,8 +203,9 @@ def test_what_would_be_of_one_piece_raises(context: RankContext) -> None:
 def test_one_rank_has_whole_gradients(context: RankContext) -> None:
     """Where nothing is a piece, everything works."""
     model, _ = _pair()
-    for operation in REFUSED.values():
-        operation(model.layers[1].linear.weight.grad)
+    for name, operation in REFUSED.items():
+        if not name.startswith("flattened") and name not in ("a number", "in place of data"):  # torch refuses these
+            operation(model.layers[1].linear.weight.grad)
 
 
 @on_ranks(2)
@@ -338,20 +256,17 @@ def test_parameters_of_units_tell_what_is_a_piece_too(context: RankContext) -> N
 
 
 @on_ranks(2)
-def test_the_users_own_tensors_know_what_they_are_once_they_are_gradients(context: RankContext) -> None:
-    """Who keeps them may clip them without asking for ``.grad``."""
-    model, plain = _pair()
-    for each in (model, plain):
-        params = list(each.parameters())
-        optimizer = torch.optim.SGD(params, lr=0.1)
-        grads = [torch.full(param.shape, 0.3) for param in params]
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad.add_(0.1)
-        for grad in grads:
-            grad.mul_(0.5 / grad.norm())
-        assert all(param.grad is grad for param, grad in zip(params, grads, strict=True))
-        optimizer.step()
-    assert_same(full_weights(model), dict(plain.named_parameters()), "weights")
+def test_a_gradient_of_the_users_own_is_a_piece_or_refused(context: RankContext) -> None:
+    """Nobody cuts a full tensor, or takes another parameter's elements."""
+    model, _ = _pair()
+    weight, bias = model.layers[1].linear.weight, model.layers[1].linear.bias
+    kept = weight.grad
+    for grad in (torch.zeros(16, 16), torch.zeros(16), bias.grad):
+        with pytest.raises(ShardingError, match=r"\.grad of parameter 'layers\.1.*torch\.zeros_like\("):
+            weight.grad = grad
+    assert weight.grad is kept
+    weight.grad = kept.as_subclass(Tensor).clone()  # of the shape of the piece
+    assert type(weight.grad) is ShardedTensor and torch.equal(weight.grad, kept)
 
 
 @on_ranks(2, 3)
