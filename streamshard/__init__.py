@@ -8,8 +8,8 @@ from streamshard.api import (
     load_optimizer_state_dict,
     load_safetensors,
 )
-from streamshard.checkpoint.background import Saving
 from streamshard.checkpoint.directory import latest
+from streamshard.checkpoint.save import Saving
 from streamshard.config import Precision
 from streamshard.engine.hooks import register_forward_method
 from streamshard.errors import (

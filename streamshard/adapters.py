@@ -27,7 +27,7 @@ from streamshard.checkpoint.disk_layout import saved_names
 from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.huggingface import is_transformers_model
 from streamshard.checkpoint.safetensors_file import SUMS_NAME
-from streamshard.checkpoint.writer import run_on_all_ranks
+from streamshard.comm.objects import run_on_all_ranks
 from streamshard.engine.engine import Engine
 from streamshard.engine.handle import Uncopyable, engine_at_rest, engine_of, handle_of, not_a_layer
 from streamshard.errors import CheckpointError, CommunicationError, ShardingError

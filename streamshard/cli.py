@@ -18,14 +18,12 @@ from streamshard.checkpoint.describe import (
     tensor_lines,
     total_bytes,
 )
-from streamshard.checkpoint.directory import checkpoints_in, newest_last, no_checkpoint
-from streamshard.checkpoint.foreign import holds_weights
-from streamshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
-from streamshard.checkpoint.offline import export_checkpoint
-from streamshard.checkpoint.piece_files import PieceFiles
+from streamshard.checkpoint.directory import checkpoints_in, holds_weights, newest_last, no_checkpoint
+from streamshard.checkpoint.export import export_checkpoint
+from streamshard.checkpoint.load import read_directory
+from streamshard.checkpoint.manifest import CheckpointFiles, Manifest, check_sizes, read_manifest
 from streamshard.checkpoint.safetensors_file import SUMS_NAME
-from streamshard.checkpoint.stored_files import read_directory
-from streamshard.checkpoint.writer import Alone
+from streamshard.comm.objects import SingleProcess
 from streamshard.errors import CheckpointError, ConfigError, StreamShardError
 from streamshard.log import printable, progress
 from streamshard.version import __version__
@@ -60,7 +58,7 @@ Say what a checkpoint holds, and compare every byte of it with the checksums
 that were written with it. Of a directory of checkpoints, a line for each;
 "latest" is the one that load_checkpoint would take. An export, or another
 Hugging Face directory, is shown too, and verified if checksums are beside it
-(model.safetensors.sfv).
+(model.safetensors.crc32.json).
 
 Ends with 0 if all that was looked at is as it was written, else with 1."""
 
@@ -246,9 +244,9 @@ def _inspect_weights(root: Path, arguments: argparse.Namespace) -> None:
             for line in stored_lines(stored):
                 _say(f"  {line}")
         sys.stdout.flush()
-        if stored.sums is not None and not arguments.no_verify:
+        if stored.records is not None and not arguments.no_verify:
             with progress(f"verifying {root.name}", sum(stored.sizes_bytes), shows=True) as advance:
-                stored.verify([stored.read_share(0, 1, advance)])
+                stored.verify_share(0, 1, advance)
             stored.check_unchanged()
             _say("verified: the weights are as they were written")
         else:
@@ -292,7 +290,8 @@ def _verify(path: Path, manifest: Manifest, *, reads: bool) -> None:
     """Raise a CheckpointError that names the file that is missing or damaged; without `reads`, of another size."""
     check_sizes(path, manifest)
     if reads:
-        PieceFiles(path, manifest).verify(Alone())
+        with CheckpointFiles(path, manifest) as files:
+            files.verify_together(SingleProcess())
 
 
 def _export(arguments: argparse.Namespace) -> None:

@@ -5,33 +5,39 @@ collect -> copy to the host, if training goes on meanwhile -> write, see `save_j
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.checkpoint.background import (
-    BackgroundGroup,
+from streamshard.checkpoint.directory import (
+    checkpoint_name,
+    find_checkpoint,
+    latest,
+    next_number,
+    open_checkpoint,
+    whole_checkpoints,
+)
+from streamshard.checkpoint.manifest import CheckpointFiles
+from streamshard.checkpoint.restore import Plan, plan_restore
+from streamshard.checkpoint.run_parts import Collected, Parts, collect, name_parts
+from streamshard.checkpoint.save import (
+    BackgroundRanks,
+    HostCopies,
     Saving,
-    background_group,
+    background_ranks,
     finish_running,
     has_connections,
+    plan_job,
     run_in_background,
 )
-from streamshard.checkpoint.collect import Collected, collect
-from streamshard.checkpoint.directory import checkpoint_name, find_checkpoint, next_number
-from streamshard.checkpoint.host_copies import HostCopies
-from streamshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
-from streamshard.checkpoint.parts import Parts, name_parts
-from streamshard.checkpoint.piece_files import PieceFiles
-from streamshard.checkpoint.restore import Plan, plan_restore
-from streamshard.checkpoint.save_job import plan_job
-from streamshard.checkpoint.writer import gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.objects import SingleProcess, describe, gather_from_all_ranks, run_on_all_ranks
 from streamshard.comm.ranks import Ranks
 from streamshard.config import parse_path
 from streamshard.engine.engine import Engine
@@ -146,7 +152,7 @@ def save_checkpoint(
     parts = name_parts("save_checkpoint", model, optimizer, scheduler, scaler, extra, accepts_empty=False)
     ranks = parts.engine.ranks
     number, connects = _agree(root, keep, step, wait, parts)
-    group = None if wait else background_group(ranks, connects=connects)
+    group = None if wait else background_ranks(ranks, connects=connects)
     collected = collect(parts)
     if group is not None:
         return _write_in_background(root, number, keep, parts.engine, collected, group, began)
@@ -192,16 +198,13 @@ def load_checkpoint(
     root = parse_path("directory", directory)
     parts = name_parts("load_checkpoint", model, optimizer, scheduler, scaler, extra, accepts_empty=True)
     ranks = parts.engine.ranks
-    path, manifest = _find(root, ranks)
-    doing = f"load {path}"
-    with PieceFiles(path, manifest) as files:
-        files.verify(ranks)
-        plan = run_on_all_ranks(ranks, doing, lambda: plan_restore(parts, manifest, files.read_whole, strict=strict))
-        run_on_all_ranks(ranks, doing, lambda: files.open(plan.reads))
-        run_on_all_ranks(ranks, doing, lambda: _load_objects(plan))
+    with contextlib.ExitStack() as opened:
+        files, plan = _open(root, parts, opened, strict=strict)
+        path = files.root
+        run_on_all_ranks(ranks, f"load {path}", lambda: _load_objects(plan))
         # From here on only the storage itself can fail.
         half = f"finish loading {path}, and half of it is loaded now: load again before going on"
-        run_on_all_ranks(ranks, half, lambda: _read(plan, files, path, shows=ranks.is_first))
+        run_on_all_ranks(ranks, half, lambda: _read(plan, files, shows=ranks.is_first))
     for name, (each, engine) in parts.models.items():
         engine.fill(plan.filled.get(name, ()))
         compute_buffers(engine, each)
@@ -245,7 +248,7 @@ def _write_in_background(
     keep: int | None,
     engine: Engine,
     collected: Collected,
-    group: BackgroundGroup,
+    group: BackgroundRanks,
     began: float,
 ) -> Saving:
     """Copy what is saved, and let a thread do the rest. Other ranks hear of what cannot be copied from that thread."""
@@ -260,7 +263,7 @@ def _write_in_background(
         except StreamShardError:  # on all ranks
             raise
         except BaseException as error:
-            group.give_up(error)
+            group.fail(describe(error))
             raise
         log.info("saved %s in the background, %.1f s after the call", path, time.perf_counter() - began)
 
@@ -268,7 +271,7 @@ def _write_in_background(
         copies = HostCopies(engine, collected.pieces, collected.moments)
         return run_in_background(Saving(root / checkpoint_name(number), copies, lambda: write(copies)))
     except BaseException as error:  # other ranks have begun to write, and wait for this one
-        group.give_up(error)
+        group.fail(describe(error))
         raise
 
 
@@ -283,28 +286,69 @@ def _say_what_is_lost(parts: Parts) -> None:
             )
 
 
-def _find(root: Path, ranks: Ranks) -> tuple[Path, Manifest]:
-    """The checkpoint that all ranks load. Collective."""
-    doing = f"load {root}"
+def _open(root: Path, parts: Parts, opened: contextlib.ExitStack, *, strict: bool) -> tuple[CheckpointFiles, Plan]:
+    """The checkpoint that all ranks load, verified and compared with what is there. Collective.
+
+    Of a directory of checkpoints the latest is taken. If that is deleted meanwhile, because another process saves with
+    ``keep=1``, the one that is the latest then is taken.
+    """
+    ranks = parts.engine.ranks
 
     def find() -> Path:
         finish_running()
         return find_checkpoint(root) if ranks.is_first else Path()
 
-    path = gather_from_all_ranks(ranks, doing, find)[0]
-    doing = f"load {path}"
-    manifest = run_on_all_ranks(ranks, doing, lambda: _read_whole_manifest(path))
-    if not ranks.are_equal(repr((manifest.files, manifest.versions))):
-        raise CheckpointError(
-            f"could not {doing}: ranks see different checkpoints there; it has to be on shared storage"
-        )
-    return path, manifest
+    path = gather_from_all_ranks(ranks, f"load {root}", find)[0]
+    while True:
+        doing, is_verified = f"load {path}", False
+        try:
+            files = run_on_all_ranks(ranks, doing, lambda: opened.enter_context(open_checkpoint(path)))  # noqa: B023
+            manifest = files.manifest
+            if not ranks.are_equal(repr((manifest.files, manifest.versions))):
+                raise CheckpointError(
+                    f"could not {doing}: ranks see different checkpoints there; it has to be on shared storage"
+                )
+            files.verify_together(ranks)
+            is_verified = True
+            plan = run_on_all_ranks(
+                ranks,
+                doing,
+                lambda: plan_restore(parts, manifest, files.read_whole, strict=strict),  # noqa: B023
+            )
+            run_on_all_ranks(ranks, doing, lambda: files.open_for(plan.reads))  # noqa: B023
+            return files, plan
+        except CheckpointError as error:  # the same on all ranks
+            opened.close()
+            again = gather_from_all_ranks(ranks, doing, lambda: _look_again(root, path, ranks, is_verified))[0]  # noqa: B023
+            if again.newest is None:
+                raise CheckpointError(f"{error}{again.advice}") from error
+            path = again.newest
 
 
-def _read_whole_manifest(path: Path) -> Manifest:
-    manifest = read_manifest(path)
-    check_sizes(path, manifest)
-    return manifest
+class _Again(NamedTuple):
+    """What is there once a checkpoint could not be loaded.
+
+    Attributes:
+        newest: the latest checkpoint, if that is another one now.
+        advice: which checkpoint is intact, if the latest one is damaged.
+    """
+
+    newest: Path | None
+    advice: str
+
+
+def _look_again(root: Path, path: Path, ranks: Ranks, is_verified: bool) -> _Again:
+    """On the first rank."""
+    if not ranks.is_first:
+        return _Again(None, "")
+    if path != root and (newest := latest(root)) != path:
+        return _Again(newest, "")
+    for other in whole_checkpoints(path.parent) if not is_verified else ():
+        with contextlib.suppress(CheckpointError), open_checkpoint(other) as files:
+            if other != path:
+                files.verify_together(SingleProcess())
+                return _Again(None, f". The newest intact checkpoint beside it is {other}")
+    return _Again(None, "")
 
 
 def _load_objects(plan: Plan) -> None:
@@ -315,11 +359,11 @@ def _load_objects(plan: Plan) -> None:
             raise CheckpointError(f"{name} does not take its state: {type(error).__name__}: {error}") from error
 
 
-def _read(plan: Plan, files: PieceFiles, path: Path, *, shows: bool) -> None:
+def _read(plan: Plan, files: CheckpointFiles, *, shows: bool) -> None:
     total = sum(read.target.nbytes for read in plan.reads)
-    with torch.no_grad(), progress(f"loading {path.name}", total, shows=shows) as advance:
+    with torch.no_grad(), progress(f"loading {files.root.name}", total, shows=shows) as advance:
         for each in plan.reads:
-            files.read(each)
+            files.read_tensor(each)
             advance(each.target.nbytes)
     files.check_unchanged()
     for finish in plan.finish:

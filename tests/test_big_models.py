@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from streamshard import StreamShard, init_weights, load_safetensors
-from streamshard.checkpoint.writer import CHUNK_BYTES
+from streamshard.checkpoint.safetensors_file import CHUNK_BYTES
 from tests.models import Stack
 from tests.ranks import forkserver, warnings_are_errors
 from tests.reference import FP32

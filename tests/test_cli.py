@@ -18,10 +18,9 @@ import torch
 
 import streamshard
 from streamshard import StreamShard, export_safetensors, save_checkpoint
-from streamshard.checkpoint import writer
-from streamshard.checkpoint.offline import export_checkpoint
-from streamshard.checkpoint.piece_files import PieceFiles
-from streamshard.checkpoint.restore import Read
+from streamshard.checkpoint import export
+from streamshard.checkpoint.export import export_checkpoint
+from streamshard.checkpoint.manifest import CheckpointFiles, Read
 from streamshard.cli import main
 from streamshard.errors import CheckpointError
 from tests import families
@@ -152,25 +151,25 @@ def test_inspect_of_an_export_shows_and_verifies_it(
     _flip(files[-1])
     assert main(["inspect", str(tmp_path)]) == 1
     said = capsys.readouterr()
-    assert f"{files[-1]} is not what its checksum" in said.err
+    assert f"{files[-1]} is damaged: it is not what its checksum" in said.err
     assert "verified" not in said.out
     assert main(["inspect", str(tmp_path), "--no-verify"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "not verified: files have the sizes they should have"
-    (tmp_path / "model.safetensors.sfv").unlink()
+    (tmp_path / "model.safetensors.crc32.json").unlink()
     assert main(["inspect", str(tmp_path)]) == 0
-    assert "not verified: there are no checksums (model.safetensors.sfv)" in capsys.readouterr().out
+    assert "not verified: there are no checksums (model.safetensors.crc32.json)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["inspect", "export"])
 def test_other_directories_are_told_by_their_kind(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    """FSDP2's, with what to run; the checkpoints one directory further down."""
+    """FSDP2's, with what to run."""
     assert main(["convert", str(saved), str(tmp_path / "dcp"), "--to", "dcp"]) == 0
     rest = [str(tmp_path / "out")] if command == "export" else []
     for given, told in (
         (tmp_path / "dcp", f"streamshard convert {tmp_path / 'dcp'} OUT --from dcp makes a checkpoint of it"),
-        (saved.parent, f"but {saved} in it does, the latest being {saved / 'checkpoint-10'}"),
+        (saved.parent, "holds no whole checkpoint: wanted a directory that save_checkpoint has written to"),
     ):
         capsys.readouterr()
         assert main([command, str(given), *rest]) == 1
@@ -223,14 +222,14 @@ def test_export_is_what_the_live_model_exports(
 def test_export_reads_and_writes_chunk_by_chunk(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the size of a tensor."""
     sizes: list[int] = []
-    read = PieceFiles.read
+    read = CheckpointFiles.read_tensor
 
-    def watched(self: PieceFiles, what: Read) -> None:
+    def watched(self: CheckpointFiles, what: Read) -> None:
         sizes.append(what.target.nbytes)
         read(self, what)
 
-    monkeypatch.setattr(writer, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(PieceFiles, "read", watched)
+    monkeypatch.setattr(export, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(CheckpointFiles, "read_tensor", watched)
     export_checkpoint(saved, tmp_path / "out", dtype="bfloat16")
     assert max(sizes) == 64
     assert len(sizes) > 100
@@ -332,7 +331,7 @@ def test_nothing_that_a_terminal_obeys_is_printed(
 
     rewrite(path, change)
     assert main(["inspect", str(path), "--tensors"]) == 0
-    rewrite(path, lambda content: content.update(format=2, versions={"streamshard": attack}))
+    rewrite(path, lambda content: content.update(format=3, versions={"streamshard": attack}))
     for command in (["inspect", str(path.parent)], ["inspect", str(path)], ["export", str(path.parent), "out"]):
         assert main(command) == 1
     said = capsys.readouterr()

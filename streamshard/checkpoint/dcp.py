@@ -6,43 +6,163 @@ FSDP2's way is ``dcp.save({"model": ..., "optimizer": ...})`` of what ``get_stat
 ``model.<name>``, ``optimizer.state.<name>.exp_avg`` and ``optimizer.param_groups.0.lr``; with
 ``flatten_optimizer_state_dict`` it is ``optimizer.param_groups.<name>.lr``. Accelerate has the two in directories of
 their own.
+
+DCP pickles its metadata and whatever is no tensor. Unpickling can run code; the unpicklers here know data only.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import pickle
 import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch.distributed.checkpoint import metadata as records
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint._traverse import set_element  # what torch's own planner does with paths
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 
-from streamshard.checkpoint.collect import Collected
-from streamshard.checkpoint.dcp_files import Source
-from streamshard.checkpoint.directory import next_number
-from streamshard.checkpoint.foreign import MODEL_DIRECTORY, OPTIMIZER_DIRECTORY
-from streamshard.checkpoint.offline import Opened, open_checkpoint
-from streamshard.checkpoint.piece_file import Piece, bytes_of
-from streamshard.checkpoint.publish import PARTIAL, sync_directory
-from streamshard.checkpoint.save_job import plan_job
-from streamshard.checkpoint.tree import decode, encode
-from streamshard.checkpoint.writer import Alone
+from streamshard.checkpoint.directory import (
+    DCP,
+    METADATA_NAME,
+    MODEL_DIRECTORY,
+    OPTIMIZER_DIRECTORY,
+    next_number,
+    open_checkpoint,
+    what_is,
+)
+from streamshard.checkpoint.json_codec import decode, encode
+from streamshard.checkpoint.manifest import CheckpointFiles
+from streamshard.checkpoint.run_parts import Collected, Piece
+from streamshard.checkpoint.safetensors_file import PARTIAL, bytes_of, sync_directory
+from streamshard.checkpoint.save import plan_job
+from streamshard.comm.objects import SingleProcess
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, ConfigError
 from streamshard.log import progress
 from streamshard.unit.optimizer_hooks import NUMBERS
 
-__all__ = ["Converted", "from_dcp", "to_dcp"]
+__all__ = ["Converted", "Source", "from_dcp", "to_dcp"]
+
+_RECORDS = (*records.__all__, "_MEM_FORMAT_ENCODING")
+_PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
+_OTHERS = {
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+}
+
+
+class Source:
+    """A DCP directory, or Accelerate's two, read key by key.
+
+    Attributes:
+        readers: by key, in which of the directories it is.
+    """
+
+    def __init__(self, root: Path) -> None:
+        candidates = [root, root / f"{MODEL_DIRECTORY}_0", root / f"{OPTIMIZER_DIRECTORY}_0"]
+        found = [path for path in candidates if (path / METADATA_NAME).is_file()]
+        if not found:
+            raise CheckpointError(
+                what_is(root, DCP)
+                or f"{root} is no {DCP}: neither it nor {MODEL_DIRECTORY}_0 in it has a {METADATA_NAME}"
+            )
+        self.readers = {key: reader for reader in map(_Reader, found) for key in reader.metadata.state_dict_metadata}
+
+    def metadata_of(self, key: str) -> Any:
+        return self.readers[key].metadata.state_dict_metadata[key]
+
+    def path_after(self, key: str, name: str) -> tuple[str | int, ...]:
+        """Where in a nested value `key` was: what follows on that of its parents whose name ends with `name`."""
+        path = (self.readers[key].metadata.planner_data or {}).get(key, (key,))
+        ends = [place for place, each in enumerate(path) if str(each).rpartition(".")[2] == name]
+        return tuple(path[ends[0] + 1 :]) if ends else ()
+
+    def tensor_metadata(self, key: str) -> TensorStorageMetadata:
+        metadata = self.metadata_of(key)
+        if not isinstance(metadata, TensorStorageMetadata):
+            raise CheckpointError(f"{key!r} is no tensor")
+        return metadata
+
+    def layout_of(self, key: str) -> tuple[tuple[int, ...], int, torch.Tensor]:
+        """Shape, first element, and a meta tensor, as of a `Piece` that is all of it."""
+        metadata = self.tensor_metadata(key)
+        data = torch.empty(metadata.size.numel(), dtype=metadata.properties.dtype, device="meta")
+        return tuple(metadata.size), 0, data
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """In new CPU memory."""
+        metadata = self.tensor_metadata(key)
+        return cast(torch.Tensor, self._read(key, torch.empty(metadata.size, dtype=metadata.properties.dtype)))
+
+    def value(self, key: str) -> Any:
+        """A small tensor, or whatever else it is."""
+        return self.tensor(key) if isinstance(self.metadata_of(key), TensorStorageMetadata) else self._read(key, None)
+
+    def _read(self, key: str, target: Any) -> Any:
+        try:
+            return self.readers[key].read(key, target)
+        except Exception as error:  # torch raises whatever it runs into
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise CheckpointError(f"cannot read {key!r} of {self.readers[key].path}: {reason}") from error
+
+
+class _Reader(FileSystemReader):
+    """Reads one key at a time, and unpickles nothing but data.
+
+    Attributes:
+        metadata: of all keys.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        try:
+            with open(path / METADATA_NAME, "rb") as file:
+                self.metadata: Metadata = _MetadataUnpickler(file).load()
+        except Exception as error:  # unpicklers raise whatever they run into
+            raise CheckpointError(f"cannot read {path / METADATA_NAME}: {error}") from error
+        self.set_up_storage_reader(self.metadata, is_coordinator=True)
+
+    def read(self, key: str, target: Any) -> Any:
+        """The value of `key`: `target`, filled, if it is a tensor."""
+        state = {key: target}
+        planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(state, self.metadata, is_coordinator=True)
+        plan = self.prepare_local_plan(planner.create_local_plan())
+        plan = self.prepare_global_plan(planner.create_global_plan([plan]))[0]
+        self.read_data(planner.finish_plan(plan), planner).wait()
+        return state[key]
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows DCP's own records, and what they are made of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_record = module == "torch.distributed.checkpoint.metadata" and name in _RECORDS
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        is_path = module.partition(".")[0] == "pathlib" and name in _PATHS
+        if is_record or is_dtype or is_path or (module, name) in _OTHERS:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no DCP metadata need; it may be an attack")
+
 
 _EXTRA_STATE = "_extra_state"
 _CPU = torch.device("cpu")
@@ -78,10 +198,10 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str], *, ac
     if root.is_mount() or root == Path.cwd():  # the result is renamed to it
         raise CheckpointError(f"{root} is a mount point, or the current directory: convert into a new one inside it")
     partial = root.with_name(f"{root.name}.{secrets.token_hex(8)}{PARTIAL}")
-    with open_checkpoint(directory) as opened:
-        opened.files.verify(Alone())
-        models = {name: _model_out(opened, name) for name in opened.manifest.state["models"]}
-        optimizers = {name: _optimizer_out(opened, name) for name in opened.manifest.state["optimizers"]}
+    with open_checkpoint(directory) as files:
+        files.verify_together(SingleProcess())
+        models = {name: _model_out(files, name) for name in files.manifest.state["models"]}
+        optimizers = {name: _optimizer_out(files, name) for name in files.manifest.state["optimizers"]}
         targets: dict[str, dict[str, Any]] = {"": {**models, **optimizers}}
         if accelerate:
             targets = {f"{MODEL_DIRECTORY}_{n}": {"model": each} for n, each in enumerate(models.values())}
@@ -89,16 +209,16 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str], *, ac
         try:
             partial.mkdir(parents=True)
             for name, state in targets.items():
-                _write(opened, partial / name, root / name, state)
+                _write(files, partial / name, root / name, state)
                 sync_directory(partial / name)
-            opened.files.check_unchanged()
+            files.check_unchanged()
             sync_directory(partial)
             os.replace(partial, root)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         sync_directory(root.parent)
-        return opened.path
+        return files.root
 
 
 class _Saved(torch.Tensor):
@@ -107,27 +227,27 @@ class _Saved(torch.Tensor):
     saved_name: str
 
 
-def _stand_in(opened: Opened, name: str) -> torch.Tensor:
-    record = opened.manifest.tensors[name]
+def _stand_in(files: CheckpointFiles, name: str) -> torch.Tensor:
+    record = files.manifest.tensors[name]
     data = torch.empty(record.shape, dtype=record.torch_dtype, device="meta").as_subclass(_Saved)
     data.saved_name = name
     return data
 
 
-def _model_out(opened: Opened, name: str) -> dict[str, Any]:
-    saved = opened.manifest.state["models"][name]
+def _model_out(files: CheckpointFiles, name: str) -> dict[str, Any]:
+    saved = files.manifest.state["models"][name]
     state: dict[str, Any] = {}
     for param, own in saved["params"].items():
         for each in (param, *own["aliases"]):  # state dicts have all names
-            state[each] = _stand_in(opened, f"{name}/{param}")
+            state[each] = _stand_in(files, f"{name}/{param}")
     for buffer in saved["buffers"]:
-        state.setdefault(buffer, _stand_in(opened, f"{name}/{buffer}"))
-    extra = decode(saved["extra_state"], opened.files.read_whole, _CPU)
+        state.setdefault(buffer, _stand_in(files, f"{name}/{buffer}"))
+    extra = decode(saved["extra_state"], files.read_whole, _CPU)
     return {**state, **{f"{module}.{_EXTRA_STATE}".lstrip("."): each for module, each in extra.items()}}
 
 
-def _optimizer_out(opened: Opened, name: str) -> dict[str, Any]:
-    manifest = opened.manifest
+def _optimizer_out(files: CheckpointFiles, name: str) -> dict[str, Any]:
+    manifest = files.manifest
     saved = manifest.state["optimizers"][name]
     models: Mapping[str, Any] = manifest.state["models"]
     shapes = {}
@@ -144,14 +264,14 @@ def _optimizer_out(opened: Opened, name: str) -> dict[str, Any]:
         own = state[fqn] = {}
         for key, value in values.items():
             if not (isinstance(value, dict) and value.get("$") == "moment"):
-                own[key] = decode(value, opened.files.read_whole, _CPU)
+                own[key] = decode(value, files.read_whole, _CPU)
             elif value["tensor"] in manifest.tensors:
-                own[key] = _stand_in(opened, value["tensor"])
+                own[key] = _stand_in(files, value["tensor"])
             else:  # nobody had elements of it
                 own[key] = torch.empty(shape)
     groups = [
         {
-            **decode(group["options"], opened.files.read_whole, _CPU),
+            **decode(group["options"], files.read_whole, _CPU),
             "params": [shapes[param][0] for param in group["params"]],
             **({"param_names": group["param_names"]} if "param_names" in group else {}),
         }
@@ -170,9 +290,9 @@ def _optimizer_out(opened: Opened, name: str) -> dict[str, Any]:
 class _SavePlanner(DefaultSavePlanner):
     """Reads a tensor when it is written, and frees the one before, which torch's writer goes on holding."""
 
-    def __init__(self, opened: Opened, advance: Callable[[int], object]) -> None:
+    def __init__(self, files: CheckpointFiles, advance: Callable[[int], object]) -> None:
         super().__init__()
-        self._opened = opened
+        self._files = files
         self._advance = advance
         self._written: torch.Tensor | None = None
 
@@ -183,17 +303,17 @@ class _SavePlanner(DefaultSavePlanner):
         if self._written is not None:
             self._written.untyped_storage().resize_(0)
         self._advance(found.nbytes)
-        self._written = self._opened.files.read_whole(found.saved_name)
+        self._written = self._files.read_whole(found.saved_name)
         return self._written
 
 
-def _write(opened: Opened, target: Path, final: Path, state: dict[str, Any]) -> None:
+def _write(files: CheckpointFiles, target: Path, final: Path, state: dict[str, Any]) -> None:
     """Write `state` into `target`, which people know as `final`."""
     total = sum(each.nbytes for each in _tensors_in(state))
     with progress(f"writing {final.name}", total, shows=True) as advance, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is ", category=UserWarning)  # it is not needed
         # Without copying ahead, which it does where there is a GPU, one is written before the next is asked for.
-        writer, planner = FileSystemWriter(target, per_thread_copy_ahead=0), _SavePlanner(opened, advance)
+        writer, planner = FileSystemWriter(target, per_thread_copy_ahead=0), _SavePlanner(files, advance)
         try:
             state_dict_saver.save(state, storage_writer=writer, planner=planner, no_dist=True)
         except CheckpointException as error:
@@ -273,12 +393,12 @@ def from_dcp(
     pieces += [Piece(name, tuple(each.shape), 0, each.contiguous().view(-1)) for name, each in tensors.items()]
     number = next_number(root) if step is None else step
     state = {"models": models, "optimizers": optimizers, "trees": {}}
-    job = plan_job(root, number, None, Alone(), Collected(state, {}, pieces, set()))
+    job = plan_job(root, number, None, SingleProcess(), Collected(state, {}, pieces, set()))
 
     def data_of(name: str) -> torch.Tensor:
         return source.tensor(keys[name]).view(-1) if name in keys else tensors[name].contiguous().view(-1)
 
-    return Converted(job.write(Alone(), data_of), sorted(others))
+    return Converted(job.write(SingleProcess(), data_of), sorted(others))
 
 
 def _names_in(source: Source, prefix: str, own: str, others: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
+from streamshard.checkpoint.load import StoredDirectory
 from streamshard.checkpoint.manifest import Manifest, TensorRecord
-from streamshard.checkpoint.offline import numel_of_params
-from streamshard.checkpoint.stored_files import StoredDirectory
 
 __all__ = [
     "describe",
@@ -50,15 +49,15 @@ def tensor_lines(manifest: Manifest) -> list[str]:
 
 def describe_weights(stored: StoredDirectory) -> list[str]:
     """What a Hugging Face directory holds, in two columns."""
-    numel = sum(math.prod(each.shape) for each in stored.tensors.values())
+    numel = sum(math.prod(each.shape) for each in stored.stored.values())
     by_dtype: dict[str, int] = {}
-    for each in sorted(stored.tensors.values(), key=lambda tensor: tensor.n_bytes, reverse=True):
+    for each in sorted(stored.stored.values(), key=lambda tensor: tensor.n_bytes, reverse=True):
         name = _dtype_name(each.dtype)
         by_dtype[name] = by_dtype.get(name, 0) + each.n_bytes
-    files = {each.file.name for each in stored.tensors.values()}
+    files = {each.file for each in stored.stored.values()}
     return _in_columns(
         [
-            ("weights", f"{numel:,} numbers in {_counted(len(stored.tensors), 'tensor')} ({_shown_kinds(by_dtype)})"),
+            ("weights", f"{numel:,} numbers in {_counted(len(stored.stored), 'tensor')} ({_shown_kinds(by_dtype)})"),
             ("size", f"{shown_bytes(sum(stored.sizes_bytes))} in {_counted(len(files), 'file')}"),
         ]
     )
@@ -66,7 +65,7 @@ def describe_weights(stored: StoredDirectory) -> list[str]:
 
 def stored_lines(stored: StoredDirectory) -> list[str]:
     """Name, dtype and shape of every tensor of a Hugging Face directory."""
-    tensors = sorted(stored.tensors.items())
+    tensors = sorted(stored.stored.items())
     return _in_columns((name, _dtype_name(each.dtype), str(list(each.shape))) for name, each in tensors)
 
 
@@ -93,7 +92,7 @@ def _model_line(manifest: Manifest, name: str) -> str:
     params = [manifest.tensors[f"{name}/{param}"] for param in saved["params"]]
     buffers = [manifest.tensors[f"{name}/{buffer}"] for buffer in saved["buffers"] if buffer not in saved["params"]]
     line = (
-        f"{saved['class'] or 'of unknown class'}, {numel_of_params(manifest, name):,} numbers in "
+        f"{saved['class'] or 'of unknown class'}, {manifest.numel_of_params(name):,} numbers in "
         f"{_counted(len(params), 'parameter')} ({_kinds(params)})"
     )
     if buffers:

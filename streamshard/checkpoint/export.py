@@ -1,24 +1,93 @@
-"""`export_safetensors`: a sharded model to a directory that `from_pretrained` loads."""
+"""Weights to a directory that `from_pretrained` loads: of a sharded model, or of a checkpoint.
+
+    plan -> create (rank 0) -> write and fsync (every rank) -> checksums (every rank) -> publish by renaming (rank 0)
+
+Between two arrows all ranks meet, and a failure on one becomes a `CheckpointError` on all that names it. Each rank
+writes its own byte ranges into the same files. Nothing is gathered.
+
+[Note: publishing an export]
+All files are written into a partial directory inside of the export's, and synced. See [Note: two runs in one directory]
+in `directory.py` for its lock, by which a second process that exports there is refused. Readers begin at the *front*:
+``model.safetensors``, or the index where there is no such file. The index names the other files. So one rename, of a
+new front over the old one, replaces the whole export:
+
+1. The checksums of the old export are removed: readers find weights without checksums until the end.
+2. Several files get their names. In a directory without weights these are save_pretrained's, such as
+   ``model-00001-of-00003.safetensors``. In any other directory the names contain the export's random token, such as
+   ``model-89abcdef-00001-of-00003.safetensors``. So no name of a numbered file ever stands for different bytes: a
+   program that has read the old index opens the old files, or gets FileNotFoundError. It never opens new ones.
+3. The config is replaced, then the front. Where the index takes over from ``model.safetensors``, that file is removed
+   once the index is in place.
+4. The new checksums are put in place. Files that the front does not lead to are removed.
+
+A run that is killed, or loses power, leaves the old weights or the new ones. The next export removes its other files.
+The config cannot be replaced in the same rename as the weights: an error or a kill between the two leaves the new
+config beside the old weights.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from streamshard.checkpoint import huggingface
-from streamshard.checkpoint.disk_layout import local_pieces, overlaps, plan_disk, saved_names
-from streamshard.checkpoint.writer import RankGroup, TensorEntry, run_on_all_ranks, write_sharded
-from streamshard.config import parse_bytes
-from streamshard.errors import ConfigError
+from streamshard.checkpoint.directory import Partial, create_export, open_checkpoint, remove_partial
+from streamshard.checkpoint.disk_layout import Run, local_pieces, overlaps, plan_disk, saved_names
+from streamshard.checkpoint.json_codec import dtype_named
+from streamshard.checkpoint.manifest import MANIFEST_NAME, CheckpointFiles, Read
+from streamshard.checkpoint.safetensors_file import (
+    CHUNK_BYTES,
+    INDEX_NAME,
+    SINGLE_NAME,
+    SUMS_NAME,
+    FileLayout,
+    FileRecord,
+    OpenFiles,
+    TensorSpec,
+    bytes_of,
+    checksums,
+    encode_sums,
+    files_of_index,
+    lay_out,
+    share_of_chunks,
+    sync_directory,
+    write_all,
+    write_synced,
+)
+from streamshard.comm.objects import RankGroup, SingleProcess, gather_from_all_ranks, run_on_all_ranks
+from streamshard.config import parse_bytes, parse_path
+from streamshard.errors import CheckpointError, ConfigError
 from streamshard.log import log, progress
 from streamshard.unit.shard import ParamShard
 
-__all__ = ["export_shards", "floating_dtype", "model_dtype"]
+__all__ = [
+    "Exported",
+    "TensorEntry",
+    "encode_index",
+    "export_checkpoint",
+    "export_shards",
+    "floating_dtype",
+    "model_dtype",
+    "plan_files",
+    "write_sharded",
+]
+
+VISIBLE_WITHIN_S = 10.0  # network file systems may show a new file to other hosts only after a while
+
+_NUMBERED = re.compile(r"model-([0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
+
+
+# ------------------------------------------------------------------------------------------------ of a model
 
 
 def export_shards(
@@ -32,7 +101,7 @@ def export_shards(
     """What `streamshard.export_safetensors` does, with the model's parameters and ranks given."""
     parse_bytes("max_shard_size", max_shard_size)
     wanted = floating_dtype(dtype)
-    entries = run_on_all_ranks(group, "plan the export", lambda: _entries(model, shards, group, wanted))
+    entries = run_on_all_ranks(group, "plan the export", lambda: _entries_of_model(model, shards, group, wanted))
 
     def write_beside(staging: Path) -> None:
         if huggingface.is_transformers_model(model):
@@ -54,7 +123,7 @@ def export_shards(
     return names
 
 
-def _entries(
+def _entries_of_model(
     model: nn.Module, shards: Sequence[ParamShard], group: RankGroup, dtype: torch.dtype | None
 ) -> list[TensorEntry]:
     huggingface.check_exportable(model)
@@ -66,10 +135,14 @@ def _entries(
     for tensor in plan_disk(model, shards, dtype):
         # Every rank names every tensor, so that all make the same plan.
         entries.append(TensorEntry(tensor.name, tensor.shape, tensor.dtype, 0, 0, None))
-        entries.extend(
-            TensorEntry(tensor.name, tensor.shape, tensor.dtype, *overlap) for overlap in overlaps(tensor, pieces)
-        )
+        for overlap in overlaps(tensor, pieces):
+            fill = functools.partial(_copy, overlap.data.detach())
+            entries.append(TensorEntry(tensor.name, tensor.shape, tensor.dtype, overlap.start, overlap.stop, fill))
     return entries
+
+
+def _copy(data: torch.Tensor, start: int, target: torch.Tensor) -> None:
+    target.copy_(data[start : start + target.numel()])
 
 
 def model_dtype(model: nn.Module, shards: Sequence[ParamShard], dtype: torch.dtype | None) -> torch.dtype | None:
@@ -92,3 +165,390 @@ def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ConfigError(f'dtype={dtype!r}: wanted a floating-point torch.dtype, its name such as "bfloat16", or None')
     return found
+
+
+# ------------------------------------------------------------------------------------------------ of a checkpoint
+
+
+class Exported(NamedTuple):
+    """What `export_checkpoint` has done.
+
+    Attributes:
+        path: of the checkpoint.
+        files: names of those written, the index last.
+        custom_code: the model's class, if its code is the user's own and missing beside the weights.
+    """
+
+    path: Path
+    files: list[str]
+    custom_code: str | None
+
+
+def export_checkpoint(
+    directory: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    model: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "5GB",
+) -> Exported:
+    """The files that `export_safetensors` would have written of a model when it was saved, to the byte.
+
+    The checkpoint's checksums are verified first. Needs the memory of two chunks.
+
+    Args:
+        directory: a checkpoint, or a directory of them, of which the latest that is whole is taken.
+        out: where to; made if it is not there. An earlier export in it is replaced once the new one is whole.
+        model: its name, where several were saved.
+        dtype: of floating-point tensors, such as ``"bfloat16"``; None is what each had before it was sharded.
+        max_shard_size: tensor bytes a file may hold, as a number or ``"5GB"``.
+
+    Raises:
+        CheckpointError: names the file that is damaged or cannot be written, or says why such a model cannot be
+            exported.
+        ConfigError: an argument that cannot work.
+    """
+    parse_bytes("max_shard_size", max_shard_size)
+    root = parse_path("out", out)
+    wanted = floating_dtype(dtype)
+    with open_checkpoint(directory) as files:
+        models = files.manifest.state["models"]
+        name = _model_called(model, list(models), files.root)
+        plan = models[name]["export"]
+        if "error" in plan:
+            raise CheckpointError(f"{files.root}: {name!r} cannot be exported: {plan['error']}")
+        files.verify_together(SingleProcess())
+        entries = list(_entries_of_checkpoint(files, name, plan["tensors"], wanted))
+
+        def write_beside(staging: Path) -> None:
+            for file, text in plan["files"].items():
+                if file == "config.json" and wanted is not None:
+                    text = huggingface.with_dtype(text, wanted)
+                write_synced(staging / file, text.encode())
+
+        total = sum((entry.stop - entry.start) * entry.dtype.itemsize for entry in entries)
+        with progress(f"exporting {files.root.name}", total, shows=True) as advance:
+            names = write_sharded(
+                entries,
+                root,
+                SingleProcess(),
+                max_shard_size=max_shard_size,
+                total_parameters=files.manifest.numel_of_params(name),
+                write_beside=write_beside,
+                advance=advance,
+            )
+        files.check_unchanged()
+    return Exported(files.root, names, plan["custom_code"])
+
+
+def _model_called(name: str | None, models: Sequence[str], path: Path) -> str:
+    """The name of a model in the manifest, given with or without the ``model.`` of one of several."""
+    found = models if name is None else [each for each in models if each in (name, f"model.{name}")]
+    if len(found) != 1:
+        given = f"model={name!r}" if name is not None else "no model was named"
+        raise ConfigError(f"{given}: {path} holds {', '.join(map(repr, models))}; name one of them")
+    return found[0]
+
+
+def _entries_of_checkpoint(
+    files: CheckpointFiles, model: str, tensors: Sequence[Sequence[Any]], dtype: torch.dtype | None
+) -> Iterator[TensorEntry]:
+    def fill(tensor: str, first: int, start: int, target: torch.Tensor) -> None:
+        files.read_tensor(Read(tensor, first + start, target))
+
+    for name, shape, own, runs in tensors:
+        stored = dtype_named(own)
+        spec = name, tuple(shape), dtype if dtype is not None and stored.is_floating_point else stored
+        yield TensorEntry(*spec, 0, 0, None)
+        for run in (Run(*each) for each in runs):
+            elements = functools.partial(fill, f"{model}/{run.source}", run.source_start)
+            yield TensorEntry(*spec, run.start, run.start + run.numel, elements)
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+class TensorEntry(NamedTuple):
+    """This rank's part of one tensor: elements [start, stop) of the flattened whole.
+
+    A tensor that a rank has several ranges of has several entries, one that it has nothing of has one without `fill`.
+
+    Attributes:
+        name: the tensor's name in the file.
+        shape: of the whole tensor.
+        dtype: in the file.
+        start: first element that this rank writes.
+        stop: one past the last.
+        fill: given a place counted from `start` and a target, [n] 1-D on the CPU in `dtype`, fills the target by the
+            elements from that place on.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int
+    fill: Callable[[int, torch.Tensor], object] | None
+
+
+def write_sharded(
+    entries: Sequence[TensorEntry],
+    directory: str | os.PathLike[str],
+    group: RankGroup,
+    *,
+    max_shard_size: int | str = "5GB",
+    total_parameters: int | None = None,
+    write_beside: Callable[[Path], None] = lambda directory: None,
+    advance: Callable[[int], object] = lambda count: None,
+) -> list[str]:
+    """Write a Hugging Face safetensors directory from all ranks. Extra memory is one chunk of `CHUNK_BYTES` on each.
+
+    Every rank passes the same tensors in the same order, and the same settings; together their ranges cover each
+    tensor, and do not overlap.
+
+    Args:
+        entries: this rank's part of every tensor, tensors in the order of the state dict.
+        directory: on storage that all ranks share; made if it is not there.
+        group: the ranks that call this, all of them.
+        max_shard_size: tensor bytes a file may hold, as a number or ``"5GB"``.
+        total_parameters: number of parameters, for the index.
+        write_beside: writes further files (a config) into the directory it is given; called on rank 0 only. They
+            are published together with the weights.
+        advance: is told how many bytes this rank has written, now and then.
+
+    Returns:
+        The names of the files written, the index last.
+
+    Raises:
+        ConfigError: `max_shard_size` cannot be read.
+        CheckpointError: on every rank, when any rank failed: names the rank and the cause. What was in the directory
+            before is still there then, or the new export is, whole.
+    """
+    max_file_bytes = parse_bytes("max_shard_size", max_shard_size)
+    root = Path(directory)
+    specs = {entry.name: TensorSpec(entry.name, entry.shape, entry.dtype) for entry in entries}
+    files = run_on_all_ranks(group, "plan the export", lambda: plan_files(list(specs.values()), max_file_bytes))
+    mine: list[Partial] = []  # the first rank's, which alone deletes and renames it
+
+    def create() -> tuple[str, list[str]]:
+        """Where all ranks write, and the files' names."""
+        if not group.is_first:
+            return "", []
+        os.makedirs(root, exist_ok=True)
+        mine.append(create_export(root))
+        names = _final_names(root, files, mine[0].path.suffixes[-2].lstrip("."))  # of the names in use before the sweep
+        _sweep(root)
+        _create(mine[0].path, _renamed(files, names), write_beside)
+        _check_free(root, mine[0].path)
+        return mine[0].path.name, names
+
+    try:
+        name, names = gather_from_all_ranks(group, f"create files in {root}", create)[0]
+        own, files = root / name, _renamed(files, names)
+        written = gather_from_all_ranks(group, f"write to {root}", lambda: _write(own, files, entries, advance))
+        sums = gather_from_all_ranks(group, f"write to {root}", lambda: _sum_up(own, files, group))
+
+        def publish() -> None:
+            if group.is_first:
+                if sum(written) != sum(file.size_bytes - len(file.header) for file in files):
+                    raise CheckpointError(f"ranks did not write every byte of {root} once")
+                index = encode_index(files, total_parameters) if len(files) > 1 else None
+                _publish(mine[0], root, _records(files, sums), index)
+                remove_partial(mine[0])  # before other ranks go on
+
+        run_on_all_ranks(group, f"publish {root}", publish)
+    finally:
+        for partial in mine:
+            remove_partial(partial)
+    return names + ([INDEX_NAME] if len(names) > 1 else [])
+
+
+def plan_files(specs: Sequence[TensorSpec], max_file_bytes: int) -> list[FileLayout]:
+    """Distribute tensors over files as huggingface_hub does, so that file names and contents agree with its.
+
+    One pass in order; what is too large for any file gets one of its own, numbered before the file that is being filled
+    (huggingface_hub/serialization/_base.py).
+
+    Args:
+        specs: the tensors, in the order of the state dict.
+        max_file_bytes: a file holds no more tensor bytes than this, unless it holds one tensor only.
+
+    Returns:
+        ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on.
+    """
+    groups: list[list[TensorSpec]] = []
+    filling: list[TensorSpec] = []
+    filled_bytes = 0
+    for spec in specs:
+        if spec.size_bytes > max_file_bytes:
+            groups.append([spec])
+            continue
+        if filled_bytes + spec.size_bytes > max_file_bytes:
+            groups.append(filling)
+            filling, filled_bytes = [], 0
+        filling.append(spec)
+        filled_bytes += spec.size_bytes
+    if filling or not groups:
+        groups.append(filling)
+    if len(groups) == 1:
+        return [lay_out(SINGLE_NAME, groups[0])]
+    return [lay_out(f"model-{n:05d}-of-{len(groups):05d}.safetensors", each) for n, each in enumerate(groups, start=1)]
+
+
+def encode_index(files: Sequence[FileLayout], total_parameters: int | None) -> bytes:
+    """The JSON that says in which file each tensor is, as `save_pretrained` writes it."""
+    metadata = {} if total_parameters is None else {"total_parameters": total_parameters}
+    metadata["total_size"] = sum(file.size_bytes - len(file.header) for file in files)
+    weight_map = {name: file.name for file in files for name in file.offsets}
+    return (json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _final_names(root: Path, files: Sequence[FileLayout], token: str) -> list[str]:
+    """See [Note: publishing an export]."""
+    names = [file.name for file in files]
+    if len(files) > 1 and any(
+        name in (SINGLE_NAME, INDEX_NAME) or _NUMBERED.fullmatch(name) for name in os.listdir(root)
+    ):
+        names = [name.replace("model-", f"model-{token}-", 1) for name in names]
+    return names
+
+
+def _renamed(files: Sequence[FileLayout], names: Sequence[str]) -> list[FileLayout]:
+    return [file._replace(name=name) for file, name in zip(files, names, strict=True)]
+
+
+def _create(partial: Path, files: Sequence[FileLayout], write_beside: Callable[[Path], None]) -> None:
+    """Every file at its full size with its header in place; ranks fill in the rest."""
+    for file in files:
+        descriptor = os.open(partial / file.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        with contextlib.closing(os.fdopen(descriptor, "rb+", buffering=0)):
+            os.ftruncate(descriptor, file.size_bytes)
+            write_all(descriptor, memoryview(file.header), 0)
+            os.fsync(descriptor)
+    write_beside(partial)
+
+
+def _check_free(root: Path, partial: Path) -> None:
+    """Raise a CheckpointError where a directory is in the way of a file."""
+    for name in {SINGLE_NAME, INDEX_NAME, SUMS_NAME, *os.listdir(partial)}:
+        if (root / name).is_dir() and not (root / name).is_symlink():
+            raise CheckpointError(f"{root / name} is a directory, and the export has a file of that name")
+
+
+def _write(
+    partial: Path, files: Sequence[FileLayout], entries: Sequence[TensorEntry], advance: Callable[[int], object]
+) -> int:
+    """How many bytes this rank has written: its ranges, file by file."""
+    staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+    memory = bytes_of(staging)
+    total = 0
+    by_name: dict[str, list[TensorEntry]] = {}
+    for entry in entries:
+        by_name.setdefault(entry.name, []).append(entry)
+    for file in files:
+        mine = [(offset, entry) for name, offset in file.offsets.items() for entry in by_name[name] if entry.fill]
+        if not mine:
+            continue
+        with _visible(partial / file.name) as descriptor:
+            if os.pread(descriptor, len(file.header), 0) != file.header:
+                raise CheckpointError(f"{file.name} made by rank 0 has another header: ranks disagree on the tensors")
+            for offset, (_, _, dtype, start, stop, fill) in mine:
+                chunk = staging.view(dtype)
+                for done in range(0, stop - start, chunk.numel()):
+                    part = chunk[: stop - start - done]
+                    fill(done, part)  # type: ignore[misc]  # it is not None
+                    write_all(descriptor, memory[: part.nbytes], offset + (start + done) * dtype.itemsize)
+                    total += part.nbytes
+                    advance(part.nbytes)
+            os.fsync(descriptor)
+    return total
+
+
+@contextlib.contextmanager
+def _visible(path: Path) -> Iterator[int]:
+    """A file that rank 0 has created."""
+    deadline = time.monotonic() + VISIBLE_WITHIN_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{path} is not there, though rank 0 created it: the directory must be on storage all ranks share"
+            )
+        time.sleep(0.1)
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+    except OSError as error:  # a failed write does not say which file it was
+        raise CheckpointError(f"{path.name}: {error}") from error
+
+
+def _sum_up(partial: Path, files: Sequence[FileLayout], group: RankGroup) -> list[tuple[int, list[str]]]:
+    """Checksums of this rank's share of the files, as they are now: by number of the file. See [Note: checksums]."""
+    with OpenFiles(partial, [file.name for file in files]) as written:
+        shares = share_of_chunks([file.size_bytes for file in files], group.number, group.total_size)
+        return [(number, written.sums_of(number, chunks, lambda count: None)) for number, chunks in shares]
+
+
+def _records(files: Sequence[FileLayout], sums: Sequence[Sequence[tuple[int, list[str]]]]) -> list[FileRecord]:
+    records = [FileRecord(file.name, file.size_bytes, []) for file in files]
+    for share in sums:
+        for number, found in share:
+            records[number].crc32.extend(found)
+    return records
+
+
+def _publish(partial: Partial, root: Path, records: Sequence[FileRecord], index: bytes | None) -> None:
+    """Make what is in `partial` what readers of `root` find. See [Note: publishing an export]."""
+    own, names = partial.path, [record.name for record in records]
+    front, other, numbered = SINGLE_NAME, INDEX_NAME, names[:0]
+    if index is not None:
+        front, other, numbered = INDEX_NAME, SINGLE_NAME, names
+        write_synced(own / front, index)
+        records = [*records, FileRecord(front, len(index), checksums(index))]
+    beside = sorted(set(os.listdir(own)) - {*names, front, MANIFEST_NAME})
+    write_synced(own / SUMS_NAME, encode_sums(records))
+    for name in beside:
+        with open(own / name, "rb") as file:
+            os.fsync(file.fileno())
+    _remove(root / SUMS_NAME)
+    try:
+        for name in (*numbered, *beside):
+            os.replace(own / name, root / name)
+        sync_directory(root)
+        os.replace(own / front, root / front)
+        sync_directory(root)
+        _remove(root / other)
+    except BaseException:
+        is_placed = not os.path.lexists(own / front)
+        if not is_placed or front == INDEX_NAME and os.path.lexists(root / other):  # readers find the earlier export
+            for name in (*numbered, *[front] * is_placed):
+                _remove(root / name)
+        raise
+    os.replace(own / SUMS_NAME, root / SUMS_NAME)
+    _sweep(root)
+    sync_directory(root)
+
+
+def _sweep(root: Path) -> None:
+    """Remove numbered files of exports that were replaced or killed.
+
+    Keeps what the index names. Keeps all if there is neither an index nor ``model.safetensors``, or if the index cannot
+    be read.
+    """
+    named: set[str] = set()
+    try:
+        named.update(files_of_index((root / INDEX_NAME).read_bytes()).values())
+    except (FileNotFoundError, IsADirectoryError):
+        if not (root / SINGLE_NAME).is_file():
+            return
+    except ValueError:
+        return
+    for name in os.listdir(root):
+        if _NUMBERED.fullmatch(name) and name not in named and not (root / name).is_dir():
+            _remove(root / name)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)

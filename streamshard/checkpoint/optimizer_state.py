@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
-from streamshard.checkpoint.tree import decode, encode
+from streamshard.checkpoint.json_codec import decode, encode
 from streamshard.comm.objects import raise_if
 from streamshard.comm.ranks import Ranks
 from streamshard.engine.containers import tensors_in

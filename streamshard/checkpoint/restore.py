@@ -11,24 +11,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.checkpoint.disk_layout import local_pieces
+from streamshard.checkpoint.json_codec import decode
 from streamshard.checkpoint.load import put_back_buffers
-from streamshard.checkpoint.manifest import Manifest
+from streamshard.checkpoint.manifest import Manifest, Read
 from streamshard.checkpoint.optimizer_state import is_owned, moment_of, own_part, params_in
-from streamshard.checkpoint.parts import RANDOM, Parts, class_name, name_there, param_names, set_random_state
-from streamshard.checkpoint.tree import decode
+from streamshard.checkpoint.run_parts import RANDOM, Parts, class_name, name_there, param_names, set_random_state
 from streamshard.engine.engine import Engine
 from streamshard.errors import CheckpointError
 from streamshard.unit.shard import ParamShard
 
-__all__ = ["Plan", "Read", "plan_restore"]
-
-
-class Read(NamedTuple):
-    """`target` becomes elements [start, start + n) of the saved tensor `name`. It is 1-D and contiguous."""
-
-    name: str
-    start: int
-    target: torch.Tensor
+__all__ = ["Plan", "plan_restore"]
 
 
 class Plan(NamedTuple):

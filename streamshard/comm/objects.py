@@ -11,19 +11,90 @@ from __future__ import annotations
 import datetime
 import pickle
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # not in stubs
 
-from streamshard.errors import StreamShardError
+from streamshard.errors import CheckpointError, StreamShardError
 
-__all__ = ["describe", "gather_bytes", "gather_results", "raise_if"]
+__all__ = [
+    "RankGroup",
+    "SingleProcess",
+    "describe",
+    "gather_bytes",
+    "gather_from_all_ranks",
+    "gather_results",
+    "raise_if",
+    "run_on_all_ranks",
+]
 
 _VALUE, _ERROR = b"v", b"e"  # first bytes of what a rank sends
 
 _T = TypeVar("_T")
+
+
+class RankGroup(Protocol):
+    """The ranks that read or write files together."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one rank that does what is done once."""
+
+    @property
+    def replica(self) -> int:
+        """Which copy of the model this rank holds a shard of, from 0."""
+
+    @property
+    def number(self) -> int:
+        """This rank's number, from 0."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks hold a copy of the model together."""
+
+    @property
+    def total_size(self) -> int:
+        """How many ranks there are."""
+
+    def gather_bytes(self, data: bytes, /) -> list[bytes]:
+        """Every rank's `data`, in rank order. Blocks until all ranks have called it. Not called where there is one."""
+
+
+class SingleProcess:
+    """One process without a process group, as the only rank."""
+
+    is_first = True
+    replica = 0
+    number = 0
+    world_size = 1
+    total_size = 1
+
+    def gather_bytes(self, data: bytes, /) -> list[bytes]:
+        """Its own."""
+        return [data]
+
+
+def run_on_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> _T:
+    """Run `action` on every rank; when it fails on one, fail on all.
+
+    Args:
+        group: the ranks.
+        doing: what the action does, for the message: "could not <doing>".
+        action: this rank's work; it must not communicate.
+
+    Raises:
+        CheckpointError: names the ranks on which the action failed, and why.
+    """
+    result: list[_T] = []
+    gather_from_all_ranks(group, doing, lambda: result.append(action()))
+    return result[0]
+
+
+def gather_from_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> list[_T]:
+    """What `action` gives on every rank, in rank order; otherwise as `run_on_all_ranks`. It can be pickled."""
+    return gather_results(group.gather_bytes if group.total_size > 1 else None, doing, action, CheckpointError)
 
 
 def gather_results(

@@ -16,7 +16,7 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from streamshard.api import StreamShard
 from streamshard.checkpoint.directory import latest
-from streamshard.checkpoint.writer import gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.objects import gather_from_all_ranks, run_on_all_ranks
 from streamshard.comm.ranks import Ranks
 from streamshard.engine.handle import engine_of, handle_of
 from streamshard.errors import CheckpointError, ConfigError, warn_user

@@ -40,7 +40,7 @@ from streamshard.api import (
     load_optimizer_state_dict,
     load_safetensors,
 )
-from streamshard.checkpoint.writer import RankGroup, gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
 from streamshard.engine.engine import Engine
 from streamshard.engine.handle import engine_of, handle_of
 from streamshard.engine.hooks import call_shell

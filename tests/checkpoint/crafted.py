@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +16,11 @@ from streamshard.checkpoint.manifest import (
     _HEAD,
     _TAIL,
     MANIFEST_NAME,
-    FileRecord,
     PieceRecord,
     TensorRecord,
     read_manifest,
 )
+from streamshard.checkpoint.safetensors_file import FileRecord, checksums
 
 __all__ = ["content_of", "rewrite", "split", "write_body"]
 
@@ -64,6 +63,6 @@ def split(checkpoint: Path, count: int) -> None:
     for rank, each in enumerate(contents):
         raw, name = save(each, {"format": "pt"}), f"rank-{rank:05d}-of-{count:05d}.safetensors"
         (checkpoint / name).write_bytes(raw)
-        files.append(FileRecord(name, len(raw), f"{zlib.crc32(raw):08x}"))
+        files.append(FileRecord(name, len(raw), checksums(raw)))
     new = replace(manifest, world_size=count, files=tuple(files), tensors=tensors)
     (checkpoint / MANIFEST_NAME).write_bytes(new.encode())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from streamshard.checkpoint.export import export_shards
-from streamshard.checkpoint.safetensors_file import SUMS_NAME
+from streamshard.checkpoint.safetensors_file import SUMS_NAME, checksums, parse_sums
 from streamshard.errors import CheckpointError
 from streamshard.plan.layout import ParamSize, plan_segment
 from streamshard.unit.shard import ParamShard
@@ -134,12 +133,12 @@ class Plain(nn.Module):
 
 
 def assert_sums(directory: Path) -> None:
-    """There are checksums, in the format of SFV files, of all files with weights and of their index, and no others."""
-    lines = [line.split(" ") for line in (directory / SUMS_NAME).read_text().splitlines()]
-    files = [path.name for path in directory.glob("model*") if path.name != SUMS_NAME]
-    assert sorted(name for name, _ in lines) == sorted(files)
-    for name, crc32 in lines:
-        assert f"{zlib.crc32((directory / name).read_bytes()):08x}" == crc32, name
+    """There are checksums of all files with weights and of their index, and no others."""
+    records = parse_sums(directory / SUMS_NAME)
+    assert sorted(records) == sorted(path.name for path in directory.glob("model*") if path.name != SUMS_NAME)
+    for name, record in records.items():
+        content = (directory / name).read_bytes()
+        assert (record.size_bytes, record.crc32) == (len(content), checksums(content)), name
 
 
 def assert_same_files(ours: Path, theirs: Path) -> None:

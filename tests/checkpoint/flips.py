@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from streamshard import export_safetensors, load_checkpoint, load_safetensors, save_checkpoint
-from streamshard.checkpoint.publish import SUMS_NAME
+from streamshard.checkpoint.safetensors_file import SUMS_NAME
 from streamshard.errors import CheckpointError
 from tests.checkpoint.runs import Run, start, steps
 from tests.ranks import RankContext, open_pool

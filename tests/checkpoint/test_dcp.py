@@ -21,10 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from streamshard import StreamShard, load_checkpoint, save_checkpoint
-from streamshard.checkpoint.dcp import from_dcp, to_dcp
-from streamshard.checkpoint.dcp_files import Source
-from streamshard.checkpoint.offline import open_checkpoint
-from streamshard.checkpoint.piece_files import PieceFiles
+from streamshard.checkpoint.dcp import Source, from_dcp, to_dcp
+from streamshard.checkpoint.directory import open_checkpoint
+from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.cli import main
 from streamshard.errors import CheckpointError, ConfigError
 from tests.checkpoint.runs import Counted
@@ -160,7 +159,7 @@ def test_there_and_back_is_the_same_to_the_bit(ranks: RankPool, tmp_path: Path) 
 
 def _everything(path: Path) -> dict[str, torch.Tensor]:
     with open_checkpoint(path) as opened:
-        return {name: opened.files.read_whole(name) for name in opened.manifest.tensors}
+        return {name: opened.read_whole(name) for name in opened.manifest.tensors}
 
 
 def test_accelerate_merges_the_weights(ranks: RankPool, tmp_path: Path) -> None:
@@ -208,7 +207,7 @@ def test_one_tensor_at_a_time(ranks: RankPool, tmp_path: Path, monkeypatch: pyte
 
         monkeypatch.setattr(kind, name, watched)
 
-    watch(PieceFiles, "read_whole")
+    watch(CheckpointFiles, "read_whole")
     watch(Source, "tensor")
     to_dcp(tmp_path / "run", tmp_path / "dcp")
     assert len(held) > 100
@@ -355,11 +354,11 @@ def test_an_interrupt_is_one_and_leaves_nothing(
     """Before any tensor is written. Until all are, the directory has not got its name."""
     ranks(1).run(_save_stack, tmp_path / "run")
     out = tmp_path / "out"
-    read_whole = PieceFiles.read_whole
+    read_whole = CheckpointFiles.read_whole
     for number in itertools.count():
         reads = 0
 
-        def interrupted(self: PieceFiles, name: str, number: int = number) -> torch.Tensor:
+        def interrupted(self: CheckpointFiles, name: str, number: int = number) -> torch.Tensor:
             nonlocal reads
             reads += 1
             assert not out.exists()
@@ -371,7 +370,7 @@ def test_an_interrupt_is_one_and_leaves_nothing(
                         raise RuntimeError("unexpected pos 704 vs 598")
             return read_whole(self, name)
 
-        monkeypatch.setattr(PieceFiles, "read_whole", interrupted)
+        monkeypatch.setattr(CheckpointFiles, "read_whole", interrupted)
         code = main(["convert", str(tmp_path / "run"), str(out), "--to", layout])
         if reads <= number:
             break
@@ -383,11 +382,11 @@ def test_an_interrupt_is_one_and_leaves_nothing(
 
 
 def _be_killed(directory: Path, out: Path) -> None:
-    def killed(self: PieceFiles, name: str) -> torch.Tensor:
+    def killed(self: CheckpointFiles, name: str) -> torch.Tensor:
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError
 
-    PieceFiles.read_whole = killed  # type: ignore[method-assign]  # in a process of its own
+    CheckpointFiles.read_whole = killed  # type: ignore[method-assign]  # in a process of its own
     to_dcp(directory, out)
 
 

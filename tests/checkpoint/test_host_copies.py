@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from streamshard import load_checkpoint, save_checkpoint, training_state
-from streamshard.checkpoint import host_copies, save_job
-from streamshard.checkpoint.host_copies import HostCopies
-from streamshard.checkpoint.piece_file import write_piece_file
+from streamshard.checkpoint import save
+from streamshard.checkpoint.safetensors_file import write_file
+from streamshard.checkpoint.save import HostCopies
 from streamshard.errors import CheckpointError
 from streamshard.unit.optimizer_hooks import sees_steps
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
@@ -125,9 +125,9 @@ def test_weights_are_the_callers_again_at_once(context: RankContext, tmp_path: P
 def _writing_once(may_write: threading.Event) -> Iterator[None]:
     def write_later(*args: Any) -> Any:
         assert may_write.wait(WAIT_S)
-        return write_piece_file(*args)
+        return write_file(*args)
 
-    with mock.patch.object(save_job, "write_piece_file", write_later):
+    with mock.patch.object(save, "write_file", write_later):
         yield
 
 
@@ -262,7 +262,7 @@ def test_a_step_goes_on_where_copying_fails(context: RankContext, tmp_path: Path
 
     with pytest.MonkeyPatch.context() as patch:
         if context.rank == 1 and fails_at == "the call":
-            patch.setattr(host_copies, "_memory_for", refuse)
+            patch.setattr(save, "_memory_for", refuse)
         elif context.rank == 1:
             patch.setattr(training_state, "HostCopies", WithoutRoom)
         saving = save_checkpoint(tmp_path, *run, wait=False)

@@ -14,10 +14,9 @@ import torch
 
 from streamshard import StreamShard, latest, save_checkpoint
 from streamshard.checkpoint.describe import describe, tensor_lines
-from streamshard.checkpoint.manifest import check_sizes, read_manifest
-from streamshard.checkpoint.offline import export_checkpoint
-from streamshard.checkpoint.piece_files import PieceFiles
-from streamshard.checkpoint.tree import decode
+from streamshard.checkpoint.export import export_checkpoint
+from streamshard.checkpoint.json_codec import decode
+from streamshard.checkpoint.manifest import CheckpointFiles, check_sizes, read_manifest
 from streamshard.errors import CheckpointError
 from tests.checkpoint.crafted import content_of, rewrite, write_body
 from tests.models import Stack
@@ -54,7 +53,7 @@ def _read_all(checkpoint: Path) -> None:
     check_sizes(checkpoint, manifest)
     describe(manifest)
     tensor_lines(manifest)
-    with PieceFiles(checkpoint, manifest) as files:
+    with CheckpointFiles(checkpoint, manifest) as files:
         for tree in manifest.state["trees"].values():
             for rank, each in enumerate([tree["all"]] if "all" in tree else tree["ranks"]):
                 suffix = "" if "all" in tree else f"@rank{rank}"
@@ -171,7 +170,7 @@ def test_a_value_that_is_nested_too_deeply_is_refused(saved: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"[]", b"7", b"{}", b'{"format":1}', b"\xff", b'{"format":' + b"9" * 5000 + b"}"]
+    "body", [b"", b"[]", b"7", b"{}", b'{"format":2}', b"\xff", b'{"format":' + b"9" * 5000 + b"}"]
 )
 def test_a_manifest_of_any_other_shape_is_refused(tmp_path: Path, body: bytes) -> None:
     """Whatever Python's parser makes of it."""

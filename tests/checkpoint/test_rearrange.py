@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from streamshard.checkpoint.rearrange import Rearrangement
+from streamshard.checkpoint.disk_layout import Rearrangement
 from streamshard.errors import CheckpointError
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,13 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save
 
-from streamshard.checkpoint.safetensors_file import (
-    FileLayout,
-    TensorSpec,
-    encode_index,
-    plan_files,
-)
-from streamshard.checkpoint.stored_files import read_directory
+from streamshard.checkpoint.export import encode_index, plan_files
+from streamshard.checkpoint.load import read_directory
+from streamshard.checkpoint.safetensors_file import FileLayout, TensorSpec
 from streamshard.config import parse_bytes
 from streamshard.errors import CheckpointError, ConfigError
 
-__all__ = ["METADATA", "write_empty"]
+__all__ = ["write_empty"]
 
 METADATA = {"format": "pt"}
 DTYPES = [
@@ -65,7 +62,7 @@ def _zeros(described: dict[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def write_empty(directory: Path, files: tuple[FileLayout, ...], index: bytes | None = None) -> None:
+def write_empty(directory: Path, files: Sequence[FileLayout], index: bytes | None = None) -> None:
     """Files of zeros, as planned."""
     for file in files:
         (directory / file.name).write_bytes(file.header + b"\0" * (file.size_bytes - len(file.header)))
@@ -76,7 +73,7 @@ def write_empty(directory: Path, files: tuple[FileLayout, ...], index: bytes | N
 @given(tensors)
 def test_file_equals_the_librarys(described: dict[str, Any]) -> None:
     """Header, order and padding are the library's own, for every dtype, shape and name; so is alignment."""
-    (file,) = plan_files(_specs(described), 1 << 30, METADATA)
+    (file,) = plan_files(_specs(described), 1 << 30)
     assert file.header + b"\0" * (file.size_bytes - len(file.header)) == save(_zeros(described), METADATA)
     assert len(file.header) % 8 == 0
     assert all(file.offsets[name] % dtype.itemsize == 0 for name, (_, dtype) in described.items())
@@ -85,7 +82,7 @@ def test_file_equals_the_librarys(described: dict[str, Any]) -> None:
 @given(filled, st.integers(1, 200))
 def test_split_equals_huggingface_hubs(described: dict[str, Any], max_bytes: int) -> None:
     """The same tensors in files of the same names."""
-    files = plan_files(_specs(described), max_bytes, METADATA)
+    files = plan_files(_specs(described), max_bytes)
     theirs = split_torch_state_dict_into_shards(_zeros(described), max_shard_size=max_bytes)
     want = theirs.filename_to_tensors or {"model.safetensors": []}
     assert {file.name: set(file.offsets) for file in files} == {name: set(held) for name, held in want.items()}
@@ -97,12 +94,12 @@ def test_split_equals_huggingface_hubs(described: dict[str, Any], max_bytes: int
 def test_tensor_larger_than_a_file_gets_one_of_its_own() -> None:
     """It is numbered before the file being filled, which goes on being filled."""
     specs = [TensorSpec(name, (numel,), torch.uint8) for name, numel in (("a", 3), ("big", 50), ("b", 3), ("c", 6))]
-    assert [list(file.offsets) for file in plan_files(specs, 10, METADATA)] == [["big"], ["a", "b"], ["c"]]
+    assert [list(file.offsets) for file in plan_files(specs, 10)] == [["big"], ["a", "b"], ["c"]]
 
 
 def test_index_counts_parameters_and_bytes() -> None:
     """What `save_pretrained` writes: sorted, indented, one newline."""
-    files = plan_files([TensorSpec("b", (2,), torch.float32), TensorSpec("a", (1,), torch.float32)], 8, METADATA)
+    files = plan_files([TensorSpec("b", (2,), torch.float32), TensorSpec("a", (1,), torch.float32)], 8)
     assert encode_index(files, 3).decode() == (
         '{\n  "metadata": {\n    "total_parameters": 3,\n    "total_size": 12\n  },\n  "weight_map": {\n'
         '    "a": "model-00002-of-00002.safetensors",\n    "b": "model-00001-of-00002.safetensors"\n  }\n}\n'
@@ -128,33 +125,33 @@ def test_sizes_that_are_none_raise(size: Any) -> None:
 def test_two_tensors_of_one_name_raise() -> None:
     """A header cannot hold both."""
     with pytest.raises(CheckpointError, match="several tensors are named 'a'"):
-        plan_files([TensorSpec("a", (1,), torch.float32), TensorSpec("a", (1,), torch.float32)], 100, METADATA)
+        plan_files([TensorSpec("a", (1,), torch.float32), TensorSpec("a", (1,), torch.float32)], 100)
 
 
 def test_dtype_without_a_name_raises() -> None:
     """The format has no such thing; the tensor is named."""
     with pytest.raises(CheckpointError, match="'a' is torch.complex128, which safetensors cannot hold"):
-        plan_files([TensorSpec("a", (1,), torch.complex128)], 100, METADATA)
+        plan_files([TensorSpec("a", (1,), torch.complex128)], 100)
 
 
 @given(tensors, st.integers(1, 200))
 def test_what_is_planned_is_what_is_read(tmp_path_factory: Any, described: dict[str, Any], max_bytes: int) -> None:
     """Reading headers finds every tensor at the byte where the plan put it."""
     directory = tmp_path_factory.mktemp("planned")
-    files = plan_files(_specs(described), max_bytes, METADATA)
+    files = plan_files(_specs(described), max_bytes)
     write_empty(directory, files, encode_index(files, None) if len(files) > 1 else None)
     with read_directory(directory) as stored:
-        found = stored.tensors
+        found = stored.stored
         assert {name: (each.shape, each.dtype) for name, each in found.items()} == described
         for file in files:
             for name, offset in file.offsets.items():
-                assert found[name].file.name == directory / file.name
+                assert stored.path(found[name].file) == directory / file.name
                 assert found[name].offset == offset or not math.prod(found[name].shape)
 
 
 def test_library_opens_what_is_planned(tmp_path: Path) -> None:
     """`safe_open` accepts header and length, and sees the metadata."""
-    files = plan_files([TensorSpec("a", (2, 3), torch.bfloat16)], 100, METADATA)
+    files = plan_files([TensorSpec("a", (2, 3), torch.bfloat16)], 100)
     write_empty(tmp_path, files)
     with safe_open(tmp_path / "model.safetensors", "pt") as opened:
         assert opened.metadata() == METADATA

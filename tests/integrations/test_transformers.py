@@ -222,7 +222,7 @@ def test_optimizer_state_that_cannot_be_saved_says_how_to_save_without(context: 
 
 
 def _files(directory: Path) -> set[str]:
-    return {path.name for path in directory.iterdir()} - {"model.safetensors.sfv"}
+    return {path.name for path in directory.iterdir()} - {"model.safetensors.crc32.json"}
 
 
 @on_ranks(2)
@@ -452,7 +452,7 @@ def test_trainers_that_save_on_the_first_rank_alone(context: RankContext, tmp_pa
         name = f"checkpoint-{step}"
         assert _files(tmp_path / "ours" / name) == _files(tmp_path / "theirs" / name) | {"head.txt"}
     for name in ("ours", "elsewhere"):
-        found = {path.name for path in (tmp_path / name).iterdir() if path.is_file()} - {"model.safetensors.sfv"}
+        found = {path.name for path in (tmp_path / name).iterdir() if path.is_file()} - {"model.safetensors.crc32.json"}
         assert found == {path.name for path in (tmp_path / "theirs").iterdir() if path.is_file()} | {"head.txt"}
     assert_equal(ours, theirs)
 

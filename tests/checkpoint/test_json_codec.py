@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.checkpoint.tree import check_tree, decode, encode
+from streamshard.checkpoint.json_codec import check_tree, decode, encode
 from streamshard.errors import CheckpointError
 
 CPU = torch.device("cpu")

@@ -13,13 +13,11 @@ import pytest
 import torch
 
 from streamshard import StreamShard, load_checkpoint, save_checkpoint
-from streamshard.checkpoint import piece_files
+from streamshard.checkpoint import safetensors_file
 from streamshard.checkpoint.dcp import to_dcp
-from streamshard.checkpoint.manifest import read_manifest
-from streamshard.checkpoint.offline import export_checkpoint
-from streamshard.checkpoint.piece_files import PieceFiles
-from streamshard.checkpoint.restore import Read
-from streamshard.checkpoint.writer import Alone
+from streamshard.checkpoint.export import export_checkpoint
+from streamshard.checkpoint.manifest import CheckpointFiles, Read, read_manifest
+from streamshard.comm.objects import SingleProcess
 from streamshard.errors import CheckpointError
 from tests.checkpoint.crafted import split
 from tests.models import Stack
@@ -87,7 +85,7 @@ def test_too_many_open_files_are_not_taken_for_damage(saved: tuple[Path, Path]) 
     path = saved[1] / "checkpoint-1"
     manifest = read_manifest(path)
     for spare in range(4):
-        with PieceFiles(path, manifest) as files, pytest.raises(CheckpointError) as raised:
+        with CheckpointFiles(path, manifest) as files, pytest.raises(CheckpointError) as raised:
             for _ in _with_few_files(spare):
                 for name in manifest.tensors:
                     files.read_whole(name)
@@ -100,7 +98,7 @@ def test_a_file_that_is_opened_again_must_be_the_same(
     saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     """Half of a tensor would be of another checkpoint."""
-    monkeypatch.setattr(piece_files, "_OPENED_AT_MOST", 2)
+    monkeypatch.setattr(safetensors_file, "_OPENED_AT_MOST", 2)
     path = tmp_path / "checkpoint-1"
     shutil.copytree(saved[1], path.parent, dirs_exist_ok=True)
     manifest = read_manifest(path)
@@ -108,14 +106,14 @@ def test_a_file_that_is_opened_again_must_be_the_same(
     numbers = [piece.file for piece in manifest.tensors[name].pieces][:3]
     read = Read(name, 0, torch.empty(sum(p.stop - p.start for p in manifest.tensors[name].pieces[:3])))
     file = path / manifest.files[numbers[0]].name
-    with PieceFiles(path, manifest) as files:
-        files.verify(Alone())
-        files.read(read)
+    with CheckpointFiles(path, manifest) as files:
+        files.verify_together(SingleProcess())
+        files.read_tensor(read)
         content = file.read_bytes()
         if change != "written to":
             file.unlink()
         if change != "deleted":
             file.write_bytes(content)
             os.utime(file, (1, 1))
-        with pytest.raises(CheckpointError, match=f"{change if change == 'deleted' else 'replaced'} while"):
-            files.read(read)
+        with pytest.raises(CheckpointError, match="No such file" if change == "deleted" else "was replaced while"):
+            files.read_tensor(read)
