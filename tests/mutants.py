@@ -693,57 +693,12 @@ MUTANTS: list[Mutant] = [
         Swap("if _is_own_name(found.path)]", "]"),
         "directory::test_copies_and_links_of_ones_own_are_neither_counted_nor_deleted",
     ),
-    # a link that was replaced stays
-    Mutant(
-        "checkpoint/partial",
-        "delete",
-        Swap("os.unlink(path)", "shutil.rmtree(path)"),
-        "directory::test_a_link_in_the_place_of_a_checkpoint_is_replaced",
-    ),
     # the clock says which checkpoint is the latest
     Mutant(
         "checkpoint/directory",
         "newest_last",
         Swap("return manifest.generation, manifest.number,", 'return manifest.versions["saved_at"], manifest.number,'),
         "directory::test_the_last_save_is_the_latest_whatever_the_clock_says",
-    ),
-    # files of the latest are not looked at
-    Mutant(
-        "checkpoint/directory",
-        "_look_into",
-        Drop("check_sizes(path, manifest)"),
-        "directory::test_the_latest_is_the_latest_that_is_whole",
-    ),
-    # what was put aside is deleted, not put back
-    Mutant(
-        "checkpoint/partial",
-        "_sweep",
-        Swap("_put_back(left, own)", "delete(left)"),
-        "directory::test_one_that_was_put_aside_is_found_and_gets_its_name_back",
-    ),
-    # what is no checkpoint is written over
-    Mutant(
-        "checkpoint/partial",
-        "_check_free",
-        Swap(
-            "if os.path.lexists(path) and not os.path.exists(path / MANIFEST_NAME)",
-            "if False and not os.path.exists(path / MANIFEST_NAME)",
-        ),
-        "training_state::test_what_is_no_checkpoint_is_not_replaced",
-    ),
-    # the one that is replaced is deleted first
-    Mutant(
-        "checkpoint/partial",
-        "place",
-        Swap("os.replace(path, replaced)", "shutil.rmtree(path)"),
-        "training_state::test_an_error_anywhere_leaves_what_was_there_or_the_new_one",
-    ),
-    # what an error has left half published is not taken back
-    Mutant(
-        "checkpoint/partial",
-        "place",
-        Drop("_put_back(replaced, path)"),
-        "training_state::test_an_error_anywhere_leaves_what_was_there_or_the_new_one",
     ),
     # the manifest comes after the directory has its name
     Mutant(
@@ -752,68 +707,12 @@ MUTANTS: list[Mutant] = [
         Swap("sync_directory(partial.path)", 'os.replace(partial.path / MANIFEST_NAME, partial.path / "m")'),
         "training_state::test_keep_deletes_the_oldest_ones",
     ),
-    # what another run is writing is deleted
-    Mutant(
-        "checkpoint/partial",
-        "_delete_unless_alive",
-        Swap("if is_free:", "if True:"),
-        "directory::test_two_runs_that_save_one_number_at_once_leave_a_whole_checkpoint",
-    ),
-    # a directory that another run has deleted is published
-    Mutant(
-        "checkpoint/partial",
-        "place",
-        Swap("if not partial.is_at(partial.path):", "if False:"),
-        "directory::test_a_partial_directory_that_is_gone_is_not_published",
-    ),
-    # a directory is written to that another run is deleting
-    Mutant(
-        "checkpoint/partial",
-        "create",
-        Swap("and partial.is_at(directory):", ":"),
-        "directory::test_a_directory_that_another_run_takes_for_a_leftover_is_made_again",
-    ),
     # an error after publishing is raised
     Mutant(
         "checkpoint/directory",
         "publish_checkpoint",
         Swap("except Exception as error:", "except ZeroDivisionError as error:"),
         "directory::test_nothing_raises_once_a_checkpoint_has_its_name",
-    ),
-    # what an error has left stays
-    Mutant(
-        "checkpoint/save_job",
-        "SaveJob.write",
-        Drop("partials.remove(each)"),
-        "training_state::test_an_error_of_one_rank_is_raised_on_all_and_leaves_nothing",
-    ),
-    # a numbered file gets a name that another had
-    Mutant(
-        "checkpoint/publish",
-        "final_names",
-        Swap('name.replace("model-", f"model-{token}-", 1)', 'name.replace("model-", f"model-{16 * \'0\'}-", 1)'),
-        "publish::test_no_name_of_a_numbered_file_is_used_again",
-    ),
-    # files of another export are swept, and it is published
-    Mutant(
-        "checkpoint/publish",
-        "sweep",
-        Drop("_remove_all(_partials(root))"),
-        "publish::test_two_exports_at_once_are_not_mixed",
-    ),
-    # an earlier config is not put back after an error
-    Mutant(
-        "checkpoint/publish",
-        "_place_beside",
-        Drop("undo.callback(os.replace, kept, target)"),
-        "publish::test_config_stays_with_its_weights_after_an_error",
-    ),
-    # writes that the system takes in parts go to one place
-    Mutant(
-        "checkpoint/publish",
-        "write_all",
-        Swap("data[written:], offset + written", "data[written:], offset"),
-        "writer::test_short_writes_are_continued",
     ),
 ]
 
