@@ -315,13 +315,6 @@ class StreamShard(Uncopyable):
             lines[1:1] = [f"  {line}" for line in summarise(handle.engine, self)]
         return "\n".join(lines)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module. After an exception in backward this puts the sharded parameters back first."""
-        handle = handle_of(self)
-        if handle is not None:
-            handle.engine.settle()
-        yield from super().named_parameters(*args, **kwargs)
-
     # -- what sharding forbids ----------------------------------------------------------------------------------------
 
     @property

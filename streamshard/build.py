@@ -28,7 +28,6 @@ from streamshard.engine.attach import attach
 from streamshard.engine.buffer_sync import BufferSync, buffers_of, check_buffers, describe_state
 from streamshard.engine.engine import Engine
 from streamshard.engine.grad_check import GradCheck
-from streamshard.engine.grad_inputs import answer_for
 from streamshard.engine.handle import handle_of, registered_names
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
@@ -120,7 +119,6 @@ def shard_model(
     attach(base, module, checked.found, engine, checked.in_fp32)
     adapt_methods(module)
     watch_optimizers()
-    answer_for(engine)
     without = {shard.name for shard in engine.param_shards if shard.name in empty and shard.layout.numel}
     engine.empty = dict.fromkeys(name for name in params_of(module) if name in without)
     engine.empty |= dict.fromkeys(name for name in buffers_of(module) if name in empty_buffers)

@@ -21,8 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from streamshard.comm.flight_recorder import Kind
 from streamshard.engine.engine import Engine
+from streamshard.engine.hooks import backward_of
 from streamshard.engine.inputs import Inputs
-from streamshard.engine.reach import backward_of
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.plan.structure import params_of
 

@@ -39,11 +39,11 @@ from streamshard.comm.objects import gather_from_all_ranks
 from streamshard.comm.ranks import Ranks
 from streamshard.device import module_of
 from streamshard.engine.engine import Engine
-from streamshard.engine.grad_inputs import sharded_name
 from streamshard.engine.handle import engine_at_rest, handle_of, is_compiled
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.plan.structure import params_of
 from streamshard.unit.optimizer_hooks import sees_steps, take_over_state
+from streamshard.unit.pieces import piece_of
 from streamshard.unit.shard import ParamShard
 
 __all__ = [
@@ -204,10 +204,10 @@ def param_names(optimizer: Optimizer, parts: Parts) -> tuple[dict[nn.Parameter, 
     inside = set(params_in(optimizer))
     for number, group in enumerate(optimizer.param_groups):
         for place, param in enumerate(group["params"]):
-            if param not in names and (other := sharded_name(param)) is not None:
+            if param not in names and (other := piece_of(param)) is not None:
                 raise ConfigError(
-                    f"an optimizer that was given has {other!r}, which is a parameter of a sharded model that was not: "
-                    'give all of its models, model={"a": .., "b": ..}'
+                    f"an optimizer that was given has {other.name!r}, which is a parameter of a sharded model that was "
+                    'not: give all of its models, model={"a": .., "b": ..}'
                 )
             names.setdefault(param, f"{_ALONE}[{number}][{place}]")
     return names, [(engine, shard) for engine, shard in owners if shard.param in inside]

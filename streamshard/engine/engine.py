@@ -21,6 +21,7 @@ them, and adds up in the main grads; the edge unit, once, at the end.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -35,6 +36,7 @@ from streamshard.engine.inputs import Inputs
 from streamshard.engine.passes import Backward, Forward, Pass, Use
 from streamshard.engine.reductions import Reductions
 from streamshard.errors import ShardingError, warn_user
+from streamshard.log import log
 from streamshard.plan.memory import Sizing
 from streamshard.plan.program import (
     Op,
@@ -48,6 +50,7 @@ from streamshard.plan.program import (
 from streamshard.plan.slots import SlotPlan
 from streamshard.plan.structure import refuse_transforms
 from streamshard.unit.absent_weight import be_absent, be_present
+from streamshard.unit.asked_grads import graph_is_made, graph_is_reached
 from streamshard.unit.buffers import Ledger
 from streamshard.unit.shard import ParamShard, SegmentShard
 from streamshard.unit.unit import Member, StreamedUnit
@@ -80,7 +83,6 @@ class Engine:
         empty: names of parameters, then buffers, that were on the meta device and that nobody has given values since.
         turn_spans: the addresses of slots that units take turns in, first and last (exclusive) of each.
         turn_bytes: those between which all of them lie.
-        delivers: False while gradients of a backward go to whom asked for them: parameters' own hooks are not called.
         step_lock: held by the thread that is in an optimizer's step, see `streamshard.DistributedOptimizer`.
     """
 
@@ -105,8 +107,6 @@ class Engine:
         self.why_slots = ""
         self.is_whole = False
         self.empty: dict[str, None] = {}
-        self.delivers = True
-        self.backwards = 0  # that have begun
         self.step_lock = threading.RLock()
         self.inputs = Inputs()
         self.depth = 0  # of forwards of modules that the engine watches
@@ -120,7 +120,7 @@ class Engine:
         self._turns = plan.shared
         self._forward: Forward | None = None
         self._backward: Backward | None = None
-        self._failed: Backward | None = None  # a backward that an exception has ended, until it is settled
+        self._leaving = threading.RLock()  # held by the thread that leaves a backward which an exception has ended
         self._looks_for_autocast = self.precision.param_dtype is torch.float32 and not self.is_alone
         self._entering: frozenset[int] | None = None  # the units of a pass that begins when weights are first read
         self._is_delivering = False  # gradients are final: hooks of the sharded parameters run
@@ -152,7 +152,7 @@ class Engine:
     @property
     def is_computing(self) -> bool:
         """Whether a forward or a backward is under way, in whatever thread."""
-        return self.depth > 0 or self._backward is not None or self._failed is not None
+        return self.depth > 0 or self._backward is not None
 
     @property
     def leaves_unreduced_next(self) -> bool:
@@ -432,6 +432,7 @@ class Engine:
         if has_failed or not torch.is_grad_enabled():
             return None
         forward.pass_.visits = tuple(forward.schedule.log)
+        graph_is_made(self.ranks)
         return forward.pass_
 
     def _learn(self, schedule: Schedule, *, has_failed: bool) -> None:
@@ -496,7 +497,7 @@ class Engine:
         Args:
             pass_: None for a graph in which no unit's weights are needed and no output of a pass occurs.
         """
-        backward = self._backward or self._open_backward()
+        backward = self._running_backward() or self._open_backward()
         if pass_ is None or pass_ is backward.pass_ or pass_ in backward.closed:
             return
         if backward.pass_ is not None:
@@ -513,16 +514,16 @@ class Engine:
             self.acquire(self.units[index])
 
     def _open_backward(self) -> Backward:
-        self.backwards += 1
-        self.settle()
         for unit in self.units:
             unit.take_trainability()
             if self.plan.keeps_grads:
                 unit.grads.resume()
+        graph_is_reached(self.ranks)
         nothing = Schedule([], self._slot_of, self._turns, reduce=True)
-        backward = self._backward = Backward(nothing, leaves_unreduced=self.leaves_unreduced_next)
+        at_end = functools.partial(self.finish_backward)
+        backward = self._backward = Backward(nothing, at_end, self._let_go, leaves_unreduced=self.leaves_unreduced_next)
         self.reductions.due = set()
-        Variable._execution_engine.queue_callback(self.finish_backward)
+        Variable._execution_engine.queue_callback(at_end)
         for observer in self.streams.observers:
             observer.on_moment(Moment.BACKWARD_BEGINS, EDGE)
         self.acquire(self.edge)
@@ -532,7 +533,7 @@ class Engine:
     def need(self, use: Use) -> None:
         """Backward is about to read the weights of `use`'s unit (rule 1). Called any number of times."""
         unit = use.unit
-        backward, forward = self._backward, self._forward
+        backward, forward = self._running_backward(), self._forward
         if backward is not None and backward.computing is unit and unit.is_bound and not use.is_inside:
             return
         is_inside_forward = forward is not None and use.pass_ is forward.pass_
@@ -598,7 +599,7 @@ class Engine:
 
     def on_grad(self, unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
         """A gradient is complete, as far as this graph goes: it moves into the grad slot (rule 3)."""
-        backward = self._backward
+        backward = self._running_backward()
         if backward is None or backward.computing is not unit:
             if self._forward is not None:
                 name = unit.params[param_index].name
@@ -645,8 +646,6 @@ class Engine:
         self._backward = None
         if self.reductions.check is not None:
             self.reductions.check()
-        if not self.delivers:
-            return
         self._is_delivering = True
         try:
             for param in given:  # last: a hook may step and clear the gradient
@@ -663,27 +662,33 @@ class Engine:
 
     # -- when things go wrong -------------------------------------------------------------------------------------
 
-    def fail_backward(self, error: BaseException) -> None:
-        """An exception has ended the backward that is under way, if one is.
+    def _let_go(self) -> None:
+        """An exception has ended a backward: modules hold the sharded parameters again. Any of autograd's threads."""
+        with self._leaving:
+            if self._backward is not None and self._backward.has_ended:
+                for unit in self.units:
+                    for member in unit.members:
+                        member.unbind()
 
-        It is settled now: who clears gradients next, without asking the model for them, clears what was there before,
-        and another backward may follow without a forward. Somebody who wants to leave waits for nobody.
-        """
-        if self._backward is None:
-            return
-        self._failed, self._backward = self._backward, None
-        if isinstance(error, Exception):
+    def _running_backward(self) -> Backward | None:
+        """The backward under way, if one is: autograd has let go of one that an exception has ended."""
+        if self._backward is not None and self._backward.has_ended:
             self.settle()
+        return self._backward
 
     def settle(self) -> None:
-        """Leave a backward that an exception has ended, so that the next pass is right.
+        """Leave a backward that an exception has ended, so that the next pass is right: nothing is left of gradients.
 
-        What the program has left is issued first: ranks that failed at different points stay in step.
+        Nor of those that were added to: what has come of them differs between parameters, and ranks. What the program
+        has left is issued first, so that ranks that failed at different points stay in step.
         """
-        backward = self._failed or (None if in_backward() else self._backward)
-        if backward is None:
-            return
-        self._failed, self._backward = None, backward
+        with self._leaving:
+            backward = self._backward
+            if backward is not None and (backward.has_ended or not in_backward()):
+                self._settle(backward)
+
+    def _settle(self, backward: Backward) -> None:
+        log.warning("a backward has ended with an exception: all gradients of the model are discarded")
         try:
             if not self.ranks.has_failed:
                 self._close_all(backward)
@@ -691,10 +696,6 @@ class Engine:
                 self.reductions.complete()
         finally:
             for unit in self.units:
-                if unit.is_bound:
-                    unit.release()
-                if backward.leaves_unreduced:
-                    unit.grads.leave_unreduced(has_trained=unit.is_trainable)
-                else:
-                    unit.grads.give_up()
+                unit.release()
+                unit.grads.give_up()
             self._backward = None

@@ -249,7 +249,9 @@ class Uncopyable(nn.Module):
         )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module."""
+        """As of any module. After an exception in backward this puts the sharded parameters back first."""
+        if (handle := handle_of(self)) is not None:
+            handle.engine.settle()
         for name in {"fully_shard", "replicate"}.intersection(_get_registry(self) or ()):
             # They register themselves before they look at parameters.
             self.__dict__.pop(REGISTRY_KEY)

@@ -23,13 +23,13 @@ from streamshard.compiling import is_compiling, skip, untraced
 from streamshard.engine.containers import map_tensors, tensors_in
 from streamshard.engine.engine import Engine
 from streamshard.engine.handle import HANDLE, Handle, Uncopyable, handle_of, registered_names, watched_class
-from streamshard.engine.passes import Use
-from streamshard.engine.reach import BeginBackward
+from streamshard.engine.passes import Pass, Use
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.unit.absent_weight import advice, name_of
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = [
+    "backward_of",
     "call_shell",
     "call_unit",
     "compute_in_fp32",
@@ -86,7 +86,7 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
         pass_ = untraced(engine.close_forward, error)
         error = None  # whose traceback has this frame, and with it the graph that the forward has left
     if pass_ is not None:
-        untraced(_watch_outputs, output, (), BeginBackward(engine, pass_).watch)
+        untraced(_watch_outputs, output, (), _BeginBackward(engine, pass_).watch)
     return output if handle.output_dtype is None else untraced(_cast, output, handle.output_dtype)
 
 
@@ -186,6 +186,30 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 # -- need ---------------------------------------------------------------------------------------------------------
+
+
+class _BeginBackward:
+    """Prehook of a graph node: backward begins at the root's outputs. Keeps the pass alive as long as the graph."""
+
+    __slots__ = ("engine", "pass_")
+
+    def __init__(self, engine: Engine, pass_: Pass) -> None:
+        self.engine = engine
+        self.pass_ = pass_
+
+    def __call__(self, grads: Any) -> None:
+        self.engine.begin_backward(self.pass_)
+
+    def watch(self, node: Any) -> None:
+        """Be called before `node` runs."""
+        node.register_prehook(self)
+
+
+def backward_of(engine: Engine, pass_: Pass) -> None:
+    """A backward through `pass_` in which no parameter gets a gradient: its collectives, with zeros."""
+    loss = torch.zeros((), requires_grad=True) * 1.0
+    _BeginBackward(engine, pass_).watch(loss.grad_fn)
+    loss.backward()
 
 
 class _Need:

@@ -6,6 +6,9 @@ engine and last until it leaves them, by whatever way: nothing of either has to 
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 from streamshard.plan.program import Schedule
 from streamshard.unit.unit import Member, StreamedUnit
 
@@ -80,12 +83,26 @@ class Backward:
         leaves_unreduced: gradients stay in their slots.
     """
 
-    __slots__ = ("closed", "computing", "leaves_unreduced", "pass_", "running", "schedule")
+    __slots__ = ("_at_end", "closed", "computing", "leaves_unreduced", "pass_", "running", "schedule")
 
-    def __init__(self, schedule: Schedule, *, leaves_unreduced: bool) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        at_end: Callable[[], None],
+        on_exception: Callable[[], None],
+        *,
+        leaves_unreduced: bool,
+    ) -> None:
+        # autograd holds `at_end` as long as the backward runs. This object goes when that is called.
+        self._at_end = weakref.ref(at_end, lambda _: on_exception())
         self.schedule = schedule
         self.pass_: Pass | None = None
         self.closed: list[Pass] = []
         self.computing: StreamedUnit | None = None
         self.running: list[Member] = []
         self.leaves_unreduced = leaves_unreduced
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether autograd has left it, by an exception if it is still the engine's."""
+        return self._at_end() is None

@@ -368,9 +368,16 @@ class UnitGrads:
             return grad.view.requires_grad or self.waits
 
     def give_up(self) -> None:
-        """The backward has failed: parameters hold what they held before, and the slot is nobody's."""
-        self.finish([False] * len(self.params))
-        if self.slot is not None:
+        """The backward has failed: nothing of main grads is anybody's gradient, and the slot is nobody's."""
+        for grad in self.params:
+            grad.is_written = grad.is_used = grad.is_kept = False
+            grad.parked = None
+            if grad.has_room and grad.shard.param.grad is grad.in_main:
+                grad.shard.param.grad = None
+        self.reductions = 0
+        self.has_unreduced = self._has_taken = self.waits = False
+        if self.slot is not None and self.slot.content == self._index:
+            self.slot.flush()
             self.slot.content = None
 
     # -- gradients that wait ----------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from streamshard.compiling import skip, untraced
 from streamshard.errors import ShardingError
+from streamshard.unit.asked_grads import refuse_step_without_backward
 from streamshard.unit.elementwise import BLOCK_NUMEL, find_patch, is_elementwise_class, works_in_blocks
 from streamshard.unit.pieces import Piece, mark_state, piece_of, unmark_state
 from streamshard.unit.sharded_parameter import end_step, refuse_unreduced, show_plain
@@ -65,6 +66,7 @@ def _look_at(optimizer: Optimizer, closure: Any) -> None:
     end_step(params)  # one that has failed
     if closure is None:
         refuse_unreduced(params, "an optimizer's step")
+        refuse_step_without_backward(params)
     if optimizer in _seen:
         _seen[optimizer].remove()
     else:

@@ -19,6 +19,7 @@ from torch.autograd import Function
 
 from streamshard.compiling import skip, untraced
 from streamshard.errors import ShardingError
+from streamshard.unit.asked_grads import refuse_grad
 from streamshard.unit.global_ops import global_extreme, global_norm, global_sum
 from streamshard.unit.norms import NORMS, PartialNorm, full_norms, order_of
 from streamshard.unit.pieces import StatePiece, holds_pieces, piece_of
@@ -300,6 +301,7 @@ def _hook(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Map
 def _gradients(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """``torch.autograd.grad``: gradients of pieces are pieces."""
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    refuse_grad(inputs)
     grads = func(*args, **kwargs)
     for given, grad in zip((inputs,) if isinstance(inputs, torch.Tensor) else inputs, grads, strict=True):
         if isinstance(given, ShardedTensor) and type(grad) is torch.Tensor:

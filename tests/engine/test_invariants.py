@@ -418,11 +418,13 @@ def test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing(
         raise Trouble
 
     model.layers[2].register_full_backward_hook(fail)
-    with engine.streams.observed_by(_Stopping(Moment.BACKWARD_ENDS)), pytest.raises(Stop):
+    with pytest.raises(Trouble):
         stack_step(model, _call(context, 1))
+    assert not any(unit.is_bound for unit in engine.units)
+    with engine.streams.observed_by(_Stopping(Moment.BACKWARD_ENDS)), pytest.raises(Stop):
+        model.zero_grad()
     assert engine._backward is None
     _assert_units_at_rest(engine)
-    model.zero_grad()
     model.layers[2]._backward_hooks.clear()
     stack_step(model, _call(context, 2))
     assert_same(full_grads(model), _grads_of(context, 2, **settings), "gradients", EXACT)

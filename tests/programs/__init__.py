@@ -32,7 +32,7 @@ from tests.programs.between import (
 )
 from tests.programs.generate import Program, programs
 from tests.programs.model import Plan
-from tests.programs.passes import Backward, Direct, Disorder, Forget, Forward, Grad
+from tests.programs.passes import Backward, Direct, Disorder, Forget, Forward
 from tests.programs.run import run_program
 
 __all__ = [
@@ -47,7 +47,6 @@ __all__ = [
     "Forget",
     "Forward",
     "Freeze",
-    "Grad",
     "HookLayer",
     "Import",
     "Load",

@@ -129,9 +129,13 @@ class Step(Operation):
     """The optimizer's."""
 
     edits_weights = True
+    refusal_keeps = True
 
     def is_legal(self, state: State) -> bool:
         return state.has_gradients_to_see
+
+    def may_be_refused(self, state: State) -> bool:
+        return state.is_unreached  # if nothing has a gradient
 
     def perform(self, player: Player, number: int) -> Shown:
         player.optimizer.step()
@@ -167,7 +171,7 @@ class StepWithClosure(Operation):
     def after(self, state: State, outcome: str) -> None:
         super().after(state, outcome)
         state.order = state.order or self.plan
-        state.is_torn = state.is_held = False
+        state.is_torn = state.is_held = state.is_unreached = False
 
 
 @dataclass(frozen=True, repr=False)

@@ -28,7 +28,7 @@ from tests.programs.between import (
     ZeroGrad,
 )
 from tests.programs.model import Brief, Plan
-from tests.programs.passes import Backward, Direct, Disorder, Forget, Forward, Grad
+from tests.programs.passes import Backward, Direct, Disorder, Forget, Forward
 from tests.programs.players import Operation
 
 __all__ = ["Program", "programs"]
@@ -103,8 +103,7 @@ FORWARDS = st.builds(
     raises_in=_rarely(_rarely(PLACES)),
     has_penalty=SELDOM,
 )
-BACKWARDS = st.builds(Backward, picks=PICKS, retains=SELDOM, is_partial=SELDOM, inputs=PARTS)
-GRADS = st.builds(Grad, picks=PICKS, retains=st.booleans(), part=PARTS)
+BACKWARDS = st.builds(Backward, picks=PICKS, retains=SELDOM)
 STEPS = st.tuples(st.just(Step()), st.builds(ZeroGrad, to_none=st.booleans(), by_optimizer=st.booleans()))
 FREEZES = st.builds(Freeze, part=PARTS, name=st.sampled_from([None, "weight", "bias"]), trains=st.booleans())
 FORBIDDEN = ["copy", "half", "hook on a weight", "pickled state", "sharded again", "forward while whole"]
@@ -115,7 +114,6 @@ OTHERS: Sequence[tuple[int, st.SearchStrategy[Operation]]] = [
     (3, st.builds(ZeroGrad, part=PARTS, to_none=st.booleans(), by_optimizer=st.booleans())),
     (5, st.just(NoSync())),
     (5, FREEZES),
-    (4, GRADS),
     (3, st.builds(Direct, layer=PLACES)),
     (3, st.builds(Forget, pick=PLACES)),
     (3, st.builds(HookLayer, layer=st.integers(-1, 3), kind=st.sampled_from(["pre", "forward", "backward"]))),
@@ -154,8 +152,6 @@ def _phrases(draw: st.DrawFn) -> tuple[Operation, ...]:
         return Forward(plan=Plan(seen=draw(PLACES), route=draw(_rarely(ROUTES)))), first, second
     if kind < 14:
         return draw(FORWARDS), draw(FREEZES), draw(BACKWARDS)
-    if kind < 15:
-        return draw(FORWARDS), draw(GRADS)
     return draw(FORWARDS), draw(BACKWARDS), *draw(STEPS)
 
 

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from tests.models import vector_batch
 from tests.programs.model import Plan, Trouble
 from tests.programs.players import Operation, Player, Shown, State
-from tests.reference import full_grads
 
 if TYPE_CHECKING:
     from tests.programs.generate import Program
 
-__all__ = ["Backward", "Direct", "Disorder", "Forget", "Forward", "Grad"]
+__all__ = ["Backward", "Direct", "Disorder", "Forget", "Forward"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,6 +79,7 @@ class Forward(Operation):
         if outcome != "done":
             return
         if self.mode != "evaluate":
+            state.is_unreached = True
             state.order = state.order or self.plan
         state.born.extend([state.edits] * self._keeps(state.program))
 
@@ -185,23 +185,11 @@ class _OfKept(Operation):
 
 @dataclass(frozen=True, repr=False)
 class Backward(_OfKept):
-    """Backward of kept losses.
-
-    Attributes:
-        is_partial: only into the parameters of `inputs`: a layer, the head if it is -1, all of them if None.
-    """
-
-    is_partial: bool = False
-    inputs: int | None = None
+    """Backward of kept losses."""
 
     def perform(self, player: Player, number: int) -> Shown:
-        inputs: Any = None
-        if self.is_partial:
-            inputs = [param for param in player.model.part(self.inputs).parameters() if param.requires_grad]
-            if not inputs:
-                inputs = None
         player.final.clear()
-        self.differentiate(player, lambda loss: loss.backward(retain_graph=self.retains, inputs=inputs))  # type: ignore[no-untyped-call]
+        self.differentiate(player, lambda loss: loss.backward(retain_graph=self.retains))  # type: ignore[no-untyped-call]
         if player.has_penalties:  # autograd adds several up in place, as if somebody had clipped the sum
             list(player.model.parameters())
         if player.program.grad_slots == "all":  # hooks are called when gradients are reduced
@@ -210,57 +198,9 @@ class Backward(_OfKept):
 
     def after(self, state: State, outcome: str) -> None:
         super().after(state, outcome)
+        state.is_unreached = False
         state.is_torn |= outcome != "done"
         state.is_held = state.holds and (state.is_quiet or (state.is_held and outcome != "done"))
-
-
-@dataclass(frozen=True, repr=False)
-class Grad(_OfKept):
-    """``torch.autograd.grad`` of kept losses, with respect to parameters that train.
-
-    Attributes:
-        part: whose; a layer, the head if it is -1, all of them if None.
-    """
-
-    part: int | None = None
-
-    refusal_keeps = True
-
-    def may_be_refused(self, state: State) -> bool:
-        return state.holds and (state.is_quiet or state.is_held)
-
-    def perform(self, player: Player, number: int) -> Shown:
-        params = [param for param in player.model.part(self.part).parameters() if param.requires_grad]
-        found: list[Tensor | None] = [None] * len(params)
-
-        def add(loss: Tensor) -> None:
-            grads = torch.autograd.grad(loss, params, retain_graph=self.retains, allow_unused=True)
-            for place, grad in enumerate(grads):
-                so_far = found[place]
-                found[place] = grad if so_far is None or grad is None else so_far + grad
-                if grad is None:
-                    found[place] = so_far
-
-        player.final.clear()
-        if params:
-            self.differentiate(player, add)
-        else:
-            self.differentiate(player, lambda loss: None)
-        assert not player.final, "hooks for complete gradients were called, although none is in .grad"
-        return {f"gradient of {name}": grad for name, grad in _whole(player.model, params, found).items()}
-
-
-def _whole(model: nn.Module, params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> Shown:
-    """Gradients as if they had been left in ``.grad``, whole."""
-    kept = [(param, param.grad) for param in model.parameters()]
-    try:
-        model.zero_grad()
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        return full_grads(model)
-    finally:
-        for param, old in kept:
-            param.grad = old
 
 
 @dataclass(frozen=True, repr=False)

@@ -194,6 +194,7 @@ class State:
         is_quiet: inside a `no_sync` stretch.
         is_held: gradients are waiting.
         is_torn: a backward has failed, so gradients are partial until they are all cleared.
+        is_unreached: no backward has come since the last forward with gradients.
         is_spoilt: what was refused cannot be undone.
         order: the route of the first forward that trained; None before.
         outcomes: how many operations ended how.
@@ -205,6 +206,7 @@ class State:
     is_quiet: bool = False
     is_held: bool = False
     is_torn: bool = False
+    is_unreached: bool = False
     is_spoilt: bool = False
     order: Plan | None = None
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -222,7 +224,7 @@ class State:
     def forget(self) -> None:
         """Both players have let go of all graphs and gradients, and have the same weights."""
         self.born, self.edits = [], self.edits + 1
-        self.is_held = self.is_torn = False
+        self.is_held = self.is_torn = self.is_unreached = False
 
 
 @dataclass(frozen=True, repr=False)

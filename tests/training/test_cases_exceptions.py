@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
+from streamshard.log import log
 from tests.models import Stack, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -254,18 +256,26 @@ def test_after_an_exception_an_earlier_forward_may_be_differentiated(context: Ra
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "slots"), [(1, 2), (2, 2), (2, "all"), (3, "all")])
 @pytest.mark.parametrize("waits", [False, True], ids=["reduced", "inside no_sync"])
-def test_gradients_of_before_stay_when_a_backward_fails(context: RankContext, slots: Any, waits: bool) -> None:
-    """And have been added to as far as it has come, as in plain PyTorch; another micro-batch follows."""
+@pytest.mark.parametrize("clears", [False, True], ids=["not cleared", "cleared"])
+def test_when_a_backward_fails_gradients_of_before_are_discarded(
+    context: RankContext, slots: Any, waits: bool, clears: bool
+) -> None:
+    """Plain PyTorch keeps them, and adds to some; whoever goes on with the next batch clears them."""
 
     def step(model: nn.Module, call: Call) -> Tensor:
-        is_held = waits and isinstance(model, StreamShard)
-        with model.no_sync() if is_held else contextlib.nullcontext():  # type: ignore[operator, union-attr]
-            lm_step(model, call)
-            with pytest.raises(Trouble):
-                _in_backward_of("blocks.1")(model, call._replace(step=call.step + 70))
-        return lm_step(model, call._replace(step=call.step + 30))
+        if isinstance(model, StreamShard):
+            params = list(model.parameters())
+            with model.no_sync() if waits else contextlib.nullcontext():
+                lm_step(model, call._replace(step=call.step + 30))
+                with pytest.raises(Trouble):
+                    _in_backward_of("blocks.1")(model, call._replace(step=call.step + 70))
+            for param in params if clears else ():
+                param.grad = None
+        return lm_step(model, call)
 
-    assert_trains_like_plain(context, TinyLM, step, grad_slots=slots)
+    with mock.patch.object(log, "warning") as warned:
+        assert_trains_like_plain(context, TinyLM, step, grad_slots=slots)
+    assert "all gradients of the model are discarded" in warned.call_args.args[0]
 
 
 @on_ranks(2)
@@ -276,6 +286,7 @@ def test_after_an_exception_parameters_are_the_shards_again(context: RankContext
     before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
     with pytest.raises(Trouble):
         TROUBLES[where](model, Call(0, context.rank, 2, 1.0))
+    assert set(model.blocks[1].parameters()) <= {p for p, _ in before.values()}
     after = dict(model.named_parameters())
     assert list(after) == list(before)
     for name, (p, value) in before.items():

@@ -1,0 +1,143 @@
+"""``torch.autograd.grad`` and ``backward(inputs=...)``: of sharded parameters refused, of anything else as ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from streamshard import StreamShard
+from streamshard.errors import ShardingError
+from tests.models import Layer, Stack, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, full_grads, full_weights, sgd, stack_step
+
+
+def _loss(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def _of_all(model: Any, loss: Tensor) -> None:
+    torch.autograd.grad(loss, list(model.parameters()))
+
+
+def _of_one(model: Any, loss: Tensor) -> None:
+    torch.autograd.grad(loss, model.layers[0].linear.weight, retain_graph=True)
+
+
+def _unused_allowed(model: Any, loss: Tensor) -> None:
+    torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ask", [_of_all, _of_one, _unused_allowed])
+def test_autograd_grad_of_a_sharded_parameter_raises(context: RankContext, ask: Callable[[Any, Tensor], None]) -> None:
+    """With the alternative; and the next step is right."""
+
+    def step(model: Any, call: Call) -> Tensor:
+        if isinstance(model, StreamShard) and call.step == 1:
+            loss = _loss(model, vector_batch(call.step, call.rank))
+            with pytest.raises(
+                ShardingError, match=r"autograd\.grad .*'layers\.0\.linear\.weight'.* Call loss\.backward"
+            ):
+                ask(model, loss)
+        return stack_step(model, call)
+
+    assert_trains_like_plain(context, Stack, step)
+
+
+@on_ranks(1)
+def test_autograd_grad_on_one_rank_raises(context: RankContext) -> None:
+    """In torch's own words."""
+    model = StreamShard(Stack(), precision=FP32)
+    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+        _of_all(model, _loss(model, vector_batch(0, 0)))
+
+
+@on_ranks(2)
+def test_a_step_after_backward_of_sharded_inputs_raises(context: RankContext) -> None:
+    """It has left no gradient. The next step is right."""
+    model: Any = StreamShard(Stack(), precision=FP32)
+    optimizer = sgd(model)
+    before = full_weights(model)
+    _loss(model, vector_batch(0, context.rank)).backward(inputs=list(model.parameters()))
+    with pytest.raises(ShardingError, match=r"'layers\.0\.linear\.weight' .*backward\(inputs=\.\.\.\) does not find"):
+        optimizer.step()
+    assert_same(full_weights(model), before, "weights")
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_a_step_without_forward_or_gradients_passes(context: RankContext) -> None:
+    """Some do so before they make a schedule; and gradients that were dropped are no missing backward."""
+    model: Any = StreamShard(Stack(), precision=FP32)
+    optimizer = sgd(model)
+    optimizer.step()
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+@on_ranks(1, 2)
+def test_a_penalty_on_the_gradient_of_an_activation_trains(context: RankContext) -> None:
+    """Of what comes out of the last layer, as GradNorm balances losses; inside the model's forward."""
+
+    class Penalised(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            out: Tensor = self.head(x)
+            if torch.is_grad_enabled():
+                (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+                out = out + 0.1 * slope.square().sum()
+            return out
+
+    assert_trains_like_plain(context, Penalised, stack_step)
+
+
+@on_ranks(1, 2)
+def test_gradients_of_inputs_and_activations_are_plain_pytorchs(context: RankContext) -> None:
+    """Through all layers, before a backward of the same graph, which reduces as ever."""
+
+    def step(model: Any, call: Call) -> Tensor:
+        x = vector_batch(call.step, call.rank).requires_grad_()
+        outputs: list[Tensor] = []
+        hook = model.layers[1].register_forward_hook(lambda *given: outputs.append(given[-1]))
+        loss = _loss(model, x) * call.weight
+        hook.remove()
+        of_input, of_activation = torch.autograd.grad(loss, [x, outputs[0]], retain_graph=True)
+        assert x.grad is None
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert torch.equal(x.grad, of_input)  # type: ignore[arg-type]  # there is one
+        return (of_input.square().sum() + of_activation.square().sum()).detach() / call.weight**2
+
+    assert_trains_like_plain(context, Stack, step)
+
+
+@on_ranks(2)
+def test_create_graph_through_a_sharded_model_raises(context: RankContext) -> None:
+    """A penalty on the gradient of the input, taken outside: weights have left their slots."""
+    model = StreamShard(Stack(), precision=FP32)
+    x = vector_batch(0, context.rank).requires_grad_()
+    with pytest.raises(ShardingError, match="create_graph=True"):
+        torch.autograd.grad(_loss(model, x), x, create_graph=True)
+    model.zero_grad()
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    assert all(grad is not None for grad in full_grads(model).values())
+
+
+@on_ranks(1)
+def test_other_models_are_none_of_our_business(context: RankContext) -> None:
+    """A plain model beside a sharded one is differentiated as ever."""
+    StreamShard(Stack(), precision=FP32)
+    plain = Layer()
+    grads = torch.autograd.grad(plain(vector_batch(0, 0)).sum(), list(plain.parameters()), create_graph=True)
+    assert grads[0].requires_grad
+    plain(vector_batch(0, 0)).sum().backward(inputs=[plain.linear.bias])
+    assert plain.linear.weight.grad is None
+    assert plain.linear.bias.grad is not None
