@@ -244,41 +244,6 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "engine/engine", "Engine._close_all", Drop("self.reductions.start_late_ones()"), "cases_execution cases_passes"
     ),
-    # `settle` leaves a grad slot's content
-    Mutant(
-        "unit/grads",
-        "UnitGrads.give_up",
-        Drop("if self.slot is not None:"),
-        "invariants::test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing",
-    ),
-    # `settle` leaves `used`
-    Mutant(
-        "unit/grads",
-        "UnitGrads.give_up",
-        Drop("self.finish([False] * len(self.params))"),
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions matrix",
-    ),
-    # `settle` does not close the schedule
-    Mutant(
-        "engine/engine",
-        "Engine.settle",
-        Drop("self._close_all(backward)"),
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions",
-    ),
-    # `settle` does not reduce the edge unit
-    Mutant(
-        "engine/engine",
-        "Engine.settle",
-        Drop("self._reduce_edge(backward)"),
-        "cases_exceptions::test_gradients_of_before_stay_when_a_backward_fails",
-    ),
-    # `settle` does not wait
-    Mutant(
-        "engine/engine",
-        "Engine.settle",
-        Drop("self.reductions.complete()"),
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind cases_exceptions matrix",
-    ),
     # a cleared gradient is not zero
     Mutant(
         "unit/grads",
