@@ -20,7 +20,7 @@ from streamshard.plan.discovery import FoundUnit, owners_of
 from streamshard.plan.fp32 import InFp32
 from streamshard.plan.structure import Structure, modules_inside, modules_of, params_of
 from streamshard.unit.absent_weight import let_be_absent
-from streamshard.unit.unit import Member
+from streamshard.unit.unit import StreamedUnit
 
 __all__ = ["attach"]
 
@@ -39,7 +39,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     for param, view in views.items():
         view.__dict__ = param.__dict__  # what people set on a parameter (a multiplier, a tag) is on either
     owner = owners_of(found)
-    members: dict[nn.Module, Member] = {}
+    layers: dict[nn.Module, StreamedUnit] = {}
     places: dict[nn.Parameter, Place] = {}
     for streamed in engine.units:
         for param_index, shard in enumerate(streamed.params):
@@ -50,19 +50,10 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     for module in modules_inside(root):
         if any(param is not None for param in module._parameters.values()):
             module.__dict__["_parameters"] = OutsideParameters(module._parameters, places, engine)
-    for index, unit in enumerate(found, 1):
-        for layer in unit.modules:
-            members[layer] = engine.units[index].add_member()
-            own = [module for module in modules_inside(layer) if owner[module] == index]
-            for module in own:
-                _bind_views(members[layer], module, views, engine)
-            if members[layer].unit.takes_turns:
-                held = {param for module in own for param in module._parameters.values() if param is not None}
-                members[layer].add_absent(views[param] for param in held if places[param].unit == index)
-    edge = engine.edge.add_member()
+    for streamed, unit in zip(engine.units[1:], found, strict=True):
+        layers.update(dict.fromkeys(unit.modules, streamed))
     for name, module in modules_of(root):
-        if owner.get(module, EDGE) == EDGE:
-            _bind_views(edge, module, views, engine)
+        _bind_views(engine.units[owner.get(module, EDGE)], module, views, engine)
         if module._parameters or module._buffers:
             module.register_load_state_dict_pre_hook(LoadWhole(engine, name))
         if module._parameters:
@@ -72,20 +63,20 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     engine.casts.check_structure = _weakly(structure)
     takes = _input_dtypes(root, engine.precision, in_fp32)
     for module in in_fp32.listed:
-        if module not in members and engine.precision.cast_inputs:
+        if module not in layers and engine.precision.cast_inputs:
             compute_in_fp32(module)
     for module in list(modules_inside(root)):
-        member, cast_dtype = members.get(module), takes(module)
+        layer_of, cast_dtype = layers.get(module), takes(module)
         if module is root:
             units = frozenset(range(len(engine.units)))
             handle = Handle(
                 engine, None, units, cast_dtype, engine.precision.output_dtype, is_root=True, structure=structure
             )
             watch(root, handle, base)
-        elif member is not None:
-            watch(module, Handle(engine, member, frozenset((EDGE, member.unit.index)), cast_dtype, None))
+        elif layer_of is not None:
+            watch(module, Handle(engine, layer_of, frozenset((EDGE, layer_of.index)), cast_dtype, None))
         elif module not in owner and (module._parameters or any(child in owner for child in modules_inside(module))):
-            inside = frozenset(members[child].unit.index for child in modules_inside(module) if child in members)
+            inside = frozenset(layers[child].index for child in modules_inside(module) if child in layers)
             watch(module, Handle(engine, None, inside | {EDGE}, cast_dtype, None))
 
 
@@ -115,23 +106,24 @@ def _weakly(structure: Structure) -> Callable[[], None]:
     return check
 
 
-def _bind_views(member: Member, module: nn.Module, views: Mapping[nn.Parameter, nn.Parameter], engine: Engine) -> None:
-    """Let `module` hold compute views while `member` is bound: in its register, and in lists and dicts of its own.
+def _bind_views(
+    unit: StreamedUnit, module: nn.Module, views: Mapping[nn.Parameter, nn.Parameter], engine: Engine
+) -> None:
+    """Let `module` hold compute views while `unit` is bound: in its register, and in lists and dicts of its own.
 
     RNNs keep their weights in a list for cuDNN, with weak references to notice other ones, people keep lists for
-    convenience. Of `views` those that are in place whenever the member is bound count, its unit's own and the edge
-    unit's.
+    convenience. Of `views` those that are in place whenever the unit is bound count, its own and the edge unit's.
     """
     if isinstance(module, nn.RNNBase):  # would move what lies in a slot to memory of its own, in one piece as there
         module.__dict__["flatten_parameters"] = _do_nothing
     sharded = module._parameters
     if any(param is not None for param in sharded.values()):
         computing = {name: None if param is None else views[param] for name, param in sharded.items()}
-        member.add_binding(module, "_parameters", sharded, computing)
-    in_place = {shard.param: views[shard.param] for unit in (member.unit, engine.edge) for shard in unit.params}
+        unit.add_binding(module, "_parameters", sharded, computing)
+    in_place = {shard.param: views[shard.param] for each in (unit, engine.edge) for shard in each.params}
     for key, value in module.__dict__.items():
         if key not in ("_parameters", "_buffers", "_modules") and (bound := _with_views(value, in_place)) is not value:
-            member.add_binding(module, key, value, bound)
+            unit.add_binding(module, key, value, bound)
 
 
 def _with_views(value: Any, views: Mapping[nn.Parameter, nn.Parameter], depth: int = 3) -> Any:

@@ -53,7 +53,7 @@ from streamshard.unit.absent_weight import be_absent, be_present
 from streamshard.unit.asked_grads import graph_is_made, graph_is_reached
 from streamshard.unit.buffers import Ledger
 from streamshard.unit.shard import ParamShard, SegmentShard
-from streamshard.unit.unit import Member, StreamedUnit
+from streamshard.unit.unit import StreamedUnit
 
 __all__ = ["Engine", "in_backward"]
 
@@ -247,14 +247,13 @@ class Engine:
         for observer in self.streams.observers:
             observer.on_moment(Moment.FORWARD_BEGINS, EDGE)
         self._reach(self._forward, self.edge)
-        self._bind(self.edge.members[0])
+        self._bind(self.edge)
 
-    def pre_forward(self, member: Member) -> Use:
-        """`member` is about to compute: its weights are in place and bound afterwards."""
-        unit = member.unit
+    def pre_forward(self, unit: StreamedUnit) -> Use:
+        """A layer of `unit` is about to compute: its weights are in place and bound afterwards."""
         if (backward := self._recomputing) is not None:
             self._recompute(backward, unit)
-            backward.running.append(member)
+            backward.running.append(unit)
             for observer in self.streams.observers:
                 observer.on_moment(Moment.RECOMPUTATION_BEGINS, unit.index)
             return Use(unit, self._recomputed_pass(backward), unit.versions())
@@ -268,39 +267,41 @@ class Engine:
             self.use_in_place(unit)
         else:
             self._reach(forward, unit)
-        self._bind(member)
-        forward.running.append(member)
+        self._bind(unit)
+        forward.running.append(unit)
         versions = unit.versions() if torch.is_grad_enabled() else []
         return Use(unit, forward.pass_, versions, is_inside=is_inside)
 
-    def post_forward(self, member: Member) -> None:
-        """`member` has computed. Its slot goes to another unit once one is asked for."""
+    def post_forward(self, unit: StreamedUnit) -> None:
+        """A layer of `unit` has computed. Its slot goes to another unit once one is asked for."""
         if (backward := self._recomputing) is not None:  # it stays until its reduction
             for observer in self.streams.observers:
-                observer.on_moment(Moment.RECOMPUTATION_ENDS, member.unit.index)
+                observer.on_moment(Moment.RECOMPUTATION_ENDS, unit.index)
             backward.running.pop()
-            member.unit.writes.refuse()
+            unit.writes.refuse()
             if backward.running:
-                self._recompute(backward, backward.running[-1].unit)
+                self._recompute(backward, backward.running[-1])
             return
         forward = self._forward
         assert forward is not None
         for observer in self.streams.observers:
-            observer.on_moment(Moment.FORWARD_ENDS, member.unit.index)
+            observer.on_moment(Moment.FORWARD_ENDS, unit.index)
         forward.running.pop()
         try:
-            self._leave(member.unit)
+            self._leave(unit)
         finally:
-            member.unit.release(member)
-        if forward.running and member.unit.takes_turns:  # the outer layer goes on: its weights may have left
+            if unit not in forward.running:  # a layer of it around this one goes on
+                unit.release()
+        if forward.running and unit.takes_turns:  # the outer layer goes on: its weights may have left
             outer = forward.running[-1]
-            self._reach(forward, outer.unit)
+            self._reach(forward, outer)
             self._bind(outer)
 
-    def _bind(self, member: Member) -> None:
-        """`member` computes with its unit's slot from here on. What the unit was like before is remembered."""
-        self._look_at(member.unit)
-        member.bind()
+    def _bind(self, unit: StreamedUnit) -> None:
+        """`unit` computes with its slot from here on. What it was like before is remembered."""
+        if not unit.is_bound:  # else a layer of it is running, which may have changed it
+            self._look_at(unit)
+            unit.bind()
 
     def _look_at(self, unit: StreamedUnit) -> None:
         """Somebody is about to see the unit's compute views. They are as they were left, if they stay in place."""
@@ -368,7 +369,7 @@ class Engine:
     @property
     def running(self) -> StreamedUnit | None:
         """The unit whose layer's forward is under way in a pass, the innermost if there are several."""
-        return self._forward.running[-1].unit if self._forward is not None and self._forward.running else None
+        return self._forward.running[-1] if self._forward is not None and self._forward.running else None
 
     @property
     def is_in_pass(self) -> bool:
@@ -558,7 +559,7 @@ class Engine:
 
     def _runs(self, unit: StreamedUnit) -> bool:
         """Whether a layer of `unit` is in its forward."""
-        return self._forward is not None and any(member.unit is unit for member in self._forward.running)
+        return self._forward is not None and unit in self._forward.running
 
     def _check_versions(self, unit: StreamedUnit, versions: list[int]) -> None:
         """Raise, as autograd does, if weights were changed in place since the forward whose backward this is."""

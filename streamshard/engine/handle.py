@@ -20,7 +20,7 @@ from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
 from streamshard.plan.structure import modules_inside
 from streamshard.unit.sharded_parameter import end_step
-from streamshard.unit.unit import Member
+from streamshard.unit.unit import StreamedUnit
 
 __all__ = [
     "HANDLE",
@@ -43,7 +43,7 @@ class Handle(NamedTuple):
 
     Attributes:
         engine: reports go here.
-        member: what this module is of a unit; None for a *shell*, a module that holds edge parameters or units.
+        unit: of which this module is a layer; None for a *shell*, a module that holds edge parameters or units.
         units: indices of the units inside, the module's own included.
         cast_dtype: floating-point inputs are cast to it; None leaves them.
         output_dtype: floating-point outputs of the root are cast to it; None leaves them.
@@ -52,7 +52,7 @@ class Handle(NamedTuple):
     """
 
     engine: Engine
-    member: Member | None
+    unit: StreamedUnit | None
     units: frozenset[int]
     cast_dtype: torch.dtype | None
     output_dtype: torch.dtype | None

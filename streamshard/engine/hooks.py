@@ -45,7 +45,7 @@ class _Watched(Uncopyable):
     @skip
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handle: Handle = self.__dict__[HANDLE]
-        call = call_shell if handle.member is None else call_unit
+        call = call_shell if handle.unit is None else call_unit
         return call(handle, super().__call__, args, kwargs)
 
 
@@ -99,18 +99,18 @@ def _has_pre_hooks(call: Callable[..., Any]) -> bool:
 @skip
 def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A layer of a unit: weights in place before, released after, need announced by what it leaves in the graph."""
-    engine, member = handle.engine, handle.member
-    assert member is not None
+    engine, unit = handle.engine, handle.unit
+    assert unit is not None
     if not engine.depth:  # called by itself, outside the root's forward
         return call_shell(
             handle._replace(output_dtype=None), lambda *a, **k: call_unit(handle, call, a, k), args, kwargs
         )
     if handle.cast_dtype is not None:
         args, kwargs = untraced(_cast, (args, kwargs), handle.cast_dtype)
-    slot, caller = member.unit.weight_slot, engine.running
-    if caller is not None and caller is not member.unit and slot.is_shared and untraced(_has_kept_views, caller):
+    slot, caller = unit.weight_slot, engine.running
+    if caller is not None and caller is not unit and slot.is_shared and untraced(_has_kept_views, caller):
         raise _kept_view_error(caller)  # its slot may go to another unit
-    use = untraced(engine.pre_forward, member)
+    use = untraced(engine.pre_forward, unit)
     has_graph = torch.is_grad_enabled()
     try:
         if slot.is_shared:
@@ -119,13 +119,13 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
                 slot.usual_references = min(slot.usual_references, slot.references)
             with holding_back_weights(engine, use) if has_graph else contextlib.nullcontext():
                 output = call(*args, **kwargs)
-            if may_keep_none and untraced(_has_kept_views, member.unit):
+            if may_keep_none and untraced(_has_kept_views, unit):
                 output = None  # which the error's traceback would keep
-                raise _kept_view_error(member.unit)
+                raise _kept_view_error(unit)
         else:
             output = call(*args, **kwargs)
     finally:
-        untraced(engine.post_forward, member)
+        untraced(engine.post_forward, unit)
     if has_graph:
         untraced(_watch_outputs, output, args, _Need(engine, use).watch)
     return output
@@ -176,7 +176,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         raise ConfigError(f"{type(module).__name__} has no method {name!r}")
     # Not the bound method, which would keep the module that keeps it.
     bind = (lambda: method) if not inspect.ismethod(method) else weakref.WeakMethod(method)
-    call = call_shell if handle.member is None else call_unit
+    call = call_shell if handle.unit is None else call_unit
 
     @functools.wraps(getattr(method, "__func__", method))
     def forward_method(*args: Any, **kwargs: Any) -> Any:

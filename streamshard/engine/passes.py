@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 
 from streamshard.plan.program import Schedule
-from streamshard.unit.unit import Member, StreamedUnit
+from streamshard.unit.unit import StreamedUnit
 
 __all__ = ["Backward", "Forward", "Pass", "Use"]
 
@@ -54,7 +54,7 @@ class Forward:
     Attributes:
         schedule: hands out its gathers.
         pass_: what its graph will remember.
-        running: layers whose forward is running, one inside the other.
+        running: units of the layers whose forward is running, one inside the other.
         in_place: indices of units in slots of their own that were used: what their compute views are like counts.
         read: those of them whose weights were read while none of their layers ran.
         learns: it has gradients, and there are units that no such pass has used: ranks may depart differently.
@@ -66,7 +66,7 @@ class Forward:
         self.learns = learns
         self.schedule = schedule
         self.pass_ = pass_
-        self.running: list[Member] = []
+        self.running: list[StreamedUnit] = []
         self.in_place: set[int] = set()
         self.read: set[int] = set()
 
@@ -79,7 +79,7 @@ class Backward:
         pass_: that pass; None while none was reached.
         closed: passes that it has been through.
         computing: the unit whose backward is running; None between units.
-        running: layers that are being recomputed, one inside the other.
+        running: units of the layers that are being recomputed, one inside the other.
         leaves_unreduced: gradients stay in their slots.
     """
 
@@ -99,7 +99,7 @@ class Backward:
         self.pass_: Pass | None = None
         self.closed: list[Pass] = []
         self.computing: StreamedUnit | None = None
-        self.running: list[Member] = []
+        self.running: list[StreamedUnit] = []
         self.leaves_unreduced = leaves_unreduced
 
     @property

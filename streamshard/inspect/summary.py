@@ -17,7 +17,7 @@ __all__ = ["summarise"]
 def summarise(engine: Engine, root: nn.Module) -> list[str]:
     """Units, ranks, slots and dtypes, in two lines."""
     handles = {module: handle_of(module) for module in modules_inside(root)}
-    layers = Counter(type(module).__name__ for module, handle in handles.items() if handle and handle.member)
+    layers = Counter(type(module).__name__ for module, handle in handles.items() if handle and handle.unit)
     units = [f"{count} x {kind}" if count > 1 else kind for kind, count in layers.items()]
     named = [", ".join(units), "the edge unit"]
     resident = ", ".join(unit.name for unit in engine.units[1:] if not unit.takes_turns)

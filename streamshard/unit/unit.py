@@ -9,7 +9,7 @@ The unit knows how each step is done, the engine knows when. See [Note: slots] a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import as_one
-from streamshard.errors import ShardingError, StateError
+from streamshard.errors import ShardingError
 from streamshard.plan.segments import UnitLayout
 from streamshard.plan.structure import refuse_marks
 from streamshard.unit.absent_weight import be_absent, be_present
@@ -26,7 +26,7 @@ from streamshard.unit.compute_view import ComputeView, Writes
 from streamshard.unit.grads import UnitGrads
 from streamshard.unit.shard import ParamShard, SegmentShard
 
-__all__ = ["Member", "StreamedUnit", "take_grad"]
+__all__ = ["StreamedUnit", "take_grad"]
 
 
 class _Binding:
@@ -44,67 +44,10 @@ class _Binding:
         self.computing = computing
 
 
-class Member:
-    """One layer of a unit, with all modules inside it: what is bound while that layer's forward runs.
-
-    Args:
-        unit: whose weights it computes with.
-    """
-
-    __slots__ = ("_bindings", "_unit_of", "_views", "is_bound")
-
-    def __init__(self, unit: StreamedUnit) -> None:
-        self._unit_of = weakref.ref(unit)  # which holds this
-        self.is_bound = False
-        self._bindings: list[_Binding] = []
-        self._views: tuple[ComputeView, ...] = ()
-
-    @property
-    def unit(self) -> StreamedUnit:
-        """Whose weights it computes with."""
-        unit = self._unit_of()
-        if unit is None:
-            raise StateError("a layer", "without its unit", "a model that is alive")
-        return unit
-
-    def add_binding(self, owner: nn.Module, key: str, sharded: object, computing: object) -> None:
-        """While it is bound, ``owner.__dict__[key]`` is `computing`, else `sharded`."""
-        self._bindings.append(_Binding(owner, key, sharded, computing))
-
-    def add_absent(self, views: Iterable[ComputeView]) -> None:
-        """Compute views of its own, absent while it is not bound: see [Note: absent weights]."""
-        self._views = (*self._views, *views)
-
-    def bind(self) -> None:
-        """Let its modules compute with the slot: compute views take the place of the sharded parameters."""
-        if not self.is_bound:
-            self.is_bound = True
-            unit = self.unit
-            unit.bound_members += 1
-            unit.is_bound = True
-            be_present(self._views)
-            for binding in self._bindings:
-                if (owner := binding.owner()) is not None:
-                    owner.__dict__[binding.key] = binding.computing
-
-    def unbind(self) -> None:
-        """Its modules hold the sharded parameters again."""
-        if self.is_bound:
-            self.is_bound = False
-            unit = self.unit
-            unit.bound_members -= 1
-            unit.is_bound = unit.bound_members > 0
-            be_absent(self._views)
-            for binding in self._bindings:
-                if (owner := binding.owner()) is not None:
-                    owner.__dict__[binding.key] = binding.sharded
-
-
 class StreamedUnit:
     """What is gathered and reduced together: a repeated layer, several small ones, or what is outside (the edge unit).
 
-    A layer's forward binds that member alone. From its need in backward until its reduction a unit is bound as a whole,
-    because recomputation calls the modules inside directly.
+    It is bound as a whole while one of its layers runs, and from its need in backward until its reduction.
 
     Args:
         index: position in the engine's list of units; index 0 is the edge unit.
@@ -121,9 +64,7 @@ class StreamedUnit:
         views: its compute views, one per parameter, made once; see [Note: absent weights].
         view_ids: their ids.
         weights_of: some of its weights in the slot, flat, by their dtype: shared memory for views of any of that dtype.
-        members: its layers; the edge unit has one for all its modules.
-        bound_members: how many of them hold the compute views (else the sharded parameters).
-        is_bound: whether any does; kept beside the count because it is asked at every saved weight of a backward.
+        is_bound: its modules hold the compute views, else the sharded parameters.
         writes: notices what forwards write to `views`.
         on_grad: called with each complete gradient of a compute view; set by `make_views`.
     """
@@ -153,9 +94,8 @@ class StreamedUnit:
         self.view_ids: frozenset[int] = frozenset()
         self.weights_of = {segment.weights.dtype: segment.weights for segment in self.segments}
         self._sharded: list[nn.Parameter] = []  # parameters, in the same order
-        self.members: list[Member] = []
-        self.bound_members = 0
         self.is_bound = False
+        self._bindings: list[_Binding] = []
         self.is_trainable = False
         self._ranks = ranks
         if grads.slot is None:
@@ -187,10 +127,9 @@ class StreamedUnit:
         views = iter(self.views)
         return ((segment, param, next(views)) for segment in self.segments for param in segment.params)
 
-    def add_member(self) -> Member:
-        """Another layer of it, to which bindings are still to be added."""
-        self.members.append(Member(self))
-        return self.members[-1]
+    def add_binding(self, owner: nn.Module, key: str, sharded: object, computing: object) -> None:
+        """While the unit is bound, ``owner.__dict__[key]`` is `computing`, else `sharded`."""
+        self._bindings.append(_Binding(owner, key, sharded, computing))
 
     # -- the journey ----------------------------------------------------------------------------------------------
 
@@ -271,14 +210,24 @@ class StreamedUnit:
         self.weight_slot.arrived.wait()  # rule 1
 
     def bind(self) -> None:
-        """Bind all members."""
-        for member in self.members:
-            member.bind()
+        """Let its modules compute with the slot: compute views take the place of the sharded parameters."""
+        if not self.is_bound:
+            self.is_bound = True
+            if self.takes_turns:
+                be_present(self.views)
+            for binding in self._bindings:
+                if (owner := binding.owner()) is not None:
+                    owner.__dict__[binding.key] = binding.computing
 
-    def release(self, member: Member | None = None) -> None:
-        """The weights of `member`, or of all, were used for the last time for now."""
-        for layer in self.members if member is None else (member,):
-            layer.unbind()
+    def release(self) -> None:
+        """Its weights were used for the last time for now: its modules hold the sharded parameters again."""
+        if self.is_bound:
+            self.is_bound = False
+            if self.takes_turns:
+                be_absent(self.views)
+            for binding in self._bindings:
+                if (owner := binding.owner()) is not None:
+                    owner.__dict__[binding.key] = binding.sharded
         self.weight_slot.released.record()
 
     # -- outside of steps -----------------------------------------------------------------------------------------

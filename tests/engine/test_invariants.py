@@ -26,7 +26,7 @@ from streamshard.inspect.races import detect_races
 from streamshard.plan.program import Schedule
 from streamshard.unit.buffers import WeightSlot
 from streamshard.unit.grads import UnitGrads
-from streamshard.unit.unit import Member
+from streamshard.unit.unit import StreamedUnit
 from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -127,7 +127,7 @@ def _assert_at_rest(engine: Engine) -> None:
 
 def _assert_units_at_rest(engine: Engine) -> None:
     for unit in engine.units:
-        assert not unit.is_bound and unit.bound_members == 0, unit.name
+        assert not unit.is_bound, unit.name
         assert not any(grad.is_used for grad in unit.grads.params), unit.name
         assert not unit.grads.has_unreduced and not unit.grads._has_taken, unit.name
         assert unit.grads.reductions == 0, unit.name
@@ -314,8 +314,8 @@ def test_an_interrupt_just_before_a_layers_forward_leaves_nothing_running(contex
     engine = engine_inside(model)
     begin = engine.pre_forward
 
-    def interrupted(member: Member) -> Any:
-        begin(member)
+    def interrupted(unit: StreamedUnit) -> Any:
+        begin(unit)
         raise Stop
 
     with mock.patch.object(engine, "pre_forward", interrupted), pytest.raises(Stop):

@@ -88,7 +88,7 @@ def test_it_trains_like_the_default_without_races(context: RankContext, scenario
     with over_sockets() if way == "sockets" else contextlib.nullcontext():
         model = (sharded_in_pairs if in_pairs else sharded)(scenario, precision, **slots)
     assert type(engine_inside(model).ranks.transport) is WAYS[way]
-    assert in_pairs == any(len(unit.members) > 1 for unit in engine_inside(model).units)
+    assert in_pairs == any(" .. " in unit.name for unit in engine_inside(model).units)
     with detect_races(model) as races, make_adversarial(model):
         train(model, scenario, context)
         found = full_weights(model)
