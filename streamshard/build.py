@@ -110,7 +110,7 @@ def shard_model(
     with ranks.fails_if_alone("StreamShard(model)"):
         _check_ranks_agree(ranks, module, checked)
         empty = _agree_on_empty(ranks, checked.on_meta, checked.settings.broadcast_weights)
-        engine = _make_engine(module, checked, ranks, replicas)
+        engine = _make_engine(module, checked, ranks, replicas, empty)
         empty_buffers = _fill(engine, module, checked, empty)
     if checked.settings.check_grads:
         shards = {shard.param: shard for shard in engine.param_shards}
@@ -125,8 +125,10 @@ def shard_model(
     return module
 
 
-def _make_engine(module: nn.Module, checked: _Checked, ranks: Ranks, replicas: Replicas | None) -> Engine:
-    """Plan, and allocate what was planned."""
+def _make_engine(
+    module: nn.Module, checked: _Checked, ranks: Ranks, replicas: Replicas | None, empty: set[str]
+) -> Engine:
+    """Plan, allocate what was planned, and cut the weights into shards, of all but those called `empty`."""
     settings, found = checked.settings, checked.found
     layouts = _plan_layouts(found, checked.parts, ranks.world_size, settings)
     segments = [segment for layout in layouts for segment in layout.segments]
@@ -140,7 +142,14 @@ def _make_engine(module: nn.Module, checked: _Checked, ranks: Ranks, replicas: R
     shared, scratch_numel = _share_slots(found), _scratch_numel(ranks)
     sizing = Sizing(layouts, shared, settings.precision, ranks.world_size, scratch_numel, copies)
     plan, reason = _choose_slots(sizing, settings, checked.budget, ranks)
-    streamed = _allocate(sizing, plan, ranks, ledger)
+
+    def take(unit: int, segments: Sequence[SegmentShard]) -> None:
+        for segment, (_, params) in zip(segments, checked.parts[unit], strict=True):
+            _take_weights(segment, params, ranks, settings.broadcast_weights, empty)
+        if ranks.streams.module is not None:  # what the parameters took is the device's again, for whoever needs it
+            ranks.streams.module.empty_cache()
+
+    streamed = _allocate(sizing, plan, ranks, ledger, take)
     reductions = Reductions(streamed, ranks, ledger, replicas)
     buffers = BufferSync(module, ranks)
     engine = Engine(streamed, plan, ranks, ranks.streams, ledger, buffers, sizing, reductions)
@@ -349,22 +358,42 @@ def _most_bytes(segments: Sequence[PlannedSegment]) -> int:
     return sum(16 * segment.layout.padded_numel + 4096 for segment in segments)
 
 
-def _allocate(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> list[StreamedUnit]:
-    """Slots, each as large as its largest unit, and the units that take turns in them."""
+def _allocate(
+    sizing: Sizing,
+    plan: SlotPlan,
+    ranks: Ranks,
+    ledger: Ledger,
+    take: Callable[[int, Sequence[SegmentShard]], None],
+) -> list[StreamedUnit]:
+    """Slots, each as large as its largest unit, and the units that take turns in them.
+
+    Memory for gradients comes last. Then the model's own memory is free, because each unit's is when the next unit's
+    shards are allocated.
+
+    Args:
+        sizing, plan, ranks, ledger: of the model.
+        take: called with a unit's index and its segments: fills them with the model's weights, and frees those.
+    """
     is_alone = ranks.world_size == 1
     weight_slots = {} if is_alone else _allocate_weight_slots(sizing, plan, ranks, ledger)
-    grad_slots = {} if is_alone else _allocate_grad_slots(sizing, plan, ranks, ledger)
-    units = []
+    shards: list[list[SegmentShard]] = []
     for index, layout in enumerate(sizing.layouts):
-        weight_slot, grad_slot = weight_slots.get(plan.weights[index]), grad_slots.get(plan.grads[index])
-        segments, grads = [], []
+        weight_slot = weight_slots.get(plan.weights[index])
+        shards.append([])
         for segment in layout.segments:
             weights = None
             if weight_slot is not None:
                 weights = weight_slot.buffer.narrow(0, segment.weight_start, segment.weight_bytes)
                 weights = weights.view(segment.kind.compute_dtype)
             is_in_slot = plan.keeps_weights and not is_alone
-            segments.append(SegmentShard(segment, ranks, ledger, weights, is_in_slot=is_in_slot))
+            shards[index].append(SegmentShard(segment, ranks, ledger, weights, is_in_slot=is_in_slot))
+        take(index, shards[index])
+    grad_slots = {} if is_alone else _allocate_grad_slots(sizing, plan, ranks, ledger)
+    units = []
+    for index, (layout, segments) in enumerate(zip(sizing.layouts, shards, strict=True)):
+        weight_slot, grad_slot = weight_slots.get(plan.weights[index]), grad_slots.get(plan.grads[index])
+        grads = []
+        for segment in layout.segments:
             if segment.kind.trains:
                 scratch = sizing.scratch_of(segment, plan)
                 in_slot = holds_main_grads(segment.kind, plan, ranks.world_size)
@@ -409,7 +438,7 @@ def _allocate_grad_slots(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: L
 
 
 def _fill(engine: Engine, module: nn.Module, checked: _Checked, empty: set[str]) -> set[str]:
-    """Weights into shards, views onto slots, buffers to the device.
+    """Views onto slots, buffers to the device.
 
     Args:
         engine, module, checked: of the model.
@@ -418,14 +447,11 @@ def _fill(engine: Engine, module: nn.Module, checked: _Checked, empty: set[str])
     Returns:
         The names of this rank's buffers that have none.
     """
-    broadcast = checked.settings.broadcast_weights
-    for unit, parts in zip(engine.units, checked.parts, strict=True):
-        for segment, (_, params) in zip(unit.segments, parts, strict=True):
-            _take_weights(segment, params, engine.ranks, broadcast, empty)
+    for unit in engine.units:
         unit.make_views(_on_grad_of(engine))
     _place_buffers(module, engine.streams.device, engine.precision.buffer_dtype)
-    sent = engine.buffers.start(send=broadcast)
-    if engine.streams.module is not None:  # what the parameters took is the device's again, for whoever needs it
+    sent = engine.buffers.start(send=checked.settings.broadcast_weights)
+    if engine.streams.module is not None:
         engine.streams.module.empty_cache()
     return {name for name in buffers_of(module) if name in empty or (name in checked.on_meta and name not in sent)}
 

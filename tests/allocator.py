@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["MIB", "Memory", "Recording", "empty_cache", "recorded", "replay"]
+__all__ = ["MIB", "Memory", "Recording", "empty_cache", "peak_bytes", "recorded", "replay"]
 
 MIB = 1 << 20
 _MARK = 7_919  # bytes; who allocates so many empties the cache
@@ -92,6 +92,20 @@ def replay(events: Sequence[Event]) -> Memory:
         where[address] = segment, start
     used = sum(size for segment in segments for size in segment.used.values())
     return Memory(used, sum(segment.size for segment in segments))
+
+
+def peak_bytes(events: Sequence[Event]) -> int:
+    """The most that was in use at once, of what `events` tell of."""
+    live: dict[int, int] = {}
+    peak = used = 0
+    for address, size_bytes in events:
+        if size_bytes > 0:
+            live[address] = size_bytes
+            used += size_bytes
+        else:
+            used -= live.pop(address, 0)  # what was there before is not known
+        peak = max(peak, used)
+    return peak
 
 
 class _Segment:

@@ -668,8 +668,8 @@ class Engine:
         with self._leaving:
             if self._backward is not None and self._backward.has_ended:
                 for unit in self.units:
-                    for member in unit.members:
-                        member.unbind()
+                    if unit.is_bound:
+                        unit.release()
 
     def _running_backward(self) -> Backward | None:
         """The backward under way, if one is: autograd has let go of one that an exception has ended."""

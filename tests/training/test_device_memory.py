@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from streamshard import StreamShard
 from streamshard.comm.streams import Collective, Observer, StreamName
 from streamshard.inspect import engine_inside
-from tests.allocator import MIB, empty_cache, recorded, replay
+from tests.allocator import MIB, empty_cache, peak_bytes, recorded, replay
 from tests.ranks import RankContext, on_ranks
 from tests.scenarios import BF16, sharded, train
 from tests.simulated import SimulatedDevice, simulated_device
@@ -74,6 +75,17 @@ def test_building_leaves_no_memory_that_nobody_can_use(context: RankContext, dty
     assert len(list(model.parameters())) == 24
     used, reserved = replay(recording.events)
     assert 72 * MIB < used < reserved < used + 40 * MIB
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}])
+def test_building_takes_no_more_than_what_stays_and_a_unit(context: RankContext, slots: dict[str, Any]) -> None:
+    """The model's own memory goes unit by unit, before there is any for gradients: 48 MiB that are not there twice."""
+    with recorded() as recording, simulated_device():
+        model = StreamShard(Wide(torch.float32), precision=BF16, broadcast_weights=False, **slots)
+    assert len(list(model.parameters())) == 24
+    used, _ = replay(recording.events)
+    assert peak_bytes(recording.events) < used + 5 * MIB
 
 
 def with_mark(device: SimulatedDevice) -> None:
