@@ -25,13 +25,13 @@ from torch import nn
 
 from streamshard.checkpoint.disk_layout import saved_names
 from streamshard.checkpoint.export import export_shards
-from streamshard.checkpoint.huggingface import is_transformers_model
 from streamshard.checkpoint.safetensors_file import SUMS_NAME
 from streamshard.comm.objects import run_on_all_ranks
 from streamshard.engine.engine import Engine
 from streamshard.engine.handle import Uncopyable, engine_at_rest, engine_of, handle_of, not_a_layer
 from streamshard.errors import CheckpointError, CommunicationError, ShardingError
 from streamshard.full import summon
+from streamshard.huggingface import is_transformers_model
 from streamshard.plan.structure import modules_inside
 from streamshard.unit.pieces import holds_pieces, piece_of
 from streamshard.unit.shard import ParamShard, SegmentShard

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from streamshard import huggingface
 from streamshard.adapters import adapt_methods
-from streamshard.checkpoint import huggingface
 from streamshard.comm.connect import connect
 from streamshard.comm.groups import Groups, groups_of, refuse_together, resolve_group
 from streamshard.comm.ranks import Ranks

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from streamshard.checkpoint.describe import (
-    describe,
-    describe_weights,
-    saved_at,
-    shown_bytes,
-    stored_lines,
-    tensor_lines,
-    total_bytes,
-)
+import torch
+
 from streamshard.checkpoint.directory import checkpoints_in, holds_weights, newest_last, no_checkpoint
 from streamshard.checkpoint.export import export_checkpoint
 from streamshard.checkpoint.load import read_directory
@@ -31,6 +26,10 @@ from streamshard.version import __version__
 __all__ = ["main"]
 
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
+_SHOWN_CHARACTERS = 72
+
+_Row = tuple[str, str]
+_Tensor = tuple[str, torch.dtype, tuple[int, ...]]
 
 # Lines of 80 characters at most, as terminals have them.
 
@@ -221,13 +220,8 @@ def _inspect(arguments: argparse.Namespace) -> None:
 def _inspect_one(path: Path, arguments: argparse.Namespace) -> None:
     manifest = read_manifest(path)
     _say(path)
-    for line in describe(manifest):
-        _say(f"  {line}")
-    if arguments.tensors:
-        _say("tensors")
-        for line in tensor_lines(manifest):
-            _say(f"  {line}")
-    sys.stdout.flush()  # before an error follows on the other stream
+    tensors = [(name, each.torch_dtype, each.shape) for name, each in manifest.tensors.items()]
+    _say_what_is_inside(_describe(manifest), tensors, arguments)
     _verify(path, manifest, reads=not arguments.no_verify)
     _say(
         "not verified: files have the sizes they should have" if arguments.no_verify else "verified: all is as written"
@@ -237,13 +231,14 @@ def _inspect_one(path: Path, arguments: argparse.Namespace) -> None:
 def _inspect_weights(root: Path, arguments: argparse.Namespace) -> None:
     with read_directory(root) as stored:
         _say(f"{root} is a Hugging Face directory")
-        for line in describe_weights(stored):
-            _say(f"  {line}")
-        if arguments.tensors:
-            _say("tensors")
-            for line in stored_lines(stored):
-                _say(f"  {line}")
-        sys.stdout.flush()
+        tensors = [(name, each.dtype, each.shape) for name, each in sorted(stored.stored.items())]
+        numel = sum(math.prod(shape) for _, _, shape in tensors)
+        files = len({each.file for each in stored.stored.values()})
+        rows = [
+            ("weights", f"{numel:,} numbers in {_counted(len(tensors), 'tensor')} ({_dtypes(tensors)})"),
+            ("size", f"{_shown_bytes(sum(stored.sizes_bytes))} in {_counted(files, 'file')}"),
+        ]
+        _say_what_is_inside(rows, tensors, arguments)
         if stored.records is not None and not arguments.no_verify:
             with progress(f"verifying {root.name}", sum(stored.sizes_bytes), shows=True) as advance:
                 stored.verify_share(0, 1, advance)
@@ -254,6 +249,87 @@ def _inspect_weights(root: Path, arguments: argparse.Namespace) -> None:
             _say(f"not verified: {why}files have the sizes they should have")
 
 
+def _say_what_is_inside(rows: Sequence[_Row], tensors: Sequence[_Tensor], arguments: argparse.Namespace) -> None:
+    for line in _in_columns(rows):
+        _say(f"  {line}")
+    if arguments.tensors:
+        _say("tensors")
+        for line in _in_columns([(name, _name_of(dtype), str(list(shape))) for name, dtype, shape in tensors]):
+            _say(f"  {line}")
+    sys.stdout.flush()  # before an error follows on the other stream
+
+
+def _describe(manifest: Manifest) -> list[_Row]:
+    """Name and content of each part of a checkpoint."""
+    versions, state = manifest.versions, manifest.state
+    replicas = f" in {manifest.replicas} replicas" if manifest.replicas > 1 else ""
+    rows = [
+        ("number", str(manifest.number)),
+        ("saved", _saved_at(manifest)),
+        ("by", f"streamshard {versions['streamshard']}, torch {versions['torch']}"),
+        ("ranks", f"{manifest.world_size}{replicas}"),
+        ("size", f"{_total_bytes(manifest)} in {_counted(len(manifest.files), 'file')}"),
+    ]
+    for name, saved in (*state["models"].items(), *state["optimizers"].items()):
+        tensors = [
+            (tensor, each.torch_dtype, each.shape)
+            for tensor, each in manifest.tensors.items()
+            if tensor.startswith(f"{name}/")
+        ]
+        what = f"{_counted(len(tensors), 'tensor')} ({_dtypes(tensors)})" if tensors else "no tensors"
+        if "groups" in saved:
+            keys = dict.fromkeys(key for own in saved["state"].values() for key in own)
+            what = f"{_counted(len(saved['groups']), 'group')}, {', '.join(keys) or 'no state yet'}, {what}"
+        elif "error" in saved["export"]:
+            what += "; cannot be exported from here"
+        rows.append((name, f"{saved['class'] or 'of unknown class'}, {what}"))
+    for name, tree in state["trees"].items():
+        differs = "" if "all" in tree else f"differs between {len(tree['ranks'])} ranks; "
+        shown = differs + json.dumps(tree["all"] if "all" in tree else tree["ranks"][0], ensure_ascii=False)
+        rows.append((name, shown if len(shown) <= _SHOWN_CHARACTERS else shown[: _SHOWN_CHARACTERS - 3] + "..."))
+    return rows
+
+
+def _dtypes(tensors: Iterable[_Tensor]) -> str:
+    by_dtype: dict[str, int] = {}
+    for _, dtype, shape in tensors:
+        name = _name_of(dtype)
+        by_dtype[name] = by_dtype.get(name, 0) + math.prod(shape) * dtype.itemsize
+    largest_first = sorted(by_dtype.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name}, {_shown_bytes(size)}" for name, size in largest_first)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _saved_at(manifest: Manifest) -> str:
+    """When, to the second, in UTC."""
+    return manifest.versions["saved_at"][: len("2000-01-01T00:00:00")].replace("T", " ") + " UTC"
+
+
+def _total_bytes(manifest: Manifest) -> str:
+    """Of all files but the manifest."""
+    return _shown_bytes(sum(record.size_bytes for record in manifest.files))
+
+
+def _shown_bytes(count: int) -> str:
+    """In the largest unit of which there is one at least."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def _in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def _inspect_several(paths: Sequence[Path], *, verifies: bool) -> None:
     whole: list[tuple[tuple[int, int, bool], Path]] = []
     told: dict[Path, list[str]] = {}
@@ -262,8 +338,8 @@ def _inspect_several(paths: Sequence[Path], *, verifies: bool) -> None:
         told[path] = [path.name, "?", "?", "?"]
         try:
             manifest = read_manifest(path)
-            size = shown_bytes(total_bytes(manifest))
-            told[path][1:] = [saved_at(manifest), f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}", size]
+            size = _total_bytes(manifest)
+            told[path][1:] = [_saved_at(manifest), _counted(manifest.world_size, "rank"), size]
             _verify(path, manifest, reads=verifies)
         except CheckpointError as error:
             errors.append(str(error))
@@ -273,9 +349,8 @@ def _inspect_several(paths: Sequence[Path], *, verifies: bool) -> None:
             told[path].append("verified" if verifies else "not verified")
     if whole:
         told[max(whole)[-1]][-1] += ", latest"
-    widths = [max(len(row[column]) for row in told.values()) for column in range(5)]
-    for path in sorted(paths, key=_number_and_name):
-        _say("  ".join(cell.ljust(width) for cell, width in zip(told[path], widths, strict=True)).rstrip())
+    for line in _in_columns([told[path] for path in sorted(paths, key=_number_and_name)]):
+        _say(line)
     if errors:
         sys.stdout.flush()
         raise CheckpointError("; ".join(errors))

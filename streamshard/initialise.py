@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from streamshard.checkpoint import huggingface
+from streamshard import huggingface
 from streamshard.device import module_of
 from streamshard.engine.buffer_sync import buffers_of
 from streamshard.engine.engine import Engine

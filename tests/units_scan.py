@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamshard.checkpoint import huggingface
+from streamshard import huggingface
 from streamshard.errors import StreamShardError
 from streamshard.plan.detection import embedding_params
 from streamshard.plan.discovery import find_groups

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamshard.checkpoint import huggingface
+from streamshard import huggingface
 from streamshard.errors import CheckpointError
 from streamshard.unit.shard import ParamShard
 

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from streamshard.checkpoint import huggingface
+from streamshard import huggingface
 from streamshard.checkpoint.directory import Partial, create_export, open_checkpoint, remove_partial
 from streamshard.checkpoint.disk_layout import Run, local_pieces, overlaps, plan_disk, saved_names
 from streamshard.checkpoint.json_codec import dtype_named

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from streamshard.checkpoint import huggingface
+from streamshard import huggingface
 from streamshard.checkpoint.directory import HUGGING_FACE, what_is
 from streamshard.checkpoint.disk_layout import DiskTensor, LocalPiece, Run, local_pieces, overlaps, plan_loading
 from streamshard.checkpoint.safetensors_file import (

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.checkpoint import huggingface
+from streamshard import huggingface
 from streamshard.checkpoint.disk_layout import local_pieces, plan_disk, saved_names
 from streamshard.checkpoint.export import model_dtype
 from streamshard.checkpoint.json_codec import encode

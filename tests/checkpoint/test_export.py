@@ -16,8 +16,8 @@ from torch import nn
 from streamshard import Precision, StreamShard, export_safetensors, load_safetensors
 from streamshard.checkpoint.disk_layout import plan_disk
 from streamshard.checkpoint.export import export_shards
-from streamshard.checkpoint.huggingface import drop_tied_names
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
+from streamshard.huggingface import drop_tied_names
 from tests.checkpoint.exporting import (
     MODELS,
     Plain,

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from streamshard.checkpoint import huggingface
+from streamshard import huggingface
 from streamshard.checkpoint import load as loading
 from streamshard.checkpoint.load import Loaded, StoredDirectory, load_shards, read_directory
 from streamshard.checkpoint.safetensors_file import SUMS_NAME

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from streamshard import StreamShard, latest, save_checkpoint
-from streamshard.checkpoint.describe import describe, tensor_lines
 from streamshard.checkpoint.export import export_checkpoint
 from streamshard.checkpoint.json_codec import decode
 from streamshard.checkpoint.manifest import CheckpointFiles, check_sizes, read_manifest
+from streamshard.cli import _describe
 from streamshard.errors import CheckpointError
 from tests.checkpoint.crafted import content_of, rewrite, write_body
 from tests.models import Stack
@@ -51,8 +51,7 @@ def _read_all(checkpoint: Path) -> None:
     """Whatever reads a manifest without a run."""
     manifest = read_manifest(checkpoint)
     check_sizes(checkpoint, manifest)
-    describe(manifest)
-    tensor_lines(manifest)
+    _describe(manifest)
     with CheckpointFiles(checkpoint, manifest) as files:
         for tree in manifest.state["trees"].values():
             for rank, each in enumerate([tree["all"]] if "all" in tree else tree["ranks"]):

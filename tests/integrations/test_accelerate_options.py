@@ -22,9 +22,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import Precision, StreamShard, init_weights
-from streamshard.checkpoint.huggingface import is_transformers_model
 from streamshard.engine.handle import engine_of
 from streamshard.errors import ConfigError, UnitError
+from streamshard.huggingface import is_transformers_model
 from streamshard.integrations import accelerate_launch
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests.integrations.accelerating import Trained, launched, make_model, on_ranks, same, stock
