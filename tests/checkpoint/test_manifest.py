@@ -154,6 +154,26 @@ def test_a_manifest_of_a_stranger_is_refused_and_passed_over(saved: Path, tmp_pa
     assert latest(tmp_path) == tmp_path / "checkpoint-1"
 
 
+def test_a_piece_may_be_of_a_box_of_its_tensor_which_is_not_read_yet(saved: Path, tmp_path: Path) -> None:
+    """The boxes have to lie in the tensor and to have all of its elements."""
+    path = tmp_path / "checkpoint-1"
+    shutil.copytree(saved, path)
+    name, record = next(item for item in content_of(path)["tensors"].items() if len(item[1]["shape"]) == 2)
+    rows, columns = record["shape"]
+    boxes = [[[0, 0], [rows, 1]], [[0, 1], [rows, columns - 1]]]
+    pieces = [[0, 0, rows, boxes[0]], [0, 0, rows * (columns - 1), boxes[1]]]
+    rewrite(path, lambda content: content["tensors"][name].update(pieces=pieces))
+    manifest = read_manifest(path)
+    assert manifest.tensors[name].pieces[1].box == ((0, 1), (rows, columns - 1))
+    assert content_of(path)["tensors"] == json.loads(manifest.encode().split(b"\n", 1)[1][:-3])["tensors"]
+    with CheckpointFiles(path, manifest) as files, pytest.raises(CheckpointError, match="which this version does not"):
+        files.read_whole(name)
+    for wrong in (pieces[:1], [pieces[0], [0, 0, rows, [[0, columns], [rows, 1]]]], [[0, 0, rows, [[0], [rows]]]]):
+        rewrite(path, lambda content: content["tensors"][name].update(pieces=wrong))  # noqa: B023
+        with pytest.raises(CheckpointError, match="checkpoint.json is malformed"):
+            read_manifest(path)
+
+
 @pytest.mark.parametrize("inner", ["[{}]", '{{"a": {}}}', '{{"$": "tuple", "items": [{}]}}'])
 @pytest.mark.parametrize("depth", [300, 100_000])
 def test_a_value_that_is_nested_too_deeply_is_refused(saved: Path, tmp_path: Path, inner: str, depth: int) -> None:

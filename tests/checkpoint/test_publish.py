@@ -189,30 +189,6 @@ def test_export_killed_anywhere_leaves_the_old_one_or_the_new(
 
 
 @pytest.mark.ranks
-def test_export_killed_after_one_that_was_killed(tmp_path: Path, at_call: Callable[..., Any]) -> None:
-    """What the first leaves, from any moment, is as good an old export as any other."""
-    exports = make_exports(tmp_path, THREE, THREE)
-    for first in itertools.count():
-        left = exports.copy_old(tmp_path / f"left {first}")
-        with at_call(first, _kill, lasting=True) as reached, contextlib.suppress(Killed):
-            exports.replace(left)
-        if not reached():
-            break
-        if first % 4:
-            continue
-        for second in itertools.count(step=5):
-            directory = tmp_path / f"{first} {second}"
-            shutil.copytree(left, directory)
-            with at_call(second, _kill, lasting=True) as reached, contextlib.suppress(Killed):
-                exports.replace(directory)
-            if not reached():
-                break
-            assert exports.found(directory) in ("old", "new")
-            shutil.rmtree(directory)
-        assert kinds_in(directory) == names_in(exports.new)
-
-
-@pytest.mark.ranks
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_export_killed_by_the_system(tmp_path: Path) -> None:
     """The same with processes that are really killed, after every third call of publishing."""
