@@ -177,7 +177,7 @@ def _step(model: Any, optimizer: Any, call: Call) -> float:
     return loss
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_parameters_of_nothing_that_was_given(context: RankContext, tmp_path: Path) -> None:
     """Those of another sharded model name it; the value of one that stands alone is saved with the optimizer."""
     model, other = (StreamShard(Stack(), precision=FP32) for _ in range(2))
