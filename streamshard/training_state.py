@@ -37,7 +37,7 @@ from streamshard.checkpoint.save import (
     plan_job,
     run_in_background,
 )
-from streamshard.comm.objects import SingleProcess, describe, gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.objects import describe, gather_from_all_ranks, run_on_all_ranks
 from streamshard.comm.ranks import Ranks
 from streamshard.config import parse_path
 from streamshard.engine.engine import Engine
@@ -177,7 +177,8 @@ def load_checkpoint(
     anything changes; each rank reads what it owns.
 
     Args:
-        directory: a checkpoint, or a directory of them, of which the latest that is whole is taken.
+        directory: a checkpoint, or a directory of them, of which the latest that is whole is taken. If another process
+            deletes that one meanwhile (``keep=``), the one that is the latest then is taken.
         model: as given when it was saved; so are `optimizer`, `scheduler` and `scaler`, of which those that are left
             out stay as they are.
         extra: objects that were saved under the same keys, whose ``load_state_dict`` is called. Values need not be
@@ -189,8 +190,8 @@ def load_checkpoint(
         What was saved as `extra`, by key, and what was left out.
 
     Raises:
-        CheckpointError: on every rank, before any weight changes; names the file that is damaged or missing, or all
-            parameters that do not fit.
+        CheckpointError: on every rank, before any weight changes; names the file that is damaged or missing and the
+            newest intact checkpoint, or all parameters that do not fit.
         ConfigError: an argument that cannot work.
         ShardingError: no model is sharded, or it is called inside a forward or backward.
     """
@@ -319,9 +320,12 @@ def _open(root: Path, parts: Parts, opened: contextlib.ExitStack, *, strict: boo
             return files, plan
         except CheckpointError as error:  # the same on all ranks
             opened.close()
-            again = gather_from_all_ranks(ranks, doing, lambda: _look_again(root, path, ranks, is_verified))[0]  # noqa: B023
+            again = gather_from_all_ranks(ranks, doing, lambda: _look_again(root, path, ranks))[0]  # noqa: B023
             if again.newest is None:
-                raise CheckpointError(f"{error}{again.advice}") from error
+                others = () if is_verified else again.others
+                intact = next((other for other in others if _is_intact(other, ranks)), None)
+                advice = "" if intact is None else f". The newest intact checkpoint beside it is {intact}"
+                raise CheckpointError(f"{error}{advice}") from error
             path = again.newest
 
 
@@ -330,25 +334,30 @@ class _Again(NamedTuple):
 
     Attributes:
         newest: the latest checkpoint, if that is another one now.
-        advice: which checkpoint is intact, if the latest one is damaged.
+        others: those beside it, the newest first.
     """
 
     newest: Path | None
-    advice: str
+    others: list[Path]
 
 
-def _look_again(root: Path, path: Path, ranks: Ranks, is_verified: bool) -> _Again:
+def _look_again(root: Path, path: Path, ranks: Ranks) -> _Again:
     """On the first rank."""
     if not ranks.is_first:
-        return _Again(None, "")
-    if path != root and (newest := latest(root)) != path:
-        return _Again(newest, "")
-    for other in whole_checkpoints(path.parent) if not is_verified else ():
-        with contextlib.suppress(CheckpointError), open_checkpoint(other) as files:
-            if other != path:
-                files.verify_together(SingleProcess())
-                return _Again(None, f". The newest intact checkpoint beside it is {other}")
-    return _Again(None, "")
+        return _Again(None, [])
+    newest = latest(root) if path != root else path
+    return _Again(newest if newest != path else None, [each for each in whole_checkpoints(path.parent) if each != path])
+
+
+def _is_intact(path: Path, ranks: Ranks) -> bool:
+    """Whether a checkpoint's files are what their checksums say. Collective."""
+    with (
+        contextlib.suppress(CheckpointError),
+        run_on_all_ranks(ranks, f"verify {path}", lambda: open_checkpoint(path)) as files,
+    ):
+        files.verify_together(ranks)
+        return True
+    return False
 
 
 def _load_objects(plan: Plan) -> None:

@@ -353,8 +353,9 @@ class Saving:
         """Return where the checkpoint is, once it is there.
 
         Raises:
-            CheckpointError: it could not be written; names the rank and the cause. A rank that dies meanwhile is an
-                error on all others as soon as they notice, after 30 minutes of silence at the latest.
+            CheckpointError: it could not be written; names the rank and the cause.
+            CommunicationError: a rank has died, or was interrupted; on all others as soon as they notice, after 30
+                minutes of silence at the latest.
         """
         self._thread.join()
         if self._error is not None:
