@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -15,7 +13,7 @@ from streamshard.compiling import skip, untraced
 from streamshard.engine.engine import Engine
 from streamshard.engine.handle import engine_of
 from streamshard.errors import ShardingError
-from streamshard.plan.structure import join_names, modules_of
+from streamshard.plan.structure import join_names
 from streamshard.unit.absent_weight import advice
 from streamshard.unit.pieces import piece_of, refuse_accelerate
 from streamshard.unit.sharded_parameter import be_sharded
@@ -59,9 +57,8 @@ class OutsideParameters(dict[str, Any]):
     Inside a pass look-ups answer with compute views: resident units arrive, others are absent ([Note: absent weights]).
     Lists of parameters wait for nobody: who asks for the dtype of the first needs no weights.
 
-    Outside, reading a piece is what optimizers, initialisations and logs do; a forward that reads one is about to
-    compute with it, and torch would speak of shapes that nobody has written. What other code does with what it has
-    read is seen when it does it (see `streamshard.unit.sharded_parameter`).
+    Outside, reading a piece is what optimizers, initialisations and logs do. Who computes with one as a layer would
+    hears so when he does it (see `streamshard.unit.sharded_parameter`).
 
     Args:
         params: name to sharded parameter.
@@ -70,7 +67,6 @@ class OutsideParameters(dict[str, Any]):
     """
 
     __slots__ = ("_engine_of", "_places")
-    _FRAMES = 8  # between a forward and nn.Module's lookup there are those of a ParameterList, say
 
     def __init__(
         self, params: Mapping[str, nn.Parameter | None], places: Mapping[nn.Parameter, Place], engine: Engine
@@ -85,11 +81,10 @@ class OutsideParameters(dict[str, Any]):
         place = self._places.get(self.get(key))
         if place is not None and engine is not None and engine.is_in_pass:
             return _read(engine, place)
-        if engine is not None and not (engine.is_computing or engine.is_alone or engine.is_whole):
-            self._check_reader(key, sys._getframe(1))
-            if (param := self.get(key)) is not None:
-                be_sharded(param)  # if a step has failed
-        return super().__getitem__(key)
+        param = super().__getitem__(key)
+        if param is not None and engine is not None and not (engine.is_computing or engine.is_whole):
+            be_sharded(param)  # if a step has failed
+        return param
 
     def __setitem__(self, key: str, value: Any) -> None:
         """What was looked up may be put back (``torch.func.functional_call`` does): as the sharded parameter again."""
@@ -116,22 +111,6 @@ class OutsideParameters(dict[str, Any]):
             f"a module with the parameters {', '.join(self)} is part of a model sharded by StreamShard, and cannot be "
             "copied or pickled: they are pieces. Use full_state_dict()"
         )
-
-    def _check_reader(self, key: str, frame: FrameType | None) -> None:
-        for _ in range(self._FRAMES):
-            if frame is None:
-                return
-            reader = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
-            if isinstance(reader, nn.Module):
-                for name, module in modules_of(reader):
-                    if module.__dict__.get("_parameters") is self:
-                        raise ShardingError(
-                            f"the forward of a {type(reader).__name__} reads its {join_names(name, key)!r} outside of "
-                            "its model's forward, where StreamShard keeps only this rank's piece of it. Call the "
-                            "model, or the layer that is a unit (on all ranks), or use summon_full_params()"
-                        )
-                return
-            frame = frame.f_back
 
 
 def _view(engine: Engine, place: Place) -> nn.Parameter:
