@@ -449,7 +449,7 @@ def init_weights(
 
     Args:
         model: made by `StreamShard`.
-        init: called with each module in which something is empty, children first, as by ``model.apply(init)``. None:
+        init: called in each run with each module, children first, as by ``model.apply(init)``. None:
             ``initialize_weights`` of transformers' models, ``init_weights()`` of modules that have one without
             arguments, for everything in them, and ``reset_parameters`` of other modules.
         seed: of torch's random numbers inside; None: rank 0's ``torch.initial_seed()``.

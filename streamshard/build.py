@@ -142,10 +142,13 @@ def _make_engine(
     shared, scratch_numel = _share_slots(found), _scratch_numel(ranks)
     sizing = Sizing(layouts, shared, settings.precision, ranks.world_size, scratch_numel, copies)
     plan, reason = _choose_slots(sizing, settings, checked.budget, ranks)
+    sent = [p.param for parts in checked.parts for _, params in parts for p in params if p.names[0] not in empty]
+    most = max((param.nbytes for param in sent if is_meta(param)), default=0)
+    room = torch.empty(most, dtype=torch.uint8, device=ranks.streams.device)  # one for all: allocators make holes
 
     def take(unit: int, segments: Sequence[SegmentShard]) -> None:
         for segment, (_, params) in zip(segments, checked.parts[unit], strict=True):
-            _take_weights(segment, params, ranks, settings.broadcast_weights, empty)
+            _take_weights(segment, params, ranks, settings.broadcast_weights, empty, room)
         if ranks.streams.module is not None:  # what the parameters took is the device's again, for whoever needs it
             ranks.streams.module.empty_cache()
 
@@ -468,9 +471,17 @@ def _on_grad_of(engine: Engine) -> Callable[[StreamedUnit, int, torch.Tensor], N
 
 
 def _take_weights(
-    segment: SegmentShard, params: Sequence[FoundParam], ranks: Ranks, broadcast: bool, empty: set[str]
+    segment: SegmentShard,
+    params: Sequence[FoundParam],
+    ranks: Ranks,
+    broadcast: bool,
+    empty: set[str],
+    room: torch.Tensor,
 ) -> None:
-    """Cut rank 0's (or this rank's own) weights into pieces, one parameter at a time, or several small ones."""
+    """Cut rank 0's (or this rank's own) weights into pieces, one parameter at a time, or several small ones.
+
+    What rank 0 sends of a parameter that is large, and on meta here, goes to `room`.
+    """
     together: list[tuple[FoundParam, ParamLayout, torch.Tensor]] = []
     nbytes = 0
 
@@ -491,7 +502,10 @@ def _take_weights(
             take()
             segment.add(layout, found.names[1:], found.param, None)
             continue
-        full = _room_for(_trainable(found.param.detach()), segment.main.device).contiguous()
+        if is_meta(found.param) and found.param.nbytes > _TOGETHER_BYTES:  # and will be sent alone
+            full = room[: found.param.nbytes].view(found.param.dtype).view(found.param.shape)
+        else:
+            full = _room_for(_trainable(found.param.detach()), segment.main.device).contiguous()
         if nbytes + full.nbytes > _TOGETHER_BYTES:
             take()
         together.append((found, layout, full))

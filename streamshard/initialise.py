@@ -154,7 +154,9 @@ def _run(
     versions = {shard.name: shard.param._version for shard in engine.param_shards}
     with torch.no_grad(), _seeded(device, seed), _kept(engine, model, buffers), _standing_in(model, stand_ins):
         try:
-            _initialise(model, init, _around(model, [*drawn.values(), *buffers.values()]))
+            # A function may write to weights of any module, whichever it is called with.
+            everywhere = set(modules_inside(model)) if init is not None else None
+            _initialise(model, init, everywhere or _around(model, [*drawn.values(), *buffers.values()]))
         except (RuntimeError, NotImplementedError) as error:
             if "meta" not in str(error):
                 raise

@@ -99,18 +99,27 @@ def test_numbers_are_the_models_own_distribution_and_equal_on_any_number_of_rank
 @on_ranks(1, 2)
 @pytest.mark.parametrize("settings", [{}, {"weight_slots": "all", "min_unit_size": "1MiB"}, {"units": [nn.LayerNorm]}])
 def test_a_function_writes_to_whole_weights_of_whatever_module(context: RankContext, settings: dict[str, Any]) -> None:
-    """As with ``apply``: in place, through views and ``.data``, also to weights of modules inside."""
+    """As with ``apply``: in place, through views and ``.data``, also to weights of modules inside, or beside."""
     for config in (TinyConfig(), TinyConfig(tied=True)):
         torch.manual_seed(3)
         other = torch.randn(3)
         model: Any = StreamShard(on_meta(lambda config=config: TinyLM(config)), precision=FP32, **settings)
         torch.manual_seed(3)
-        init_weights(model, _tiny_lm, seed=9)
+
+        def init(module: nn.Module, model: Any = model) -> None:
+            _tiny_lm(module)
+            if module is model.head:
+                model.blocks[0].up.weight.fill_(0.125)
+
+        init_weights(model, init, seed=9)
         assert torch.equal(torch.randn(3), other)  # the generator is where it was
         reference = TinyLM(config)
         with torch.no_grad():
             reference.apply(_tiny_lm)
         found = full_weights(model)
+        assert bool((found["blocks.0.up.weight"] == 0.125).all())
+        with torch.no_grad():
+            reference.blocks[0].up.weight.fill_(0.125)
         assert_alike(found, reference.state_dict())
         assert not found["embedding.weight"][3].any()
         assert 0.008 < found["blocks.1.down.weight"].std() < 0.012
