@@ -30,6 +30,7 @@ from torch.autograd import Variable
 
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Moment, Streams
+from streamshard.compiling import untraced
 from streamshard.engine.buffer_sync import BufferSync
 from streamshard.engine.casts import Casts
 from streamshard.engine.inputs import Inputs
@@ -521,7 +522,7 @@ class Engine:
                 unit.grads.resume()
         graph_is_reached(self.ranks)
         nothing = Schedule([], self._slot_of, self._turns, reduce=True)
-        at_end = functools.partial(self.finish_backward)
+        at_end = functools.partial(untraced, self.finish_backward)
         backward = self._backward = Backward(nothing, at_end, self._let_go, leaves_unreduced=self.leaves_unreduced_next)
         self.reductions.due = set()
         Variable._execution_engine.queue_callback(at_end)

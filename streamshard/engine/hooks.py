@@ -197,8 +197,9 @@ class _BeginBackward:
         self.engine = engine
         self.pass_ = pass_
 
+    @skip
     def __call__(self, grads: Any) -> None:
-        self.engine.begin_backward(self.pass_)
+        untraced(self.engine.begin_backward, self.pass_)
 
     def watch(self, node: Any) -> None:
         """Be called before `node` runs."""
@@ -221,8 +222,9 @@ class _Need:
         self.engine = engine
         self.use = use
 
+    @skip
     def __call__(self, grads: Any) -> None:
-        self.engine.need(self.use)
+        untraced(self.engine.need, self.use)
 
     def watch(self, node: Any) -> None:
         """Be called before `node` runs."""
@@ -263,11 +265,12 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
             return outer[0](tensor), None
         return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
+    @skip
     def unpack(packed: tuple[Any, Any]) -> Any:
         """Called in backward when a saved tensor is read."""
         saved, mark = packed
         if isinstance(mark, Use):
-            need(mark)
+            untraced(need, mark)
             if type(saved) is tuple:
                 weights, size, stride, offset = saved
                 saved = weights.as_strided(size, stride, offset)

@@ -17,6 +17,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import as_one
+from streamshard.compiling import skip, untraced
 from streamshard.errors import ShardingError
 from streamshard.plan.segments import UnitLayout
 from streamshard.plan.structure import refuse_marks
@@ -272,12 +273,13 @@ def _grad_taker(unit: StreamedUnit, param_index: int) -> Callable[[torch.Tensor]
     # Weak: the garbage collector does not see what a tensor's hook holds, and the unit holds the tensor.
     unit_of = weakref.ref(unit)
 
+    @skip
     def take(view: torch.Tensor) -> None:
         with DisableTorchFunctionSubclass():
             grad, view.grad = view.grad, None
         unit = unit_of()
         if grad is not None and unit is not None:
-            take_grad(unit, param_index, grad)
+            untraced(take_grad, unit, param_index, grad)
 
     return take
 
