@@ -298,15 +298,10 @@ def _hook(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Map
     return func(*args, **kwargs)
 
 
-def _gradients(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """``torch.autograd.grad``: gradients of pieces are pieces."""
-    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-    refuse_grad(inputs)
-    grads = func(*args, **kwargs)
-    for given, grad in zip((inputs,) if isinstance(inputs, torch.Tensor) else inputs, grads, strict=True):
-        if isinstance(given, ShardedTensor) and type(grad) is torch.Tensor:
-            ShardedTensor.wrap(grad, given.sharding._replace(is_weight=False))
-    return grads
+def _gradients(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> NoReturn:
+    """``torch.autograd.grad``, with respect to a parameter or to what was computed from one."""
+    refuse_grad(args[1] if len(args) > 1 else kwargs["inputs"])
+    _refuse(func, piece)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

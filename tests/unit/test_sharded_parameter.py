@@ -299,6 +299,7 @@ REFUSED: dict[str, Callable[[Any, Any, dict[str, Any]], object]] = {
     "numpy": lambda w, b, named: w.detach().numpy(),
     "backward": lambda w, b, named: w.square().backward(),
     "a hook": lambda w, b, named: (w * 2.0).register_hook(print),
+    "gradients of copies": lambda w, b, named: torch.autograd.grad(w.sum(), [w.detach().requires_grad_()]),
     "saved": lambda w, b, named: torch.save(w, io.BytesIO()),
     "a saved copy": lambda w, b, named: torch.save(w.detach().clone(), io.BytesIO()),
     "saved by safetensors": lambda w, b, named: save(named),
