@@ -42,6 +42,13 @@ class ComputeView(nn.Parameter):
             _refuse(watched[2], "was given other memory (param.data = ...)")
         _data.__set__(self, data)
 
+    @skip
+    def set_(self, *source: Any) -> torch.Tensor:
+        """As in torch. torch's parametrizations, and so PEFT's adapters of experts, set a weight to itself."""
+        if len(source) == 1 and isinstance(source[0], torch.Tensor) and source[0].data_ptr() == self.data_ptr():
+            return self
+        return super().set_(*source)
+
     def move(self, memory: torch.Tensor) -> None:
         """Lie in `memory`, of the same shape and dtype, from now on."""
         _data.__set__(self, memory)
