@@ -80,7 +80,7 @@ class StreamShard(Uncopyable):
             weights.
         resident: modules whose weights code reads outside of their own layer's forward: names, modules or classes,
             one or several. Each gets slots of its own, is gathered once in a step and in place from then on, as
-            embeddings and heads are. Of a module inside a layer the whole layer is resident.
+            embeddings and heads are. The parameters of a module inside a layer lie in the edge unit.
         mesh: a 1-D DeviceMesh or a process group to shard over, or a 2-D DeviceMesh, replicate x shard: shards within
             the second axis, averages gradients over the first (hybrid sharding). None takes the default group, made
             from the launcher's environment if there is none.

@@ -46,7 +46,7 @@ def ask(engine_of: Callable[[], Engine | None], place: Place, name: str) -> None
     if unit.takes_turns:
         raise ShardingError(
             f"the weight {name!r} is computed with while its layer does not run, when other layers have its buffer: "
-            f"keep its layer in place, {advice(name)}, or call the layer itself (not its forward, nor a module in it)"
+            f"keep it in place, {advice(name)}, or call the layer itself (not its forward, nor a module in it)"
         )
     engine.read(unit)
 

@@ -37,11 +37,13 @@ class FoundUnit(NamedTuple):
         name: fully qualified.
         modules: its layers.
         is_lone: it is resident: it takes no turns in the block slots, whatever else is of its class.
+        resident: modules inside, whose parameters lie in the edge unit.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     is_lone: bool = False
+    resident: tuple[nn.Module, ...] = ()
 
 
 class FoundParam(NamedTuple):
@@ -64,7 +66,8 @@ def find_groups(
     Args:
         root: the model.
         units: the user's, or None for the layers and what is large beside them.
-        resident: the user's. A layer that is one of these modules, or in which one lies, is resident.
+        resident: the user's. A layer that is one of these modules is resident; of one inside a layer the parameters lie
+            in the edge unit.
         param_bytes: of an element.
         min_unit_bytes: small units are put together until they have so many.
 
@@ -77,7 +80,7 @@ def find_groups(
     names = {module: name for name, module in modules_of(root)}
     is_none = isinstance(resident, list | tuple) and not resident
     wanted = [] if is_none else _select(root, resident, names, "resident")
-    found = [unit._replace(is_lone=_holds_one(unit, wanted)) for unit in _find_units(root, units, names)]
+    found = [_with_resident(unit, wanted) for unit in _find_units(root, units, names)]
     layers = [layer for unit in found for layer in unit.modules]
     if min_unit_bytes:
         groups = _group_params(root, found)
@@ -87,13 +90,16 @@ def find_groups(
         large = find_large(root, layers, -(-min_unit_bytes // param_bytes))
         inside = {inner for module in wanted for inner in modules_inside(module) if inner is not module}
         found += [FoundUnit(name, (module,), is_lone=True) for module, name in large.items() if module not in inside]
-    beside = [module for module in dict.fromkeys(wanted) if not any(_holds_one(unit, [module]) for unit in found)]
+    held = {inner for unit in found for layer in unit.modules for inner in modules_inside(layer)}
+    beside = [module for module in dict.fromkeys(wanted) if module not in held]
     _check_resident(beside, found, names)
     found += [FoundUnit(names[module], (module,), is_lone=True) for module in beside]
     order = {module: position for position, module in enumerate(names)}
     found.sort(key=lambda unit: order[unit.modules[0]])
     groups = _group_params(root, found)
     for unit, group in zip(found, groups[1:], strict=True):
+        if not group and unit.resident:
+            raise UnitError(f"resident names all modules of layer {unit.name!r} that have parameters: name the layer")
         if not group and unit.modules[0] in beside:
             raise UnitError(
                 f"resident names {unit.name!r}, whose parameters other modules share: they are in place throughout a "
@@ -104,10 +110,12 @@ def find_groups(
     return found, groups
 
 
-def _holds_one(unit: FoundUnit, modules: Iterable[nn.Module]) -> bool:
-    """Whether one of `modules` is, or lies in, a layer of `unit`."""
-    inside = {module for layer in unit.modules for module in modules_inside(layer)}
-    return not inside.isdisjoint(modules)
+def _with_resident(unit: FoundUnit, modules: Sequence[nn.Module]) -> FoundUnit:
+    """`unit`, of one layer, resident if it is one of `modules`; else with those of them that lie in it."""
+    if unit.modules[0] in modules:
+        return unit._replace(is_lone=True)
+    inside = set(modules_inside(unit.modules[0]))
+    return unit._replace(resident=tuple(module for module in modules if module in inside))
 
 
 def _coalesce_between(units: Sequence[FoundUnit], sizes: Sequence[int], at_least: int) -> list[FoundUnit]:
@@ -256,15 +264,18 @@ def coalesce(units: Sequence[FoundUnit], sizes: Sequence[int], at_least: int) ->
 
 def _together(units: Sequence[FoundUnit]) -> FoundUnit:
     name = units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name}"
-    return FoundUnit(name, tuple(module for unit in units for module in unit.modules))
+    resident = tuple(module for unit in units for module in unit.resident)
+    return FoundUnit(name, tuple(module for unit in units for module in unit.modules), resident=resident)
 
 
 def owners_of(units: Sequence[FoundUnit]) -> dict[nn.Module, int]:
-    """Which unit each module belongs to, by number from 1; 0 for a module that several units share."""
+    """Which unit each module belongs to, by number from 1; 0 for one that several units share, or that is resident."""
     owner: dict[nn.Module, int] = {}
     for number, unit in enumerate(units, 1):
         for module in itertools.chain.from_iterable(map(modules_inside, unit.modules)):
             owner[module] = number if owner.get(module, number) == number else 0
+    for module in (inner for unit in units for resident in unit.resident for inner in modules_inside(resident)):
+        owner[module] = 0
     return owner
 
 

@@ -270,7 +270,7 @@ def test_nothing_of_the_trace_is_left_behind(context: RankContext) -> None:
 def _methods(engine: Engine) -> list[tuple[str, str, Any]]:
     """What is called by name on what makes a step: of the objects themselves, and of their classes."""
     reductions = engine.reductions
-    things: list[Any] = [engine, engine.streams, engine.ranks, engine.ranks.transport, engine.edits, engine.buffers]
+    things: list[Any] = [engine, engine.streams, engine.ranks, engine.ranks.transport, engine.buffers]
     things += [reductions, reductions.used, *engine.units, *(unit.grads for unit in engine.units)]
     things += [fence for thing in things for fence in vars(thing).values() if isinstance(fence, Fence)]
     owned = [(type(thing).__name__, name, value) for thing in things for name, value in vars(thing).items()]

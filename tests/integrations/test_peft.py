@@ -174,14 +174,21 @@ def test_adapters_may_take_turns(context: RankContext) -> None:
 
 @on_ranks(2)
 def test_what_ranks_rows_of_adapters_is_refused(context: RankContext) -> None:
-    """AdaLoRA's budget: a rank would sum up the rows that it has."""
+    """AdaLoRA's budget: a rank would sum up the rows that it has. Its forward reads adapters of all layers."""
     config = peft.AdaLoraConfig(
         **{"init_r": 3, "target_r": 2, "tinit": 0, "tfinal": 0, "total_step": 4, "deltaT": 1},
         **{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"},
     )
     torch.manual_seed(3)
     model: Any = StreamShard(peft.get_peft_model(_base(), config), precision=FP32)
-    _step(model, Call(0, context.rank, context.world_size, 1.0))
+    with pytest.raises(ShardingError, match=r"lora_A.default' is computed with while its layer does not run"):
+        _step(model, Call(0, context.rank, context.world_size, 1.0))
+
+    def build() -> nn.Module:
+        return peft.get_peft_model(_base(), config)  # type: ignore[no-any-return]
+
+    model = assert_trains_like_plain(context, build, _step, resident=[nn.ParameterDict])
+    _step(model, Call(3, context.rank, context.world_size, 1.0))
     with pytest.raises(ShardingError, match=r"mean\(\) of parameter '.*lora_A.default' outside"):
         model.base_model.update_and_allocate(1)
 

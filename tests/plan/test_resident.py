@@ -1,4 +1,4 @@
-"""Which units `resident` makes: of what it names, or of the layers that this lies in; what it cannot name raises."""
+"""What `resident` makes of the modules that it names: units, or parts of the edge unit; what it cannot name raises."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _resident(resident: Any, **settings: Any) -> list[str]:
         (Layer, [*(f"{name}*" for name in LAYERS), "gate*"]),
     ],
 )
-def test_what_is_named_or_the_layer_that_it_lies_in_is_resident(resident: Any, wanted: list[str]) -> None:
+def test_what_is_named_is_resident(resident: Any, wanted: list[str]) -> None:
     """Beside what is large anyway."""
     assert _resident(resident) == wanted
 
@@ -65,6 +65,17 @@ def test_modules_may_be_given() -> None:
     found, groups = find_groups(model, [Layer], [model.head, model.layers[2]])
     assert [unit.name for unit in found if unit.is_lone] == ["layers.2", "head"]
     assert [param.names[0] for param in groups[5]] == ["head.weight", "head.bias"]
+
+
+def test_parameters_of_a_module_inside_a_layer_lie_in_the_edge_unit() -> None:
+    """Their layer takes turns with the rest, also together with others."""
+    model = nn.Sequential(*(nn.Sequential(Layer(), nn.LayerNorm(DIM)) for _ in range(4)))
+    for size in (0, 2000):
+        found, groups = find_groups(model, [nn.Sequential], ["0.1", "2.1"], min_unit_bytes=size)
+        assert {param.names[0] for param in groups[0]} == {
+            f"{k}.1.{name}" for k in (0, 2) for name in ("weight", "bias")
+        }
+        assert not any(unit.is_lone for unit in found)
 
 
 def test_layers_around_a_resident_one_are_put_together_among_themselves() -> None:
@@ -86,6 +97,7 @@ def test_layers_around_a_resident_one_are_put_together_among_themselves() -> Non
         (["layers"], "resident names 'layers', in which the layer 'layers.0' lies"),
         ("", "resident names the whole model"),
         (["first"], "resident names 'first', whose parameters other modules share"),
+        (["layers.1.linear"], "resident names all modules of layer 'layers.1' that have parameters: name the layer"),
     ],
 )
 def test_what_cannot_be_resident_is_named(resident: Any, message: str) -> None:
