@@ -368,11 +368,6 @@ class Engine:
         return self._forward is not None
 
     @property
-    def running(self) -> StreamedUnit | None:
-        """The unit whose layer's forward is under way in a pass, the innermost if there are several."""
-        return self._forward.running[-1] if self._forward is not None and self._forward.running else None
-
-    @property
     def is_in_pass(self) -> bool:
         """Whether weights may be asked for: in a pass, and in a backward, which may recompute."""
         if self._forward is not None or self._entering is not None:

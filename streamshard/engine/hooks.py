@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import inspect
 import weakref
 from collections.abc import Callable
@@ -107,21 +106,12 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
         )
     if handle.cast_dtype is not None:
         args, kwargs = untraced(_cast, (args, kwargs), handle.cast_dtype)
-    slot, caller = unit.weight_slot, engine.running
-    if caller is not None and caller is not unit and slot.is_shared and untraced(_has_kept_views, caller):
-        raise _kept_view_error(caller)  # its slot may go to another unit
     use = untraced(engine.pre_forward, unit)
     has_graph = torch.is_grad_enabled()
     try:
-        if slot.is_shared:
-            may_keep_none = engine.is_in_forward  # what is recomputed checkpoints may keep
-            if may_keep_none:
-                slot.usual_references = min(slot.usual_references, slot.references)
+        if unit.weight_slot.is_shared:
             with holding_back_weights(engine, use) if has_graph else contextlib.nullcontext():
                 output = call(*args, **kwargs)
-            if may_keep_none and untraced(_has_kept_views, unit):
-                output = None  # which the error's traceback would keep
-                raise _kept_view_error(unit)
         else:
             output = call(*args, **kwargs)
     finally:
@@ -304,28 +294,6 @@ def _refuse_stale(tensor: torch.Tensor, unit: StreamedUnit) -> NoReturn:
     raise ShardingError(
         f"a layer of {unit.name!r} computes with {what} of another layer, in a buffer that layers take turns in: give "
         f"it a clone(), or keep that weight in place{where}"
-    )
-
-
-def _has_kept_views(unit: StreamedUnit) -> bool:
-    """Whether somebody has more views of the slot of `unit` than when its layer began: torch counts them, in 0.1 us.
-
-    The compute views themselves may be kept: see [Note: absent weights]. What autograd saves is held back without
-    memory (`holding_back_weights`).
-    """
-    slot = unit.weight_slot
-    if not slot.is_shared or slot.references <= slot.usual_references:
-        return False
-    gc.collect()  # cycles that nobody has any more
-    return slot.references > slot.usual_references
-
-
-def _kept_view_error(unit: StreamedUnit) -> ShardingError:
-    return ShardingError(
-        f"a layer of {unit.name!r} returns a view of one of its weights (weight.t(), weight[:3], weight.detach()), "
-        "keeps one, or gives one to a layer that it calls. It lies in a buffer that layers take turns in: make it a "
-        "clone(), save it with ctx.save_for_backward() in an autograd.Function, or keep the layer in place, "
-        f"{advice(unit.params[0].name)}"
     )
 
 

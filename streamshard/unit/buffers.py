@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -87,7 +86,6 @@ class WeightSlot:
         arrived: rule 1, set after the gather.
         released: rule 2, set after a unit's last use.
         is_shared: whether several units take turns in it.
-        usual_references: the fewest `references` that a forward has found.
     """
 
     def __init__(self, buffer: torch.Tensor, streams: Streams, what: str, *, is_shared: bool) -> None:
@@ -95,8 +93,6 @@ class WeightSlot:
         self.more: Sequence[torch.Tensor] = ()
         self.is_shared = is_shared
         self.content: int | None = None
-        self.usual_references = sys.maxsize
-        self._storage = buffer.untyped_storage()
         self.arrived = Fence(streams, Rule.WEIGHTS_ARRIVED, StreamName.COMM, what)
         self.released = Fence(streams, Rule.SLOT_RELEASED, StreamName.COMPUTE, what)
 
@@ -109,11 +105,6 @@ class WeightSlot:
     def last_byte(self) -> int:
         """The address behind it."""
         return self.buffer.data_ptr() + self.buffer.numel() * self.buffer.element_size()
-
-    @property
-    def references(self) -> int:
-        """How many tensors have its memory, ours included. As torch counts them: 0.1 us."""
-        return torch._C._storage_Use_Count(self._storage._cdata)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -272,9 +271,18 @@ MADE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("has_grad", [True, False])
-@pytest.mark.parametrize("distance", [1, 2])
-@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize(
+    ("made", "distance", "has_grad"),
+    [
+        ("the weight", 1, True),
+        ("the weight", 2, True),
+        ("the weight", 1, False),
+        ("the weight", 2, False),
+        ("transposed", 1, True),
+        ("transposed", 2, True),  # the same slot
+        ("detached", 1, True),
+    ],
+)
 def test_a_weight_that_a_layer_gives_to_another_raises(
     context: RankContext, made: str, distance: int, has_grad: bool
 ) -> None:
@@ -284,7 +292,7 @@ def test_a_weight_that_a_layer_gives_to_another_raises(
     model.layers[0].inner, model.layers[0].makes = (model.layers[distance],), MADE[made]
     model.order = lambda: [model.layers[0]]
     model = StreamShard(model, precision=FP32)
-    raises = pytest.raises(ShardingError, match=r"'layers\.0.* (layers take turns in|other layers have its buffer)")
+    raises = pytest.raises(ShardingError, match="layers take turns in|other layers have its buffer")
     with torch.set_grad_enabled(has_grad), raises:
         model(vector_batch(0, context.rank))
 
@@ -391,106 +399,6 @@ def test_what_a_layers_own_graph_keeps_is_in_place_in_its_backward(
 # ---------------------------------------------------------------------------------------------- views that are kept
 
 _stored: list[Any] = []
-
-
-class KeepingViews(Layer):
-    """Does what `keep` does, first."""
-
-    keep: Callable[[Any], Any] = staticmethod(lambda layer: None)
-    kept: Any = None
-
-    def forward(self, x: Tensor) -> Any:
-        """[rows, DIM] -> the same"""
-        returned = self.keep(self)
-        y = super().forward(x)
-        return y if returned is None else (y, returned)
-
-
-def _keeping(keep: Callable[[Any], Any], **settings: Any) -> Any:
-    torch.manual_seed(0)
-    model: Any = Stack()
-    model.layers = nn.ModuleList(KeepingViews() for _ in range(4))
-    model = StreamShard(model, precision=FP32, **settings)
-    for layer in model.layers:
-        layer.keep = keep
-    return model
-
-
-def _hides_in_a_closure(layer: Any) -> None:
-    view = layer.linear.weight.t()
-    layer.kept = lambda: view
-
-
-def _keeps_for_a_while(layer: Any) -> None:
-    layer.kept = [layer.linear.weight.t(), layer.linear.weight.detach()]
-    layer.kept = None
-
-
-def _leaves_a_cycle(layer: Any) -> None:
-    view = layer.linear.weight.t()
-
-    def count_down(n: int) -> Tensor:
-        return view.sum() if n == 0 else count_down(n - 1)
-
-    count_down(2)
-
-
-KEPT: dict[str, Callable[[Any], Any]] = {
-    "attribute": lambda layer: setattr(layer, "kept", layer.linear.weight.t()),
-    "in a list": lambda layer: setattr(layer, "kept", [{"weight": layer.linear.weight.data}]),
-    "global": lambda layer: _stored.append(layer.linear.weight[:3]),
-    "returned": lambda layer: layer.linear.weight.detach(),
-    "closure": _hides_in_a_closure,
-}
-LET_BE: dict[str, Callable[[Any], Any]] = {
-    "for a while": _keeps_for_a_while,
-    "a cycle": _leaves_a_cycle,
-    "a clone": lambda layer: setattr(layer, "kept", layer.linear.weight.t().clone()),
-    "the weight itself": lambda layer: setattr(layer, "kept", [layer.linear.weight]),
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("has_grad", [True, False])
-@pytest.mark.parametrize("keep", KEPT)
-def test_a_view_of_a_weight_that_is_kept_or_returned_raises(context: RankContext, keep: str, has_grad: bool) -> None:
-    """Each time, by its layer's name; forwards go on after it is let go of."""
-    model, x = _keeping(KEPT[keep]), vector_batch(0, context.rank)
-    gc.freeze()
-    try:
-        for _ in range(2):
-            kept = pytest.raises(ShardingError, match=r"'layers\.0' returns a view of one of its weights .* keeps one")
-            with torch.set_grad_enabled(has_grad), kept:
-                model(x)
-            _stored.clear()
-        assert gc.get_freeze_count() > 0  # what a trainer has frozen stays so
-    finally:
-        gc.unfreeze()
-    for layer in model.layers:
-        layer.keep, layer.kept = _keeps_for_a_while, None
-    assert_same({"": model(x)}, {"": _keeping(lambda layer: None)(x)}, "output")
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("keep", LET_BE)
-def test_what_is_let_go_of_or_is_no_view_may_be_kept(context: RankContext, keep: str) -> None:
-    """Steps are those of a model that keeps nothing."""
-    model, plain = _keeping(LET_BE[keep]), _keeping(lambda layer: None)
-    gc.disable()  # no cycle goes by itself
-    try:
-        for number in range(2):
-            losses = [stack_step(each, Call(number, context.rank, 2, 1.0)) for each in (model, plain)]
-            assert_same({"loss": losses[0]}, {"loss": losses[1]}, f"step {number}")
-    finally:
-        gc.enable()
-
-
-@on_ranks(2)
-def test_views_of_resident_layers_may_be_kept(context: RankContext) -> None:
-    """Nobody else is ever in their slots."""
-    model = _keeping(lambda layer: setattr(layer, "kept", layer.linear.weight.t()), resident=[KeepingViews])
-    for number in range(2):
-        stack_step(model, Call(number, context.rank, 2, 1.0))
 
 
 # ---------------------------------------------------------------------------------------------- published code
