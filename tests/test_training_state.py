@@ -548,7 +548,7 @@ def test_how_long_ranks_wait_for_a_slow_disk_is_not_how_long_they_wait_for_a_gro
         patch.setattr(save, "SHOWN_WITHIN_S", 0.1)
         patch.setattr(save, "write_file", write_too_late)
         saving = _save(tmp_path / "run", run, wait=False)
-        with pytest.raises(CommunicationError, match="saving in the background failed on rank ."):
+        with pytest.raises(CheckpointError, match="saving in the background failed on rank ."):
             saving.wait()
         given_up.touch()
     # All ranks are alive: they make new connections.
@@ -572,7 +572,7 @@ def test_a_rank_that_is_interrupted_before_it_writes_ends_the_save_on_all(contex
                 _save(tmp_path, run, wait=False)
         else:
             saving = _save(tmp_path, run, wait=False)
-            with pytest.raises(CommunicationError, match="background failed .* rank 1 has failed: KeyboardInterrupt"):
+            with pytest.raises(CheckpointError, match="background failed .* rank 1 has failed: KeyboardInterrupt"):
                 saving.wait()
     steps(run, 0, 1)
     assert _save(tmp_path, run, wait=False).wait().name == "checkpoint-2"
@@ -632,7 +632,7 @@ def test_a_rank_that_dies_while_a_save_runs_is_named_on_all_others(tmp_path: Pat
     for rank in (0, 2):
         code, output = results[rank]
         assert code == 0, output
-        assert re.search("CommunicationError: saving in the background failed .*rank 1", output), output
+        assert re.search("CheckpointError: .* was not saved: saving in the background failed .*rank 1", output), output
         assert re.search("CommunicationError: .*rank( 1)? has died", output), output
 
 

@@ -52,7 +52,7 @@ from streamshard.comm.watchdog import Guard
 from streamshard.compiling import skip, untraced
 from streamshard.device import has_streams, module_of, on_device
 from streamshard.engine.engine import Engine
-from streamshard.errors import CheckpointError, StreamShardError
+from streamshard.errors import CheckpointError, CommunicationError, StreamShardError
 from streamshard.log import log, progress
 from streamshard.version import __version__
 
@@ -353,9 +353,8 @@ class Saving:
         """Return where the checkpoint is, once it is there.
 
         Raises:
-            CheckpointError: it could not be written; names the rank and the cause.
-            CommunicationError: a rank has died, or was interrupted; on all others as soon as they notice, after 30
-                minutes of silence at the latest.
+            CheckpointError: it could not be written; names the rank and the cause. If a rank has died or was
+                interrupted: on all others as soon as they notice, after 30 minutes of silence at the latest.
         """
         self._thread.join()
         if self._error is not None:
@@ -380,7 +379,10 @@ class Saving:
             self._write()
         except BaseException as error:
             self._error = error
-            log.error("%s", error)
+            if isinstance(error, CommunicationError):
+                self._error = CheckpointError(f"{self.path} was not saved: {error}")
+                self._error.__cause__ = error
+            log.error("%s", self._error)
         finally:
             del self._write  # what it holds
             self._copies = None
