@@ -69,7 +69,7 @@ class BufferSync:
         """
         buffers = buffers_of(self._root)
         self._state = {name: self._place_of(name, buffers[name]) for name in _state_of(self._root, buffers)}
-        if self._ranks.total_size == 1 or not send:
+        if not send or not self._ranks.any_rank(bool(buffers)) or self._ranks.total_size == 1:
             return set()
         forms = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items() if not is_meta(buffer)}
         gathered = self._ranks.gather_objects(forms)
