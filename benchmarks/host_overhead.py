@@ -50,7 +50,7 @@ class Layers(nn.Module):
 
     def __init__(self, layers: int, parameters: int, width: int) -> None:
         super().__init__()
-        self.first = nn.Parameter(torch.ones(width))  # gives the edge unit something, as an embedding would
+        self.first = nn.Parameter(torch.ones(width))  # gives the root unit something, as an embedding would
         self.layers = nn.ModuleList(Layer(parameters, width) for _ in range(layers))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

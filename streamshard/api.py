@@ -76,11 +76,11 @@ class StreamShard(Uncopyable):
             None: the repeated children of every ModuleList, ModuleDict or Sequential that holds a twentieth of the
             weights (embeddings not counted) or a million parameters a child, and beside these layers what is large, if
             its parameters are not tied: a transformers model's input and output embeddings, and modules with half as
-            many parameters as a layer. The rest forms the edge unit; warns if that is more than a quarter of the
+            many parameters as a layer. The rest forms the root unit; warns if that is more than a quarter of the
             weights.
         resident: modules whose weights code reads outside of their own layer's forward: names, modules or classes,
             one or several. Each gets slots of its own, is gathered once in a step and in place from then on, as
-            embeddings and heads are. The parameters of a module inside a layer lie in the edge unit.
+            embeddings and heads are. The parameters of a module inside a layer lie in the root unit.
         mesh: a 1-D DeviceMesh or a process group to shard over, or a 2-D DeviceMesh, replicate x shard: shards within
             the second axis, averages gradients over the first (hybrid sharding). None takes the default group, made
             from the launcher's environment if there is none.

@@ -68,7 +68,7 @@ class _Checked(NamedTuple):
         device: where it will be trained.
         budget: bytes, None if slots are counted.
         found: the units.
-        parts: by unit, that of the edge unit first, its parameters: segment by segment, with what they have in common.
+        parts: by unit, that of the root unit first, its parameters: segment by segment, with what they have in common.
         in_fp32: what computes in fp32 whatever the model does.
         on_meta: names of its parameters and buffers that have no values.
     """
@@ -133,7 +133,7 @@ def _make_engine(
     layouts = _plan_layouts(found, checked.parts, ranks.world_size, settings)
     segments = [segment for layout in layouts for segment in layout.segments]
     share_memory(ranks, _most_bytes(segments), len(segments))
-    ranks.board.names = [layouts[segment.unit].name or "the edge unit" for segment in segments]
+    ranks.board.names = [layouts[segment.unit].name or "the root unit" for segment in segments]
     ledger = Ledger(ranks.streams, ranks.transport.allocate_visible)
     copies = ranks.total_size // ranks.world_size
     drawback = ranks.transport.find_drawback(settings.precision)
@@ -271,7 +271,7 @@ def _check_ranks_agree(ranks: Ranks, module: nn.Module, checked: _Checked) -> No
         for _, params in parts
         for p in params
     ]
-    rows += [f"resident {unit.name}" for unit in checked.found if unit.is_lone]
+    rows += [f"resident {unit.name}" for unit in checked.found if unit.is_resident]
     rows += describe_state(module)
     if ranks.are_equal("\n".join(rows)):
         return
@@ -312,9 +312,9 @@ def _agree_on_empty(ranks: Ranks, on_meta: list[str], broadcast: bool) -> set[st
 
 
 def _share_slots(found: Sequence[FoundUnit]) -> list[bool]:
-    """By unit, edge unit first, whether it takes turns in the block slots. See [Note: slots]."""
+    """By unit, root unit first, whether it takes turns in the block slots. See [Note: slots]."""
     kinds = Counter(type(layer) for unit in found for layer in unit.modules)
-    return [False, *(not unit.is_lone and all(kinds[type(layer)] > 1 for layer in unit.modules) for unit in found)]
+    return [False, *(not unit.is_resident and all(kinds[type(layer)] > 1 for layer in unit.modules) for unit in found)]
 
 
 def _plan_layouts(
@@ -404,7 +404,7 @@ def _allocate(
         if weight_slot is None:
             weight_slot = WeightSlot(segments[0].compute, ranks.streams, f"compute shard {index}", is_shared=False)
         unit_grads, turns = UnitGrads(index, grad_slot, grads), plan.shared[index]
-        units.append(StreamedUnit(index, layout, segments, weight_slot, unit_grads, ranks, takes_turns=turns))
+        units.append(StreamedUnit(index, layout, segments, weight_slot, unit_grads, ranks, is_streamed=turns))
     return units
 
 
@@ -419,8 +419,8 @@ def _allocate_weight_slots(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger:
         buffer = ledger.allocate(
             Category.WEIGHT_SLOTS, n_bytes, torch.uint8, is_visible=plan.keeps_weights, is_users=is_users
         )
-        takes_turns = any(plan.shared[unit] for unit in mine)
-        slots[slot] = WeightSlot(buffer, ranks.streams, f"weight slot {slot}", is_shared=takes_turns)
+        is_streamed = any(plan.shared[unit] for unit in mine)
+        slots[slot] = WeightSlot(buffer, ranks.streams, f"weight slot {slot}", is_shared=is_streamed)
     return slots
 
 

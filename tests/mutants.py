@@ -210,7 +210,7 @@ MUTANTS: list[Mutant] = [
         Drop("for other in self.units[1:]:"),
         "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind matrix",
     ),
-    # versions of the edge unit are not compared
+    # versions of the root unit are not compared
     Mutant(
         "engine/engine",
         "Engine.begin_backward",

@@ -35,7 +35,7 @@ class Found(NamedTuple):
     Attributes:
         numel: its parameters.
         weights: those that are no embeddings'.
-        outside: of these, those in the edge unit.
+        outside: of these, those in the root unit.
         layers: how many units take turns, by the class of their layer.
         largest: parameters of the largest of them.
         large: how many units stay.
@@ -52,7 +52,7 @@ class Found(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the weights, what is in the edge unit."""
+        """Of the weights, what is in the root unit."""
         return self.outside / max(self.weights, 1)
 
 
@@ -79,7 +79,7 @@ def look_at(name: str, **sizes: Any) -> Found:
         units, groups = find_groups(model, None)
     embeddings = embedding_params(model)
     edge = {each.param for each in groups[0]}
-    turns = [(unit, group) for unit, group in zip(units, groups[1:], strict=True) if not unit.is_lone]
+    turns = [(unit, group) for unit, group in zip(units, groups[1:], strict=True) if not unit.is_resident]
     sizes_of = [sum(each.param.numel() for each in group) for _, group in turns]
     params = set(params_of(model).values())
     return Found(
@@ -111,13 +111,13 @@ Written by `python -m tests.units_scan`, transformers {version}: models of the a
 sequence-to-sequence language models, image and text, speech, several modalities, pretraining) from their default
 configurations, on the meta device.
 
-{count} models. In {tenth} of them more than a tenth of the weights other than embeddings are in the edge unit;
+{count} models. In {tenth} of them more than a tenth of the weights other than embeddings are in the root unit;
 in {warned} the user is warned, because it is more than a quarter or no layers repeat. For {failed} more there is no
 model: they are listed below the others.
 
 Parameters are in millions, first all of them, then without embeddings. *Largest* is the largest unit that takes turns;
 *stay* says how many units stay (embeddings, heads and other large modules); *edge* is the share of the weights,
-embeddings not counted, in the edge unit.
+embeddings not counted, in the root unit.
 
 | class | all | weights | largest | layers | stay | edge |
 | --- | ---: | ---: | ---: | --- | ---: | ---: |

@@ -83,7 +83,7 @@ class Ranks:
         self.is_first = self.number == 0
         self.total_size: int = dist.get_world_size(self.all_ranks)
         self.board = Board(self.all_ranks, self.number, self.total_size)
-        self.watch = Watch(self.board, has_streams=streams.has_streams, hang_up=self.hang_up)
+        self.watch = Watch(self.board, has_streams=streams.has_streams, abort=self.abort)
         _alive_ones.add(self)
 
     @property
@@ -243,10 +243,10 @@ class Ranks:
 
     # -- when ranks do not do the same ------------------------------------------------------------------------------
 
-    def hang_up(self) -> None:
+    def abort(self) -> None:
         """End this rank's waits, which are in vain. The watchdog's thread calls this."""
         if self.failure is None:
-            self.transport.hang_up()
+            self.transport.abort()
 
     def fail(self, failure: str) -> None:
         """A collective has failed: issue nothing more, let nobody wait for this rank. The first failure counts."""
@@ -256,7 +256,7 @@ class Ranks:
             self.board.post_failure(failure)  # before the others' waits end: they read it then
         self.transport.on_failure()
         if is_first:
-            self.transport.hang_up()
+            self.transport.abort()
 
     @contextlib.contextmanager
     def fails_if_alone(self, action: str) -> Iterator[None]:

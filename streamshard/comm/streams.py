@@ -98,7 +98,7 @@ class Moment(enum.Enum):
     """A point of a step that the compute stream reaches. See `Observer.on_moment`.
 
     What begins computes once its weights are there: the wait for them (rule 1) may come after FORWARD_BEGINS and
-    BACKWARD_BEGINS. The edge unit's forward is the whole pass, in which layers' forwards lie, and in them those of
+    BACKWARD_BEGINS. The root unit's forward is the whole pass, in which layers' forwards lie, and in them those of
     layers that they call. A forward that an exception ends has no end of its own; the pass has.
     """
 
@@ -115,7 +115,7 @@ class Moment(enum.Enum):
     RECOMPUTATION_ENDS = enum.auto()
     """It has computed."""
     BACKWARD_BEGINS = enum.auto()
-    """Backward moves on to the unit, and is over with those before it; it begins with the edge unit."""
+    """Backward moves on to the unit, and is over with those before it; it begins with the root unit."""
     BACKWARD_ENDS = enum.auto()
     """Backward has been through a pass; of all units."""
     GRAD_WRITTEN = enum.auto()

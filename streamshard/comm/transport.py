@@ -221,7 +221,7 @@ class Transport(abc.ABC):
 
     # -- when ranks do not do the same ------------------------------------------------------------------------------
 
-    def hang_up(self) -> None:
+    def abort(self) -> None:
         """End every wait of this rank's host, and of those that wait for it, with an error."""
         for group in self.ranks.host_groups():
             close_connections(group)

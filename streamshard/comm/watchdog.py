@@ -73,17 +73,17 @@ class Watch:
     Args:
         board: of the rank.
         has_streams: ranks are on devices, for whose collectives no host waits.
-        hang_up: ends the waits of this rank's host; a method of an object that the thread must not keep alive.
+        abort: ends the waits of this rank's host; a method of an object that the thread must not keep alive.
 
     Attributes:
         wait: what the rank's host waits for; None: for nothing.
     """
 
-    def __init__(self, board: Board, *, has_streams: bool = False, hang_up: Callable[[], None] | None = None) -> None:
+    def __init__(self, board: Board, *, has_streams: bool = False, abort: Callable[[], None] | None = None) -> None:
         self.wait: Wait | None = None
         self._board = board
         self._has_streams = has_streams
-        self._hang_up = None if hang_up is None else weakref.WeakMethod(hang_up)
+        self._hang_up = None if abort is None else weakref.WeakMethod(abort)
         self._on_device: Wait | None = None
         self._failure: Failure | None = None
         self._user = threading.get_ident()
@@ -124,8 +124,8 @@ class Watch:
             self._end_waits()
 
     def _end_waits(self) -> None:
-        if self._hang_up is not None and (hang_up := self._hang_up()) is not None:
-            hang_up()
+        if self._hang_up is not None and (abort := self._hang_up()) is not None:
+            abort()
 
     def _wait_on_device(self) -> Wait | None:
         idle_s = self._board.log.idle_s

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from streamshard.config import Precision
-from streamshard.engine.engine import EDGE, Engine
+from streamshard.engine.engine import ROOT_UNIT, Engine
 from streamshard.engine.handle import Handle
 from streamshard.engine.hooks import compute_in_fp32, watch
 from streamshard.engine.outside import BeforeSaving, LoadWhole, OutsideParameters, Place, ask, before_saving_all
@@ -31,7 +31,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     Args:
         base: what the class of `root` derives from as well.
         root: the user's model.
-        found: its units, in the order of the engine's, which begin with the edge unit.
+        found: its units, in the order of the engine's, which begin with the root unit.
         engine: complete, with weights.
         in_fp32: what computes in fp32 whatever the model does.
     """
@@ -44,7 +44,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     for streamed in engine.units:
         for param_index, shard in enumerate(streamed.params):
             place = places[shard.param] = Place(streamed.index, param_index)
-            if streamed is not engine.edge:
+            if streamed is not engine.root_unit:
                 be_asked = functools.partial(ask, weakref.ref(engine), place, shard.name)
                 let_be_absent(views[shard.param], shard.param, shard.name, be_asked)
     for module in modules_inside(root):
@@ -53,7 +53,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     for streamed, unit in zip(engine.units[1:], found, strict=True):
         layers.update(dict.fromkeys(unit.modules, streamed))
     for name, module in modules_of(root):
-        _bind_views(engine.units[owner.get(module, EDGE)], module, views, engine)
+        _bind_views(engine.units[owner.get(module, ROOT_UNIT)], module, views, engine)
         if module._parameters or module._buffers:
             module.register_load_state_dict_pre_hook(LoadWhole(engine, name))
         if module._parameters:
@@ -74,10 +74,10 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             )
             watch(root, handle, base)
         elif layer_of is not None:
-            watch(module, Handle(engine, layer_of, frozenset((EDGE, layer_of.index)), cast_dtype, None))
+            watch(module, Handle(engine, layer_of, frozenset((ROOT_UNIT, layer_of.index)), cast_dtype, None))
         elif module not in owner and (module._parameters or any(child in owner for child in modules_inside(module))):
             inside = frozenset(layers[child].index for child in modules_inside(module) if child in layers)
-            watch(module, Handle(engine, None, inside | {EDGE}, cast_dtype, None))
+            watch(module, Handle(engine, None, inside | {ROOT_UNIT}, cast_dtype, None))
 
 
 def _input_dtypes(root: nn.Module, precision: Precision, in_fp32: InFp32) -> Callable[[nn.Module], torch.dtype | None]:
@@ -112,7 +112,7 @@ def _bind_views(
     """Let `module` hold compute views while `unit` is bound: in its register, and in lists and dicts of its own.
 
     RNNs keep their weights in a list for cuDNN, with weak references to notice other ones, people keep lists for
-    convenience. Of `views` those that are in place whenever the unit is bound count, its own and the edge unit's.
+    convenience. Of `views` those that are in place whenever the unit is bound count, its own and the root unit's.
     """
     if isinstance(module, nn.RNNBase):  # would move what lies in a slot to memory of its own, in one piece as there
         module.__dict__["flatten_parameters"] = _do_nothing
@@ -120,7 +120,7 @@ def _bind_views(
     if any(param is not None for param in sharded.values()):
         computing = {name: None if param is None else views[param] for name, param in sharded.items()}
         unit.add_binding(module, "_parameters", sharded, computing)
-    in_place = {shard.param: views[shard.param] for each in (unit, engine.edge) for shard in each.params}
+    in_place = {shard.param: views[shard.param] for each in (unit, engine.root_unit) for shard in each.params}
     for key, value in module.__dict__.items():
         if key not in ("_parameters", "_buffers", "_modules") and (bound := _with_views(value, in_place)) is not value:
             unit.add_binding(module, key, value, bound)

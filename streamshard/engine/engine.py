@@ -16,7 +16,7 @@ from the program: its reduction stands behind its last visit.
 A backward takes each pass when it reaches it: nobody is asked beforehand which graphs exist or are still alive, because
 the answer could differ between ranks, and with it the collectives. autograd runs nodes latest-created first, so the
 passes of one backward come one after the other, the latest first. A unit is reduced at the end of its turn in each of
-them, and adds up in the main grads; the edge unit, once, at the end.
+them, and adds up in the main grads; the root unit, once, at the end.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from streamshard.unit.unit import StreamedUnit
 
 __all__ = ["Engine", "in_backward"]
 
-EDGE = 0  # index of the edge unit
+ROOT_UNIT = 0  # index of the root unit
 
 
 def in_backward() -> bool:
@@ -70,7 +70,7 @@ class Engine:
     """Streams units through slots.
 
     Args:
-        units: all units; the edge unit first, then blocks in registration order.
+        units: all units; the root unit first, then blocks in registration order.
         plan: which unit uses which slot.
         ranks, streams, ledger, buffers: see there.
         sizing: what memory depends on, the dtypes in force among it; for reports.
@@ -128,16 +128,16 @@ class Engine:
         slots = {unit.weight_slot for unit in units if unit.weight_slot.is_shared}
         self.turn_spans = [(slot.first_byte, slot.last_byte) for slot in slots]
         self.turn_bytes = min(self.turn_spans, default=(0, 0))[0], max(self.turn_spans, default=(0, 0))[1]
-        self._resident = [unit for unit in self.units[1:] if not unit.takes_turns]
+        self._resident = [unit for unit in self.units[1:] if not unit.is_streamed]
 
     @property
-    def edge(self) -> StreamedUnit:
+    def root_unit(self) -> StreamedUnit:
         """The unit of everything outside the blocks."""
-        return self.units[EDGE]
+        return self.units[ROOT_UNIT]
 
     @property
     def param_shards(self) -> list[ParamShard]:
-        """This rank's part of every parameter, edge unit first."""
+        """This rank's part of every parameter, root unit first."""
         return [shard for unit in self.units for shard in unit.params]
 
     @property
@@ -241,14 +241,14 @@ class Engine:
         self.casts.begin_pass()
         for unit in self._resident:
             be_absent(unit.views)
-        visits = [index for index in self.order if index in units or index == EDGE]
-        pass_ = Pass({EDGE: self.edge.versions()} if torch.is_grad_enabled() else {})
+        visits = [index for index in self.order if index in units or index == ROOT_UNIT]
+        pass_ = Pass({ROOT_UNIT: self.root_unit.versions()} if torch.is_grad_enabled() else {})
         learns = torch.is_grad_enabled() and not self._has_learnt and not self.is_alone
         self._forward = Forward(Schedule(visits, self._slot_of, self._turns, reduce=False), pass_, learns=learns)
         for observer in self.streams.observers:
-            observer.on_moment(Moment.FORWARD_BEGINS, EDGE)
-        self._reach(self._forward, self.edge)
-        self._bind(self.edge)
+            observer.on_moment(Moment.FORWARD_BEGINS, ROOT_UNIT)
+        self._reach(self._forward, self.root_unit)
+        self._bind(self.root_unit)
 
     def pre_forward(self, unit: StreamedUnit) -> Use:
         """A layer of `unit` is about to compute: its weights are in place and bound afterwards."""
@@ -263,7 +263,7 @@ class Engine:
         assert forward is not None
         for observer in self.streams.observers:
             observer.on_moment(Moment.FORWARD_BEGINS, unit.index)
-        is_inside = bool(forward.running) and not unit.takes_turns
+        is_inside = bool(forward.running) and not unit.is_streamed
         if is_inside:  # beside the program: the outer layer's turn goes on
             self.use_in_place(unit)
         else:
@@ -293,7 +293,7 @@ class Engine:
         finally:
             if unit not in forward.running:  # a layer of it around this one goes on
                 unit.release()
-        if forward.running and unit.takes_turns:  # the outer layer goes on: its weights may have left
+        if forward.running and unit.is_streamed:  # the outer layer goes on: its weights may have left
             outer = forward.running[-1]
             self._reach(forward, outer)
             self._bind(outer)
@@ -307,11 +307,11 @@ class Engine:
     def _look_at(self, unit: StreamedUnit) -> None:
         """Somebody is about to see the unit's compute views. They are as they were left, if they stay in place."""
         forward = self._forward
-        if not unit.takes_turns and forward is not None:
+        if not unit.is_streamed and forward is not None:
             if unit.index in forward.in_place:
                 return
             forward.in_place.add(unit.index)
-            if unit is not self.edge:
+            if unit is not self.root_unit:
                 be_present(unit.views)
         unit.take_trainability()
         unit.writes.forget()
@@ -327,9 +327,9 @@ class Engine:
         return self._backward if self._backward is not None and in_backward() else None
 
     def _recomputed_pass(self, backward: Backward) -> Pass:
-        """The pass that backward goes through; of a graph of edge parameters alone, one without visits."""
+        """The pass that backward goes through; of a graph of root parameters alone, one without visits."""
         if backward.pass_ is None:
-            backward.pass_ = Pass({EDGE: self.edge.versions()})
+            backward.pass_ = Pass({ROOT_UNIT: self.root_unit.versions()})
         return backward.pass_
 
     def _reach(self, forward: Forward, unit: StreamedUnit) -> None:
@@ -386,7 +386,7 @@ class Engine:
                 self.begin_backward(None)  # that nobody has announced
             self.acquire(unit)
             be_present(unit.views)
-        elif unit is not self.edge:
+        elif unit is not self.root_unit:
             self.use_in_place(unit)
 
     def use_in_place(self, unit: StreamedUnit) -> None:
@@ -403,11 +403,11 @@ class Engine:
         forward, self._forward = self._forward, None
         assert forward is not None
         for observer in self.streams.observers:
-            observer.on_moment(Moment.FORWARD_ENDS, EDGE)
+            observer.on_moment(Moment.FORWARD_ENDS, ROOT_UNIT)
         refused: ShardingError | None = None
         if error is None:
             try:
-                for index in (EDGE, *sorted(forward.read)):
+                for index in (ROOT_UNIT, *sorted(forward.read)):
                     self._leave(self.units[index])
             except ShardingError as raised:
                 error = refused = raised
@@ -501,7 +501,7 @@ class Engine:
             backward.closed.append(backward.pass_)
             self._close_all(backward)
         backward.pass_ = pass_
-        visits = [unit for unit in reversed(pass_.visits) if unit != EDGE]
+        visits = [unit for unit in reversed(pass_.visits) if unit != ROOT_UNIT]
         backward.schedule = Schedule(visits, self._slot_of, self._turns, reduce=True)
         self.reductions.due = set(visits)
         for index, versions in pass_.versions.items():  # ranks may raise at different units: all have the same program
@@ -522,9 +522,9 @@ class Engine:
         self.reductions.due = set()
         Variable._execution_engine.queue_callback(at_end)
         for observer in self.streams.observers:
-            observer.on_moment(Moment.BACKWARD_BEGINS, EDGE)
-        self.acquire(self.edge)
-        self.edge.bind()
+            observer.on_moment(Moment.BACKWARD_BEGINS, ROOT_UNIT)
+        self.acquire(self.root_unit)
+        self.root_unit.bind()
         return backward
 
     def need(self, use: Use) -> None:
@@ -541,7 +541,7 @@ class Engine:
             )
         if is_inside_forward and forward is not None:  # torch.autograd.grad() in the model's own forward
             self._check_versions(unit, use.versions)
-            if unit.takes_turns:  # beside the program: backward has to come by there
+            if unit.is_streamed:  # beside the program: backward has to come by there
                 forward.schedule.depart(unit.index)
         else:
             self.begin_backward(use.pass_)
@@ -584,7 +584,7 @@ class Engine:
         visit = backward.schedule.find(unit.index)
         if visit is None:  # outside the program, or needed again after its turn
             return
-        if not unit.takes_turns and visit > backward.schedule.released + (backward.computing is not None):
+        if not unit.is_streamed and visit > backward.schedule.released + (backward.computing is not None):
             return  # it needs no turn, and those whose turn is before may still come
         backward.computing = unit
         for observer in self.streams.observers:
@@ -606,7 +606,7 @@ class Engine:
                     "what the forward needs"
                 )
             backward = backward or self._open_backward()
-            if unit.takes_turns:
+            if unit.is_streamed:
                 self._advance(backward, unit)
         scale = self.inputs.grad_scale
         self.reductions.take(unit, param_index, grad if scale == 1.0 else grad * scale)
@@ -631,9 +631,9 @@ class Engine:
         if backward is None:
             return
         self._close_all(backward)
-        self._reduce_edge(backward)
+        self._reduce_root_unit(backward)
         if self._forward is None:
-            self.edge.release()
+            self.root_unit.release()
         if backward.leaves_unreduced:
             for unit in self.units:
                 unit.grads.leave_unreduced(has_trained=unit.is_trainable)
@@ -653,9 +653,9 @@ class Engine:
         finally:
             self._is_delivering = False
 
-    def _reduce_edge(self, backward: Backward) -> None:
+    def _reduce_root_unit(self, backward: Backward) -> None:
         if not backward.leaves_unreduced:
-            self.reductions.start(self.edge)
+            self.reductions.start(self.root_unit)
 
     # -- when things go wrong -------------------------------------------------------------------------------------
 
@@ -689,7 +689,7 @@ class Engine:
         try:
             if not self.ranks.has_failed:
                 self._close_all(backward)
-                self._reduce_edge(backward)
+                self._reduce_root_unit(backward)
                 self.reductions.complete()
         finally:
             for unit in self.units:

@@ -43,7 +43,7 @@ class Handle(NamedTuple):
 
     Attributes:
         engine: reports go here.
-        unit: of which this module is a layer; None for a *shell*, a module that holds edge parameters or units.
+        unit: of which this module is a layer; None for a *shell*, a module that holds root parameters or units.
         units: indices of the units inside, the module's own included.
         cast_dtype: floating-point inputs are cast to it; None leaves them.
         output_dtype: floating-point outputs of the root are cast to it; None leaves them.

@@ -60,7 +60,7 @@ def watch(module: nn.Module, handle: Handle, base: type | None = None) -> None:
 
 @skip
 def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A module around units, or one with edge parameters: the outermost one makes the pass."""
+    """A module around units, or one with root parameters: the outermost one makes the pass."""
     engine = handle.engine
     if engine.depth:
         return call(*args, **kwargs)

@@ -43,7 +43,7 @@ def ask(engine_of: Callable[[], Engine | None], place: Place, name: str) -> None
             "with it inside, keep a clone(), or read it inside summon_full_params()"
         )
     unit = engine.units[place.unit]
-    if unit.takes_turns:
+    if unit.is_streamed:
         raise ShardingError(
             f"the weight {name!r} is computed with while its layer does not run, when other layers have its buffer: "
             f"keep it in place, {advice(name)}, or call the layer itself (not its forward, nor a module in it)"
@@ -120,7 +120,7 @@ def _view(engine: Engine, place: Place) -> nn.Parameter:
 @skip  # torch.compile breaks its graph where weights are read
 def _read(engine: Engine, place: Place) -> nn.Parameter:
     """What code that looks a weight up inside a pass gets."""
-    if not engine.units[place.unit].takes_turns:
+    if not engine.units[place.unit].is_streamed:
         untraced(engine.read, engine.units[place.unit])
     return _view(engine, place)
 

@@ -20,7 +20,7 @@ class Pass:
 
     Attributes:
         visits: what the program issued, units outside the program included, in order; filled at the end.
-        versions: of the sharded parameters, by index, see `StreamedUnit.versions`: of the edge unit and of units with
+        versions: of the sharded parameters, by index, see `StreamedUnit.versions`: of the root unit and of units with
             slots of their own whose weights were read. Their compute views are in the graph as they are.
     """
 

@@ -154,9 +154,9 @@ class AdversarialTransport(Transport):
         """See `Transport.publish_shards`."""
         self.inner.publish_shards(shards)
 
-    def hang_up(self) -> None:
-        """See `Transport.hang_up`."""
-        self.inner.hang_up()
+    def abort(self) -> None:
+        """See `Transport.abort`."""
+        self.inner.abort()
 
     def on_failure(self) -> None:
         """See `Transport.on_failure`."""

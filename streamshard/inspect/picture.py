@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from streamshard.comm.streams import Rule, StreamName
-from streamshard.engine.engine import EDGE
+from streamshard.engine.engine import ROOT_UNIT
 from streamshard.inspect.timeline import Kind, Mark, Span, Trace
 
 __all__ = ["draw"]
@@ -148,7 +148,7 @@ def _draw_span(axes: Axes, trace: Trace, span: Span, lane: _Lane, end_us: float)
         axes.text(
             (span.start_us + width_us / 2) / 1e3,
             lane.middle,
-            f"{letter}{'e' if span.unit == EDGE else span.unit - 1}",
+            f"{letter}{'e' if span.unit == ROOT_UNIT else span.unit - 1}",
             ha="center",
             va="center",
             fontsize=_FONT_POINTS - 1,
@@ -160,7 +160,7 @@ def _draw_span(axes: Axes, trace: Trace, span: Span, lane: _Lane, end_us: float)
 def _legend(trace: Trace) -> list[Artist]:
     slots = sorted({slot for slot in trace.slots if slot is not None})
     colors = {f"weight slot {slot}": _SLOT_COLORS[slot % len(_SLOT_COLORS)] for slot in slots}
-    colors["slot of its own (e: edge unit)"] = _OWN_SLOT_COLOR
+    colors["slot of its own (e: root unit)"] = _OWN_SLOT_COLOR
     kinds, all_colors = {span.kind for span in trace.spans}, {**_KIND_COLORS, **_THIN_COLORS}
     colors.update({kind.value: color for kind, color in all_colors.items() if kind in kinds})
     patches = [Patch(color=color, label=label) for label, color in colors.items()]

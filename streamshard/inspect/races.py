@@ -287,7 +287,7 @@ class RaceDetector(Observer):
 
 
 def _quoted(unit: str) -> str:
-    return repr(unit) if "edge unit" not in unit else unit
+    return repr(unit) if "root unit" not in unit else unit
 
 
 def _address(buffer: _Buffer) -> int:

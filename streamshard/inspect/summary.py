@@ -19,8 +19,8 @@ def summarise(engine: Engine, root: nn.Module) -> list[str]:
     handles = {module: handle_of(module) for module in modules_inside(root)}
     layers = Counter(type(module).__name__ for module, handle in handles.items() if handle and handle.unit)
     units = [f"{count} x {kind}" if count > 1 else kind for kind, count in layers.items()]
-    named = [", ".join(units), "the edge unit"]
-    resident = ", ".join(unit.name for unit in engine.units[1:] if not unit.takes_turns)
+    named = [", ".join(units), "the root unit"]
+    resident = ", ".join(unit.name for unit in engine.units[1:] if not unit.is_streamed)
     size, copies = engine.ranks.world_size, engine.ranks.total_size // engine.ranks.world_size
     precision = engine.precision
     ranks = f"{size} rank{'s' * (size > 1)}" + (f" in each of {copies} replicas" if copies > 1 else "")

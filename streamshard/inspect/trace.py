@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from streamshard.comm.streams import AllWork, Collective, Fence, Moment, Observer, Rule, StreamName, Streams, Work
-from streamshard.engine.engine import EDGE, Engine
+from streamshard.engine.engine import ROOT_UNIT, Engine
 from streamshard.inspect import engine_inside
 from streamshard.inspect.timeline import Kind, Mark, Span, Trace
 
@@ -215,7 +215,7 @@ class _Recorder(Observer):
             self._note_grad(unit, now)
 
     def _begin_forward(self, unit: int, now: _Stamp) -> None:
-        if unit == EDGE:
+        if unit == ROOT_UNIT:
             self._layers = []
         else:
             self._layers.append(unit)
@@ -224,14 +224,14 @@ class _Recorder(Observer):
     def _end_forward(self, unit: int, now: _Stamp) -> None:
         """Who called the layer goes on; a layer may have to wait for its weights again."""
         self._close(now)
-        if unit != EDGE:
+        if unit != ROOT_UNIT:
             while self._layers and self._layers.pop() != unit:
                 pass  # an inner one that has raised
-            outer = self._layers[-1] if self._layers else EDGE
-            self._open(Kind.FORWARD, outer, now, awaits_weights=outer != EDGE)
+            outer = self._layers[-1] if self._layers else ROOT_UNIT
+            self._open(Kind.FORWARD, outer, now, awaits_weights=outer != ROOT_UNIT)
 
     def _note_grad(self, unit: int, now: _Stamp) -> None:
-        """A gradient shows whose backward was running: after the last of the blocks' ones it is the edge unit's."""
+        """A gradient shows whose backward was running: after the last of the blocks' ones it is the root unit's."""
         current = self._computing
         if current is not None and current.unit != unit:
             self._open(Kind.BACKWARD, unit, now if self._last_grad is None else self._last_grad)

@@ -19,7 +19,7 @@ from torch import nn
 from streamshard.errors import warn_user
 from streamshard.plan.structure import join_names, modules_inside, params_of
 
-__all__ = ["detect_layers", "embedding_params", "find_large", "has_params", "is_callable", "warn_of_edge"]
+__all__ = ["detect_layers", "embedding_params", "find_large", "has_params", "is_callable", "warn_of_root_unit"]
 
 _SUBSTANTIAL = 0.05  # see [Note: layers]
 _WORTH_A_GATHER = 2**20
@@ -106,7 +106,7 @@ def find_large(root: nn.Module, layers: Sequence[nn.Module], at_least: int = 0) 
     """Each large module outside of the layers, and its name: embedding and head, above all.
 
     Large is what holds half as many parameters as the largest layer. A transformers model's input and output embeddings
-    are large whatever they hold. A module stays in the edge unit if one of its parameters is in use elsewhere: tied, or
+    are large whatever they hold. A module stays in the root unit if one of its parameters is in use elsewhere: tied, or
     in a list that another module keeps.
 
     Args:
@@ -145,13 +145,13 @@ def find_large(root: nn.Module, layers: Sequence[nn.Module], at_least: int = 0) 
     return large
 
 
-def warn_of_edge(root: nn.Module, layers: Sequence[nn.Module], outside: Collection[nn.Parameter]) -> None:
+def warn_of_root_unit(root: nn.Module, layers: Sequence[nn.Module], outside: Collection[nn.Parameter]) -> None:
     """Warn if more than a quarter of the weights, embeddings not counted, are `outside` of units; say where they are.
 
     Args:
         root: the model.
         layers: detected.
-        outside: the parameters of the edge unit.
+        outside: the parameters of the root unit.
     """
     embeddings = embedding_params(root)
     tied = {param for layer in layers for param in params_of(layer).values()}  # nowhere else, whatever one names

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from streamshard.errors import UnitError
-from streamshard.plan.detection import detect_layers, find_large, has_params, is_callable, warn_of_edge
+from streamshard.plan.detection import detect_layers, find_large, has_params, is_callable, warn_of_root_unit
 from streamshard.plan.structure import join_names, modules_inside, modules_of
 
 __all__ = [
@@ -36,13 +36,13 @@ class FoundUnit(NamedTuple):
     Attributes:
         name: fully qualified.
         modules: its layers.
-        is_lone: it is resident: it takes no turns in the block slots, whatever else is of its class.
-        resident: modules inside, whose parameters lie in the edge unit.
+        is_resident: it is resident: it takes no turns in the block slots, whatever else is of its class.
+        resident: modules inside, whose parameters lie in the root unit.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
-    is_lone: bool = False
+    is_resident: bool = False
     resident: tuple[nn.Module, ...] = ()
 
 
@@ -67,12 +67,12 @@ def find_groups(
         root: the model.
         units: the user's, or None for the layers and what is large beside them.
         resident: the user's. A layer that is one of these modules is resident; of one inside a layer the parameters lie
-            in the edge unit.
+            in the root unit.
         param_bytes: of an element.
         min_unit_bytes: small units are put together until they have so many.
 
     Returns:
-        The units, and the parameters of each; those of the edge unit first.
+        The units, and the parameters of each; those of the root unit first.
 
     Raises:
         UnitError: a unit is not part of the model, is the root, overlaps another or has no parameters; nothing fits.
@@ -89,11 +89,13 @@ def find_groups(
     if units is None and found:
         large = find_large(root, layers, -(-min_unit_bytes // param_bytes))
         inside = {inner for module in wanted for inner in modules_inside(module) if inner is not module}
-        found += [FoundUnit(name, (module,), is_lone=True) for module, name in large.items() if module not in inside]
+        found += [
+            FoundUnit(name, (module,), is_resident=True) for module, name in large.items() if module not in inside
+        ]
     held = {inner for unit in found for layer in unit.modules for inner in modules_inside(layer)}
     beside = [module for module in dict.fromkeys(wanted) if module not in held]
     _check_resident(beside, found, names)
-    found += [FoundUnit(names[module], (module,), is_lone=True) for module in beside]
+    found += [FoundUnit(names[module], (module,), is_resident=True) for module in beside]
     order = {module: position for position, module in enumerate(names)}
     found.sort(key=lambda unit: order[unit.modules[0]])
     groups = _group_params(root, found)
@@ -106,25 +108,25 @@ def find_groups(
                 "step already. Leave it out"
             )
     if units is None and found:
-        warn_of_edge(root, layers, {each.param for each in groups[0]})
+        warn_of_root_unit(root, layers, {each.param for each in groups[0]})
     return found, groups
 
 
 def _with_resident(unit: FoundUnit, modules: Sequence[nn.Module]) -> FoundUnit:
     """`unit`, of one layer, resident if it is one of `modules`; else with those of them that lie in it."""
     if unit.modules[0] in modules:
-        return unit._replace(is_lone=True)
+        return unit._replace(is_resident=True)
     inside = set(modules_inside(unit.modules[0]))
     return unit._replace(resident=tuple(module for module in modules if module in inside))
 
 
 def _coalesce_between(units: Sequence[FoundUnit], sizes: Sequence[int], at_least: int) -> list[FoundUnit]:
     """`coalesce`, of what takes turns and has no resident layer between."""
-    runs = itertools.groupby(zip(units, sizes, strict=True), key=lambda each: each[0].is_lone)
+    runs = itertools.groupby(zip(units, sizes, strict=True), key=lambda each: each[0].is_resident)
     together: list[FoundUnit] = []
-    for is_lone, run in runs:
+    for is_resident, run in runs:
         members, their_sizes = zip(*run, strict=True)
-        together += members if is_lone else coalesce(members, their_sizes, at_least)
+        together += members if is_resident else coalesce(members, their_sizes, at_least)
     return together
 
 
@@ -280,10 +282,10 @@ def owners_of(units: Sequence[FoundUnit]) -> dict[nn.Module, int]:
 
 
 def _group_params(root: nn.Module, units: Sequence[FoundUnit]) -> list[list[FoundParam]]:
-    """The parameters of the edge unit (first) and of each unit, in registration order.
+    """The parameters of the root unit (first) and of each unit, in registration order.
 
     A parameter that more than one unit holds, or a unit and the rest of the model, is tied across them: it lies in the
-    edge unit, whose weights are in place throughout a pass.
+    root unit, whose weights are in place throughout a pass.
     """
     owner = owners_of(units)
     names: dict[nn.Parameter, list[str]] = {}

@@ -45,7 +45,7 @@ class Sizing(NamedTuple):
     """What memory depends on besides the choice of slots.
 
     Attributes:
-        layouts: of all units, edge unit first.
+        layouts: of all units, root unit first.
         shared: by unit, whether it takes turns in the block slots.
         precision: the dtypes.
         world_size: N.

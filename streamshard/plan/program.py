@@ -22,7 +22,7 @@ gathered by all (`serve`).
 
 A unit that takes no turns in the block slots stays in its own: once gathered, it can be used at any time in the pass,
 on any rank, without a collective. Until it is known when such units are used, they are gathered first (`first_order`):
-then ranks may use them in whatever order, as they may those of the edge unit.
+then ranks may use them in whatever order, as they may those of the root unit.
 """
 
 from __future__ import annotations
@@ -216,12 +216,12 @@ def merge_order(used: Iterable[int], turns: Sequence[bool]) -> tuple[int, ...]:
     """
     order = list(used)
     before: int | None = None
-    for unit in (unit for unit, takes_turns in enumerate(turns) if takes_turns):
+    for unit in (unit for unit, is_streamed in enumerate(turns) if is_streamed):
         if unit not in order:
             first = next((position for position, other in enumerate(order) if turns[other]), len(order))
             order.insert(first if before is None else order.index(before) + 1, unit)
         before = unit
-    missing = [unit for unit, takes_turns in enumerate(turns) if not takes_turns and unit not in order]
+    missing = [unit for unit, is_streamed in enumerate(turns) if not is_streamed and unit not in order]
     return (*order[:1], *missing, *order[1:])
 
 

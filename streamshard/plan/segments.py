@@ -95,7 +95,7 @@ class UnitLayout:
     """The segments of one unit, those that train first. Made by `plan_units`.
 
     Args:
-        name: fully qualified name of the unit's module; "" is the root's edge unit.
+        name: fully qualified name of the unit's module; "" is the root's root unit.
         segments: at least one, which is empty if the unit has no parameters.
     """
 

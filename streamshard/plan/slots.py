@@ -5,9 +5,9 @@
 [Note: slots]
 A unit always uses the same slots, so every compute view is made once and all addresses stay fixed. Blocks share the
 block slots by parity (block i uses slot ``i % count``), sized by the largest block. A unit that is not one of several
-of its kind (the edge unit, embedding and head, a lone layer given as a unit) has slots of its own, so that it does not
+of its kind (the root unit, embedding and head, a lone layer given as a unit) has slots of its own, so that it does not
 size the others'; so has a unit of several layers if one of them is such a one. It *stays*: what is gathered is in place
-until the backward is over, and takes as much memory as in one edge unit. With "all" every block has a slot of its own:
+until the backward is over, and takes as much memory as in one root unit. With "all" every block has a slot of its own:
 nothing is gathered twice in a step (ZeRO-2), gradients can be accumulated where they are written (ZeRO-1), and what a
 rank owns of a unit is a range of the unit's slot wherever the dtype is the same, not memory of its own. With one rank
 there are no slots: views bind to the compute shard, gradients go to the main grads.

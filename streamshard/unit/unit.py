@@ -46,18 +46,18 @@ class _Binding:
 
 
 class StreamedUnit:
-    """What is gathered and reduced together: a repeated layer, several small ones, or what is outside (the edge unit).
+    """What is gathered and reduced together: a repeated layer, several small ones, or what is outside (the root unit).
 
     It is bound as a whole while one of its layers runs, and from its need in backward until its reduction.
 
     Args:
-        index: position in the engine's list of units; index 0 is the edge unit.
+        index: position in the engine's list of units; index 0 is the root unit.
         layout: its segments, and where they lie.
         segments: this rank's state of each, before `add` has filled them.
         weight_slot: where its weights are gathered to.
         grads: its gradients.
         ranks: moves its bytes.
-        takes_turns: in the block slots; else it stays in slots of its own, in place once gathered.
+        is_streamed: in the block slots; else it stays in slots of its own, in place once gathered.
 
     Attributes:
         name: fully qualified name of its module, for messages.
@@ -79,11 +79,11 @@ class StreamedUnit:
         grads: UnitGrads,
         ranks: Ranks,
         *,
-        takes_turns: bool,
+        is_streamed: bool,
     ) -> None:
-        self.takes_turns = takes_turns
+        self.is_streamed = is_streamed
         self.index = index
-        self.name = layout.name or "the edge unit"
+        self.name = layout.name or "the root unit"
         self.layout = layout
         self.segments = tuple(segments)
         self.params: list[ParamShard] = []
@@ -214,7 +214,7 @@ class StreamedUnit:
         """Let its modules compute with the slot: compute views take the place of the sharded parameters."""
         if not self.is_bound:
             self.is_bound = True
-            if self.takes_turns:
+            if self.is_streamed:
                 be_present(self.views)
             for binding in self._bindings:
                 if (owner := binding.owner()) is not None:
@@ -224,7 +224,7 @@ class StreamedUnit:
         """Its weights were used for the last time for now: its modules hold the sharded parameters again."""
         if self.is_bound:
             self.is_bound = False
-            if self.takes_turns:
+            if self.is_streamed:
                 be_absent(self.views)
             for binding in self._bindings:
                 if (owner := binding.owner()) is not None:

@@ -208,7 +208,7 @@ def test_a_long_wait_for_a_rank_in_another_collective_is_logged(
     if context.rank == 0:
         what = {
             "a norm": "a sum over all ranks",
-            "a forward": "(waiting for all ranks between two forwards|the gather of 'the edge unit')",
+            "a forward": "(waiting for all ranks between two forwards|the gather of 'the root unit')",
             "a meeting": "a meeting of all ranks",
         }[operation]
         pattern = (
@@ -313,14 +313,14 @@ def test_a_rank_on_a_device_that_issues_nothing_more_reports_those_that_have_iss
     board = Board(_world(), context.rank, context.world_size)
     waits = watch.Watch(board, has_streams=True)
     with _warnings() as told:
-        board.names = ("the edge unit",)
+        board.names = ("the root unit",)
         board.log.add(Kind.END_OF_STEP)
         if context.rank == 0:
             board.log.add(Kind.REDUCE, 0)
             story = told.get(timeout=60)
             while "ended its step" not in story:
                 story = told.get(timeout=60)
-            assert "(last: it reduces the gradients of 'the edge unit'): rank 1 has not come" in story
+            assert "(last: it reduces the gradients of 'the root unit'): rank 1 has not come" in story
             dist.barrier()
         else:
             dist.barrier()
@@ -384,7 +384,7 @@ def test_another_model_of_the_same_ranks_ends_with_the_first_failure(context: Ra
 
 # -- logs ---------------------------------------------------------------------------------------------------------
 
-NAMES = ("the edge unit", "layers.0")
+NAMES = ("the root unit", "layers.0")
 
 
 def _log(*entries: tuple[Kind, int]) -> Log:

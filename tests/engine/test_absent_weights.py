@@ -140,7 +140,7 @@ def test_weights_of_resident_layers_may_be_read(context: RankContext, read: str,
 
 @on_ranks(1, 2)
 def test_a_weight_that_layers_share_may_be_read(context: RankContext) -> None:
-    """It lies in the edge unit."""
+    """It lies in the root unit."""
 
     def build() -> nn.Module:
         model: Any = Reading(READERS["linear"])

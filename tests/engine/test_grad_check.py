@@ -72,7 +72,7 @@ class SpoiltLayer(Layer):
 
 
 class SpoiltStack(Stack):
-    """Layers and head can be spoilt; layer "head" is in the edge unit, which the engine reduces last."""
+    """Layers and head can be spoilt; layer "head" is in the root unit, which the engine reduces last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_one_bad_element_on_one_rank_raises_on_all(
 
 @on_ranks(1, 2, 3)
 def test_the_first_bad_parameter_is_the_first_of_named_parameters(context: RankContext) -> None:
-    """Not the first in the engine's order, in which the head belongs to the edge unit, nor that of one rank."""
+    """Not the first in the engine's order, in which the head belongs to the root unit, nor that of one rank."""
     model = _model()
     if context.rank == 0:
         model.spoil("head", 0, NAN)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import ShardingError, StreamShard
 from streamshard.comm.streams import Collective, Fence, Moment, Observer, Rule
-from streamshard.engine.engine import EDGE, Engine
+from streamshard.engine.engine import ROOT_UNIT, Engine
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
@@ -101,7 +101,7 @@ class _Checks(Observer):
             self._recomputed = None
         self._check(moment.name)
         if moment is Moment.GRAD_WRITTEN:
-            bound = [other.name for other in self._engine.units[1:] if other.is_bound and other.takes_turns]
+            bound = [other.name for other in self._engine.units[1:] if other.is_bound and other.is_streamed]
             assert len(bound) <= 1, f"{bound} are bound where unit {unit} has a gradient"
 
     def _check(self, when: str) -> None:
@@ -249,7 +249,7 @@ def test_backward_begins_anew_in_each_pass(context: RankContext) -> None:
     losses = [model.layers[2](vector_batch(number, context.rank)).sum() for number in range(2)]
     with engine_inside(model).streams.observed_by(_Begins()):
         (losses[0] + losses[1]).backward()
-    assert begun == [EDGE, 3, 3]
+    assert begun == [ROOT_UNIT, 3, 3]
 
 
 # -- what ranks issue ---------------------------------------------------------------------------------------------

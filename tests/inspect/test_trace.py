@@ -65,20 +65,20 @@ def _of(trace: Trace, kind: Kind) -> list[Span]:
 
 
 def test_every_unit_has_its_forward_and_its_backward(trace: Trace) -> None:
-    """In the order in which they ran; the edge unit before and behind."""
+    """In the order in which they ran; the root unit before and behind."""
     forward = [span.unit for span in _of(trace, Kind.FORWARD) if span.unit != 0]
     backward = [span.unit for span in _of(trace, Kind.BACKWARD) if span.unit != 0]
     assert forward == list(range(1, DEPTH + 1))
     assert backward == list(range(DEPTH, 0, -1))
     assert _of(trace, Kind.FORWARD)[0].unit == _of(trace, Kind.FORWARD)[-1].unit == 0
     assert _of(trace, Kind.BACKWARD)[0].unit == _of(trace, Kind.BACKWARD)[-1].unit == 0
-    assert trace.units == ["the edge unit", *(f"blocks.{k}" for k in range(DEPTH))]
+    assert trace.units == ["the root unit", *(f"blocks.{k}" for k in range(DEPTH))]
     assert trace.slots == [None, 0, 1, 0, 1, 0]
     assert trace.rank == 1
 
 
 def test_every_collective_is_in_the_trace(trace: Trace) -> None:
-    """Two gathers of each block but for the two that are still in their slots at the turn; one of the edge unit."""
+    """Two gathers of each block but for the two that are still in their slots at the turn; one of the root unit."""
     gathers = Counter(span.unit for span in _of(trace, Kind.GATHER))
     assert gathers == Counter({0: 1, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1})
     assert Counter(span.unit for span in _of(trace, Kind.REDUCE)) == Counter(range(DEPTH + 1))
@@ -184,7 +184,7 @@ def test_the_picture_can_be_read_on_a_page(trace: Trace) -> None:
 
 def test_a_trace_of_nothing_can_be_saved(tmp_path: Path) -> None:
     """Such as one whose body did not run the model."""
-    empty = Trace(rank=0, units=["the edge unit"], slots=[None])
+    empty = Trace(rank=0, units=["the root unit"], slots=[None])
     empty.save_json(tmp_path / "step.json")
     assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     pytest.importorskip("matplotlib")

@@ -44,7 +44,7 @@ def test_options_are_arguments_or_variables(context: RankContext) -> None:
         assert engine.plan.keeps_weights and engine.plan.keeps_grads
         assert engine.precision == Precision(grad_dtype=torch.bfloat16)
         assert [unit.name for unit in engine.units[1:]] == ["blocks.0", "blocks.1", "blocks.2", "last"]
-        assert [unit.takes_turns for unit in engine.units[1:]] == [True, False, True, False]
+        assert [unit.is_streamed for unit in engine.units[1:]] == [True, False, True, False]
         assert engine.reductions.check is not None
     with launched(context, STREAMSHARD_UNITS="Block,lost"), pytest.raises(UnitError, match=r"'lost'.*'last'"):
         StreamShardAccelerator().prepare(make_model())

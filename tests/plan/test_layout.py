@@ -162,6 +162,6 @@ def test_a_parameter_can_be_split_between_ranks() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_a_unit_without_parameters_takes_no_memory(world_size: int) -> None:
-    """As the edge unit of a model that has nothing outside its layers."""
+    """As the root unit of a model that has nothing outside its layers."""
     layout = _plan([], world_size)
     assert (layout.padded_numel, layout.shard_numel, layout.numel) == (0, 0, 0)

@@ -57,7 +57,7 @@ def _formula(
     param_bytes, grad_bytes = precision.param_dtype.itemsize, precision.slot_grad_dtype.itemsize
     units = [_padded(numels, world_size, param_bytes) for numels in (edge, *blocks)]
     shards = sum(units) // world_size
-    # Blocks take turns in two slots, each as large as its largest; the edge unit has one of its own.
+    # Blocks take turns in two slots, each as large as its largest; the root unit has one of its own.
     slots = [units[0], max(units[1::2], default=0), max(units[2::2], default=0)]
     # The other ranks' chunks; through shared memory they are read where they are.
     scratch = [slot * (world_size - 1) // world_size if receives else 0 for slot in slots]

@@ -84,7 +84,7 @@ def test_a_forward_reduces_nothing(visits: list[int], slots: list[int]) -> None:
 
 
 def test_an_example_by_hand() -> None:
-    """The edge unit and four blocks in two slots, backward: two gathers ahead, reductions behind the gathers."""
+    """The root unit and four blocks in two slots, backward: two gathers ahead, reductions behind the gathers."""
     gather, reduce = OpKind.GATHER, OpKind.REDUCE
     steps = plan_steps([4, 3, 2, 1, 0], [2, 0, 1, 0, 1], reduce=True)
     assert steps == [

@@ -1,4 +1,4 @@
-"""What `resident` makes of the modules that it names: units, or parts of the edge unit; what it cannot name raises."""
+"""What `resident` makes of the modules that it names: units, or parts of the root unit; what it cannot name raises."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LAYERS = [f"layers.{k}" for k in range(4)]
 
 def _resident(resident: Any, **settings: Any) -> list[str]:
     """Units, those that are resident with a star."""
-    return [unit.name + "*" * unit.is_lone for unit in find_groups(Wide(), None, resident, **settings)[0]]
+    return [unit.name + "*" * unit.is_resident for unit in find_groups(Wide(), None, resident, **settings)[0]]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_modules_may_be_given() -> None:
     """Also beside units that are."""
     model = Wide()
     found, groups = find_groups(model, [Layer], [model.head, model.layers[2]])
-    assert [unit.name for unit in found if unit.is_lone] == ["layers.2", "head"]
+    assert [unit.name for unit in found if unit.is_resident] == ["layers.2", "head"]
     assert [param.names[0] for param in groups[5]] == ["head.weight", "head.bias"]
 
 
@@ -75,7 +75,7 @@ def test_parameters_of_a_module_inside_a_layer_lie_in_the_edge_unit() -> None:
         assert {param.names[0] for param in groups[0]} == {
             f"{k}.1.{name}" for k in (0, 2) for name in ("weight", "bias")
         }
-        assert not any(unit.is_lone for unit in found)
+        assert not any(unit.is_resident for unit in found)
 
 
 def test_layers_around_a_resident_one_are_put_together_among_themselves() -> None:
@@ -127,8 +127,8 @@ def test_it_trains_like_plain_pytorch(context: RankContext) -> None:
 def test_what_is_resident_is_printed_and_counted(context: RankContext) -> None:
     """In its own slots, which do not size the others."""
     model = StreamShard(Wide(), precision=Precision(), resident=["layers.1"])
-    assert "units: 4 x Layer, Linear and the edge unit; resident: layers.1, gate.linear" in repr(model)
-    assert [unit.takes_turns for unit in engine_inside(model).units] == [False, True, False, True, True, False]
+    assert "units: 4 x Layer, Linear and the root unit; resident: layers.1, gate.linear" in repr(model)
+    assert [unit.is_streamed for unit in engine_inside(model).units] == [False, True, False, True, True, False]
     model(vector_batch(0, context.rank)).sum().backward()
     report = model.memory_report()
     assert report.held_bytes == report.formula_bytes

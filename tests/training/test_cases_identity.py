@@ -299,7 +299,7 @@ def test_printing_the_model_works(context: RankContext) -> None:
     lines = repr(StreamShard(TinyLM(), **settings)).splitlines()
     assert lines[:3] == [
         "TinyLM(",
-        "  StreamShard: 10,592 parameters over 2 ranks; units: 4 x Block, Linear and the edge unit; resident: head",
+        "  StreamShard: 10,592 parameters over 2 ranks; units: 4 x Block, Linear and the root unit; resident: head",
         "  weight_slots=3, grad_slots=2; computes in bfloat16, gradients in bfloat16, summed in float32",
     ]
     assert lines[:1] + lines[3:] == plain

@@ -223,7 +223,7 @@ def test_modules_that_are_not_layers_can_be_units(context: RankContext) -> None:
 
 @on_ranks(2)
 def test_a_single_unit_can_be_given(context: RankContext) -> None:
-    """One block streams, the rest is the edge unit."""
+    """One block streams, the rest is the root unit."""
     assert_trains_like_plain(context, TinyLM, lm_step, units="blocks.2")
 
 

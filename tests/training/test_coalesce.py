@@ -144,13 +144,13 @@ class TiedPairs(Stack):
 
 @on_ranks(1, 2, 3)
 def test_what_layers_of_one_unit_share_lies_in_it(context: RankContext) -> None:
-    """What layers of several units share lies in the edge unit, as it does without coalescing."""
+    """What layers of several units share lies in the root unit, as it does without coalescing."""
     two_biases = 2 * 4 * 16  # what is shared does not count
     model = assert_trains_like_plain(context, TiedPairs, stack_step, min_unit_size=two_biases)
     where = {shard.name: unit.name for unit in engine_inside(model).units for shard in unit.params}
     assert _names(model) == ["layers.0 .. layers.1", "layers.2 .. layers.3", "layers.4 .. layers.7"]
     assert where["layers.0.linear.weight"] == "layers.0 .. layers.1"
-    assert where["layers.2.linear.weight"] == "the edge unit"
+    assert where["layers.2.linear.weight"] == "the root unit"
     assert where["layers.4.linear.weight"] == where["layers.4.linear.bias"] == "layers.4 .. layers.7"
 
 
@@ -160,14 +160,14 @@ def test_what_layers_of_one_unit_share_lies_in_it(context: RankContext) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("together", [1, 2, 3, 4, 12])
 def test_tiny_layers_do_not_pay_a_collective_each(context: RankContext, together: int) -> None:
-    """A unit is gathered twice, but for the two that stay at the turn, and reduced once; so is the edge unit."""
+    """A unit is gathered twice, but for the two that stay at the turn, and reduced once; so is the root unit."""
     model = StreamShard(Stack((16,) * 13), precision=FP32, min_unit_size=together * LAYER_BYTES)
     units = 12 // together
     assert len(_names(model)) == units
     for number in range(3):
         with counted_collectives(model) as counts:
             stack_step(model, Call(number, context.rank, 2, 1.0))
-        assert counts["all_gather"] == 2 * units - min(units, 2) + 1 + 1  # the edge unit, the flags
+        assert counts["all_gather"] == 2 * units - min(units, 2) + 1 + 1  # the root unit, the flags
         assert counts["reduce_scatter"] == units + 1
 
 
@@ -321,7 +321,7 @@ def test_a_layer_may_call_another_of_its_unit(context: RankContext, depth: int, 
     model = assert_trains_like_plain(
         context, lambda: CallingStack(depth), stack_step, checked=(0, 2), units=units, min_unit_size=size
     )
-    assert all(unit.takes_turns is (depth > 2) for unit in engine_inside(model).units[1:])
+    assert all(unit.is_streamed is (depth > 2) for unit in engine_inside(model).units[1:])
 
 
 class Peeking(Stack):

@@ -194,7 +194,7 @@ def test_it_takes_no_more_memory_than_in_the_edge_unit(context: RankContext, set
 
 @on_ranks(2)
 def test_a_frozen_embedding_takes_no_gradient_memory(context: RankContext) -> None:
-    """As a unit, and in the edge unit, where a norm beside it trains."""
+    """As a unit, and in the root unit, where a norm beside it trains."""
     for units in (None, Block):
         held = []
         for trains in (True, False):
@@ -882,7 +882,7 @@ def test_what_is_frozen_beside_what_trains_has_no_gradients(context: RankContext
         return call.backward(model(input_ids=tokens, labels=tokens).loss)
 
     engine = engine_inside(assert_trains_like_plain(context, build, step, steps=3, checked=(0, 2)))
-    lone = [unit for unit in engine.units[1:] if not unit.takes_turns]
+    lone = [unit for unit in engine.units[1:] if not unit.is_streamed]
     assert {unit.name: unit.segments[0].kind.trains for unit in lone} == wanted
 
 
