@@ -353,7 +353,7 @@ def _touched(operation: torch._ops.OpOverload) -> _Touched:
     # Collectives are declared by the transport. Some operations look at a tensor's shape only.
     if operation.namespace in ("c10d", "_c10d_functional", "prim"):
         return _NOTHING
-    if name.endswith("_like") or name.startswith("new_") or torch.Tag.inplace_view in operation.tags:
+    if name.endswith(("_like", "is_set_to")) or name.startswith("new_") or torch.Tag.inplace_view in operation.tags:
         return _NOTHING
     positions, names = [], []
     for position, argument in enumerate(operation._schema.arguments):
