@@ -16,10 +16,11 @@ from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, full_weights, stack_step
 from tests.training.test_cases_compile import let_dynamo_look
 
+# Each changes what an earlier one, of a rank whose shard this rank has gathered, has written.
 CHANGES: dict[str, Callable[[Any], object]] = {
     "in place": lambda weight: weight.mul_(0.5),
-    "through .data": lambda weight: weight.data.clamp_(-0.1, 0.1),
-    "a part through .data": lambda weight: weight.data.flatten()[::3].zero_(),
+    "through .data": lambda weight: weight.data.mul_(0.5),
+    "a part through .data": lambda weight: weight.data.flatten()[::3].mul_(0.5),
     "through detach()": lambda weight: weight.detach().mul_(0.5),
     "as out": lambda weight: torch.mul(weight.detach().clone(), 0.5, out=weight),
     "foreach": lambda weight: torch._foreach_mul_([weight], 0.5),
