@@ -83,7 +83,7 @@ class Watch:
         self.wait: Wait | None = None
         self._board = board
         self._has_streams = has_streams
-        self._hang_up = None if abort is None else weakref.WeakMethod(abort)
+        self._abort = None if abort is None else weakref.WeakMethod(abort)
         self._on_device: Wait | None = None
         self._failure: Failure | None = None
         self._user = threading.get_ident()
@@ -103,7 +103,7 @@ class Watch:
         difference = self._board.find_difference()
         if difference is None and waited_s >= _CALL_AFTER_S:
             difference = self._board.find_foreign()
-        if difference is not None and self._hang_up is not None:
+        if difference is not None and self._abort is not None:
             self._board.post_failure(f"{wait.what}: {difference}. All {_ADVICE}")
             if reports:  # where nobody can end the wait, on a device
                 log.error("%s: %s. All %s", wait.what, difference, _ADVICE)
@@ -124,7 +124,7 @@ class Watch:
             self._end_waits()
 
     def _end_waits(self) -> None:
-        if self._hang_up is not None and (abort := self._hang_up()) is not None:
+        if self._abort is not None and (abort := self._abort()) is not None:
             abort()
 
     def _wait_on_device(self) -> Wait | None:

@@ -279,7 +279,7 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
 
 
 def _without_memory(tensor: torch.Tensor, unit: StreamedUnit, address: int) -> Any:
-    """What `tensor`, at `address` in the slot of `unit`, is made of again: who has a slot's memory is counted."""
+    """What `tensor`, at `address` in the slot of `unit`, is made of again. A graph then keeps no view of the slot."""
     weights = unit.weights_of.get(tensor.dtype)
     if weights is None:  # bytes of a weight, say
         return tensor.detach()

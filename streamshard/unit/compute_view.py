@@ -60,7 +60,7 @@ class Writes:
     def __init__(self) -> None:
         self._names: list[str] = []
         self._views: list[ComputeView] = []
-        self._aliases: list[torch.Tensor] = []  # of the same version counters: a view may be away
+        self._aliases: list[torch.Tensor] = []  # of the same version counters: a view may be absent
         self._versions: list[int] = []
         self._before: dict[int, torch.Tensor] = {}  # of weights that were asked for their .data
 
