@@ -403,14 +403,14 @@ def _under_params(model: nn.Module, engine: Engine, whole: dict[ParamShard, torc
     before = [(shard.param, data_of(shard.param), piece_of(shard.param)) for shard in whole]
     was_whole = engine.is_whole
     try:
-        engine.is_whole = True
+        engine.set_whole(True)
         for shard, tensor in whole.items():
             be_whole(shard.param)
             shard.param.data = tensor
         with plain_classes(model):
             yield
     finally:
-        engine.is_whole = was_whole
+        engine.set_whole(was_whole)
         for param, data, piece in before:
             param.data = data
             if piece is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +26,6 @@ from streamshard.device import check_tried, module_of, training_device
 from streamshard.engine.attach import attach
 from streamshard.engine.buffer_sync import BufferSync, buffers_of, check_buffers, describe_state
 from streamshard.engine.engine import Engine
-from streamshard.engine.grad_check import GradCheck
 from streamshard.engine.handle import handle_of, registered_names
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
@@ -112,16 +110,12 @@ def shard_model(
         empty = _agree_on_empty(ranks, checked.on_meta, checked.settings.broadcast_weights)
         engine = _make_engine(module, checked, ranks, replicas, empty)
         empty_buffers = _fill(engine, module, checked, empty)
-    if checked.settings.check_grads:
-        shards = {shard.param: shard for shard in engine.param_shards}
-        ordered = [shards[param] for param in params_of(module).values()]
-        engine.reductions.check = GradCheck(ordered, engine.ranks).check
     attach(base, module, checked.found, engine, checked.in_fp32)
     adapt_methods(module)
     watch_optimizers()
     without = {shard.name for shard in engine.param_shards if shard.name in empty and shard.layout.numel}
-    engine.empty = dict.fromkeys(name for name in params_of(module) if name in without)
-    engine.empty |= dict.fromkeys(name for name in buffers_of(module) if name in empty_buffers)
+    params = [name for name in params_of(module) if name in without]
+    engine.set_empty([*params, *(name for name in buffers_of(module) if name in empty_buffers)])
     return module
 
 
@@ -153,11 +147,8 @@ def _make_engine(
             ranks.streams.module.empty_cache()
 
     streamed = _allocate(sizing, plan, ranks, ledger, take)
-    reductions = Reductions(streamed, ranks, ledger, replicas)
-    buffers = BufferSync(module, ranks)
-    engine = Engine(streamed, plan, ranks, ranks.streams, ledger, buffers, sizing, reductions)
-    engine.why_slots = reason
-    return engine
+    reductions = Reductions(streamed, ranks, ledger, replicas, checks_finite=settings.check_grads)
+    return Engine(streamed, plan, reason, ranks, ledger, BufferSync(module, ranks), sizing, reductions)
 
 
 # -- validate -----------------------------------------------------------------------------------------------------
@@ -451,23 +442,12 @@ def _fill(engine: Engine, module: nn.Module, checked: _Checked, empty: set[str])
         The names of this rank's buffers that have none.
     """
     for unit in engine.units:
-        unit.make_views(_on_grad_of(engine))
+        unit.make_views()
     _place_buffers(module, engine.streams.device, engine.precision.buffer_dtype)
     sent = engine.buffers.start(send=checked.settings.broadcast_weights)
     if engine.streams.module is not None:
         engine.streams.module.empty_cache()
     return {name for name in buffers_of(module) if name in empty or (name in checked.on_meta and name not in sent)}
-
-
-def _on_grad_of(engine: Engine) -> Callable[[StreamedUnit, int, torch.Tensor], None]:
-    """What units call with gradients. The engine holds the units, and nothing of it holds the engine but modules."""
-    engine_of = weakref.ref(engine)
-
-    def on_grad(unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
-        if (alive := engine_of()) is not None:
-            alive.on_grad(unit, param_index, grad)
-
-    return on_grad
 
 
 def _take_weights(

@@ -80,14 +80,12 @@ class _Summoned:
         self.has_grads = False
         self._engine = engine
         self._sharded: list[_Sharded] = []
-        self._check_structure = engine.casts.check_structure
         self._steps = register_optimizer_step_pre_hook(self._refuse_step)
 
     def open(self) -> None:
         """Put whole tensors under all parameters. Collective."""
         _open[self._engine] = self
-        self._engine.is_whole = True
-        self._engine.casts.check_structure = _refuse_pass
+        self._engine.set_whole(True)
         for unit in self._engine.units:
             wholes = unit.gather_whole([shard.main for shard in unit.params])
             for shard, whole in zip(unit.params, wholes, strict=True):
@@ -106,8 +104,7 @@ class _Summoned:
             shard.param.data = piece
             shard.param.grad = grad
             be_piece(shard.param, shard.what(self._engine.ranks))
-        self._engine.casts.check_structure = self._check_structure
-        self._engine.is_whole = False
+        self._engine.set_whole(False)
         del _open[self._engine]
 
     def open_grads(self) -> None:
@@ -138,7 +135,7 @@ class _Summoned:
     def check(self, writeback: bool) -> None:
         """Raise if what was done inside would be lost, or cannot be written back."""
         if writeback:
-            self._check_structure()
+            self._engine.casts.check_structure()
         for shard, _, _ in self._sharded:
             param = shard.param
             if writeback and param.shape != shard.layout.shape:
@@ -178,13 +175,6 @@ class _Summoned:
                 f"{type(optimizer).__name__}.step() inside summon_full_params: its state is of this rank's pieces, "
                 "which is what parameters are outside. Step before or after"
             )
-
-
-def _refuse_pass() -> NoReturn:
-    raise ShardingError(
-        "a forward inside summon_full_params: layers compute with gathered weights, not with the whole ones that "
-        "parameters are in here. Call the model, or generate, outside: forward gathers what it needs by itself"
-    )
 
 
 def _refuse_grad(shard: ParamShard) -> NoReturn:

@@ -49,7 +49,7 @@ def initialise(engine: Engine, model: nn.Module, init: Init | None, seed: int | 
         compute_buffers(engine, model, init, seed, strict=True)
         _fill_params(engine, model, init, seed)
     except Exception:
-        engine.empty = before  # two calls' numbers shall not be mixed
+        engine.set_empty(before)  # two calls' numbers shall not be mixed
         raise
 
 

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from streamshard.comm.flight_recorder import Kind
-from streamshard.engine.engine import Engine
-from streamshard.engine.hooks import backward_of
-from streamshard.engine.inputs import Inputs
+from streamshard.engine.backward import run_empty_backward
+from streamshard.engine.engine import Engine, Inputs
+from streamshard.engine.forward import begin_forward
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.plan.structure import params_of
 
@@ -152,10 +152,10 @@ class UnevenInputs(Inputs):
         self._shadows = True
         try:
             with torch.set_grad_enabled(announced.has_grad):
-                engine.open_forward(frozenset(range(len(engine.units))), is_whole=True)
-                pass_ = engine.close_forward(None)
-            if pass_ is not None:
-                backward_of(engine, pass_)
+                forward = begin_forward(engine, frozenset(range(len(engine.units))), is_whole_model=True)
+                graph = forward.finish(None)
+            if graph is not None:
+                run_empty_backward(engine, graph)
                 if announced.is_synced:
                     assert self._repeat is not None
                     self._repeat()
@@ -185,7 +185,7 @@ class UnevenInputs(Inputs):
         """Everything is as it was before the context, unless the next one has begun. A second call does nothing."""
         self._handle.remove()
         if self._engine.inputs is self:
-            self._engine.inputs = Inputs()
+            self._engine.set_inputs(Inputs())
             self._model.__dict__.pop("_join_config", None)
 
     # -- on all ranks -------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ class UnevenHook(JoinHook):
 
     def __init__(self, inputs: UnevenInputs, engine: Engine) -> None:
         self._inputs = inputs
-        engine.inputs = inputs
+        engine.set_inputs(inputs)
         # Join lets go of its hooks when it is left, also because of an exception, of which it tells nobody.
         weakref.finalize(self, inputs.leave)
 

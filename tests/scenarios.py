@@ -467,7 +467,7 @@ def dropping(model: nn.Module, *waits: Rule | str) -> Iterator[None]:
         yield
     finally:
         engine.streams.dropped_rules = frozenset()
-        engine.settle()
+        engine.recover()
         for unit in engine.units:  # nothing may be under way when its buffers go
             unit.weight_slot.arrived.complete()
             if unit.grads.slot is not None:

@@ -115,7 +115,7 @@ class _Number(NamedTuple):
 
 def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict[str, Any]:
     """See `streamshard.full_optimizer_state_dict`."""
-    engine.settle()
+    engine.recover()
     settle(optimizer, engine.ranks)
     wanted = not rank0_only or engine.ranks.is_first
     numbers = {param: number for number, param in enumerate(params_in(optimizer))}
@@ -295,7 +295,7 @@ def _as_it_was(value: Any) -> Any:
 
 def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
     """See `streamshard.load_optimizer_state_dict`."""
-    engine.settle()
+    engine.recover()
     ranks, params = engine.ranks, params_in(optimizer)
     shards = {shard.param: shard for shard in engine.param_shards}
     given: Mapping[str, Any] = (state_dict if ranks.is_first else None) or {"state": {}, "param_groups": []}

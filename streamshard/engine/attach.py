@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from streamshard.config import Precision
+from streamshard.engine.backward import take_gradients
 from streamshard.engine.engine import ROOT_UNIT, Engine
 from streamshard.engine.handle import Handle
 from streamshard.engine.hooks import compute_in_fp32, watch
@@ -35,6 +36,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         engine: complete, with weights.
         in_fp32: what computes in fp32 whatever the model does.
     """
+    take_gradients(engine)
     views = {shard.param: view for unit in engine.units for shard, view in zip(unit.params, unit.views, strict=True)}
     for param, view in views.items():
         view.__dict__ = param.__dict__  # what people set on a parameter (a multiplier, a tag) is on either
@@ -60,7 +62,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             module.register_state_dict_pre_hook(BeforeSaving(engine))
     root.register_state_dict_pre_hook(before_saving_all)
     structure = Structure(root)
-    engine.casts.check_structure = _weakly(structure)
+    engine.set_structure_check(_weakly(structure))
     takes = _input_dtypes(root, engine.precision, in_fp32)
     for module in in_fp32.listed:
         if module not in layers and engine.precision.cast_inputs:

@@ -114,7 +114,7 @@ def engine_at_rest(model: nn.Module, what: str, *, accepts_whole: bool = False, 
         ShardingError: `model` was not sharded, a forward or backward is under way, parameters are whole, or empty.
     """
     engine = engine_of(model)
-    engine.settle()
+    engine.recover()
     if engine.is_computing:
         raise ShardingError(
             f"{what} inside a forward or backward of {type(model).__name__}, or in a thread beside one: layers hold "
@@ -251,7 +251,7 @@ class Uncopyable(nn.Module):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module. After an exception in backward this puts the sharded parameters back first."""
         if (handle := handle_of(self)) is not None:
-            handle.engine.settle()
+            handle.engine.recover()
         for name in {"fully_shard", "replicate"}.intersection(_get_registry(self) or ()):
             # They register themselves before they look at parameters.
             self.__dict__.pop(REGISTRY_KEY)

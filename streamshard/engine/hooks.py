@@ -6,7 +6,6 @@ exceptions, sits outside of what ``module.compile()`` compiles, and outside of w
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import weakref
@@ -18,17 +17,17 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from streamshard.compiling import is_compiling, skip, untraced
+from streamshard.compiling import skip, untraced
+from streamshard.engine.backward import pre_backward, watch_node
 from streamshard.engine.containers import map_tensors, tensors_in
-from streamshard.engine.engine import Engine
+from streamshard.engine.engine import Engine, Graph, Use
+from streamshard.engine.forward import Forward, begin_forward
 from streamshard.engine.handle import HANDLE, Handle, Uncopyable, handle_of, registered_names, watched_class
-from streamshard.engine.passes import Pass, Use
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.unit.absent_weight import advice, name_of
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = [
-    "backward_of",
     "call_shell",
     "call_unit",
     "compute_in_fp32",
@@ -60,9 +59,9 @@ def watch(module: nn.Module, handle: Handle, base: type | None = None) -> None:
 
 @skip
 def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A module around units, or one with root parameters: the outermost one makes the pass."""
+    """Call a module that has units inside or parameters of the root unit: the outermost one makes the pass."""
     engine = handle.engine
-    if engine.depth:
+    if engine.current is not None:
         return call(*args, **kwargs)
     if DistributedDataParallel._active_ddp_module is not None:
         raise ShardingError(
@@ -71,10 +70,7 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
         )
     if handle.cast_dtype is not None:
         args, kwargs = untraced(_cast, (args, kwargs), handle.cast_dtype)
-    if _has_pre_hooks(call) and not is_compiling():
-        engine.open_forward(handle.units, is_whole=handle.is_root, at_first_read=True)
-    else:
-        untraced(functools.partial(engine.open_forward, handle.units, is_whole=handle.is_root))
+    forward: Forward = untraced(functools.partial(begin_forward, engine, handle.units, is_whole_model=handle.is_root))
     error: BaseException | None = None
     try:
         output = call(*args, **kwargs)
@@ -82,42 +78,36 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
         error = caught
         raise
     finally:
-        pass_ = untraced(engine.close_forward, error)
+        graph = untraced(forward.finish, error)
         error = None  # whose traceback has this frame, and with it the graph that the forward has left
-    if pass_ is not None:
-        untraced(_watch_outputs, output, (), _BeginBackward(engine, pass_).watch)
+    if graph is not None:
+        untraced(_watch_outputs, output, (), engine, graph)
     return output if handle.output_dtype is None else untraced(_cast, output, handle.output_dtype)
-
-
-def _has_pre_hooks(call: Callable[..., Any]) -> bool:
-    """Whether hooks run before forward: they see sharded parameters, and what they change is computed with."""
-    module = getattr(call, "__self__", None)
-    return isinstance(module, nn.Module) and bool(module._forward_pre_hooks) and module._compiled_call_impl is None
 
 
 @skip
 def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A layer of a unit: weights in place before, released after, need announced by what it leaves in the graph."""
-    engine, unit = handle.engine, handle.unit
+    """Call a layer of a unit: its weights are in place before, and its outputs tell backward to need them again."""
+    engine, unit, phase = handle.engine, handle.unit, handle.engine.current
     assert unit is not None
-    if not engine.depth:  # called by itself, outside the root's forward
+    if phase is None:  # called by itself, outside of the model's forward
         return call_shell(
             handle._replace(output_dtype=None), lambda *a, **k: call_unit(handle, call, a, k), args, kwargs
         )
     if handle.cast_dtype is not None:
         args, kwargs = untraced(_cast, (args, kwargs), handle.cast_dtype)
-    use = untraced(engine.pre_forward, unit)
+    use: Use = untraced(phase.pre_forward, unit)
     has_graph = torch.is_grad_enabled()
     try:
-        if unit.weight_slot.is_shared:
-            with holding_back_weights(engine, use) if has_graph else contextlib.nullcontext():
+        if has_graph and unit.weight_slot.is_shared:
+            with holding_back_weights(engine, use):
                 output = call(*args, **kwargs)
         else:
             output = call(*args, **kwargs)
     finally:
-        untraced(engine.post_forward, unit)
+        untraced(phase.post_forward, unit)
     if has_graph:
-        untraced(_watch_outputs, output, args, _Need(engine, use).watch)
+        untraced(_watch_outputs, output, args, engine, use)
     return output
 
 
@@ -175,54 +165,11 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     module.__dict__[name] = forward_method
 
 
-# -- need ---------------------------------------------------------------------------------------------------------
-
-
-class _BeginBackward:
-    """Prehook of a graph node: backward begins at the root's outputs. Keeps the pass alive as long as the graph."""
-
-    __slots__ = ("engine", "pass_")
-
-    def __init__(self, engine: Engine, pass_: Pass) -> None:
-        self.engine = engine
-        self.pass_ = pass_
-
-    @skip
-    def __call__(self, grads: Any) -> None:
-        untraced(self.engine.begin_backward, self.pass_)
-
-    def watch(self, node: Any) -> None:
-        """Be called before `node` runs."""
-        node.register_prehook(self)
-
-
-def backward_of(engine: Engine, pass_: Pass) -> None:
-    """A backward through `pass_` in which no parameter gets a gradient: its collectives, with zeros."""
-    loss = torch.zeros((), requires_grad=True) * 1.0
-    _BeginBackward(engine, pass_).watch(loss.grad_fn)
-    loss.backward()
-
-
-class _Need:
-    """Prehook of a graph node: backward is about to enter the unit's graph."""
-
-    __slots__ = ("engine", "use")
-
-    def __init__(self, engine: Engine, use: Use) -> None:
-        self.engine = engine
-        self.use = use
-
-    @skip
-    def __call__(self, grads: Any) -> None:
-        untraced(self.engine.need, self.use)
-
-    def watch(self, node: Any) -> None:
-        """Be called before `node` runs."""
-        node.register_prehook(self)
+# -- backward ------------------------------------------------------------------------------------------------------
 
 
 def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[None]:
-    """Saved-tensor hooks for what computes with the weights of `use`'s unit. See [Note: need].
+    """Saved-tensor hooks for what computes with the weights of `use`'s unit. See [Note: pre-backward].
 
     For units in slots that are shared. Only the innermost pair of hooks is called by autograd, so everything that is
     not a weight is passed on to the pair that was active outside (checkpointing, ``save_on_cpu``). autograd does not
@@ -231,11 +178,10 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
     the graph back when it unpacks. Closures: they are called for every saved tensor, and find local names faster than
     attributes.
     """
-    (lowest, highest), spans = engine.turn_bytes, engine.turn_spans
-    slot = use.unit.weight_slot
+    slot, spans = use.unit.weight_slot, engine.shared_spans
     first_byte, last_byte = slot.first_byte, slot.last_byte
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    need, own = engine.need, use.unit.view_ids
+    own = use.unit.view_ids
 
     def pack(tensor: torch.Tensor) -> tuple[Any, Any]:
         """Called in forward with each tensor that is saved."""
@@ -248,9 +194,10 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
                 return tensor, use
             if (base := tensor._base) is not None and id(base) not in own and name_of(base) is not None:
                 _refuse_stale(tensor, use.unit)
-            return _without_memory(tensor, use.unit, address), use
-        if lowest <= address < highest and any(first <= address < last for first, last in spans):  # its caller's, say
-            _refuse_stale(tensor, use.unit)
+            return tensor.detach(), use
+        for first, last in spans:  # the weight of another unit
+            if first <= address < last:
+                _refuse_stale(tensor, use.unit)
         if outer is not None:
             return outer[0](tensor), None
         return tensor if tensor.is_leaf else tensor.detach(), tensor._version
@@ -260,10 +207,7 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
         """Called in backward when a saved tensor is read."""
         saved, mark = packed
         if isinstance(mark, Use):
-            untraced(need, mark)
-            if type(saved) is tuple:
-                weights, size, stride, offset = saved
-                saved = weights.as_strided(size, stride, offset)
+            untraced(pre_backward, engine, mark)
             return saved
         if mark is None and outer is not None:
             return outer[1](saved)
@@ -278,15 +222,6 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def _without_memory(tensor: torch.Tensor, unit: StreamedUnit, address: int) -> Any:
-    """What `tensor`, at `address` in the slot of `unit`, is made of again. A graph then keeps no view of the slot."""
-    weights = unit.weights_of.get(tensor.dtype)
-    if weights is None:  # bytes of a weight, say
-        return tensor.detach()
-    offset = (address - unit.weight_slot.first_byte) // weights.itemsize
-    return weights, tensor.size(), tensor.stride(), offset
-
-
 def _refuse_stale(tensor: torch.Tensor, unit: StreamedUnit) -> NoReturn:
     """A layer of `unit` computes with `tensor`, which is, or was, a weight of another unit."""
     name = name_of(tensor if tensor._base is None else tensor._base)
@@ -297,15 +232,15 @@ def _refuse_stale(tensor: torch.Tensor, unit: StreamedUnit) -> NoReturn:
     )
 
 
-def _watch_outputs(output: Any, inputs: tuple[Any, ...], watch: Callable[[Any], None]) -> None:
-    """Call `watch` with the node of any tensor in `output` that is not one of `inputs`."""
+def _watch_outputs(output: Any, inputs: tuple[Any, ...], engine: Engine, origin: Graph | Use) -> None:
+    """Watch the node of each tensor in `output` that is not one of `inputs`, see `watch_node`."""
     for tensor in tensors_in(output):
         if tensor.grad_fn is None or any(tensor is given for given in inputs):
             continue
-        watch(tensor.grad_fn)
+        watch_node(tensor.grad_fn, engine, origin)
         # An in-place edit of a view replaces the view's node; the node of what it is a view of stays.
         if tensor._base is not None and tensor._base.grad_fn is not None:
-            watch(tensor._base.grad_fn)
+            watch_node(tensor._base.grad_fn, engine, origin)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

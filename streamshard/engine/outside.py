@@ -37,7 +37,7 @@ def ask(engine_of: Callable[[], Engine | None], place: Place, name: str) -> None
         ShardingError: its unit takes turns; or no pass is under way.
     """
     engine = engine_of()
-    if engine is None or not engine.is_in_pass:
+    if engine is None or (phase := engine.current) is None:
         raise ShardingError(
             f"{name!r} was read inside a forward and is used after it, where every rank has its piece only: compute "
             "with it inside, keep a clone(), or read it inside summon_full_params()"
@@ -48,7 +48,7 @@ def ask(engine_of: Callable[[], Engine | None], place: Place, name: str) -> None
             f"the weight {name!r} is computed with while its layer does not run, when other layers have its buffer: "
             f"keep it in place, {advice(name)}, or call the layer itself (not its forward, nor a module in it)"
         )
-    engine.read(unit)
+    phase.read(unit)
 
 
 class OutsideParameters(dict[str, Any]):
@@ -79,7 +79,7 @@ class OutsideParameters(dict[str, Any]):
         """The parameter `key`, as it is for the time being."""
         engine = self._engine_of()
         place = self._places.get(self.get(key))
-        if place is not None and engine is not None and engine.is_in_pass:
+        if place is not None and engine is not None and engine.current is not None:
             return _read(engine, place)
         param = super().__getitem__(key)
         if param is not None and engine is not None and not (engine.is_computing or engine.is_whole):
@@ -97,7 +97,7 @@ class OutsideParameters(dict[str, Any]):
     def items(self) -> Any:
         """As `__getitem__`, for ``module.parameters()`` inside a forward; a backward's hooks see what is sharded."""
         engine, items = self._engine_of(), super().items()
-        if engine is None or not engine.is_in_forward:
+        if engine is None or engine.phase is None or not engine.phase.is_forward:
             return items
         views = {param: _view(engine, place) for param, place in self._places.items()}
         return [(key, views.get(value, value)) for key, value in items]
@@ -120,8 +120,9 @@ def _view(engine: Engine, place: Place) -> nn.Parameter:
 @skip  # torch.compile breaks its graph where weights are read
 def _read(engine: Engine, place: Place) -> nn.Parameter:
     """What code that looks a weight up inside a pass gets."""
-    if not engine.units[place.unit].is_streamed:
-        untraced(engine.read, engine.units[place.unit])
+    phase = engine.current
+    if phase is not None and not engine.units[place.unit].is_streamed:
+        untraced(phase.read, engine.units[place.unit])
     return _view(engine, place)
 
 
@@ -132,7 +133,7 @@ class BeforeSaving:
         self._engine = engine
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self._engine.settle()
+        self._engine.recover()
         if self._engine.is_computing:
             raise ShardingError(
                 f"state_dict() of {prefix or type(module).__name__!r} inside a forward or backward, or in a thread "
@@ -175,7 +176,7 @@ class LoadWhole:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        self._engine.settle()
+        self._engine.recover()
         if self._engine.is_computing:
             raise ShardingError(
                 f"load_state_dict() of {prefix or type(module).__name__!r} inside a forward or backward, or in a "

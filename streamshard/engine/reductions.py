@@ -1,11 +1,14 @@
-"""Gradients on their way out of a backward: into the grad slot, over ranks, over replicas, to the optimizer.
+"""Gradients on their way out of a backward: into the gradient slot, over ranks, over replicas, to the optimizer.
 
-The engine says when a unit's turn is over; here is what happens to its gradients then, and who is still under way.
+`Reductions` owns what is under way. `UsedParams` lets ranks agree on which parameters had a gradient: one that no rank
+used keeps ``grad = None``, so that the optimizer skips it, as under DistributedDataParallel. On CUDA only a rank that
+left a parameter out waits for this exchange: one that used all of its own needs to know nothing of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -13,11 +16,14 @@ from torch import nn
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import AllWork, Fence, Rule, StreamName, Work
 from streamshard.engine.replicas import Replicas
-from streamshard.engine.used import UsedParams
+from streamshard.errors import GradientError
+from streamshard.plan.memory import Category
 from streamshard.unit.buffers import Ledger
 from streamshard.unit.unit import StreamedUnit
 
-__all__ = ["Reductions"]
+__all__ = ["Reductions", "UsedParams"]
+
+_FOUND = {1: "inf", 2: "nan"}  # by code, 0 is finite; of all ranks' codes the largest counts
 
 
 class Reductions:
@@ -28,18 +34,26 @@ class Reductions:
         ranks: reduces.
         ledger: allocates the flags of `UsedParams`.
         replicas: of a 2-D mesh.
+        checks_finite: `check_finite` does something.
 
     Attributes:
         due: indices of units whose reduction the program still has.
         used: agrees on which parameters had a gradient.
-        check: raises if a reduced gradient is not finite; None: nobody asked.
     """
 
-    def __init__(self, units: Sequence[StreamedUnit], ranks: Ranks, ledger: Ledger, replicas: Replicas | None) -> None:
+    def __init__(
+        self,
+        units: Sequence[StreamedUnit],
+        ranks: Ranks,
+        ledger: Ledger,
+        replicas: Replicas | None,
+        *,
+        checks_finite: bool,
+    ) -> None:
         self.ranks = ranks
         self.replicas = replicas
         self.due: set[int] = set()
-        self.check: Callable[[], None] | None = None
+        self._checks_finite = checks_finite
         self._units = units
         self._under_way: list[Work] = []
         self.used = UsedParams(units, ranks, ledger, None if replicas is None else replicas.ranks)
@@ -104,3 +118,111 @@ class Reductions:
             works, self._under_way = self._under_way, []
             self._done.record(AllWork(works))
             self._done.wait()  # rule 7: no optimizer step reads main grads that are still being reduced
+
+    def check_finite(self) -> None:
+        """Raise on all ranks if a reduced gradient on any of them is not finite. Compute stream; collective.
+
+        Costs a collective and a wait of the host.
+
+        Raises:
+            GradientError: names the first such parameter and says what its gradient holds. Gradients stay as they are.
+        """
+        if not self._checks_finite:
+            return
+        params = [shard for unit in self._units for shard in unit.params]
+        grads = [(index, shard.param.grad) for index, shard in enumerate(params) if shard.local.numel]
+        filled = [(index, grad.as_subclass(torch.Tensor)) for index, grad in grads if grad is not None]
+        # The maximum norm of finite numbers is finite, an inf or nan among them survives in it.
+        peaks = [torch.zeros((), device=self.ranks.streams.device)] * len(params)
+        if filled:
+            norms = torch._foreach_norm([grad for _, grad in filled], math.inf)
+            for (index, _), norm in zip(filled, norms, strict=True):
+                peaks[index] = norm
+        peak = torch.stack(peaks)
+        codes = peak.isnan().to(torch.uint8).mul_(2).add_(peak.isinf())
+        self.ranks.all_reduce(codes, maximum=True, with_replicas=True)
+        bad = [(code, shard.name) for code, shard in zip(codes.tolist(), params, strict=True) if code]
+        if bad:
+            code, name = bad[0]
+            raise GradientError(
+                f"the gradient of {name!r} holds {_FOUND[code]} after this backward: the first of {len(bad)} such "
+                f"gradients, of {len(params)} in all. Gradients were kept: call zero_grad() to skip this step"
+            )
+
+
+class UsedParams:
+    """The exchange of flags. Owns its fences, two for each stage.
+
+    Args:
+        units: all units; each knows which of its parameters were used here.
+        ranks: exchanges within the shard group.
+        ledger: allocates [F] and [N * F] uint8, F the number of parameters; with R replicas [R * N * F] too.
+        replicas: exchanges what each shard group has found.
+    """
+
+    def __init__(self, units: Sequence[StreamedUnit], ranks: Ranks, ledger: Ledger, replicas: Ranks | None) -> None:
+        self._units = units
+        self._ranks = ranks
+        self._replicas = replicas
+        count = sum(len(unit.layout.params) for unit in units) if self._stages else 0
+        self._flags = [ledger.allocate(Category.FLAGS, count, torch.uint8)]
+        for stage in self._stages:
+            count *= stage.world_size
+            self._flags.append(ledger.allocate(Category.FLAGS, count, torch.uint8))
+        self._sent: list[bool] = []
+        self._tag = sum(len(unit.segments) for unit in units)  # behind those of the segments
+        self._written = [
+            Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "flags", stage.stream)
+            for stage in self._stages
+        ]
+        self._arrived = [
+            Fence(ranks.streams, Rule.RESULTS_ARRIVED, stage.stream, "everybody's flags") for stage in self._stages
+        ]
+
+    @property
+    def _stages(self) -> list[Ranks]:
+        """The exchanges, one after the other."""
+        return [stage for stage in (self._ranks, self._replicas) if stage is not None and stage.world_size > 1]
+
+    def start(self) -> None:
+        """Send this rank's flags. Compute stream; the exchange runs on the stream of who exchanges them."""
+        if not self._stages:
+            return
+        with self._ranks.guard("the exchange of which parameters were used"):
+            flags = [grad.is_used for unit in self._units for grad in unit.grads.params]
+            if flags != self._sent:
+                self._sent = flags
+                is_remote = self._flags[0].device.type != "cpu"  # then pinned memory, for which the host need not wait
+                told = torch.tensor(flags, dtype=torch.uint8, pin_memory=is_remote)
+                self._flags[0].copy_(told, non_blocking=is_remote)
+            self._start(0)
+
+    def _start(self, stage: int) -> None:
+        here, everywhere = self._flags[stage : stage + 2]
+        self._written[stage].record()
+        self._written[stage].wait()  # rule 5: the exchange does not read what is being written
+        self._arrived[stage].record(self._stages[stage].transport.start_gather(here, everywhere, self._tag))
+
+    def finish(self) -> list[list[bool]]:
+        """For each unit, which parameters some rank used. On CUDA the host waits only if this rank left one out."""
+        here = [[grad.is_used for grad in unit.grads.params] for unit in self._units]
+        if not self._stages:
+            return here
+        with self._ranks.guard("the exchange of which parameters were used"):
+            # rule 7. Not left for later: gloo's work objects must not outlive a profiler that saw them being made.
+            self._arrived[0].wait()
+            for stage in range(1, len(self._stages)):
+                self._start(stage)
+                self._arrived[stage].wait()
+        is_complete = all(
+            grad.is_used or not unit.grads.counts(grad) for unit in self._units for grad in unit.grads.params
+        )
+        if is_complete:
+            return here
+        anywhere = self._flags[-1].view(-1, self._flags[0].numel()).amax(0).tolist()
+        result, start = [], 0
+        for unit in self._units:
+            stop = start + len(unit.views)
+            result.append([bool(flag) for flag in anywhere[start:stop]])
+            start = stop
+        return result

@@ -21,7 +21,7 @@ def compare_weights(engine: Engine) -> None:
     Raises:
         RankMismatchError: names the first parameter or buffer that differs, and the ranks that differ from the first.
     """
-    engine.settle()
+    engine.recover()
     mine = dict(_hashes(engine))
     gathered: list[dict[str, str]] = engine.ranks.gather_objects(mine)
     for name, value in gathered[0].items():

@@ -9,7 +9,7 @@ The unit knows how each step is done, the engine knows when. See [Note: slots] a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from torch._C import DisableTorchFunctionSubclass
 
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import as_one
-from streamshard.compiling import skip, untraced
 from streamshard.errors import ShardingError
 from streamshard.plan.segments import UnitLayout
 from streamshard.plan.structure import refuse_marks
@@ -27,7 +26,7 @@ from streamshard.unit.compute_view import ComputeView, Writes
 from streamshard.unit.grads import UnitGrads
 from streamshard.unit.shard import ParamShard, SegmentShard
 
-__all__ = ["StreamedUnit", "take_grad"]
+__all__ = ["StreamedUnit"]
 
 
 class _Binding:
@@ -64,10 +63,8 @@ class StreamedUnit:
         params: this rank's part of its parameters, segment by segment; complete when `make_views` is called.
         views: its compute views, one per parameter, made once; see [Note: absent weights].
         view_ids: their ids.
-        weights_of: some of its weights in the slot, flat, by their dtype: shared memory for views of any of that dtype.
         is_bound: its modules hold the compute views, else the sharded parameters.
         writes: notices what forwards write to `views`.
-        on_grad: called with each complete gradient of a compute view; set by `make_views`.
     """
 
     def __init__(
@@ -89,11 +86,9 @@ class StreamedUnit:
         self.params: list[ParamShard] = []
         self.weight_slot = weight_slot
         self.grads = grads
-        self.on_grad: Callable[[StreamedUnit, int, torch.Tensor], None]
         self.writes = Writes()
         self.views: list[ComputeView] = []
         self.view_ids: frozenset[int] = frozenset()
-        self.weights_of = {segment.weights.dtype: segment.weights for segment in self.segments}
         self._sharded: list[nn.Parameter] = []  # parameters, in the same order
         self.is_bound = False
         self._bindings: list[_Binding] = []
@@ -104,18 +99,16 @@ class StreamedUnit:
 
     # -- construction ---------------------------------------------------------------------------------------------
 
-    def make_views(self, on_grad: Callable[[StreamedUnit, int, torch.Tensor], None]) -> None:
-        """Make the compute views; `on_grad` is called with each complete gradient of a view.
+    def make_views(self) -> None:
+        """Make the compute views.
 
         The views are made from aliases of the slot with version counters of their own: gathers write the slot behind
         autograd's back, on purpose, and must not look like in-place edits of saved tensors.
         """
-        self.on_grad = on_grad
         for segment in self.segments:
             for param in segment.params:
                 alias = segment.weights.data
                 view = ComputeView(_whole(alias, param), requires_grad=True)
-                view.register_post_accumulate_grad_hook(_grad_taker(self, len(self.views)))  # type: ignore[no-untyped-call]
                 self.params.append(param)
                 self.views.append(view)
                 self.grads.add(param, view)
@@ -267,30 +260,3 @@ class StreamedUnit:
 def _whole(full: torch.Tensor, param: ParamShard) -> torch.Tensor:
     """The part of `full` [padded_numel] that is the parameter's, in its shape."""
     return full.narrow(0, param.layout.offset, param.layout.numel).view(param.layout.shape)
-
-
-def _grad_taker(unit: StreamedUnit, param_index: int) -> Callable[[torch.Tensor], None]:
-    # Weak: the garbage collector does not see what a tensor's hook holds, and the unit holds the tensor.
-    unit_of = weakref.ref(unit)
-
-    @skip
-    def take(view: torch.Tensor) -> None:
-        with DisableTorchFunctionSubclass():
-            grad, view.grad = view.grad, None
-        unit = unit_of()
-        if grad is not None and unit is not None:
-            untraced(take_grad, unit, param_index, grad)
-
-    return take
-
-
-def take_grad(unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
-    """A graph has made `grad`, shape of the compute view, for the unit's parameter `param_index`.
-
-    Raises:
-        ShardingError: it is part of a graph itself.
-    """
-    if grad.requires_grad:
-        name = unit.params[param_index].name
-        raise ShardingError(f"backward(create_graph=True): gradients of {name!r} cannot be differentiated again")
-    unit.on_grad(unit, param_index, grad)

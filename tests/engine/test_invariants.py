@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from streamshard import ShardingError, StreamShard
 from streamshard.comm.streams import Collective, Fence, Moment, Observer, Rule
 from streamshard.engine.engine import ROOT_UNIT, Engine
+from streamshard.engine.forward import Forward
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
@@ -120,7 +121,7 @@ def _never_parking() -> AbstractContextManager[object]:
 
 def _assert_at_rest(engine: Engine) -> None:
     """Nothing of a pass or a backward is left."""
-    assert (engine.depth, engine._entering, engine._forward, engine._backward) == (0, None, None, None)
+    assert engine.phase is None
     assert engine.reductions.due == set()
     _assert_units_at_rest(engine)
 
@@ -312,13 +313,13 @@ def test_an_interrupt_just_before_a_layers_forward_leaves_nothing_running(contex
     """It comes where nobody is there to take the layer off again."""
     model = _stack()
     engine = engine_inside(model)
-    begin = engine.pre_forward
+    begin = Forward.pre_forward
 
-    def interrupted(unit: StreamedUnit) -> Any:
-        begin(unit)
+    def interrupted(forward: Forward, unit: StreamedUnit) -> Any:
+        begin(forward, unit)
         raise Stop
 
-    with mock.patch.object(engine, "pre_forward", interrupted), pytest.raises(Stop):
+    with mock.patch.object(Forward, "pre_forward", interrupted), pytest.raises(Stop):
         model(vector_batch(0, context.rank))
     _assert_at_rest(engine)
     stack_step(model, _call(context, 0))
@@ -328,11 +329,11 @@ def test_an_interrupt_just_before_a_layers_forward_leaves_nothing_running(contex
 def test_an_order_that_ranks_do_not_share_is_not_adopted(context: RankContext) -> None:
     """The registration order stays."""
     engine = engine_inside(_stack())
-    before = engine.order
-    schedule = Schedule([], engine._slot_of, engine.plan.shared, reduce=False)
+    before = engine.order.order
+    schedule = Schedule([], engine.plan.weights, engine.plan.shared, reduce=False)
     schedule.used = [0, 1, 2, 3, 4] if context.rank == 0 else [0, 4, 3, 2, 1]
-    engine._learn(schedule, has_failed=False)
-    assert engine.order == before == (0, 1, 2, 3, 4)
+    engine.order.learn(schedule, engine.ranks, has_failed=False)
+    assert engine.order.order == before == (0, 1, 2, 3, 4)
 
 
 @on_ranks(2)
@@ -380,7 +381,7 @@ def test_weights_changed_behind_torchs_back_after_no_sync_are_seen(
 
 
 @on_ranks(1, 2)
-def test_a_pass_that_never_began_is_over(context: RankContext) -> None:
+def test_an_error_in_a_hook_before_forward_leaves_no_pass_open(context: RankContext) -> None:
     """An error in a hook before the root's forward, or in taking over the weights."""
     model = _stack()
     engine = engine_inside(model)
@@ -393,12 +394,11 @@ def test_a_pass_that_never_began_is_over(context: RankContext) -> None:
         model(vector_batch(0, context.rank))
     hook.remove()
     _assert_at_rest(engine)
-    assert not engine.is_in_pass
     refused = model.head.weight.register_hook(lambda grad: None)
     with pytest.raises(ShardingError, match="hook on parameter"):
         model(vector_batch(0, context.rank))
     refused.remove()
-    assert engine.depth == 0
+    assert engine.phase is None
     stack_step(model, _call(context, 0))
     _assert_at_rest(engine)
 
@@ -420,10 +420,9 @@ def test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing(
     model.layers[2].register_full_backward_hook(fail)
     with pytest.raises(Trouble):
         stack_step(model, _call(context, 1))
-    assert not any(unit.is_bound for unit in engine.units)
     with engine.streams.observed_by(_Stopping(Moment.BACKWARD_ENDS)), pytest.raises(Stop):
         model.zero_grad()
-    assert engine._backward is None
+    assert engine.phase is None
     _assert_units_at_rest(engine)
     model.layers[2]._backward_hooks.clear()
     stack_step(model, _call(context, 2))

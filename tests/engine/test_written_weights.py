@@ -154,24 +154,14 @@ def test_a_compiled_layer_that_writes_raises(context: RankContext) -> None:
 
 
 @on_ranks(1, 2)
-def test_a_hook_before_the_forward_may_write(context: RankContext) -> None:
-    """It sees parameters as ``parameters()`` has them: that is between steps."""
+def test_a_forward_pre_hook_that_writes_raises(context: RankContext) -> None:
+    """It runs inside the pass, which computes with a copy of the weights."""
 
-    def build() -> Stack:
-        def shrink(module: nn.Module, args: Any) -> None:
-            for param in module.parameters():
-                param.data.mul_(0.75)
+    def shrink(module: nn.Module, args: Any) -> None:
+        for param in module.parameters():
+            param.data.mul_(0.75)
 
-        model = Stack()
-        model.register_forward_pre_hook(shrink)
-        return model
-
-    def step(model: nn.Module, call: Call) -> Tensor:
-        """The ranks' batches are the same: what is changed is changed once per step in one process as well."""
-        if isinstance(model, StreamShard) or call.rank == 0:
-            loss: Tensor = model(vector_batch(call.step, 0)).square().mean()
-            loss.backward()  # type: ignore[no-untyped-call]
-            step.last = loss.detach()  # type: ignore[attr-defined]
-        return step.last  # type: ignore[attr-defined, no-any-return]
-
-    assert_trains_like_plain(context, build, step, checked=(0, 2))
+    model = StreamShard(Stack(), precision=FP32)
+    model.register_forward_pre_hook(shrink)
+    with pytest.raises(ShardingError, match=r"layers\.0\.linear\.weight|head\.weight"):
+        model(vector_batch(0, context.rank))

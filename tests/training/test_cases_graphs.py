@@ -517,11 +517,14 @@ class ForceStack(Stack):
         return super().forward(x) + force.sum(1, keepdim=True)
 
 
-@on_ranks()
-@each_setting
-def test_a_model_may_differentiate_through_its_layers(context: RankContext, settings: str) -> None:
-    """Layers are asked for in reverse, in the middle of the forward."""
-    assert_trains_like_plain(context, ForceStack, stack_step, **SETTINGS[settings])
+@on_ranks(2)
+def test_a_model_that_differentiates_through_its_layers_raises(context: RankContext) -> None:
+    """In the middle of the forward, when the layers' weights have left their slots. Resident layers may be."""
+    model = StreamShard(ForceStack(), precision=FP32)
+    with pytest.raises(ShardingError, match=r"forward goes through 'layers\.\d'.*resident=\['layers"):
+        model(vector_batch(0, context.rank))
+    layers = [f"layers.{index}" for index in range(4)]
+    assert_trains_like_plain(context, ForceStack, stack_step, resident=layers, precision=FP32)
 
 
 @on_ranks(2)

@@ -166,35 +166,6 @@ def test_parameters_in_lists_are_whole_in_a_recomputation(context: RankContext, 
     assert_trains_like_plain(context, type("Listing", (Listing,), {"reentrant": reentrant}), stack_step)
 
 
-class LookingBack(Listing):
-    """Differentiates what it has given the last time, in the middle of its forward."""
-
-    given: tuple[Tensor, Tensor] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> [rows, 1]"""
-        x = x.clone().requires_grad_()
-        slope: Tensor | float = 0.0
-        if self.given is not None:
-            (slope,) = torch.autograd.grad(self.given[1].sum(), self.given[0])
-        out = super().forward(x + slope * self.listed[0])
-        self.given = x, out
-        return out
-
-
-@on_ranks(1, 2)
-def test_a_forward_may_differentiate_an_earlier_one(context: RankContext) -> None:
-    """And goes on with whole parameters."""
-
-    def step(model: Any, call: Call) -> Tensor:
-        model.given = None
-        with torch.enable_grad():
-            model(vector_batch(call.step + 50, call.rank))
-        return stack_step(model, call)
-
-    assert_trains_like_plain(context, LookingBack, step)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_sequential(context: RankContext, reentrant: bool) -> None:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamshard import LocalSGD, Precision
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Collective, Observer, Rule, StreamName
+from streamshard.engine.backward import Backward
 from streamshard.errors import ShardingError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.races import detect_races
@@ -428,20 +429,20 @@ def test_gradients_that_come_on_other_streams_are_waited_for(context: RankContex
         engine, side = engine_inside(model), SimulatedStream()
         watch = _Watch(side)
         watch.comm = engine.streams.device_stream(StreamName.COMM)
-        on_grad, drained = engine.on_grad, []
+        take, drained = Backward.take, []
 
-        def on_side(unit: StreamedUnit, param_index: int, grad: Tensor) -> None:
+        def on_side(self: Backward, unit: StreamedUnit, param_index: int, grad: Tensor) -> None:
             if not unit.params[param_index].name.endswith(kind):
-                on_grad(unit, param_index, grad)
+                take(self, unit, param_index, grad)
                 return
             with device.stream(side):
-                on_grad(unit, param_index, grad)
+                take(self, unit, param_index, grad)
             watch.wrote_at = side.ticks
             slot = unit.grads.slot
             assert slot is not None
             drained.append(side.waited_for.get(watch.comm, 0) >= slot.drained._event.tick)
 
-        with mock.patch.object(engine, "on_grad", on_side), engine.streams.observed_by(watch), late(model):
+        with mock.patch.object(Backward, "take", on_side), engine.streams.observed_by(watch), late(model):
             train(model, "unequal layers", context)
         assert_same(full_weights(model), wanted, "weights", EXACT)
     assert len(watch.waited) > 9

@@ -1,0 +1,406 @@
+"""One backward, from the loss to the gradients that the optimizer sees: what happens when, in the order of events.
+
+[Note: pre-backward]
+Backward needs a unit's weights when one of its saved tensors is unpacked: each unit's forward runs under saved-tensor
+hooks that hold back views of the slot (0.03 ms of host time per layer, docs/internals/log.md). This is exact, whatever
+the loss is made of. A hook on the graph nodes of the unit's outputs says it earlier, and also says it where
+recomputation (torch.utils.checkpoint) has taken the saved tensors away. Autograd runs the nodes that were created last
+first. So when a unit is needed, the gradients of the units before it are complete, unless the program still has a
+visit of them: a unit is reduced after its last visit.
+
+[Note: several passes]
+A backward may go through several passes. It takes each one when it reaches it, and does not ask beforehand which
+graphs exist or are alive: the answer could differ between ranks, and with it the collectives. Autograd reaches the
+latest pass first. A unit is reduced once for each pass, which adds to the fp32 gradients. The root unit is reduced
+once, at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from streamshard.comm.streams import Moment
+from streamshard.compiling import skip, untraced
+from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use, in_backward
+from streamshard.errors import ShardingError
+from streamshard.log import log
+from streamshard.plan.program import Op, OpKind, Schedule
+from streamshard.unit.absent_weight import be_present
+from streamshard.unit.asked_grads import graph_is_reached
+from streamshard.unit.unit import StreamedUnit
+
+__all__ = ["Backward", "begin_backward", "pre_backward", "run_empty_backward", "take_gradients", "watch_node"]
+
+
+class Backward(Phase):
+    """A backward, with the forwards that it recomputes. See [Note: several passes].
+
+    Args:
+        engine: whose units it goes through.
+
+    Attributes:
+        graph: of the pass that it has reached last; None if it has reached none.
+        computing: the unit whose backward is running; None between units.
+    """
+
+    is_forward = False
+
+    def __init__(self, engine: Engine) -> None:
+        self.graph: Graph | None = None
+        self.computing: StreamedUnit | None = None
+        self._engine = engine
+        self._leaves_unreduced = engine.plan.keeps_grads and not engine.casts.is_synced and not engine.is_alone
+        self._schedule = Schedule([], engine.plan.weights, engine.plan.shared, reduce=True)
+        self._closed: list[Graph] = []  # of passes that it has been through
+        self._recomputing: list[StreamedUnit] = []  # units of the layers that run forward, one inside the other
+        # Autograd holds the callback as long as the backward runs, and drops it when an exception ends the backward.
+        at_end = functools.partial(untraced, self.finish)
+        self._at_end = weakref.ref(at_end)
+        Variable._execution_engine.queue_callback(at_end)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether autograd is done with it. If it is still the engine's pass, an exception has ended it."""
+        return self._at_end() is None
+
+    @property
+    def is_current(self) -> bool:
+        """See `Phase`."""
+        return not self.has_ended and in_backward()
+
+    def begin(self) -> None:
+        """Bind the root unit, whose weights may be needed any time."""
+        engine = self._engine
+        for unit in engine.units:
+            unit.take_trainability()
+            if engine.plan.keeps_grads:
+                unit.grads.resume()
+        graph_is_reached(engine.ranks)
+        engine.reductions.due = set()
+        engine.observe(Moment.BACKWARD_BEGINS, ROOT_UNIT)
+        engine.unshard(engine.root_unit)
+        engine.root_unit.bind()
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def reach(self, graph: Graph) -> None:
+        """Backward has come to the pass of `graph`: its program is that of the forward, reversed."""
+        if graph is self.graph or graph in self._closed:
+            return
+        engine = self._engine
+        if self.graph is not None:
+            self._closed.append(self.graph)
+            self._close_pass()
+        self.graph = graph
+        visits = [unit for unit in reversed(graph.visits) if unit != ROOT_UNIT]
+        self._schedule = Schedule(visits, engine.plan.weights, engine.plan.shared, reduce=True)
+        engine.reductions.due = set(visits)
+        for index, versions in graph.versions.items():  # ranks may raise at different units: all have the same program
+            _refuse_changed(engine.units[index], versions)
+        self._issue(self._schedule.release_before(0))
+        for index in graph.versions:
+            engine.unshard(engine.units[index])
+
+    def need(self, use: Use) -> None:
+        """Backward is about to read the weights of a unit: put them in place (rule 1)."""
+        self.reach(use.graph)
+        _refuse_changed(use.unit, use.versions)
+        if use.graph is self.graph and not use.is_inside:
+            self._advance(use.unit)
+        self._engine.unshard(use.unit)
+        if not use.is_inside:
+            use.unit.bind()
+
+    def _advance(self, unit: StreamedUnit) -> None:
+        """Move on to the next visit of `unit`: visits before it are over (rules 2 and 4)."""
+        if self.computing is unit:
+            return
+        visit = self._schedule.find(unit.index)
+        if visit is None:  # outside of the program, or needed again after its visit
+            return
+        if not unit.is_streamed and visit > self._next_visit:
+            return  # it needs no turn, and the visits before may still come
+        engine = self._engine
+        self.computing = unit
+        engine.observe(Moment.BACKWARD_BEGINS, unit.index)
+        for other in engine.units[1:]:
+            if other.is_bound and other is not unit:
+                other.release()
+        self._issue(self._schedule.release_before(visit))
+
+    @property
+    def _next_visit(self) -> int:
+        """The visit after that of the unit that is computing."""
+        return self._schedule.released + (self.computing is not None)
+
+    def _issue(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            unit = self._engine.units[op.unit]
+            if op.kind is OpKind.REDUCE:
+                self._engine.reductions.due.discard(op.unit)
+                self._reduce(unit)
+            else:
+                self._engine.all_gather(unit)
+
+    def read(self, unit: StreamedUnit) -> None:
+        """See `Phase`. Recomputed code of the root unit reads it."""
+        self._engine.unshard(unit)
+        be_present(unit.views)
+
+    def evict(self, unit: StreamedUnit) -> None:
+        """See `Phase`."""
+        unit.release()
+
+    # -- recomputation --------------------------------------------------------------------------------------------
+
+    def pre_forward(self, unit: StreamedUnit) -> Use:
+        """See `Phase`. The next unit of the program is simply early; any other is all-gathered beside the program."""
+        self._recompute(unit)
+        self._recomputing.append(unit)
+        self._engine.observe(Moment.RECOMPUTATION_BEGINS, unit.index)
+        if self.graph is None:  # of a graph that has nothing but parameters of the root unit
+            self.graph = Graph({ROOT_UNIT: self._engine.root_unit.versions()})
+        return Use(unit, self.graph, unit.versions())
+
+    def post_forward(self, unit: StreamedUnit) -> None:
+        """See `Phase`. The unit stays in place until its reduction."""
+        self._engine.observe(Moment.RECOMPUTATION_ENDS, unit.index)
+        self._recomputing.pop()
+        unit.writes.refuse()
+        if self._recomputing:
+            self._recompute(self._recomputing[-1])
+
+    def _recompute(self, unit: StreamedUnit) -> None:
+        visits, following = self._schedule.visits, self._next_visit
+        if self.computing is not unit and following < len(visits) and visits[following] == unit.index:
+            self._advance(unit)
+        self._engine.unshard(unit)
+        unit.bind()
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def take(self, unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
+        """Copy a gradient into the unit's gradient slot (rule 3).
+
+        Args:
+            unit: of the parameter.
+            param_index: of the parameter, in the unit.
+            grad: [shape of the unsharded parameter], complete as far as this graph goes.
+        """
+        engine = self._engine
+        if self.computing is not unit and unit.is_streamed:
+            self._advance(unit)
+        scale = engine.inputs.grad_scale
+        engine.reductions.take(unit, param_index, grad if scale == 1.0 else grad * scale)
+        engine.observe(Moment.GRAD_WRITTEN, unit.index)
+
+    def _reduce(self, unit: StreamedUnit) -> None:
+        if not self._leaves_unreduced:
+            self._engine.reductions.start(unit)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def _close_pass(self) -> None:
+        """Issue what the program of the pass has left, and reshard all units but the root unit."""
+        engine = self._engine
+        engine.observe(Moment.BACKWARD_ENDS, None)
+        for unit in engine.units[1:]:
+            if unit.is_bound:
+                unit.release()
+        self.computing = None
+        self._issue(self._schedule.finish())
+        if not self._leaves_unreduced:
+            engine.reductions.start_late_ones()
+
+    def finish(self) -> None:
+        """Autograd has run the whole graph: the last reductions, then gradients for the optimizer (rule 7)."""
+        engine = self._engine
+        if engine.phase is not self:
+            return
+        self._close_pass()
+        self._reduce(engine.root_unit)
+        engine.root_unit.release()
+        if self._leaves_unreduced:
+            for unit in engine.units:
+                unit.grads.leave_unreduced(has_trained=unit.is_trainable)
+            engine.leave()
+            return
+        given = engine.reductions.finish()
+        engine.leave()
+        engine.reductions.check_finite()
+        for param in given:  # last: a hook may step and clear the gradient
+            with torch._C.DisableTorchFunctionSubclass():
+                hooks = param._post_accumulate_grad_hooks
+            for hook in (hooks or {}).values():
+                hook(param)
+
+    def recover(self) -> None:
+        """See `Phase`. All gradients of the model are discarded: of some ranks and parameters they are incomplete.
+
+        What the program has left is issued first, so that ranks that failed at different points stay in step.
+        """
+        if self.is_current:
+            return
+        engine = self._engine
+        log.warning("a backward has ended with an exception: all gradients of the model are discarded")
+        try:
+            if not engine.ranks.has_failed:
+                self._close_pass()
+                self._reduce(engine.root_unit)
+                engine.reductions.complete()
+        finally:
+            for unit in engine.units:
+                unit.release()
+                unit.grads.give_up()
+            engine.leave()
+
+
+def _refuse_changed(unit: StreamedUnit, versions: list[int]) -> None:
+    """Raise, as autograd does, if weights were changed in place since the forward whose backward this is."""
+    if versions != (now := unit.versions()):
+        changed = [s.name for s, was, now_ in zip(unit.params, versions, now, strict=True) if was != now_]
+        raise ShardingError(
+            f"parameter {changed[0]!r} was modified by an inplace operation (optimizer.step(), load_state_dict, "
+            ".copy_()) between a forward and its backward, whose gradients would mix old activations with new "
+            "weights: run the backward first, or the forward again"
+        )
+
+
+# -- what autograd calls --------------------------------------------------------------------------------------------
+
+
+def _running(engine: Engine) -> Backward | None:
+    """The backward under way. None inside a forward, and between passes."""
+    phase = engine.phase
+    if isinstance(phase, Backward) and phase.has_ended:
+        phase.recover()
+        return None
+    return phase if isinstance(phase, Backward) else None
+
+
+def _open(engine: Engine) -> Backward:
+    backward = _running(engine)
+    if backward is None:
+        backward = Backward(engine)
+        engine.enter(backward)
+        backward.begin()
+    return backward
+
+
+def begin_backward(engine: Engine, graph: Graph) -> None:
+    """Backward has come to the outputs of the pass that made `graph`."""
+    if engine.phase is None or not engine.phase.is_forward:
+        _open(engine).reach(graph)
+
+
+def pre_backward(engine: Engine, use: Use) -> None:
+    """Backward is about to read the weights of a unit. Any number of calls for one use.
+
+    Raises:
+        ShardingError: a graph is made of this backward, or it runs inside a forward, and the weights will not stay.
+    """
+    unit, phase = use.unit, engine.phase
+    if type(phase) is Backward and phase.computing is unit and unit.is_bound and not (use.is_inside or phase.has_ended):
+        return
+    if phase is not None and phase.is_forward:
+        if unit.weight_slot.is_shared and not unit.is_bound:
+            raise ShardingError(
+                f"torch.autograd.grad or backward() inside the model's forward goes through {unit.name!r}, whose "
+                "weights have left their slot: keep them in place, StreamShard(model, resident=["
+                f"{unit.name!r}]), or differentiate outside of the forward"
+            )
+        _refuse_changed(unit, use.versions)
+        return
+    if torch.is_grad_enabled() and unit.weight_slot.is_shared:
+        raise ShardingError(
+            f"backward(create_graph=True) through {unit.name!r}: its weights leave their slot afterwards, so "
+            "with more than one rank gradients cannot be differentiated again"
+        )
+    _open(engine).need(use)
+
+
+def take_gradients(engine: Engine) -> None:
+    """From now on each gradient that autograd makes for an unsharded parameter goes into a gradient slot."""
+    for unit in engine.units:
+        for param_index, view in enumerate(unit.views):
+            # Weak: the garbage collector does not see what a tensor's hook holds, and the engine holds the tensor.
+            take = functools.partial(_take, weakref.ref(engine), weakref.ref(unit), param_index)
+            view.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+
+
+@skip
+def _take(
+    engine_of: Callable[[], Engine | None],
+    unit_of: Callable[[], StreamedUnit | None],
+    param_index: int,
+    view: torch.Tensor,
+) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        grad, view.grad = view.grad, None
+    engine, unit = engine_of(), unit_of()
+    if grad is not None and engine is not None and unit is not None:
+        untraced(_on_grad, engine, unit, param_index, grad)
+
+
+def _on_grad(engine: Engine, unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
+    name = unit.params[param_index].name
+    if grad.requires_grad:
+        raise ShardingError(f"backward(create_graph=True): gradients of {name!r} cannot be differentiated again")
+    if engine.phase is not None and engine.phase.is_forward:
+        raise ShardingError(
+            f"backward() inside the model's forward has made a gradient of {name!r}, which is reduced over ranks only "
+            "in a backward after it: use torch.autograd.grad(..., inputs) for what the forward needs"
+        )
+    _open(engine).take(unit, param_index, grad)
+
+
+class _BeginBackward:
+    """Prehook of a graph node: backward comes to an output of the model. Keeps what the graph has to remember."""
+
+    __slots__ = ("_engine", "_graph")
+
+    def __init__(self, engine: Engine, graph: Graph) -> None:
+        self._engine = engine
+        self._graph = graph
+
+    @skip
+    def __call__(self, grads: Any) -> None:
+        untraced(begin_backward, self._engine, self._graph)
+
+
+class _PreBackward:
+    """Prehook of a graph node: backward comes to an output of a unit's layer."""
+
+    __slots__ = ("_engine", "_use")
+
+    def __init__(self, engine: Engine, use: Use) -> None:
+        self._engine = engine
+        self._use = use
+
+    @skip
+    def __call__(self, grads: Any) -> None:
+        untraced(pre_backward, self._engine, self._use)
+
+
+def watch_node(node: Any, engine: Engine, origin: Graph | Use) -> None:
+    """Let backward report before it runs `node`, which has made an output.
+
+    Args:
+        node: of the autograd graph.
+        engine: of the model.
+        origin: the call of a unit's layer, or the graph of the whole forward.
+    """
+    node.register_prehook(_PreBackward(engine, origin) if isinstance(origin, Use) else _BeginBackward(engine, origin))
+
+
+def run_empty_backward(engine: Engine, graph: Graph) -> None:
+    """A backward through `graph` in which no parameter gets a gradient: its collectives, with zeros."""
+    loss = torch.zeros((), requires_grad=True) * 1.0
+    watch_node(loss.grad_fn, engine, graph)
+    loss.backward()

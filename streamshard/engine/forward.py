@@ -1,0 +1,218 @@
+"""One forward pass, from the call of the model to its return: what happens when, in the order of a unit's journey.
+
+A rank that calls a unit of which the order has no visit left runs *out of order*: it issues all remaining all-gathers
+first, and then all ranks all-gather the unit together. This can happen only until the order is settled.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from streamshard.comm.streams import Moment
+from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use
+from streamshard.errors import ShardingError
+from streamshard.plan.program import Op, Schedule
+from streamshard.unit.absent_weight import be_absent, be_present
+from streamshard.unit.asked_grads import graph_is_made
+from streamshard.unit.unit import StreamedUnit
+
+__all__ = ["Forward", "begin_forward"]
+
+
+def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool) -> Forward:
+    """A forward pass begins: the root unit's weights are in place and bound afterwards.
+
+    Args:
+        engine: between passes.
+        units: which units the pass may use.
+        is_whole_model: the model is called, not a part of it.
+
+    Raises:
+        ShardingError: no pass can begin; says why.
+    """
+    engine.prepare_forward(is_whole_model=is_whole_model)
+    engine.casts.begin_pass()
+    forward = Forward(engine, units)
+    engine.enter(forward)
+    try:
+        forward.begin()
+    except BaseException:
+        engine.leave()
+        raise
+    return forward
+
+
+class Forward(Phase):
+    """See `begin_forward`.
+
+    Args:
+        engine: whose pass it is.
+        units: which units the pass may use.
+    """
+
+    is_forward = True
+    is_current = True
+
+    def __init__(self, engine: Engine, units: frozenset[int]) -> None:
+        has_graph = torch.is_grad_enabled()
+        visits = [index for index in engine.order.order if index in units or index == ROOT_UNIT]
+        self.graph = Graph({ROOT_UNIT: engine.root_unit.versions()} if has_graph else {})
+        self._engine = engine
+        self._schedule = Schedule(visits, engine.plan.weights, engine.plan.shared, reduce=False)
+        self._learns = has_graph and not engine.order.is_settled and not engine.is_alone
+        self._running: list[StreamedUnit] = []  # units of the layers that are running, one inside the other
+        self._in_place: set[int] = set()  # resident units that were used
+        self._read: set[int] = set()  # resident units whose weights were read while none of their layers ran
+
+    def begin(self) -> None:
+        """Issue the first all-gathers, and bind the root unit."""
+        engine = self._engine
+        for unit in engine.resident:
+            be_absent(unit.views)
+        engine.observe(Moment.FORWARD_BEGINS, ROOT_UNIT)
+        self._reach(engine.root_unit)
+        self._bind(engine.root_unit)
+
+    # -- layers ---------------------------------------------------------------------------------------------------
+
+    def pre_forward(self, unit: StreamedUnit) -> Use:
+        """See `Phase`. A resident unit's layer inside another unit's layer does not end the other unit's visit."""
+        self._engine.observe(Moment.FORWARD_BEGINS, unit.index)
+        is_inside = bool(self._running) and not unit.is_streamed
+        if is_inside:
+            self._use_in_place(unit)
+        else:
+            self._reach(unit)
+        self._bind(unit)
+        self._running.append(unit)
+        versions = unit.versions() if torch.is_grad_enabled() else []
+        return Use(unit, self.graph, versions, is_inside=is_inside)
+
+    def post_forward(self, unit: StreamedUnit) -> None:
+        """See `Phase`. The unit's slot stays as it is until another unit needs it."""
+        self._engine.observe(Moment.FORWARD_ENDS, unit.index)
+        self._running.pop()
+        try:
+            _end_use(unit)
+        finally:
+            if unit not in self._running:
+                unit.release()
+        if self._running and unit.is_streamed:  # the outer layer goes on, and its weights may have left
+            outer = self._running[-1]
+            self._reach(outer)
+            self._bind(outer)
+
+    def read(self, unit: StreamedUnit) -> None:
+        """See `Phase`."""
+        if unit is not self._engine.root_unit:
+            self._use_in_place(unit)
+
+    def evict(self, unit: StreamedUnit) -> None:
+        """See `Phase`. A layer of `unit` has called a layer of another unit."""
+        _end_use(unit)
+        unit.release()
+
+    def recover(self) -> None:
+        """See `Phase`. The call of the model itself ends a forward, whatever happens."""
+
+    def _reach(self, unit: StreamedUnit) -> None:
+        """All-gather what the program has up to `unit`, and let compute wait for the unit's weights (rule 1)."""
+        schedule = self._schedule
+        if self._learns and schedule.departs(unit.index):
+            self._prefetch(schedule.finish())
+            while self._gather_on_request(unit.index) != unit.index:
+                pass
+            schedule.reach_served(unit.index)
+        else:
+            self._prefetch(schedule.reach(unit.index))
+        self._engine.unshard(unit)
+
+    def _prefetch(self, ops: list[Op]) -> None:
+        for op in ops:
+            self._engine.all_gather(self._engine.units[op.unit])
+
+    def _gather_on_request(self, wanted: int | None) -> int | None:
+        """All ranks have issued the whole program, and all-gather a unit that one of them wants. Collective.
+
+        Args:
+            wanted: by this rank; None at the end of its forward.
+
+        Returns:
+            The unit that was all-gathered; None if no rank wants any.
+        """
+        engine = self._engine
+        if not engine.ranks.any_rank(wanted is not None):
+            return None
+        chosen: int = min(unit for unit in engine.ranks.gather_objects(wanted) if unit is not None)
+        self._schedule.serve(chosen)
+        engine.all_gather(engine.units[chosen])
+        return chosen
+
+    def _use_in_place(self, unit: StreamedUnit) -> None:
+        """Compute with the resident `unit` beside the program: no other unit's visit ends."""
+        self._engine.unshard(unit)
+        self._begin_use(unit)
+        self._read.add(unit.index)
+        self._schedule.read(unit.index, is_inside=bool(self._running))
+        self.graph.versions.setdefault(unit.index, unit.versions())
+
+    def _bind(self, unit: StreamedUnit) -> None:
+        if not unit.is_bound:  # else a layer of the unit is running, and may have changed the unit
+            self._begin_use(unit)
+            unit.bind()
+
+    def _begin_use(self, unit: StreamedUnit) -> None:
+        """Note what the unit's unsharded parameters are like, for `_end_use`. Once per pass if the unit is resident."""
+        if not unit.is_streamed:
+            if unit.index in self._in_place:
+                return
+            self._in_place.add(unit.index)
+            if unit.index != ROOT_UNIT:
+                be_present(unit.views)
+        unit.take_trainability()
+        unit.writes.forget()
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def finish(self, error: BaseException | None) -> Graph | None:
+        """The model returns, or raises `error`. The engine is between passes afterwards.
+
+        Returns:
+            What the autograd graph of the pass has to keep; None without gradients, or after an error.
+
+        Raises:
+            ShardingError: the forward has changed a weight in place.
+        """
+        engine = self._engine
+        engine.leave()
+        engine.observe(Moment.FORWARD_ENDS, ROOT_UNIT)
+        refused: ShardingError | None = None
+        if error is None:
+            try:
+                for index in (ROOT_UNIT, *sorted(self._read)):
+                    _end_use(engine.units[index])
+            except ShardingError as raised:
+                error = refused = raised
+        engine.reshard_all()
+        if error is not None and (engine.ranks.has_failed or not isinstance(error, Exception)):
+            return None
+        # A rank whose forward has failed still takes part in what ranks exchange.
+        self._prefetch(self._schedule.finish())
+        while self._learns and self._gather_on_request(None) is not None:
+            pass
+        engine.casts.end_pass()
+        if self._learns:
+            engine.order.learn(self._schedule, engine.ranks, has_failed=error is not None)
+        if refused is not None:
+            raise refused
+        if error is not None or not torch.is_grad_enabled():
+            return None
+        self.graph.visits = tuple(self._schedule.log)
+        graph_is_made(engine.ranks)
+        return self.graph
+
+
+def _end_use(unit: StreamedUnit) -> None:
+    """Layers have computed with the unit: keep what they froze or unfroze, and refuse what they wrote."""
+    unit.give_trainability()
+    unit.writes.refuse()
