@@ -264,7 +264,7 @@ def _profiles(scratch: Path, out: Path, *, rehearses: bool) -> list[Job]:
         if rehearses:
             size = ["--layers", "2", "--width", "64", "--sequence", "32", "--warmup", "1", "--steps", "1"]
         command = [PYTHON, "benchmarks/timeline.py", "--ranks", "2", *size, "--output", str(found)]
-        command += ["--picture", str(out / f"timeline-{rows}.png"), "--json", str(out / f"timeline-{rows}.json")]
+        command += ["--json", str(out / f"timeline-{rows}.json")]
         jobs.append(
             Job(
                 name=f"profile.{rows}",

@@ -1,12 +1,9 @@
-"""Draw one training step: what computed, what was communicated, and what waited for what.
+"""Trace one training step: how much of its communication runs beside computing.
 
-    python benchmarks/timeline.py                      # two ranks on this machine; writes docs/images/timeline.png
-    torchrun --nproc-per-node 2 benchmarks/timeline.py --picture step.png --json step.json
+    torchrun --nproc-per-node 2 benchmarks/timeline.py --json step.json     # open it in https://ui.perfetto.dev
 
-Drawn is the fastest of several steps: what else the machine was doing is not of interest. Needs matplotlib. The JSON
-file is for https://ui.perfetto.dev. How much of what is communicated lies beside computing is printed, and written by
---output. Ranks that share a GPU talk through sockets, and so slowly that layers have to be small and sequences long for
-gathers to be over in time: --width 512 --sequence 8192 --rows 16.
+Of several steps the fastest counts. Ranks that share a GPU talk through sockets, and so slowly that layers have to be
+small and sequences long for gathers to be over in time: --width 512 --sequence 8192 --rows 16.
 """
 
 from __future__ import annotations
@@ -23,14 +20,11 @@ from _models import Preset, Transformer, next_token_loss
 
 from streamshard import Precision, StreamShard
 from streamshard.comm.streams import StreamName
-from streamshard.inspect.timeline import Kind, Trace
-from streamshard.inspect.trace import trace_step
-
-PICTURE = Path(__file__).parent.parent / "docs" / "images" / "timeline.png"
+from streamshard.inspect.trace import Activity, Trace, trace_step
 
 
 def main() -> None:
-    """Start ranks if nobody did, train, trace some steps, and let rank 0 draw the fastest."""
+    """Start ranks if nobody did, train, trace some steps, and let rank 0 report the fastest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=512)
@@ -38,8 +32,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="per rank")
     parser.add_argument("--ranks", type=int, help="ranks to start without torchrun; default: the GPUs, else 2")
     parser.add_argument("--warmup", type=int, default=5, help="steps before those that are traced")
-    parser.add_argument("--steps", type=int, default=9, help="trace so many; the fastest is drawn")
-    parser.add_argument("--picture", type=Path, default=PICTURE)
+    parser.add_argument("--steps", type=int, default=9, help="trace so many; the fastest counts")
     parser.add_argument("--json", type=Path, help="write the trace itself as well")
     parser.add_argument("--output", type=Path, help="write what was found as JSON")
     arguments = parser.parse_args()
@@ -48,13 +41,13 @@ def main() -> None:
         os.environ.setdefault("STREAMSHARD_SHARED_MEMORY", "0")
         launch(arguments.ranks or torch.cuda.device_count() or 2)
     try:
-        _draw(arguments)
+        _measure(arguments)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _draw(arguments: argparse.Namespace) -> None:
+def _measure(arguments: argparse.Namespace) -> None:
     device = own_device()
     sizes = {"layers": arguments.layers, "width": arguments.width, "sequence": arguments.sequence}
     preset = Preset(**sizes, vocabulary=1024, rows=arguments.rows)
@@ -80,8 +73,6 @@ def _draw(arguments: argparse.Namespace) -> None:
         traces.append(recorded)
     trace = min(traces, key=_length_us)
     if dist.get_rank() == 0:
-        size = f"{preset.layers} layers x {preset.width}, {preset.tokens} tokens, bf16"
-        where = f"rank 0 of {dist.get_world_size()} ({device.type})"
         result = {
             "benchmark": "timeline",
             "environment": environment(device),
@@ -94,9 +85,6 @@ def _draw(arguments: argparse.Namespace) -> None:
         if arguments.json is not None:
             trace.save_json(arguments.json)
             print(f"wrote {arguments.json}")
-        arguments.picture.parent.mkdir(parents=True, exist_ok=True)
-        trace.save_picture(arguments.picture, title=f"One step on {where}: {size}; the fastest of {arguments.steps}")
-        print(f"wrote {arguments.picture}")
 
 
 def _length_us(trace: Trace) -> float:
@@ -105,16 +93,16 @@ def _length_us(trace: Trace) -> float:
 
 def _overlap(trace: Trace) -> dict[str, float]:
     """Milliseconds of the step, of computing, of communicating, and of communicating beside computing."""
-    compute = [span for span in trace.spans if span.stream is StreamName.COMPUTE and span.kind is not Kind.ISSUE]
-    waits = _union((span.start_us, span.stop_us) for span in compute if span.kind is Kind.WAIT)
-    busy = _union((span.start_us, span.stop_us) for span in compute if span.kind is not Kind.WAIT)
+    compute = [span for span in trace.spans if span.stream is StreamName.COMPUTE]
+    waits = _union((span.start_us, span.stop_us) for span in compute if span.activity is Activity.WAIT)
+    busy = _union((span.start_us, span.stop_us) for span in compute if span.activity is not Activity.WAIT)
     idle = _common(busy, waits)  # waits lie in what waits
     found = {"step_ms": _length_us(trace) / 1e3, "compute_ms": (_total(busy) - _total(idle)) / 1e3}
-    for kind in (Kind.GATHER, Kind.REDUCE):
-        spans = _union((span.start_us, span.stop_us) for span in trace.spans if span.kind is kind)
-        found[f"{kind.value}_ms"] = _total(spans) / 1e3
+    for activity in (Activity.GATHER, Activity.REDUCE):
+        spans = _union((span.start_us, span.stop_us) for span in trace.spans if span.activity is activity)
+        found[f"{activity.value}_ms"] = _total(spans) / 1e3
         beside = _total(_common(spans, busy)) - _total(_common(spans, idle))
-        found[f"{kind.value}_beside_compute_ms"] = beside / 1e3
+        found[f"{activity.value}_beside_compute_ms"] = beside / 1e3
     return found
 
 

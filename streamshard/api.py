@@ -27,8 +27,7 @@ from streamshard.errors import ConfigError, ShardingError
 from streamshard.full import clip_grads, gather_state_dict, summon
 from streamshard.initialise import compute_buffers, initialise
 from streamshard.inspect.hashes import compare_weights
-from streamshard.inspect.memory import MemoryReport, report_memory
-from streamshard.inspect.summary import summarise
+from streamshard.inspect.memory import MemoryReport, report_memory, summarise
 from streamshard.join import UnevenHook, UnevenInputs
 from streamshard.optim.wrapper import engine_of_both
 from streamshard.plan.discovery import ResidentArgument, UnitsArgument

@@ -183,7 +183,6 @@ def test_a_rehearsal_finds_everything_that_is_asked_of_a_gpu(
     assert of_step <= set(found["profile.8"])
     assert found["profile.8"]["config"]["ranks"] == 2
     assert 0.0 <= found["profile.8"]["gather_beside_compute_ms"] <= found["profile.8"]["gather_ms"]
-    assert (tmp_path / "timeline-8.png").stat().st_size > 10_000
     assert json.loads((tmp_path / "timeline-8.json").read_text())["traceEvents"]
 
 

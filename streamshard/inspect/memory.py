@@ -1,28 +1,33 @@
-"""The memory report: what the engine's tensors really hold, beside what `streamshard.plan.memory` says."""
+"""What ``model.memory_report()`` and ``print(model)`` say: bytes by category, units, ranks and dtypes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from streamshard.engine.engine import Engine
-from streamshard.plan.memory import Category, expected_bytes
+from torch import nn
 
-__all__ = ["MemoryReport", "report_memory"]
+from streamshard.engine.engine import Engine
+from streamshard.engine.handle import handle_of
+from streamshard.plan.memory import Category, expected_bytes
+from streamshard.plan.structure import modules_inside
+
+__all__ = ["MemoryReport", "report_memory", "summarise"]
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes the engine holds on this rank, by category.
+    """Bytes that the engine holds on this rank, by category.
 
     Attributes:
         held_bytes: counted on the live tensors.
         formula_bytes: computed from the layout.
         numel: parameters of the whole model.
-        padded_numel: elements of all segments, with what lies between parameters and behind them.
+        padded_numel: elements of all segments, alignment and padding included.
         world_size: N.
-        adam_bytes: what the two moments of Adam take on this rank once it has stepped; not held by the engine.
-        slots: how many there are, and why.
+        adam_bytes: Adam's two moments on this rank; the optimizer holds them, not the engine.
+        slots: how many slots there are, and why.
     """
 
     held_bytes: Mapping[str, int]
@@ -40,22 +45,18 @@ class MemoryReport:
 
     def __str__(self) -> str:
         padding = self.padded_numel / self.numel - 1 if self.numel else 0
-        who = f"memory of this rank, one of {self.world_size}"
-        lines = [f"{who}; bytes per parameter of all {self.numel:,}, padded by {padding:.2%}"]
-        rows = [(name, held, self.formula_bytes[name]) for name, held in self.held_bytes.items()]
-        rows.append(("total", self.total_bytes, sum(self.formula_bytes.values())))
-        for name, held, formula in rows:
+        lines = [f"memory of one rank of {self.world_size}; {self.numel:,} parameters in all, padded by {padding:.2%}"]
+        rows = {**self.held_bytes, "total": self.total_bytes, "(Adam's moments)": self.adam_bytes}
+        for name, held in rows.items():
+            formula = self.formula_bytes.get(name, held)
+            differs = "" if held == formula else f"   the formula says {formula / 2**20:.2f} MiB"
             per_param = held / max(self.numel, 1)
-            check = "as the formula says" if held == formula else f"the formula says {formula / 2**20:.2f} MiB"
-            lines.append(f"  {name:<16}{held / 2**20:>12.2f} MiB {per_param:>8.2f} bytes/param   {check}")
-        adam = f"{self.adam_bytes / 2**20:>12.2f} MiB {self.adam_bytes / max(self.numel, 1):>8.2f} bytes/param"
-        lines.append(f"  {'(Adam moments)':<16}{adam}   held by the optimizer, not in the total")
-        lines.append(f"  {self.slots}")
-        return "\n".join(lines)
+            lines.append(f"  {name:<18}{held / 2**20:>12.2f} MiB {per_param:>8.2f} bytes/param{differs}")
+        return "\n".join([*lines, f"  {self.slots}"])
 
 
 def report_memory(engine: Engine) -> MemoryReport:
-    """What `engine` holds beside what `expected_bytes` says."""
+    """What `engine` holds beside what `expected_bytes` computes."""
     sizing = engine.sizing
     expected = expected_bytes(sizing, engine.plan)
     expected[Category.OPTIMIZER_ROUNDS] = engine.ledger.rounds_bytes
@@ -68,3 +69,24 @@ def report_memory(engine: Engine) -> MemoryReport:
         adam_bytes=8 * sizing.trained_numel,
         slots=engine.why_slots,
     )
+
+
+def summarise(engine: Engine, root: nn.Module) -> list[str]:
+    """Units, ranks, slots and dtypes, in two lines."""
+    handles = {module: handle_of(module) for module in modules_inside(root)}
+    layers = Counter(type(module).__name__ for module, handle in handles.items() if handle and handle.unit)
+    units = [f"{count} x {layer}" if count > 1 else layer for layer, count in layers.items()]
+    units = [", ".join(units)] * bool(units) + ["the root unit"]
+    resident = ", ".join(unit.name for unit in engine.units[1:] if not unit.is_streamed)
+    size, precision = engine.ranks.world_size, engine.precision
+    dtypes = (precision.param_dtype, precision.slot_grad_dtype, precision.reduce_dtype)
+    compute, gradients, sums = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    numel = sum(layout.numel for layout in engine.sizing.layouts)
+    replicas = engine.ranks.total_size // size
+    return [
+        f"StreamShard: {numel:,} parameters over {size} rank{'s' * (size > 1)}"
+        + f" in each of {replicas} replicas" * (replicas > 1)
+        + f"; units: {' and '.join(units)}"
+        + f"; resident: {resident}" * bool(resident),
+        f"{engine.why_slots.partition(':')[0]}; computes in {compute}, gradients in {gradients}, summed in {sums}",
+    ]

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: what computed, what was communicated, and what waited for what.
+"""Where the time of a step goes: spans of computing, communicating and waiting, as a file for Perfetto.
 
     from streamshard.inspect.trace import trace_step
 
@@ -6,49 +6,117 @@
         model(batch).loss.backward()
         optimizer.step()
     trace.save_json("step.json")           # open it in https://ui.perfetto.dev or chrome://tracing
-    trace.save_picture("step.png")         # needs matplotlib
 
-Public names: `trace_step`, which yields a `Trace` (see `streamshard.inspect.timeline`).
-On CUDA times are those of the device, by events on its streams. On the CPU they are the host's: a collective reaches
-from its start to the end of the wait that needed it, of which the host saw no more, and what that wait cost shows as a
-span of its own. The engine is left as it is: it says itself what happens, see [Note: observers] in
-`streamshard.comm.streams`.
+On CUDA, times are the device's, from events on its streams. On the CPU, times are the host's: the span of a collective
+ends with the wait that needed it, and the cost of that wait is a span of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import json
+import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from streamshard.comm.streams import AllWork, Collective, Fence, Moment, Observer, Rule, StreamName, Streams, Work
+from streamshard.comm.streams import AllWork, Collective, Fence, Moment, Observer, StreamName, Streams, Work
 from streamshard.engine.engine import ROOT_UNIT, Engine
 from streamshard.inspect import engine_inside
-from streamshard.inspect.timeline import Kind, Mark, Span, Trace
 
-__all__ = ["trace_step"]
+__all__ = ["Activity", "Span", "Trace", "trace_step"]
+
+
+class Activity(enum.Enum):
+    """What takes time."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    CAST = "cast"
+    OPTIMIZER = "optimizer"
+    WAIT = "wait"
+    GATHER = "gather"
+    REDUCE = "reduce"
+    FLAGS = "flags"
+    AVERAGE = "average"
+    EXCHANGE = "exchange"
+
+
+class Span(NamedTuple):
+    """A stretch of time of one stream.
+
+    Attributes:
+        stream: whose time.
+        activity: what takes it.
+        unit: index of the unit; None if the activity belongs to no unit.
+        name: the activity and the unit, in words.
+        start_us, stop_us: microseconds since the trace began.
+    """
+
+    stream: StreamName
+    activity: Activity
+    unit: int | None
+    name: str
+    start_us: float
+    stop_us: float
+
+
+@dataclass
+class Trace:
+    """A recorded step of one rank. `trace_step` fills the trace when its body ends.
+
+    Attributes:
+        rank: which rank.
+        units: names of the units, by index.
+        spans: in order of their start.
+    """
+
+    rank: int
+    units: list[str]
+    spans: list[Span] = field(default_factory=list)
+
+    def save_json(self, path: str | os.PathLike[str]) -> None:
+        """Write the Trace Event Format of Perfetto and chrome://tracing. Each rank is a process, each row a thread."""
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "process_name", "pid": self.rank, "args": {"name": f"rank {self.rank}"}}
+        ]
+        rows = list(dict.fromkeys(map(_row, self.spans)))
+        for number, row in enumerate(rows):
+            events.append({"ph": "M", "name": "thread_name", "pid": self.rank, "tid": number, "args": {"name": row}})
+        for number, span in enumerate(self.spans):
+            event = {"name": span.name, "cat": span.activity.value, "pid": self.rank, "tid": rows.index(_row(span))}
+            if span.stream is StreamName.COMPUTE:
+                events.append({**event, "ph": "X", "ts": span.start_us, "dur": span.stop_us - span.start_us})
+            else:  # collectives overlap, which only asynchronous events may
+                events.append({**event, "ph": "b", "id": number, "ts": span.start_us})
+                events.append({**event, "ph": "e", "id": number, "ts": span.stop_us})
+        with open(path, "w") as file:
+            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+
+def _row(span: Span) -> str:
+    return span.stream.value if span.stream is StreamName.COMPUTE else f"{span.stream.value}: {span.activity.value}"
 
 
 @contextlib.contextmanager
 def trace_step(model: nn.Module) -> Iterator[Trace]:
-    """Record what the engine and the optimizer do inside. Enter it between steps.
-
-    The trace can be saved once the body is done.
+    """Record what the engine and the optimizer do inside. Enter the context between steps.
 
     Args:
         model: made by `StreamShard`.
     """
     engine = engine_inside(model)
     recorder = _Recorder(engine)
-    trace = Trace(engine.ranks.rank, [unit.name for unit in engine.units], _slots(engine))
+    trace = Trace(engine.ranks.rank, [unit.name for unit in engine.units])
     hooks = [
-        register_optimizer_step_pre_hook(recorder.before_optimizer),
-        register_optimizer_step_post_hook(recorder.after_optimizer),
+        register_optimizer_step_pre_hook(lambda *_: recorder.open(Activity.OPTIMIZER, None)),
+        register_optimizer_step_post_hook(lambda *_: recorder.close()),
     ]
     try:
         with engine.streams.observed_by(recorder):
@@ -59,25 +127,18 @@ def trace_step(model: nn.Module) -> Iterator[Trace]:
     recorder.fill(trace)
 
 
-def _slots(engine: Engine) -> list[int | None]:
-    slots = engine.plan.weights
-    return [slot if unit.weight_slot.is_shared else None for slot, unit in zip(slots, engine.units, strict=True)]
-
-
-# -- recording ----------------------------------------------------------------------------------------------------
-
-_KINDS = {
-    Collective.ALL_GATHER: Kind.GATHER,
-    Collective.REDUCE_SCATTER: Kind.REDUCE,
-    Collective.ALL_REDUCE: Kind.AVERAGE,
-    Collective.ALL_TO_ALL: Kind.EXCHANGE,
+_ACTIVITIES = {
+    Collective.ALL_GATHER: Activity.GATHER,
+    Collective.REDUCE_SCATTER: Activity.REDUCE,
+    Collective.ALL_REDUCE: Activity.AVERAGE,
+    Collective.ALL_TO_ALL: Activity.EXCHANGE,
 }
 _Stamp = Any  # float seconds, or an event of the device
-_SHORTEST_US = 20.0  # shorter waits are left out: most find their collective done
+_SHORTEST_WAIT_US = 20.0  # most waits find their collective done
 
 
 class _Clock:
-    """Stamps points of a stream's time. Owns the events that mark them."""
+    """Stamps points of a stream's time. Owns the events of the stamps."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -91,7 +152,7 @@ class _Clock:
         return event
 
     def microseconds(self, stamp: _Stamp) -> float:
-        """Since the clock was made. On CUDA once the device is idle."""
+        """Since the clock was made. On CUDA the device must be idle."""
         if isinstance(stamp, float):
             return (stamp - float(self._start)) * 1e6
         return float(self._start.elapsed_time(stamp)) * 1e3
@@ -101,14 +162,14 @@ class _Open(NamedTuple):
     """A span that has begun."""
 
     stream: StreamName
-    kind: Kind
+    activity: Activity
     unit: int | None
     name: str
     start: _Stamp
 
 
 class _Recorder(Observer):
-    """Notes when things happen. Owns the raw spans and marks."""
+    """Stamps the beginning and the end of what it observes."""
 
     def __init__(self, engine: Engine) -> None:
         self._streams = engine.streams
@@ -116,20 +177,12 @@ class _Recorder(Observer):
         self._unit_of = [unit.index for unit in engine.units for _ in unit.segments]  # by tag
         self._clock = _Clock(engine.streams)
         self._spans: list[tuple[_Open, _Stamp]] = []
-        self._marks: list[tuple[Fence, _Stamp, _Stamp]] = []
-        self._recorded: dict[Fence, _Stamp] = {}
-        self._issuing: _Open | None = None  # a collective that no fence has recorded yet
+        self._issued: _Open | None = None  # a collective that no fence has recorded yet
         self._under_way: dict[Work, _Open] = {}  # collectives that the host has not waited for
         self._blocked: _Stamp = None
-        self._computing: _Open | None = None  # what the compute stream is busy with
-        self._awaits_weights = False  # whether that has only waited so far
-        self._layers: list[int] = []  # units whose layers' forwards are running, one inside the other
-        self._recomputing: list[_Stamp] = []
-        self._last_grad: _Stamp | None = None  # when the unit whose backward runs wrote its latest gradient
-        self._casting: _Stamp = None
-        self._optimizing: _Stamp | None = None
+        self._computing: list[_Open] = []  # a layer inside a layer comes last
 
-    # -- what moves bytes -------------------------------------------------------------------------------------------
+    # -- collectives ------------------------------------------------------------------------------------------------
 
     def on_collective(
         self,
@@ -140,141 +193,80 @@ class _Recorder(Observer):
         writes: Sequence[torch.Tensor],
     ) -> None:
         """See `Observer`."""
-        kind, unit = _KINDS[collective], None
-        if tag is not None and tag < len(self._unit_of):
-            unit = self._unit_of[tag]
-        elif tag is not None:
-            kind = Kind.FLAGS
-        name = kind.value if unit is None else f"{kind.value} {self._units[unit]}"
-        issuing = self._issuing
-        if issuing is None or (issuing.stream, issuing.name) != (stream, name):  # one span for a unit's segments
-            self._issuing = _Open(stream, kind, unit, name, self._clock.now(stream))
+        activity = _ACTIVITIES[collective]
+        unit = self._unit_of[tag] if tag is not None and tag < len(self._unit_of) else None
+        if tag is not None and unit is None:
+            activity = Activity.FLAGS
+        found = self._begin(stream, activity, unit)
+        if self._issued is None or self._issued[:4] != found[:4]:  # a unit's segments share one span
+            self._issued = found
 
     def on_record(self, fence: Fence) -> None:
         """See `Observer`."""
-        now = self._recorded[fence] = self._clock.now(fence.source)
-        issued = self._issuing
+        issued = self._issued
         if issued is None or fence.source is not issued.stream:
             return
-        self._issuing = None
+        self._issued = None
         if fence.work is None:
-            self._spans.append((issued, now))
+            self._spans.append((issued, self._clock.now(fence.source)))
         else:
             self._under_way[fence.work] = issued
-            self._add(Kind.ISSUE, issued.unit, f"issue {issued.name}", issued.start, now)
-
-    def on_wait(self, fence: Fence) -> None:
-        """See `Observer`."""
-        now = self._clock.now(fence.target)
-        if fence in self._recorded:
-            self._marks.append((fence, self._recorded[fence], now))
-        if self._awaits_weights and fence.rule is Rule.WEIGHTS_ARRIVED and self._computing is not None:
-            self._awaits_weights = False
-            self._computing = self._computing._replace(start=now)
 
     def on_block(self, fence: Fence, work: Work) -> None:
         """See `Observer`."""
         self._blocked = self._clock.now(StreamName.COMPUTE)
 
     def on_done(self, fence: Fence, work: Work) -> None:
-        """See `Observer`."""
+        """See `Observer`. `work` may be several collectives at once."""
         now = self._clock.now(StreamName.COMPUTE)
-        unit, name = None, fence.what
-        # Of the segments of one unit, or of several units.
         parts = work.works if isinstance(work, AllWork) and work not in self._under_way else (work,)
-        for part in parts:
-            issued = self._under_way.pop(part, None)
-            if issued is not None:
-                self._spans.append((issued, now))
-                if part is work:
-                    unit, name = issued.unit, issued.name
-        self._add(Kind.WAIT, unit, f"wait for {name}", self._blocked, now)
+        done = [self._under_way.pop(part) for part in parts if part in self._under_way]
+        self._spans += [(issued, now) for issued in done]
+        unit, name = (done[0].unit, done[0].name) if len(done) == 1 else (None, fence.what)
+        wait = _Open(StreamName.COMPUTE, Activity.WAIT, unit, f"wait for {name}", self._blocked)
+        self._spans.append((wait, now))
 
-    # -- what the compute stream does -------------------------------------------------------------------------------
+    # -- computation ------------------------------------------------------------------------------------------------
 
     def on_moment(self, moment: Moment, unit: int | None) -> None:
         """See `Observer`."""
-        now = self._clock.now(StreamName.COMPUTE)
         if moment is Moment.CAST_BEGINS:
-            self._casting = now
-        elif moment is Moment.CAST_ENDS:
-            self._add(Kind.CAST, None, "cast", self._casting, now)
-        elif moment is Moment.BACKWARD_ENDS or unit is None:
-            self._close(now)
-        elif moment is Moment.FORWARD_BEGINS:
-            self._begin_forward(unit, now)
-        elif moment is Moment.FORWARD_ENDS:
-            self._end_forward(unit, now)
-        elif moment is Moment.RECOMPUTATION_BEGINS:
-            self._recomputing.append(now)
-        elif moment is Moment.RECOMPUTATION_ENDS:
-            self._add(Kind.FORWARD, unit, f"recompute {self._units[unit]}", self._recomputing.pop(), now)
+            self.open(Activity.CAST, None)
+        elif moment in (Moment.FORWARD_BEGINS, Moment.RECOMPUTATION_BEGINS):
+            if moment is Moment.FORWARD_BEGINS and unit == ROOT_UNIT:
+                self._computing = []  # of a forward that has raised
+            self.open(Activity.FORWARD, unit)
         elif moment is Moment.BACKWARD_BEGINS:
-            self._open(Kind.BACKWARD, unit, now, awaits_weights=True)
-        elif moment is Moment.GRAD_WRITTEN:
-            self._note_grad(unit, now)
+            self.close(Activity.BACKWARD)
+            self.open(Activity.BACKWARD, unit)
+        elif moment is Moment.BACKWARD_ENDS:
+            self.close(Activity.BACKWARD)
+        elif moment in (Moment.CAST_ENDS, Moment.FORWARD_ENDS, Moment.RECOMPUTATION_ENDS):
+            self.close()
 
-    def _begin_forward(self, unit: int, now: _Stamp) -> None:
-        if unit == ROOT_UNIT:
-            self._layers = []
-        else:
-            self._layers.append(unit)
-        self._open(Kind.FORWARD, unit, now, awaits_weights=True)
+    def open(self, activity: Activity, unit: int | None) -> None:
+        """The compute stream begins an activity."""
+        self._computing.append(self._begin(StreamName.COMPUTE, activity, unit))
 
-    def _end_forward(self, unit: int, now: _Stamp) -> None:
-        """Who called the layer goes on; a layer may have to wait for its weights again."""
-        self._close(now)
-        if unit != ROOT_UNIT:
-            while self._layers and self._layers.pop() != unit:
-                pass  # an inner one that has raised
-            outer = self._layers[-1] if self._layers else ROOT_UNIT
-            self._open(Kind.FORWARD, outer, now, awaits_weights=outer != ROOT_UNIT)
+    def close(self, activity: Activity | None = None) -> None:
+        """The innermost activity ends, or only one of that sort."""
+        if self._computing and activity in (None, self._computing[-1].activity):
+            self._spans.append((self._computing.pop(), self._clock.now(StreamName.COMPUTE)))
 
-    def _note_grad(self, unit: int, now: _Stamp) -> None:
-        """A gradient shows whose backward was running: after the last of the blocks' ones it is the root unit's."""
-        current = self._computing
-        if current is not None and current.unit != unit:
-            self._open(Kind.BACKWARD, unit, now if self._last_grad is None else self._last_grad)
-        self._awaits_weights = False
-        self._last_grad = now
-
-    def before_optimizer(self, *_: Any) -> None:
-        """Called by torch before an optimizer's step."""
-        self._optimizing = self._clock.now(StreamName.COMPUTE)
-
-    def after_optimizer(self, *_: Any) -> None:
-        """Called by torch after it."""
-        start, self._optimizing = self._optimizing, None
-        if start is not None:
-            self._add(Kind.OPTIMIZER, None, "optimizer", start, self._clock.now(StreamName.COMPUTE))
-
-    # -- what is noted ----------------------------------------------------------------------------------------------
-
-    def _open(self, kind: Kind, unit: int, start: _Stamp, *, awaits_weights: bool = False) -> None:
-        self._close(start)
-        self._last_grad = None
-        self._awaits_weights = awaits_weights
-        self._computing = _Open(StreamName.COMPUTE, kind, unit, f"{kind.value} {self._units[unit]}", start)
-
-    def _close(self, stop: _Stamp) -> None:
-        current, self._computing = self._computing, None
-        if current is not None:
-            self._spans.append((current, stop))
-
-    def _add(self, kind: Kind, unit: int | None, name: str, start: _Stamp, stop: _Stamp) -> None:
-        self._spans.append((_Open(StreamName.COMPUTE, kind, unit, name, start), stop))
+    def _begin(self, stream: StreamName, activity: Activity, unit: int | None) -> _Open:
+        name = activity.value if unit is None else f"{activity.value} {self._units[unit]}"
+        return _Open(stream, activity, unit, name, self._clock.now(stream))
 
     def fill(self, trace: Trace) -> None:
-        """Stamps to microseconds. What nobody has waited for ends with the trace."""
+        """Turn stamps into microseconds. Collectives without a wait end with the trace."""
         if self._streams.has_streams:
             self._streams.module.synchronize(self._streams.device)
-        for issued in self._under_way.values():
-            self._spans.append((issued, self._clock.now(issued.stream)))
+        self._spans += [(issued, self._clock.now(issued.stream)) for issued in self._under_way.values()]
         to_us = self._clock.microseconds
-        for (stream, kind, unit, name, start), stop in self._spans:
-            span = Span(stream, kind, unit, name, to_us(start), to_us(stop))
-            if span.stop_us - span.start_us > (_SHORTEST_US if kind in (Kind.WAIT, Kind.ISSUE) else 0.0):
-                trace.spans.append(span)
+        spans = [Span(*opened[:4], to_us(opened.start), to_us(stop)) for opened, stop in self._spans]
+        trace.spans = [span for span in spans if not _is_short_wait(span)]
         trace.spans.sort(key=lambda span: (span.start_us, -span.stop_us))
-        for fence, recorded, waited in self._marks:
-            trace.marks.append(Mark(fence.rule, fence.what, fence.source, fence.target, to_us(recorded), to_us(waited)))
+
+
+def _is_short_wait(span: Span) -> bool:
+    return span.activity is Activity.WAIT and span.stop_us - span.start_us < _SHORTEST_WAIT_US

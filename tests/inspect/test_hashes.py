@@ -9,7 +9,6 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import RankMismatchError, StreamShard
-from streamshard.inspect import engine_inside
 from tests.models import NormStack, Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, lm_step, sgd, stack_step
@@ -46,21 +45,4 @@ def test_a_buffer_that_differs_is_named(context: RankContext) -> None:
         model(torch.ones(2, 16))
     model.norms[1].num_batches_tracked += context.rank == 1
     with pytest.raises(RankMismatchError, match=r"'norms.1.num_batches_tracked'.*\[1\] have"):
-        model.check_weights()
-
-
-@on_ranks(2)
-def test_what_one_rank_receives_wrongly_is_found(context: RankContext) -> None:
-    """Shards are right on their owners, but rank 1 does not get to see them as they are."""
-    model: Any = StreamShard(Stack())
-    unit = engine_inside(model).units[2]
-    gather = unit.gather_whole
-
-    def gather_wrongly(pieces: Any) -> Any:
-        wholes: Any = gather(pieces)
-        wholes[0].view(-1)[3] += context.rank
-        return wholes
-
-    unit.gather_whole = gather_wrongly  # type: ignore[method-assign]
-    with pytest.raises(RankMismatchError, match="'layers.1.linear.weight'"):
         model.check_weights()

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import Precision, StreamShard
 from streamshard.comm.streams import Collective, Fence, Rule, StreamName
-from streamshard.errors import RaceError, ShardingError
+from streamshard.errors import RaceError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.races import Race, RaceDetector, detect_races
 from streamshard.plan.memory import Category
@@ -38,28 +38,24 @@ def test_the_engine_is_free_of_races_at_other_numbers_of_ranks(context: RankCont
 # -- the engine with a wait taken away ----------------------------------------------------------------------------
 
 
-_TAKEN_AWAY = [
-    *(
-        (rule, *what)
-        for rule in Rule
-        if rule is not Rule.SHARDS_READ
-        for what in [("plain", "fp32"), ("no_sync", "bf16"), ("checkpointing", "bf16")]
-    ),
+_TAKEN_AWAY = {
+    **{rule: [("plain", "fp32"), ("no_sync", "bf16"), ("checkpointing", "bf16")] for rule in Rule},
     # Where every gather is waited for before the next cast, the wait for readers has nothing to order.
-    (Rule.SHARDS_READ, "evaluation between steps", "bf16"),
-]
+    Rule.SHARDS_READ: [("evaluation between steps", "bf16")],
+}
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("rule", "scenario", "precision"), _TAKEN_AWAY)
-def test_a_rule_taken_away_is_named(context: RankContext, rule: Rule, precision: str, scenario: str) -> None:
-    """The detector finds races of exactly that rule, on a buffer that the rule protects."""
-    model = sharded(scenario, PRECISIONS[precision])
-    missing = f"missing: rule {rule.value} "
-    with dropping(model, rule), pytest.raises(RaceError, match=missing), detect_races(model) as races:
-        train(model, scenario, context)
-    assert {race.rule for race in races.found} == {rule}
-    assert {race.category for race in races.found} <= _PROTECTED[rule]
+@pytest.mark.parametrize("rule", list(Rule), ids=lambda rule: rule.name)
+def test_the_detector_names_each_missing_rule(context: RankContext, rule: Rule) -> None:
+    """It finds races of exactly that rule, on a buffer that the rule protects."""
+    for scenario, precision in _TAKEN_AWAY[rule]:
+        model = sharded(scenario, PRECISIONS[precision])
+        missing = f"missing: rule {rule.value} "
+        with dropping(model, rule), pytest.raises(RaceError, match=missing), detect_races(model) as races:
+            train(model, scenario, context)
+        assert {race.rule for race in races.found} == {rule}
+        assert {race.category for race in races.found} <= _PROTECTED[rule]
 
 
 _PROTECTED = {
@@ -81,56 +77,45 @@ def _races_without(context: RankContext, scenario: str, precision: Precision, *w
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("slot", ["weight slot 0", "weight slot 1", "weight slot 2", "grad slot 0", "grad slot 1"])
-def test_waits_of_one_slot_alone_are_missed(context: RankContext, slot: str) -> None:
-    """Every slot's waits are needed, not just some slot's."""
-    found = _races_without(context, "plain", BF16, slot)
-    assert {race.buffer for race in found} == {slot}
-    # Both waits of a slot are gone. The reduction's own wait (rule 4) is hidden in most steps behind that of a gather.
-    rules = {race.rule for race in found}
-    assert (Rule.WEIGHTS_ARRIVED in rules) if slot.startswith("weight") else (Rule.GRADS_DRAINED in rules)
+def test_the_waits_of_each_slot_are_needed(context: RankContext) -> None:
+    """Both waits of a slot are gone. The reduction's own wait (rule 4) often hides behind that of a gather."""
+    for slot in ("weight slot 0", "weight slot 1", "weight slot 2", "grad slot 0", "grad slot 1"):
+        found = _races_without(context, "plain", BF16, slot)
+        rules = {race.rule for race in found}
+        assert {race.buffer for race in found} == {slot}
+        assert (Rule.WEIGHTS_ARRIVED in rules) if slot.startswith("weight") else (Rule.GRADS_DRAINED in rules)
+
+
+# What waits guard, in which scenario; the buffer, the rule and the first stream of the races without them.
+_WAITS: dict[str, tuple[tuple[str, ...], str, Precision, Category, Rule, StreamName]] = {
+    "gathers for the cast, fp32": (
+        ("compute shards",), "plain", FP32, Category.MAIN_WEIGHTS, Rule.SHARDS_WRITTEN, COMPUTE
+    ),
+    "gathers for the cast, bf16": (
+        ("compute shards",), "plain", BF16, Category.COMPUTE_SHARDS, Rule.SHARDS_WRITTEN, COMPUTE
+    ),
+    "the cast for gathers": (
+        ("gathered shards",), "evaluation between steps", BF16, Category.COMPUTE_SHARDS, Rule.SHARDS_READ, COMM
+    ),
+    "the optimizer for reductions": (
+        ("main grads", "everybody's flags"), "plain", BF16, Category.MAIN_GRADS, Rule.RESULTS_ARRIVED, COMM
+    ),
+    "the exchange for this rank's flags": (
+        ("flags",), "unused layers", BF16, Category.FLAGS, Rule.SHARDS_WRITTEN, COMPUTE
+    ),
+    "the host for all ranks' flags": (
+        ("everybody's flags", "main grads"), "unused layers", BF16, Category.FLAGS, Rule.RESULTS_ARRIVED, COMM
+    ),
+}  # fmt: skip
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_wait_of_gathers_for_the_cast_is_needed(context: RankContext, precision: str) -> None:
-    """Rule 5: the optimizer and the cast write what gathers read."""
-    found = _races_without(context, "plain", PRECISIONS[precision], "compute shards")
-    wanted = Category.MAIN_WEIGHTS if precision == "fp32" else Category.COMPUTE_SHARDS
-    assert {(race.category, race.rule, race.first.stream) for race in found} == {(wanted, Rule.SHARDS_WRITTEN, COMPUTE)}
-
-
-@on_ranks(2)
-def test_the_wait_of_the_cast_for_gathers_is_needed(context: RankContext) -> None:
-    """Rule 6: a gather that no unit waited for still reads what the next pass casts."""
-    found = _races_without(context, "evaluation between steps", BF16, "gathered shards")
-    assert {(race.category, race.rule, race.first.stream) for race in found} == {
-        (Category.COMPUTE_SHARDS, Rule.SHARDS_READ, COMM)
-    }
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_wait_of_the_optimizer_for_reductions_is_needed(context: RankContext, precision: str) -> None:
-    """Rule 7: the optimizer reads what reductions write."""
-    found = _races_without(context, "plain", PRECISIONS[precision], "main grads", "everybody's flags")
-    assert Category.MAIN_GRADS in {race.category for race in found}
-    assert {(race.rule, race.first.stream) for race in found} == {(Rule.RESULTS_ARRIVED, COMM)}
-
-
-@on_ranks(2)
-def test_the_wait_for_the_flags_is_needed(context: RankContext) -> None:
-    """Rule 5: which parameters were used is told to the other ranks once it is written down."""
-    found = _races_without(context, "unused layers", BF16, "flags")
-    assert {(race.category, race.rule) for race in found} == {(Category.FLAGS, Rule.SHARDS_WRITTEN)}
-
-
-@on_ranks(2)
-def test_the_wait_for_the_flags_of_others_is_needed(context: RankContext) -> None:
-    """Rule 7: which parameters nobody used is read once all flags are there."""
-    found = _races_without(context, "unused layers", BF16, "everybody's flags", "main grads")
-    found = [race for race in found if race.category is not Category.MAIN_GRADS]
-    assert {(race.category, race.rule) for race in found} == {(Category.FLAGS, Rule.RESULTS_ARRIVED)}
+@pytest.mark.parametrize("wait", _WAITS)
+def test_each_other_wait_is_needed(context: RankContext, wait: str) -> None:
+    """Each wait of rules 5 to 7."""
+    fences, scenario, precision, category, rule, stream = _WAITS[wait]
+    found = _races_without(context, scenario, precision, *fences)
+    assert {(race.rule, race.first.stream) for race in found if race.category is category} == {(rule, stream)}
 
 
 # -- what it says -------------------------------------------------------------------------------------------------
@@ -171,12 +156,6 @@ def test_nothing_is_observed_outside(context: RankContext) -> None:
     assert engine_inside(model).streams.observers == ()
 
 
-def test_a_model_that_is_not_sharded_is_refused() -> None:
-    """Instead of finding nothing in it."""
-    with pytest.raises(ShardingError, match="Stack is not sharded"), detect_races(Stack()):
-        pass
-
-
 # -- happens before, on a bench ------------------------------------------------------------------------------------
 
 
@@ -199,7 +178,7 @@ def _fence(detector: RaceDetector, source: StreamName) -> Fence:
 
 
 @on_ranks(2)
-def test_overlap_is_what_makes_a_race(context: RankContext) -> None:
+def test_two_streams_a_write_and_common_bytes_make_a_race(context: RankContext) -> None:
     """Ranges of bytes count, not tensors: views, transposed ones and single elements included."""
     views: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
         "the same": (lambda t: t[64:128], True),
@@ -218,21 +197,11 @@ def test_overlap_is_what_makes_a_race(context: RankContext) -> None:
         _gathers_into(detector, slot[64:128])
         detector.on_operation(view(slot), write=False, what="op")
         assert bool(detector.found) is races, name
-
-
-@on_ranks(2)
-def test_two_reads_and_one_stream_are_no_race(context: RankContext) -> None:
-    """A race takes a write and two streams."""
     detector, slot = _bench(context)
     detector.on_collective(COMM, Collective.REDUCE_SCATTER, None, (slot,), ())
-    detector.on_operation(slot, write=False, what="op")
-    assert detector.found == []
-    detector.on_operation(slot, write=True, what="op")
-    assert len(detector.found) == 1
-    detector, slot = _bench(context)
-    detector.on_operation(slot, write=True, what="op")
-    detector.on_operation(slot, write=True, what="op")
-    assert detector.found == []
+    for write, races in ((False, False), (True, True)):
+        detector.on_operation(slot, write=write, what="op")
+        assert bool(detector.found) is races
 
 
 @on_ranks(2)
@@ -243,6 +212,7 @@ def test_a_fence_orders_what_was_before_its_record(context: RankContext) -> None
     _gathers_into(detector, slot[:10])
     detector.on_record(fence)
     _gathers_into(detector, slot[10:20])
+    detector.on_wait(_fence(detector, COMM))  # of which nobody saw a record
     detector.on_wait(fence)
     detector.on_operation(slot[:20], write=False, what="op")
     assert [(race.start, race.stop) for race in detector.found] == [(40, 80)]
@@ -284,18 +254,6 @@ def test_what_one_stream_knows_another_need_not(context: RankContext, passes_on:
     detector.on_collective(StreamName.REPLICA, Collective.ALL_REDUCE, 1, (), (main,))
     assert [race.first.stream for race in detector.found] == ([] if passes_on else [COMPUTE, COMM])
     assert [race.rule for race in detector.found] == ([] if passes_on else [Rule.GRADS_WRITTEN, Rule.RESULTS_ARRIVED])
-
-
-@on_ranks(2)
-def test_a_record_without_a_wait_orders_nothing(context: RankContext) -> None:
-    """Nor does a wait for a fence whose record nobody saw."""
-    detector, slot = _bench(context)
-    fence = _fence(detector, COMM)
-    _gathers_into(detector, slot)
-    detector.on_record(fence)
-    detector.on_wait(_fence(detector, COMM))
-    detector.on_operation(slot, write=False, what="op")
-    assert len(detector.found) == 1
 
 
 @on_ranks(2)
