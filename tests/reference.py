@@ -39,6 +39,7 @@ __all__ = [
     "assert_same",
     "assert_trains_like_ddp",
     "assert_trains_like_plain",
+    "case",
     "counted_collectives",
     "ddp_of",
     "each_setting",
@@ -62,6 +63,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 each_setting = pytest.mark.parametrize(
     ("world_size", "settings"), [(1, "two slots"), *((2, settings) for settings in SETTINGS)]
 )
+
+
+@contextmanager
+def case(name: object) -> Iterator[None]:
+    """Name the entry of a table in an error raised inside."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"case {name!r}: {error}") from error
 
 
 def seed(number: int) -> None:

@@ -1,0 +1,444 @@
+"""Gradients are a function of the graphs that were differentiated, and of nothing that Python still holds."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from streamshard import StreamShard
+from streamshard.errors import ShardingError
+from streamshard.inspect import engine_inside
+from tests.models import Layer, Stack, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import (
+    FP32,
+    SETTINGS,
+    Call,
+    assert_same,
+    assert_trains_like_ddp,
+    assert_trains_like_plain,
+    case,
+    counted_collectives,
+    each_setting,
+    full_grads,
+    full_weights,
+    sgd,
+    stack_step,
+)
+from tests.scenarios import RoutedStack, over_sockets
+
+
+def _loss(model: nn.Module, call: Call, part: int = 0) -> Tensor:
+    loss: Tensor = model(vector_batch(3 * call.step + part, call.rank)).square().mean()
+    return loss
+
+
+def _no_sync(model: nn.Module) -> Any:
+    return model.no_sync() if isinstance(model, StreamShard) else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _frozen(module: nn.Module) -> Iterator[None]:
+    module.requires_grad_(False)
+    yield
+    module.requires_grad_(True)
+
+
+# ---------------------------------------------------------------------------------------------- what trains
+
+
+def _frozen_between(model: Any, call: Call) -> Tensor:
+    """The forward of a reference model, with everything frozen, comes between forward and backward."""
+    loss = _loss(model, call)
+    with _frozen(model), torch.no_grad():
+        model(vector_batch(call.step, call.rank))
+    return call.backward(loss)
+
+
+def _frozen_in_backward(model: Any, call: Call) -> Tensor:
+    """Torch gives a parameter no gradient if it is frozen when the backward runs."""
+    loss = _loss(model, call)
+    with _frozen(model.layers[call.step % 4]):
+        return call.backward(loss)
+
+
+def _frozen_in_forward(model: Any, call: Call) -> Tensor:
+    """Unfrozen before the backward, which makes no difference."""
+    with _frozen(model.layers[1]), _frozen(model.head):
+        loss = _loss(model, call)
+    return call.backward(loss)
+
+
+def _discriminating(model: Any, call: Call) -> Tensor:
+    """A discriminator accumulates; the generator's turn, for which it is frozen, comes between."""
+    with _no_sync(model):
+        call.backward(_loss(model, call))
+        with _frozen(model):
+            x = vector_batch(call.step, call.rank).requires_grad_()
+            call.backward(model(x).square().mean())
+            assert x.grad is not None and bool(x.grad.any())
+    return call.backward(_loss(model, call, 1))
+
+
+TRAINABILITY: dict[str, Callable[[Any, Call], Tensor]] = {
+    "frozen for another forward": _frozen_between,
+    "frozen in the backward": _frozen_in_backward,
+    "frozen in the forward": _frozen_in_forward,
+    "frozen while gradients accumulate": _discriminating,
+}
+
+
+@on_ranks()
+@each_setting
+def test_what_trains_is_a_property_of_the_graph(context: RankContext, settings: str) -> None:
+    """Gradients are present, and missing, exactly where plain PyTorch has them so."""
+    for name, step in TRAINABILITY.items():
+        with case(name):
+            assert_trains_like_plain(context, Stack, step, checked=(0, 2), **SETTINGS[settings])
+
+
+# ---------------------------------------------------------------------------------------------- several graphs
+
+
+def _accumulated_before_two(model: Any, call: Call) -> Tensor:
+    """A micro-batch is accumulated; then two graphs are in flight."""
+    call.backward(_loss(model, call))
+    first, second = _loss(model, call, 1), _loss(model, call, 2)
+    return call.backward(first) + call.backward(second)
+
+
+def _accumulated_before_two_at_once(model: Any, call: Call) -> Tensor:
+    call.backward(_loss(model, call))
+    return call.backward(_loss(model, call, 1) + _loss(model, call, 2))
+
+
+def _first_in_first_out(model: Any, call: Call) -> Tensor:
+    """Micro-batches as a pipeline has them: two forwards ahead."""
+    losses = [_loss(model, call, part) for part in range(3)]
+    total = call.backward(losses[0])
+    losses.append(_loss(model, call, 3))
+    return total + sum(call.backward(loss) for loss in losses[1:])
+
+
+def _one_of_two(model: Any, call: Call) -> Tensor:
+    """The other graph is kept alive and dropped only in the next step."""
+    model.kept = [_loss(model, call), _loss(model, call, 1)]
+    return call.backward(model.kept[call.step % 2])
+
+
+GRAPHS: dict[str, Callable[[Any, Call], Tensor]] = {
+    "two in flight": _accumulated_before_two,
+    "two in one backward": _accumulated_before_two_at_once,
+    "first in, first out": _first_in_first_out,
+    "one of two": _one_of_two,
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_any_number_of_graphs_in_flight(context: RankContext, settings: str) -> None:
+    """Nothing that was accumulated before is lost or counted twice."""
+    for name, step in GRAPHS.items():
+        with case(name):
+            assert_trains_like_plain(context, Stack, step, checked=(0, 2), **SETTINGS[settings])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sockets", [False, True])
+def test_outputs_that_python_keeps_alive_change_nothing(context: RankContext, sockets: bool) -> None:
+    """One rank keeps an output, as a log does; all ranks issue the same collectives and get the same gradients."""
+    with over_sockets() if sockets else contextlib.nullcontext():
+        model = StreamShard(Stack(), precision=FP32)
+    stack_step(model, Call(0, context.rank, 2, 1.0))
+    grads = []
+    for keeps in (False, context.rank == 0):
+        model.zero_grad()
+        kept = [model(vector_batch(1, context.rank)), model(vector_batch(2, context.rank))]
+        if not keeps:
+            kept.clear()
+        with counted_collectives(model) as counts:
+            stack_step(model, Call(3, context.rank, 2, 1.0))
+        heard: list[Any] = [None] * 2
+        torch.distributed.all_gather_object(heard, counts)
+        assert heard[0] == heard[1]
+        grads.append(full_grads(model))
+    assert_same(grads[1], grads[0], "gradients beside a kept output")
+
+
+# ---------------------------------------------------------------------------------------------- lifetimes
+
+
+class _Canary(torch.autograd.Function):
+    """A node whose life can be watched."""
+
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        _Canary.alive.add(ctx)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+class WatchedStack(Stack):
+    """Layers save their own outputs (tanh does), behind nodes whose life can be watched."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _Canary.apply(x.requires_grad_())  # type: ignore[no-untyped-call]
+        return super().forward(x)
+
+
+def _dropped(model: Any) -> None:
+    """Evaluation without `no_grad`."""
+    model(vector_batch(0, 0))
+
+
+def _not_all_used(model: Any) -> None:
+    """The loss is made of a layer in the middle."""
+    hidden: list[Tensor] = []
+    hook = model.layers[1].register_forward_hook(lambda module, args, out: hidden.append(out))
+    model(vector_batch(0, 0))
+    hook.remove()
+    hidden[0].sum().backward()
+
+
+def _raised(model: Any) -> None:
+    """A batch that is skipped, as after an out-of-memory error."""
+    hook = model.layers[2].register_forward_pre_hook(lambda module, args: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        model(vector_batch(0, 0))
+    hook.remove()
+
+
+@on_ranks()
+@each_setting
+def test_a_graph_is_freed_with_the_last_reference_to_it(context: RankContext, settings: str) -> None:
+    """At once, without help of the garbage collector, although nobody has differentiated all of it."""
+    model = StreamShard(WatchedStack(), precision=FP32, **SETTINGS[settings])
+    _Canary.alive.clear()
+    gc.disable()
+    try:
+        for step in (_dropped, _not_all_used, _raised):
+            for _ in range(3):
+                step(model)
+                assert not list(_Canary.alive), step
+    finally:
+        gc.enable()
+
+
+@on_ranks()
+@each_setting
+def test_a_model_is_freed_with_the_last_reference_to_it(context: RankContext, settings: str) -> None:
+    """At once, as a plain module: its buffers are most of a device's memory."""
+    model: Any = StreamShard(RoutedStack(), precision=FP32, **SETTINGS[settings])
+    optimizer = sgd(model)
+    for number in range(2):
+        stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+        optimizer.step()
+    model.route = [0, 2]
+    with torch.no_grad():
+        model(vector_batch(0, context.rank))
+    engine = engine_inside(model)
+    alive = [weakref.ref(each) for each in (model, model.layers[1], engine, *engine.units)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model, optimizer, engine
+        assert [ref() for ref in alive if ref() is not None] == []
+    finally:
+        gc.enable()
+
+
+# ---------------------------------------------------------------------------------------------- versions
+
+
+def _changes(model: Any) -> dict[str, Callable[[], object]]:
+    whole = model.full_state_dict(rank0_only=False)
+    steps = {
+        name: torch.optim.SGD(part.parameters(), 1.0).step
+        for name, part in (("model", model), ("head", model.head), ("layer", model.layers[2]))
+    }
+    one_bias = torch.optim.SGD([model.layers[2].linear.bias], 1.0).step  # a rank may own no piece of it
+    return {**steps, "bias": one_bias, "load": lambda: model.load_state_dict(whole)}
+
+
+@on_ranks()
+@each_setting
+def test_weights_changed_between_a_forward_and_its_backward_raise(context: RankContext, settings: str) -> None:
+    """As in torch: old activations and new weights make no gradient. All ranks raise."""
+    model = StreamShard(Stack(), precision=FP32, **SETTINGS[settings])
+    for name, change in _changes(model).items():
+        with case(name):
+            stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+            loss = model(vector_batch(1, context.rank)).square().mean()
+            change()
+            model.zero_grad()
+            with pytest.raises(
+                ShardingError, match=r"'(layers\.\d\.linear|head)\.\w+' was modified by an inplace operation"
+            ):
+                loss.backward()
+    stack_step(model, Call(2, context.rank, context.world_size, 1.0))
+
+
+@on_ranks()
+@each_setting
+def test_a_step_inside_no_sync_is_seen_by_the_next_forward(context: RankContext, settings: str) -> None:
+    """Weights are gathered anew when they have changed, whatever the context promises."""
+    found = []
+    for is_inside in (True, False):
+        torch.manual_seed(1)
+        model = StreamShard(Stack(), precision=FP32, **SETTINGS[settings])
+        optimizer = sgd(model)
+        for number in range(3):
+            call = Call(number, context.rank, context.world_size, 1.0)
+            call.backward(_loss(model, call))
+            with model.no_sync() if is_inside else contextlib.nullcontext():
+                with torch.no_grad():
+                    _loss(model, call)
+                optimizer.step()
+                optimizer.zero_grad()
+                loss = _loss(model, call, 1)
+            call.backward(loss)
+        found.append({**full_weights(model), **{f"grad {name}": grad for name, grad in full_grads(model).items()}})
+    assert_same(found[0], found[1], "steps inside")
+
+
+# ---------------------------------------------------------------------------------------------- gradients from outside
+
+
+def _penalty(model: nn.Module) -> Tensor:
+    total: Tensor = sum(0.1 * param.square().sum() for param in model.parameters())  # type: ignore[assignment]
+    return total
+
+
+@on_ranks()
+@each_setting
+def test_penalties_on_the_parameters_accumulate_with_everything_else(context: RankContext, settings: str) -> None:
+    """A term that autograd adds to the sharded parameters themselves, beside gradients that wait in their slots."""
+    for where in ("in all", "in the first", "in the second", "before each", "alone"):
+
+        def step(model: Any, call: Call, where: str = where) -> Tensor:
+            losses = []
+            for part in range(3):
+                with _no_sync(model) if part < 2 else contextlib.nullcontext():
+                    early = _penalty(model) if where == "before each" else 0.0  # its nodes run last
+                    loss = _loss(model, call, part)
+                    is_on = where == "in all" or ("in the first", "in the second", "in the last")[part] == where
+                    call.backward(loss + early + (_penalty(model) if is_on else 0.0))
+                    if where == "alone" and part == 1:
+                        call.backward(_penalty(model))
+                    losses.append(loss.detach())
+            return torch.stack(losses).sum()
+
+        with case(where):
+            assert_trains_like_plain(context, Stack, step, checked=(0, 2), **SETTINGS[settings])
+
+
+@on_ranks(2)
+def test_gradients_that_wait_can_be_cleared_and_added_to(context: RankContext) -> None:
+    """Cleared gradients stay away until something is added, a penalty too."""
+
+    def step(model: Any, call: Call) -> Tensor:
+        inner = model if isinstance(model, StreamShard) else model.module
+        with model.no_sync():
+            call.backward(_loss(model, call))
+            inner.layers[1].zero_grad()
+            call.backward(_penalty(inner.layers))
+            inner.layers[2].zero_grad()
+            inner.head.zero_grad()
+        return call.backward(_loss(model, call, 1))
+
+    assert_trains_like_ddp(context, Stack, step, **SETTINGS["a slot each"])
+
+
+@on_ranks()
+@each_setting
+def test_a_gradient_that_the_user_keeps_is_not_written_again(context: RankContext, settings: str) -> None:
+    """Multi-task methods keep one task's gradients while they compute the next one's."""
+    model = StreamShard(Stack(), precision=FP32, **SETTINGS[settings])
+    params = list(model.parameters())
+    kept, copies = [], []
+    for number in range(3):
+        stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+        kept.append([param.grad for param in params])
+        copies.append([param.grad.clone() for param in params])
+        model.zero_grad()
+    for grads, wanted in zip(kept, copies, strict=True):
+        assert all(torch.equal(grad, copy) for grad, copy in zip(grads, wanted, strict=True))
+    for param, *grads in zip(params, *kept, strict=True):
+        param.grad = grads[0] + grads[1] + grads[2]
+    found = full_grads(model)
+    model.zero_grad()
+    for number in range(3):
+        stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+    assert_same(found, full_grads(model), "the sum of kept gradients")
+
+
+# ---------------------------------------------------------------------------------------------- backward in a forward
+
+
+class EnergyLayer(Layer):
+    """A layer that descends an energy of its input; the descent is part of the graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> the same"""
+        y = x.requires_grad_() if x.is_leaf else x
+        energy = super().forward(y).square().sum()
+        (slope,) = torch.autograd.grad(energy, y, create_graph=True)
+        return super().forward(x) - 0.1 * slope
+
+
+class EnergyStack(Stack):
+    """Of such layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(EnergyLayer() for _ in range(4))
+
+
+class ForceStack(Stack):
+    """Forces: the model's forward differentiates through all its layers, with respect to its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, DIM] -> [rows, DIM]"""
+        x = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(super().forward(x).sum(), x)
+        return super().forward(x) + force.sum(1, keepdim=True)
+
+
+@on_ranks()
+@each_setting
+def test_a_forward_may_differentiate_its_activations(context: RankContext, settings: str) -> None:
+    """The pass that is under way serves a backward inside a layer, and inside the root's forward."""
+    for build in (EnergyStack, ForceStack):
+        with case(build.__name__):
+            assert_trains_like_plain(context, build, stack_step, **SETTINGS[settings])
+
+
+@on_ranks(2)
+def test_a_gradient_of_parameters_inside_a_forward_raises(context: RankContext) -> None:
+    """The pass has no collectives to reduce it."""
+
+    class Learning(Stack):
+        learns = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.learns:
+                super().forward(x).sum().backward()
+            return super().forward(x)
+
+    model = StreamShard(Learning(), precision=FP32)
+    with pytest.raises(ShardingError, match=r"inside the model's forward .* gradient of '(head|layers)"):
+        model(vector_batch(0, context.rank))
+    model.learns = False
+    stack_step(model, Call(0, context.rank, 2, 1.0))
