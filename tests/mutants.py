@@ -261,7 +261,7 @@ MUTANTS: list[Mutant] = [
     # a gradient that was kept and got nothing new is dropped
     Mutant("unit/grads", "UnitGrads.finish", Swap("(grad.is_kept or is_new)", "is_new"), "loops"),
     # no unit trains
-    Mutant("unit/unit", "StreamedUnit.take_trainability", Drop("self.is_trainable = trainable"), "cases_freezing"),
+    Mutant("unit/unit", "StreamedUnit.take_trainability", Drop("self.is_trainable = trainable"), "frozen"),
     # a gather does not wait for the slot's last use
     Mutant("unit/unit", "StreamedUnit.start_gather", Drop("slot.released.wait()"), "matrix"),
     # `start_gather` without `arrived.complete()`
@@ -336,7 +336,7 @@ MUTANTS: list[Mutant] = [
             "if (self.counts(grad) or grad.is_kept) and not grad.is_written:",
             "if self.counts(grad) and not grad.is_written:",
         ),
-        "invariants::test_a_gradient_frozen_between_micro_batches_stays_as_it_is cases_freezing graphs",
+        "invariants::test_a_gradient_frozen_between_micro_batches_stays_as_it_is frozen graphs",
     ),
     # a reduction does not wait for gradients
     Mutant("unit/buffers", "GradSlot.finish_writing", Drop("self.written.wait()"), "matrix"),
