@@ -133,28 +133,28 @@ MUTANTS: list[Mutant] = [
         "engine/casts",
         "Casts.cast",
         Drop("unit.weight_slot.content = unit.index if is_alone or not unit.views else None"),
-        "cases_graphs",
+        "graphs",
     ),
     # a pass begins without `settle`
     Mutant(
         "engine/engine",
         "Engine._meet",
         Drop("self.settle()"),
-        "cases_exceptions::test_ranks_that_fail_at_different_points_of_a_backward_stay_in_step",
+        "exceptions::test_ranks_that_fail_at_different_points_of_a_backward_stay_in_step",
     ),
     # a step inside `no_sync` is not noticed
     Mutant(
         "engine/casts",
         "Casts.begin_pass",
         Swap("or self._versions != [unit.versions() for unit in self._units]:", ":"),
-        "cases_graphs",
+        "graphs",
     ),
     # weights stay current after `no_sync`
     Mutant(
         "engine/casts",
         "Casts.set_synced",
         Drop("if is_synced:"),
-        "invariants::test_weights_changed_behind_torchs_back_after_no_sync_are_seen cases_training cases_graphs dial",
+        "invariants::test_weights_changed_behind_torchs_back_after_no_sync_are_seen loops graphs dial",
     ),
     # weights are never current, not even inside `no_sync`
     Mutant(
@@ -171,7 +171,7 @@ MUTANTS: list[Mutant] = [
             "if error is not None and (self.ranks.has_failed or not isinstance(error, Exception)):",
             "if error is not None:",
         ),
-        "invariants::test_a_forward_that_fails_on_one_rank_issues_what_the_others_do cases_exceptions matrix",
+        "invariants::test_a_forward_that_fails_on_one_rank_issues_what_the_others_do exceptions matrix",
     ),
     # a failed transport still issues what is left of a forward
     Mutant(
@@ -181,14 +181,14 @@ MUTANTS: list[Mutant] = [
             "if error is not None and (self.ranks.has_failed or not isinstance(error, Exception)):",
             "if error is not None and not isinstance(error, Exception):",
         ),
-        "invariants::test_who_cannot_go_on_issues_nothing_more cases_exceptions",
+        "invariants::test_who_cannot_go_on_issues_nothing_more exceptions",
     ),
     # what was issued last is left out at the end of a pass
     Mutant(
         "engine/engine",
         "Engine._end_pass",
         Swap("self._issue(forward.schedule.finish())", "forward.schedule.finish()"),
-        "cases_execution",
+        "execution",
     ),
     # an order is adopted that ranks do not agree on
     Mutant(
@@ -200,7 +200,7 @@ MUTANTS: list[Mutant] = [
     # a unit that is in its slot is gathered all the same
     Mutant("engine/engine", "Engine._issue", Swap("elif unit.weight_slot.content != unit.index:", "else:"), "dial"),
     # `acquire` does not gather
-    Mutant("engine/engine", "Engine.acquire", Drop("if unit.weight_slot.content != unit.index:"), "cases_execution"),
+    Mutant("engine/engine", "Engine.acquire", Drop("if unit.weight_slot.content != unit.index:"), "execution"),
     # `acquire` does not wait
     Mutant("engine/engine", "Engine.acquire", Drop("unit.finish_gather()"), "matrix"),
     # other units stay bound in `_advance`
@@ -215,23 +215,23 @@ MUTANTS: list[Mutant] = [
         "engine/engine",
         "Engine.begin_backward",
         Drop("self._check_versions(self.units[index], versions)"),
-        "cases_graphs",
+        "graphs",
     ),
     # what trains is not asked when backward begins
-    Mutant("engine/engine", "Engine._open_backward", Drop("unit.take_trainability()"), "cases_graphs"),
+    Mutant("engine/engine", "Engine._open_backward", Drop("unit.take_trainability()"), "graphs"),
     # `due` is not filled
     Mutant(
         "engine/engine",
         "Engine.begin_backward",
         Swap("self.reductions.due = set(visits)", "self.reductions.due = set()"),
-        "coalesce cases_passes",
+        "coalesce passes",
     ),
     # `due` is not discarded
     Mutant(
         "engine/engine",
         "Engine._issue",
         Drop("self.reductions.due.discard(op.unit)"),
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind coalesce cases_passes matrix",
+        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind coalesce passes matrix",
     ),
     # a recomputation does not move the schedule on
     Mutant(
@@ -241,29 +241,27 @@ MUTANTS: list[Mutant] = [
         "invariants::test_gradients_are_on_their_way_while_the_layer_before_is_recomputed",
     ),
     # late gradients are not reduced
-    Mutant(
-        "engine/engine", "Engine._close_all", Drop("self.reductions.start_late_ones()"), "cases_execution cases_passes"
-    ),
+    Mutant("engine/engine", "Engine._close_all", Drop("self.reductions.start_late_ones()"), "execution passes"),
     # a cleared gradient is not zero
     Mutant(
         "unit/grads",
         "SegmentGrads.take",
         Drop("if not grad.is_kept:"),
-        "invariants::test_a_cleared_gradient_beside_kept_ones_begins_at_zero cases_training cases_graphs",
+        "invariants::test_a_cleared_gradient_beside_kept_ones_begins_at_zero loops graphs",
     ),
     # a gradient that is kept elsewhere is written again
-    Mutant("unit/grads", "ParamGrad.disown", Drop("kept.data = kept.clone()"), "cases_graphs"),
+    Mutant("unit/grads", "ParamGrad.disown", Drop("kept.data = kept.clone()"), "graphs"),
     # `give` drops what autograd has put on the sharded parameter
     Mutant(
         "unit/grads",
         "ParamGrad.give",
         Drop("if param.grad is not None:"),
-        "cases_graphs::test_penalties_on_the_parameters_accumulate_with_everything_else",
+        "graphs::test_penalties_on_the_parameters_accumulate_with_everything_else",
     ),
     # a gradient that was kept and got nothing new is dropped
-    Mutant("unit/grads", "UnitGrads.finish", Swap("(grad.is_kept or is_new)", "is_new"), "cases_training"),
+    Mutant("unit/grads", "UnitGrads.finish", Swap("(grad.is_kept or is_new)", "is_new"), "loops"),
     # no unit trains
-    Mutant("unit/unit", "StreamedUnit.take_trainability", Drop("self.is_trainable = trainable"), "cases_freezing"),
+    Mutant("unit/unit", "StreamedUnit.take_trainability", Drop("self.is_trainable = trainable"), "frozen"),
     # a gather does not wait for the slot's last use
     Mutant("unit/unit", "StreamedUnit.start_gather", Drop("slot.released.wait()"), "matrix"),
     # `start_gather` without `arrived.complete()`
@@ -271,14 +269,14 @@ MUTANTS: list[Mutant] = [
         "unit/unit",
         "StreamedUnit.start_gather",
         Drop("slot.arrived.complete()"),
-        "invariants::test_no_gather_is_under_way_where_weights_are_cast_or_gathered_again matrix cases_execution",
+        "invariants::test_no_gather_is_under_way_where_weights_are_cast_or_gathered_again matrix execution",
     ),
     # gradients of before are taken at each opening
     Mutant(
         "unit/grads",
         "UnitGrads.open",
         Swap("is_first, self._has_taken = not self._has_taken, True", "is_first, self._has_taken = True, True"),
-        "cases_passes matrix",
+        "passes matrix",
     ),
     # a grad slot is opened without waiting
     Mutant("unit/buffers", "GradSlot.open", Drop("self.drained.wait()"), "matrix"),
@@ -287,7 +285,7 @@ MUTANTS: list[Mutant] = [
         "unit/grads",
         "SegmentGrads.open",
         Swap("self.set_written(is_added_to)", "self.set_written(self.adds)"),
-        "cases_training",
+        "loops",
     ),
     # main grads in the slot are not added to
     Mutant("unit/grads", "SegmentGrads.open", Swap("self.set_written(is_added_to)", "self.set_written(False)"), "dial"),
@@ -312,14 +310,14 @@ MUTANTS: list[Mutant] = [
         "unit/grads",
         "UnitGrads.write",
         Swap("grad.is_used = self.has_unreduced = True", "self.has_unreduced = True"),
-        "cases_training",
+        "loops",
     ),
     # what came late is not noted
     Mutant(
         "unit/grads",
         "UnitGrads.write",
         Swap("grad.is_used = self.has_unreduced = True", "grad.is_used = True"),
-        "cases_passes cases_execution",
+        "passes execution",
     ),
     # a reduction leaves `has_unreduced`
     Mutant(
@@ -329,7 +327,7 @@ MUTANTS: list[Mutant] = [
         "invariants::test_a_unit_is_averaged_over_replicas_once",
     ),
     # a parameter without a gradient contributes leftovers
-    Mutant("unit/grads", "UnitGrads.start_reduce", Drop("grad.in_slot.zero_()"), "cases_execution"),
+    Mutant("unit/grads", "UnitGrads.start_reduce", Drop("grad.in_slot.zero_()"), "execution"),
     # the range of a frozen parameter that holds a gradient is not zeroed
     Mutant(
         "unit/grads",
@@ -338,7 +336,7 @@ MUTANTS: list[Mutant] = [
             "if (self.counts(grad) or grad.is_kept) and not grad.is_written:",
             "if self.counts(grad) and not grad.is_written:",
         ),
-        "invariants::test_a_gradient_frozen_between_micro_batches_stays_as_it_is cases_freezing cases_graphs",
+        "invariants::test_a_gradient_frozen_between_micro_batches_stays_as_it_is frozen graphs",
     ),
     # a reduction does not wait for gradients
     Mutant("unit/buffers", "GradSlot.finish_writing", Drop("self.written.wait()"), "matrix"),
@@ -366,7 +364,7 @@ MUTANTS: list[Mutant] = [
             "accumulate, self.adds = self.adds and not self.is_main_in_slot, True",
             "accumulate = self.adds and not self.is_main_in_slot",
         ),
-        "cases_passes::test_recomputed_layers_with_several_forwards_and_backwards",
+        "passes::test_recomputed_layers_with_several_forwards_and_backwards",
     ),
     # main grads in the slot are added twice
     Mutant(
@@ -383,7 +381,7 @@ MUTANTS: list[Mutant] = [
         "unit/grads",
         "UnitGrads.start_reduce",
         Drop("slot.content = None"),
-        "cases_training cases_execution cases_passes",
+        "loops execution passes",
     ),
     # scratch does not know who uses it
     Mutant(
@@ -425,7 +423,7 @@ MUTANTS: list[Mutant] = [
         "unit/grads",
         "UnitGrads.leave_unreduced",
         Drop("segment.add_own(grad, param.grad)"),
-        "cases_graphs::test_penalties_on_the_parameters_accumulate_with_everything_else",
+        "graphs::test_penalties_on_the_parameters_accumulate_with_everything_else",
     ),
     # `leave_unreduced` leaves out what only waits
     Mutant(
@@ -437,20 +435,20 @@ MUTANTS: list[Mutant] = [
     # `resume` keeps what was cleared
     Mutant("unit/grads", "UnitGrads.resume", Drop("grad.forget()"), "dial"),
     # `forget` leaves the slot
-    Mutant("unit/grads", "ParamGrad.forget", Drop("self.in_slot.zero_()"), "dial cases_graphs"),
+    Mutant("unit/grads", "ParamGrad.forget", Drop("self.in_slot.zero_()"), "dial graphs"),
     # `forget` leaves the main grads
     Mutant(
         "unit/grads",
         "ParamGrad.forget",
         Drop("self.in_main.zero_()"),
-        "invariants::test_clearing_forgets_what_was_reduced_and_what_waits dial cases_graphs",
+        "invariants::test_clearing_forgets_what_was_reduced_and_what_waits dial graphs",
     ),
     # what autograd gives to a sharded parameter counts once, not N times
     Mutant(
         "unit/grads",
         "SegmentGrads.add_own",
         Swap("add_(own, alpha=self._plan.layout.world_size)", "add_(own)"),
-        "cases_graphs",
+        "graphs",
     ),
     # a backward leaves `has_unreduced`
     Mutant(
@@ -460,13 +458,13 @@ MUTANTS: list[Mutant] = [
         "invariants::test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing",
     ),
     # a backward leaves `used`
-    Mutant("unit/grads", "UnitGrads.finish", Drop("grad.is_used = False"), "cases_execution cases_training"),
+    Mutant("unit/grads", "UnitGrads.finish", Drop("grad.is_used = False"), "execution loops"),
     # a backward leaves `_has_taken`
     Mutant(
         "unit/grads",
         "UnitGrads.finish",
         Swap("self._has_taken = self.waits = False", "self.waits = False"),
-        "cases_training",
+        "loops",
     ),
     # a reduction does not wait for what is collected
     Mutant("unit/buffers", "GradSlot.finish_writing", Drop("self.flush()"), "grad_slot"),
@@ -516,13 +514,13 @@ MUTANTS: list[Mutant] = [
         "invariants::test_gradients_that_come_late_are_reduced_where_another_unit_needs_their_slot",
     ),
     # a unit without gradients reduces another's
-    Mutant("engine/reductions", "Reductions.start", Drop("self._open(unit)"), "cases_execution"),
+    Mutant("engine/reductions", "Reductions.start", Drop("self._open(unit)"), "execution"),
     # a reduction is not remembered
     Mutant(
         "engine/reductions",
         "Reductions.start",
         Drop("self._under_way.append(work)"),
-        "cases_training::test_gradients_accumulate_over_micro_batches",
+        "loops::test_gradients_accumulate_over_micro_batches",
     ),
     # the optimizer does not wait
     Mutant("engine/reductions", "Reductions.complete", Drop("self._done.wait()"), "matrix"),
@@ -531,16 +529,14 @@ MUTANTS: list[Mutant] = [
         "engine/used",
         "UsedParams.finish",
         Drop("self._arrived[0].wait()"),
-        "invariants::test_a_layer_that_no_rank_has_run_has_no_gradient_however_late_flags_are matrix cases_execution",
+        "invariants::test_a_layer_that_no_rank_has_run_has_no_gradient_however_late_flags_are matrix execution",
     ),
     # flags of replicas are not awaited
     Mutant("engine/used", "UsedParams.finish", Drop("self._arrived[stage].wait()"), "replicas"),
     # flags are sent before they are written
     Mutant("engine/used", "UsedParams._start", Drop("self._written[stage].wait()"), "matrix"),
     # flags that have changed are not written
-    Mutant(
-        "engine/used", "UsedParams.start", Drop("self._flags[0].copy_(told, non_blocking=is_remote)"), "cases_execution"
-    ),
+    Mutant("engine/used", "UsedParams.start", Drop("self._flags[0].copy_(told, non_blocking=is_remote)"), "execution"),
     # an average without rule 4
     Mutant(
         "engine/replicas",
@@ -680,13 +676,13 @@ MUTANTS: list[Mutant] = [
         "directory::test_nothing_raises_once_a_checkpoint_has_its_name",
     ),
     # a backward that was left is not issued to its end
-    Mutant("engine/engine", "Engine._settle", Drop("self._close_all(backward)"), "cases_exceptions invariants"),
+    Mutant("engine/engine", "Engine._settle", Drop("self._close_all(backward)"), "exceptions invariants"),
     # a backward that was left is not waited for
-    Mutant("engine/engine", "Engine._settle", Drop("self.reductions.complete()"), "cases_exceptions invariants"),
+    Mutant("engine/engine", "Engine._settle", Drop("self.reductions.complete()"), "exceptions invariants"),
     # a pass that is over moves the schedule of another on
     Mutant("engine/engine", "Engine.need", Swap("use.pass_ is backward.pass_ and", "True and"), "invariants"),
     # a graph through weights that have changed since is not refused
-    Mutant("engine/engine", "Engine._check_versions", Swap("raise ", "return "), "cases_graphs"),
+    Mutant("engine/engine", "Engine._check_versions", Swap("raise ", "return "), "graphs"),
     # the checkpoint that is replaced is deleted first
     Mutant(
         "checkpoint/directory",

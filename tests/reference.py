@@ -8,6 +8,7 @@ public API is used, but for counting collectives.
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,13 +40,16 @@ __all__ = [
     "assert_same",
     "assert_trains_like_ddp",
     "assert_trains_like_plain",
+    "case",
     "counted_collectives",
     "ddp_of",
     "each_setting",
     "full_grads",
     "full_weights",
     "heard_collectives",
+    "let_dynamo_look",
     "lm_step",
+    "only_sharded",
     "seed",
     "sgd",
     "stack_step",
@@ -64,11 +68,35 @@ each_setting = pytest.mark.parametrize(
 )
 
 
+@contextmanager
+def case(name: object) -> Iterator[None]:
+    """Name the entry of a table in an error raised inside."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"case {name!r}: {error}") from error
+
+
 def seed(number: int) -> None:
     """Random numbers begin here. ``torch.manual_seed`` notes the caller's stack for devices that are not there."""
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)
+
+
+def let_dynamo_look() -> None:
+    """Dynamo looks at `.grad` of every tensor it meets and hides the warning, but only where warnings are no errors."""
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+
+
+def only_sharded(compile_it: Callable[[Any], None]) -> Callable[[nn.Module, int], None]:
+    """Compile the sharded model before its first step; plain PyTorch stays as it is."""
+
+    def prepare(model: nn.Module, number: int) -> None:
+        if number == 0 and isinstance(model, StreamShard):
+            compile_it(model)
+
+    return prepare
 
 
 class Call(NamedTuple):

@@ -31,8 +31,16 @@ from streamshard import (
 )
 from tests.models import Block, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, Tolerance, adamw, assert_same, assert_trains_like_plain, full_weights
-from tests.training.test_cases_compile import let_dynamo_look
+from tests.reference import (
+    FP32,
+    Call,
+    Tolerance,
+    adamw,
+    assert_same,
+    assert_trains_like_plain,
+    full_weights,
+    let_dynamo_look,
+)
 
 pytestmark = pytest.mark.gpu
 

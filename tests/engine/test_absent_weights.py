@@ -27,9 +27,10 @@ from tests.reference import (
     assert_same,
     assert_trains_like_plain,
     each_setting,
+    let_dynamo_look,
+    only_sharded,
     stack_step,
 )
-from tests.training.test_cases_compile import let_dynamo_look, only_sharded
 
 each_slots = pytest.mark.parametrize(("world_size", "slots"), [(1, 2), (2, 2), (2, "all")])
 

@@ -13,8 +13,7 @@ from streamshard import Precision, StreamShard
 from streamshard.errors import ShardingError
 from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, full_weights, stack_step
-from tests.training.test_cases_compile import let_dynamo_look
+from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, full_weights, let_dynamo_look, stack_step
 
 # Each changes what an earlier one, of a rank whose shard this rank has gathered, has written.
 CHANGES: dict[str, Callable[[Any], object]] = {

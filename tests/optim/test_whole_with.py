@@ -35,10 +35,20 @@ from tests.models import DIM, Layer, NormStack, Stack, vector_batch
 from tests.optim.test_whole_parameters import NEAR, Both, Mixed, _matrices, _muon_and_adamw, _others, _Picky
 from tests.optim.test_whole_state import Odd
 from tests.ranks import RankContext, RankPool, on_ranks
-from tests.reference import EXACT, FP32, Call, Tolerance, assert_same, full_weights, piece_of, seed, stack_step
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    Tolerance,
+    assert_same,
+    full_weights,
+    let_dynamo_look,
+    piece_of,
+    seed,
+    stack_step,
+)
 from tests.simulated import simulated_device
 from tests.test_meta_device import on_meta
-from tests.training.test_cases_compile import let_dynamo_look
 
 STEPS = 4
 Backward = Callable[[int], Any]

@@ -41,8 +41,8 @@ from tests.reference import (
     stack_step,
 )
 from tests.scenarios import BF16, dropping, sharded_in_pairs, train
-from tests.training.test_cases_execution import Planned, planned_step
-from tests.training.test_cases_passes import RECOMPUTED
+from tests.training.test_execution import Planned, planned_step
+from tests.training.test_passes import RECOMPUTED
 from tests.training.test_random_models import Inner, Plan, RandomModel, plans, step_of
 
 LAYER_BYTES = 4 * (16 * 16 + 16)  # of a `Layer` in fp32

@@ -39,11 +39,12 @@ from tests.reference import (
     full_grads,
     full_weights,
     heard_collectives,
+    let_dynamo_look,
     lm_step,
+    only_sharded,
     stack_step,
 )
 from tests.scenarios import assert_does_not_depend_on_time
-from tests.training.test_cases_compile import let_dynamo_look, only_sharded
 
 VOCABULARY = 160  # rows of the embedding: 2560 elements, of which a block has 2224
 LARGE = TinyConfig(vocabulary=VOCABULARY)

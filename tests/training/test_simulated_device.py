@@ -39,8 +39,8 @@ from tests.reference import (
 )
 from tests.scenarios import BF16, PRECISIONS, SCENARIOS, dropping, reference, sharded, train
 from tests.simulated import SimulatedDevice, SimulatedStream, backward_elsewhere, late, simulated_device
-from tests.training.test_cases_execution import Planned, planned_step
 from tests.training.test_coalesce import PAIRS
+from tests.training.test_execution import Planned, planned_step
 
 SETTINGS: dict[str, tuple[Precision, dict[str, Any]]] = {
     "ZeRO-3, fp32": (FP32, {}),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import shutil
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,129 +20,99 @@ from streamshard import StreamShard
 from streamshard.inspect import engine_inside
 from tests.models import DIM, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, adamw, assert_same, assert_trains_like_plain, lm_step, sgd, stack_step
+from tests.reference import (
+    FP32,
+    Call,
+    adamw,
+    assert_same,
+    assert_trains_like_plain,
+    case,
+    let_dynamo_look,
+    lm_step,
+    only_sharded,
+    sgd,
+    stack_step,
+)
 
-# Three layers, which take turns in two slots; each is compiled by itself. Tracing a transformer's blocks takes several
-# times as long as tracing layers: what is in them matters where they are compiled in place, and where operations count.
-THREE = TinyConfig(depth=3)
+# Three layers, which take turns in two slots; each is compiled by itself.
 SMALL = (DIM,) * 4
 BACKEND = "aot_eager"  # Dynamo with AOTAutograd
 
 
-def let_dynamo_look() -> None:
-    """Dynamo looks at `.grad` of every tensor it meets and hides the warning, but only where warnings are no errors."""
-    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+def _compile_layers(model: Any) -> None:
+    for layer in model.layers:
+        layer.compile(backend=BACKEND)
 
 
-def only_sharded(compile_it: Callable[[Any], None]) -> Callable[[nn.Module, int], None]:
-    """Compile the sharded model before its first step; plain PyTorch stays as it is."""
-
-    def prepare(model: nn.Module, number: int) -> None:
-        if number == 0 and isinstance(model, StreamShard):
-            compile_it(model)
-
-    return prepare
+def _compiled_before() -> nn.Module:
+    model = Stack(SMALL)
+    _compile_layers(model)
+    return model
 
 
-@on_ranks(2)
-def test_units_compiled_after_sharding(context: RankContext) -> None:
-    """`block.compile()` on each block of the sharded model."""
-    let_dynamo_look()
+class Recomputed(Stack):
+    """Checkpoints around layers."""
 
-    def compile_blocks(model: Any) -> None:
-        for block in model.blocks:
-            block.compile(backend=BACKEND)
+    def __init__(self) -> None:
+        super().__init__(SMALL)
 
-    assert_trains_like_plain(context, lambda: TinyLM(THREE), lm_step, prepare=only_sharded(compile_blocks))
+    def order(self) -> Any:
+        """Checkpointed calls."""
+        for layer in self.layers:
+            yield functools.partial(checkpoint, layer, use_reentrant=False)
 
 
-@on_ranks(2)
-def test_units_compiled_by_dynamo_alone(context: RankContext) -> None:
-    """Autograd sees the operations themselves."""
-    let_dynamo_look()
-
-    def compile_layers(model: Any) -> None:
-        for layer in model.layers:
-            layer.compile(backend="eager")
-
-    assert_trains_like_plain(context, lambda: Stack(SMALL), stack_step, prepare=only_sharded(compile_layers))
+WAYS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
+    "layers": (lambda: Stack(SMALL), _compile_layers),
+    "layers before sharding": (_compiled_before, lambda model: None),
+    "checkpointed layers": (Recomputed, _compile_layers),
+    "model in place": (lambda: Stack(SMALL), lambda model: model.compile(backend=BACKEND)),
+}
 
 
 @on_ranks(2)
-def test_units_compiled_before_sharding(context: RankContext) -> None:
-    """The same, in the other order."""
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_layers_and_models_train_like_plain_pytorch(context: RankContext, way: str) -> None:
+    """Compiled before and after sharding, in checkpoints, and the whole model, whose graphs break at units."""
     let_dynamo_look()
-
-    def build() -> nn.Module:
-        model = Stack(SMALL)
-        for layer in model.layers:
-            layer.compile(backend=BACKEND)
-        return model
-
-    assert_trains_like_plain(context, build, stack_step)
+    build, compile_it = WAYS[way]
+    assert_trains_like_plain(context, build, stack_step, prepare=only_sharded(compile_it))
 
 
 @on_ranks(2)
-def test_the_whole_model_compiled_in_place(context: RankContext) -> None:
-    """`model.compile()`: graphs break at units, results are the same."""
-    let_dynamo_look()
-    assert_trains_like_plain(
-        context, lambda: TinyLM(THREE), lm_step, prepare=only_sharded(lambda model: model.compile(backend=BACKEND))
-    )
-
-
-@on_ranks(2)
-def test_the_whole_model_compiled_by_the_function(context: RankContext) -> None:
-    """`torch.compile(model)` gives another callable for the same sharded model."""
-    let_dynamo_look()
-    compiled: dict[int, Any] = {}
-
-    def step(model: nn.Module, call: Call) -> Tensor:
-        if not isinstance(model, StreamShard):
-            return stack_step(model, call)
-        if id(model) not in compiled:
-            compiled[id(model)] = torch.compile(model, backend=BACKEND)
-        return stack_step(compiled[id(model)], call)
-
-    assert_trains_like_plain(context, lambda: Stack(SMALL), step)
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("backend", ["eager", BACKEND])
-def test_a_compiled_training_step_trains_like_plain_pytorch(context: RankContext, backend: str) -> None:
-    """The compiled function runs forward and backward; hooks that backward calls are not compiled."""
-    let_dynamo_look()
-
-    def train(model: nn.Module, x: Tensor, weight: float) -> Tensor:
-        loss: Tensor = model(x).square().mean()
-        (loss * weight).backward()
-        return loss.detach()
-
-    compiled = torch.compile(train, backend=backend)
-
-    def step(model: nn.Module, call: Call) -> Tensor:
-        run = compiled if isinstance(model, StreamShard) else train
-        return run(model, vector_batch(call.step, call.rank), call.weight)
-
-    assert_trains_like_plain(context, lambda: Stack(SMALL), step)
-
-
-@on_ranks(2)
-def test_a_compiled_function_that_calls_the_model(context: RankContext) -> None:
-    """Forward and loss in one compiled function."""
+def test_compiled_functions_around_the_model_train_like_plain_pytorch(context: RankContext) -> None:
+    """`torch.compile(model)`, forward and loss in one function, and a whole training step."""
     let_dynamo_look()
 
     def loss_of(model: nn.Module, x: Tensor) -> Tensor:
         out: Tensor = model(x * 2.0).square().mean()
         return out
 
-    compiled = torch.compile(loss_of, backend=BACKEND)
+    def train(model: nn.Module, x: Tensor, weight: float) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        (loss * weight).backward()
+        return loss.detach()
 
-    def step(model: nn.Module, call: Call) -> Tensor:
-        run = compiled if isinstance(model, StreamShard) else loss_of
+    compiled_model: dict[int, Any] = {}
+    compiled_loss = torch.compile(loss_of, backend=BACKEND)
+    compiled_train = torch.compile(train, backend=BACKEND)
+
+    def with_model(model: nn.Module, call: Call) -> Tensor:
+        if isinstance(model, StreamShard):
+            model = compiled_model.setdefault(id(model), torch.compile(model, backend=BACKEND))
+        return stack_step(model, call)
+
+    def with_loss(model: nn.Module, call: Call) -> Tensor:
+        run = compiled_loss if isinstance(model, StreamShard) else loss_of
         return call.backward(run(model, vector_batch(call.step, call.rank)))
 
-    assert_trains_like_plain(context, Stack, step)
+    def with_train(model: nn.Module, call: Call) -> Tensor:
+        run = compiled_train if isinstance(model, StreamShard) else train
+        return run(model, vector_batch(call.step, call.rank), call.weight)
+
+    for step in (with_model, with_loss, with_train):
+        with case(step.__name__):
+            assert_trains_like_plain(context, lambda: Stack(SMALL), step)
 
 
 class _Products(Stack):
@@ -161,24 +130,20 @@ class _Products(Stack):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's own backend asks a C++ compiler what the CPU can do")
 @on_ranks(2)
-@pytest.mark.parametrize("how", ["in place", "replaced"])
-def test_units_compiled_with_less_overhead(context: RankContext, how: str) -> None:
+def test_layers_replaced_by_compiled_ones_train_like_plain_pytorch(context: RankContext) -> None:
     """By torch's own backend, in the mode in which it captures layers in graphs where there is a GPU."""
     let_dynamo_look()
 
     def compile_layers(model: Any, number: int) -> None:
         if number == 0:
             for place, layer in enumerate(model.layers):
-                if how == "in place":
-                    layer.compile(mode="reduce-overhead")
-                else:
-                    model.layers[place] = torch.compile(layer, mode="reduce-overhead")
+                model.layers[place] = torch.compile(layer, mode="reduce-overhead")
 
     assert_trains_like_plain(context, _Products, stack_step, prepare=compile_layers)
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world_size", "slots"), [(1, 2), (2, 2), (2, 3), (2, "all")])
+@pytest.mark.parametrize(("world_size", "slots"), [(1, 2), (2, 2), (2, "all")])
 def test_weights_of_compiled_units_are_always_at_the_same_addresses(context: RankContext, slots: Any) -> None:
     """Where layers are captured in device graphs, weights are not copied then, and no graph is captured twice.
 
@@ -243,23 +208,6 @@ def test_dynamo_takes_no_module_for_one_of_fsdp(context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_compiled_units_with_recomputation(context: RankContext) -> None:
-    """Checkpoints around compiled blocks."""
-    let_dynamo_look()
-
-    class Recomputed(Stack):
-        def order(self) -> Any:
-            for layer in self.layers:
-                yield functools.partial(checkpoint, layer, use_reentrant=False)
-
-    def compile_layers(model: Any) -> None:
-        for layer in model.layers:
-            layer.compile(backend=BACKEND)
-
-    assert_trains_like_plain(context, lambda: Recomputed(SMALL), stack_step, prepare=only_sharded(compile_layers))
-
-
-@on_ranks(2)
 def test_compiled_units_see_changed_weights_and_shapes(context: RankContext) -> None:
     """Evaluation with other batch sizes between steps; graphs bake no weights in."""
     let_dynamo_look()
@@ -267,8 +215,7 @@ def test_compiled_units_see_changed_weights_and_shapes(context: RankContext) -> 
     plain = Stack(SMALL)
     torch.manual_seed(7)
     model: Any = StreamShard(Stack(SMALL), precision=FP32)
-    for layer in model.layers:
-        layer.compile(backend=BACKEND)
+    _compile_layers(model)
     for number in range(3):
         x = vector_batch(number + 20, context.rank, rows=1 + number)
         with torch.no_grad():
@@ -283,10 +230,10 @@ def test_compiled_units_see_changed_weights_and_shapes(context: RankContext) -> 
                     p.grad = None
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize("what", ["units", "whole model"])
 def test_compiled_code_is_reused_from_step_to_step(context: RankContext, what: str) -> None:
-    """Graphs hold the layers' arithmetic, and none is compiled again once all have been seen."""
+    """Graphs hold a transformer block's arithmetic, and none is compiled again once all have been seen."""
     let_dynamo_look()
     graphs: list[int] = []
 
@@ -294,7 +241,7 @@ def test_compiled_code_is_reused_from_step_to_step(context: RankContext, what: s
         graphs.append(sum(node.op == "call_function" for node in graph.graph.nodes))
         return graph.forward
 
-    model: Any = StreamShard(TinyLM(THREE), precision=FP32)
+    model: Any = StreamShard(TinyLM(TinyConfig(depth=3)), precision=FP32)
     if what == "units":
         for block in model.blocks:
             block.compile(backend=backend)
@@ -311,11 +258,9 @@ def test_compiled_code_is_reused_from_step_to_step(context: RankContext, what: s
     assert after_step[3] == after_step[1]
 
 
-@on_ranks()
+@on_ranks(2)
 @pytest.mark.parametrize(
-    ("world_size", "make", "settings"),
-    [(1, adamw, {}), (2, adamw, {}), (2, sgd, {"weight_slots": "all", "grad_slots": "all"})],
-    ids=["1-adamw", "2-adamw", "2-sgd, ZeRO-1"],
+    ("make", "settings"), [(adamw, {}), (sgd, {"weight_slots": "all", "grad_slots": "all"})], ids=["adamw", "sgd"]
 )
 def test_a_compiled_optimizer_step(context: RankContext, make: Any, settings: dict[str, Any]) -> None:
     """From the first step on."""

@@ -1,0 +1,271 @@
+"""An exception in the middle of a step reaches the user as it is, and the next step is right again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from streamshard import StreamShard
+from streamshard.log import log
+from tests.models import TinyLM, next_token_loss, token_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import FP32, Call, adamw, assert_trains_like_plain, case, lm_step
+
+
+class Trouble(Exception):
+    """What the tests raise."""
+
+
+class Stop(BaseException):
+    """Something like KeyboardInterrupt."""
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise Trouble("backward")
+
+
+def _in_forward_of(name: str, kind: type[BaseException] = Trouble) -> Callable[[nn.Module, Call], None]:
+    def fail(model: nn.Module, call: Call) -> None:
+        def hook(module: nn.Module, args: Any) -> None:
+            raise kind("forward")
+
+        handle = model.get_submodule(name).register_forward_pre_hook(hook)
+        try:
+            lm_step(model, call)
+        finally:
+            handle.remove()
+
+    return fail
+
+
+def _in_backward_of(name: str) -> Callable[[nn.Module, Call], None]:
+    def fail(model: nn.Module, call: Call) -> None:
+        def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+            raised: Tensor = _RaiseInBackward.apply(out)  # type: ignore[no-untyped-call]
+            return raised
+
+        handle = model.get_submodule(name).register_forward_hook(hook)
+        try:
+            lm_step(model, call)
+        finally:
+            handle.remove()
+
+    return fail
+
+
+def _in_the_loss_with_output_kept(model: Any, call: Call) -> None:
+    model.kept = model(token_batch(call.step, call.rank))
+    raise Trouble("loss")
+
+
+def _in_an_evaluation(model: nn.Module, call: Call) -> None:
+    with torch.no_grad():
+        _in_forward_of("blocks.2")(model, call)
+
+
+def _in_recomputation(model: nn.Module, call: Call) -> None:
+    """The second run of a checkpointed block raises."""
+    runs = []
+
+    def hook(module: nn.Module, args: Any) -> None:
+        runs.append(None)
+        if len(runs) == 2:
+            raise Trouble("recomputation")
+
+    original = model.run_blocks
+
+    def run_blocks(x: Tensor, mask: Tensor | None) -> Tensor:
+        for block in model.blocks:  # type: ignore[union-attr]
+            y: Any = checkpoint(block, x, use_reentrant=False)
+            x = y
+        return x
+
+    handle = model.get_submodule("blocks.1.up").register_forward_pre_hook(hook)
+    model.run_blocks = run_blocks  # type: ignore[assignment]
+    try:
+        lm_step(model, call)
+    finally:
+        handle.remove()
+        model.run_blocks = original
+
+
+def _in_a_gradient_hook(model: Any, call: Call, kind: type[BaseException] = Trouble) -> None:
+    """A hook on an activation between two blocks raises in backward."""
+
+    def attach(module: nn.Module, args: Any, out: Tensor) -> None:
+        def raise_it(grad: Tensor) -> Tensor:
+            raise kind("hook")
+
+        out.register_hook(raise_it)
+
+    handle = model.blocks[2].register_forward_hook(attach)
+    try:
+        lm_step(model, call)
+    finally:
+        handle.remove()
+
+
+def _second_backward(model: nn.Module, call: Call) -> None:
+    """Backward twice without retain_graph."""
+    tokens = token_batch(call.step, call.rank)
+    loss = next_token_loss(model(tokens), tokens)
+    loss.backward()  # type: ignore[no-untyped-call]
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise Trouble("second backward") from error
+
+
+IN_BACKWARD: dict[str, Callable[[nn.Module, Call], None]] = {
+    "at the start of backward": _in_backward_of("head"),
+    "in the middle of backward": _in_backward_of("blocks.1"),
+    "interrupted in backward": functools.partial(_in_a_gradient_hook, kind=Stop),
+    "in recomputation": _in_recomputation,
+}
+TROUBLES: dict[str, Callable[[nn.Module, Call], None]] = {
+    **IN_BACKWARD,
+    "inside a block": _in_forward_of("blocks.1.up"),
+    "in the head": _in_forward_of("head"),
+    "interrupted in forward": _in_forward_of("blocks.2", Stop),
+    "inside a block's backward": _in_backward_of("blocks.2.up"),
+    "at the end of backward": _in_backward_of("embedding"),
+    "in the loss, output kept": _in_the_loss_with_output_kept,
+    "in evaluation": _in_an_evaluation,
+    "a second backward": _second_backward,
+}
+
+
+def _fail(model: nn.Module, call: Call, where: str) -> None:
+    with pytest.raises((Trouble, Stop)):
+        TROUBLES[where](model, call._replace(step=call.step + 70))
+
+
+@on_ranks(1, 2)
+def test_after_an_exception_the_next_step_is_right(context: RankContext) -> None:
+    """On all ranks, from the very first step on; the user clears gradients and goes on."""
+    names = list(TROUBLES)
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        if isinstance(model, StreamShard):
+            _fail(model, call, names[call.step])
+            model.zero_grad()
+        return lm_step(model, call)
+
+    every = range(len(names))
+    assert_trains_like_plain(context, TinyLM, step, steps=len(names), checked=every, optimizer=adamw)
+
+
+@on_ranks(1, 2)
+def test_after_an_exception_the_optimizer_alone_may_clear_gradients(context: RankContext) -> None:
+    """The list of parameters was made before: the model hears nothing until its next forward."""
+    names = list(IN_BACKWARD)
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        if isinstance(model, StreamShard):
+            params = list(model.parameters())
+            _fail(model, call, names[call.step])
+            for param in params:
+                param.grad = None
+        return lm_step(model, call)
+
+    assert_trains_like_plain(context, TinyLM, step, steps=len(names), checked=(0, 3))
+
+
+@on_ranks(2)
+def test_ranks_that_fail_at_different_points_of_a_backward_stay_in_step(context: RankContext) -> None:
+    """The interrupted rank issues the other's collectives before its next forward."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        if isinstance(model, StreamShard) and call.step == 1:
+            params = list(model.parameters())
+            _fail(model, call, ("interrupted in backward", "at the start of backward")[call.rank])
+            for param in params:
+                param.grad = None
+        return lm_step(model, call)
+
+    assert_trains_like_plain(context, TinyLM, step)
+
+
+@on_ranks(1, 2)
+def test_after_an_exception_an_earlier_forward_may_be_differentiated(context: RankContext) -> None:
+    """The backward that follows is another one, although no forward comes between."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        tokens = token_batch(call.step, call.rank)
+        loss = next_token_loss(model(tokens), tokens)
+        if isinstance(model, StreamShard):
+            params = list(model.parameters())
+            _fail(model, call, list(IN_BACKWARD)[call.step])
+            for param in params:
+                param.grad = None
+        return call.backward(loss)
+
+    assert_trains_like_plain(context, TinyLM, step, steps=3)
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "slots"), [(1, 2), (2, 2), (3, "all")])
+def test_when_a_backward_fails_earlier_gradients_are_discarded(context: RankContext, slots: Any) -> None:
+    """With a warning; gradients that wait inside `no_sync` too, whether the user clears them or not."""
+    for waits, clears in ((False, False), (True, False), (True, True)):
+
+        def step(model: nn.Module, call: Call, waits: bool = waits, clears: bool = clears) -> Tensor:
+            if isinstance(model, StreamShard):
+                params = list(model.parameters())
+                with model.no_sync() if waits else contextlib.nullcontext():
+                    lm_step(model, call._replace(step=call.step + 30))
+                    _fail(model, call, "in the middle of backward")
+                for param in params if clears else ():
+                    param.grad = None
+            return lm_step(model, call)
+
+        with case((waits, clears)), mock.patch.object(log, "warning") as warned:
+            assert_trains_like_plain(context, TinyLM, step, grad_slots=slots)
+        assert "all gradients of the model are discarded" in warned.call_args.args[0]
+
+
+@on_ranks(2)
+def test_after_an_exception_parameters_are_the_shards_again(context: RankContext) -> None:
+    """The optimizer and the state dict find what they found before; each gradient fits its parameter."""
+    model = StreamShard(TinyLM(), precision=FP32)
+    optimizer = adamw(model)
+    before = {name: (param, param.detach().clone()) for name, param in model.named_parameters()}
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    for where in ("inside a block", "in the middle of backward"):
+        _fail(model, Call(0, context.rank, 2, 1.0), where)
+        after = dict(model.named_parameters())
+        assert list(after) == list(before)
+        for name, (param, value) in before.items():
+            assert after[name] is param, name
+            assert torch.equal(param, value), name
+            assert param.grad is None or param.grad.shape == param.shape, name
+        assert {name: value.shape for name, value in model.state_dict().items()} == shapes
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_the_users_own_exception_is_raised(context: RankContext) -> None:
+    """Torch's error for a bad input, not one of the engine's; an exception inside `no_sync` leaves the context."""
+    model = StreamShard(TinyLM(), precision=FP32)
+    with pytest.raises(IndexError):
+        model(torch.full((2, 6), 10_000))
+    with pytest.raises(TypeError, match="forward"):
+        model()
+    with pytest.raises(Trouble), model.no_sync():
+        raise Trouble
+    lm_step(model, Call(0, context.rank, 2, 1.0))
+    assert model.head.weight.grad.norm() > 0

@@ -1,0 +1,327 @@
+"""Layers that do not run once each in registration order: unused, repeated, reordered, different on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from streamshard import StreamShard
+from tests.models import Layer, Stack, TinyLM, token_batch, vector_batch
+from tests.ranks import RankContext, RankFailure, RankPool, on_ranks
+from tests.reference import (
+    FP32,
+    Call,
+    adamw,
+    assert_same,
+    assert_trains_like_ddp,
+    assert_trains_like_plain,
+    case,
+    full_grads,
+    lm_step,
+    stack_step,
+)
+
+
+class Planned(Stack):
+    """A stack whose layers run in the order that the step function sets before each forward."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__((16,) * (depth + 1))
+        self.plan: list[int] = list(range(depth))
+
+    def order(self) -> Iterable[nn.Module]:
+        """The layers of `plan`; a layer may be missing or appear more than once."""
+        return [self.layers[index] for index in self.plan]
+
+
+def planned_step(plans: dict[tuple[int, int], list[int]]) -> Any:
+    """Step function that runs `plans[step, rank]`; a missing key means registration order."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        inner: Any = model.module if hasattr(model, "module") else model
+        inner.plan = plans.get((call.step, call.rank), list(range(len(inner.layers))))
+        return stack_step(model, call)
+
+    return step
+
+
+def same_on_all_ranks(*plans: list[int]) -> dict[tuple[int, int], list[int]]:
+    """The plans of steps 0, 1, ... on every rank."""
+    return {(step, rank): plan for step, plan in enumerate(plans) for rank in range(4)}
+
+
+# ---------------------------------------------------------------------------------------------- alike on all ranks
+
+ALIKE = {
+    "a layer never used": same_on_all_ranks(*[[0, 1, 3]] * 3),
+    "no layer used": same_on_all_ranks(*[[]] * 3),
+    "a layer used now and then": same_on_all_ranks([0, 1, 2, 3], [0, 1, 3], [0, 3]),
+    "all layers twice": same_on_all_ranks(*[[0, 1, 2, 3, 0, 1, 2, 3]] * 3),
+    "more repeats each step": same_on_all_ranks([0, 1], [0, 1, 1], [0, 1, 1, 1, 2]),
+    "order, repeats and gaps change": same_on_all_ranks([2, 1], [0, 3, 0], [3, 3, 1, 2, 0]),
+}
+
+
+@on_ranks(2, 3)
+def test_layers_run_in_any_order_any_number_of_times(context: RankContext) -> None:
+    """All ranks do the same; gradients of layers that did not run are None, as in plain PyTorch."""
+    for name, plans in ALIKE.items():
+        with case(name):
+            assert_trains_like_plain(context, Planned, planned_step(plans), checked=(0, 2))
+
+
+@on_ranks(2)
+def test_zeroed_gradients_of_unused_layers_stay_zero(context: RankContext) -> None:
+    """With `zero_grad(set_to_none=False)` momentum goes on for layers that later steps skip."""
+    plans = same_on_all_ranks([0, 1, 2, 3], [0, 3], [0, 1, 3], [1])
+    assert_trains_like_plain(
+        context, Planned, planned_step(plans), steps=4, set_to_none=False, checked=(0, 1, 2, 3), optimizer=adamw
+    )
+
+
+# ---------------------------------------------------------------------------------------------- ranks differ
+
+
+def _dropped_layers() -> dict[tuple[int, int], list[int]]:
+    """Every rank drops layers at random in every step."""
+    generator = torch.Generator().manual_seed(5)
+    keys = [(step, rank) for step in range(4) for rank in range(3)]
+    return {key: [layer for layer in range(4) if torch.rand((), generator=generator) > 0.4] for key in keys}
+
+
+DIFFERENT = {
+    "a different layer on each rank": {(step, rank): [0, 1 + rank, 3] for step in range(4) for rank in range(2)},
+    "rank 1 uses no layer": {(step, 1): [] for step in range(4)},
+    "another order first, then different layers": {
+        **same_on_all_ranks([2, 0, 3, 1], [2, 0, 3, 1]),
+        **{(2, 0): [2, 0], (2, 1): [0, 3, 1], (3, 0): [3], (3, 1): [2, 1]},
+    },
+    "another order, of which no rank runs all at first": {
+        **same_on_all_ranks(*[[3, 1, 0, 2]] * 4),
+        **{(0, 0): [3, 0], (0, 1): [1, 0], (1, 0): [0, 2], (1, 1): [3, 1]},
+    },
+    "ranks contradict each other at first": {
+        **same_on_all_ranks(*[[1, 3]] * 4),
+        **{(0, 0): [3, 2, 1, 0, 1], (0, 1): [1, 0, 3, 3, 2]},
+    },
+    "dropped layers": _dropped_layers(),
+}
+
+
+@on_ranks(2)
+def test_ranks_may_run_different_layers(context: RankContext) -> None:
+    """A rank without a gradient contributes zeros; the numbers are those of DDP with `find_unused_parameters`."""
+    for name, plans in DIFFERENT.items():
+        with case(name):
+            assert_trains_like_ddp(context, Planned, planned_step(plans))
+
+
+@on_ranks(3)
+def test_three_ranks_may_run_different_layers(context: RankContext) -> None:
+    """As above; the third rank drops other layers."""
+    assert_trains_like_ddp(context, Planned, planned_step(DIFFERENT["dropped layers"]), optimizer=adamw)
+
+
+class Tower(Planned):
+    """Frozen layers, as of a vision tower, run under `no_grad` on ranks that have an image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, 16] -> [rows, 1]"""
+        if 3 in self.plan:
+            with torch.no_grad():
+                for layer in (self.layers[3], self.layers[1]):
+                    x = layer(x)
+        return super().forward(x)
+
+    def order(self) -> Iterable[nn.Module]:
+        """The layers that train."""
+        return self.layers[::2]
+
+
+@on_ranks(2)
+def test_one_rank_alone_may_run_layers_without_gradients(context: RankContext) -> None:
+    """No rank has an image in the first pass, from which the order is learnt."""
+    plans = {(step, rank): [3] if step % 2 != rank else [] for step in range(4) for rank in range(2)}
+    assert_trains_like_ddp(context, Tower, planned_step(plans))
+
+
+def _train_with_one_rank_in_reverse(context: RankContext) -> None:
+    assert_trains_like_ddp(context, Planned, planned_step({(step, 1): [3, 2, 1, 0] for step in range(4)}))
+
+
+def test_ranks_that_run_layers_in_different_orders_train_like_ddp_or_raise(ranks: RankPool) -> None:
+    """Collectives have one order on all ranks. An error names a layer; nothing hangs."""
+    try:
+        ranks(2, group_timeout_s=4.0).run(_train_with_one_rank_in_reverse)
+    except RankFailure as failure:
+        story = str(failure)
+        assert "no answer" not in story
+        assert "layers." in story.rsplit("Error", 1)[-1]
+
+
+# ---------------------------------------------------------------------------------------------- inside a layer
+
+
+class Branching(nn.Module):
+    """A layer that uses one of two branches, or none, and has a weight that it never uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.spare = nn.Parameter(torch.ones(16))
+        self.choice: int | None = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, 16] -> the same"""
+        return x if self.choice is None else x + torch.tanh(self.branches[self.choice](x))
+
+
+class BranchingStack(nn.Module):
+    """Three branching layers, and an unused module outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Branching() for _ in range(3))
+        self.unused = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, 16] -> [rows, 1]"""
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def branching_step(choose: Any) -> Any:
+    """Step function in which layer `index` takes branch ``choose(step, rank, index)``."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        inner: Any = model.module if hasattr(model, "module") else model
+        for index, layer in enumerate(inner.layers):
+            layer.choice = choose(call.step, call.rank, index)
+        return stack_step(model, call)
+
+    return step
+
+
+BRANCHES: dict[str, Any] = {
+    "the same branch always": lambda step, rank, index: 0,
+    "by layer, step and rank": lambda step, rank, index: (step + rank + index) % 2,
+    "none on rank 0": lambda step, rank, index: rank if rank else None,
+    "none in step 1": lambda step, rank, index: None if step == 1 else 1,
+}
+
+
+@on_ranks(2)
+def test_branches_inside_a_layer_train_like_ddp(context: RankContext) -> None:
+    """Parts of a unit without gradients: None where no rank has one, zeros added where some have."""
+    for name, choose in BRANCHES.items():
+        with case(name):
+            assert_trains_like_ddp(context, BranchingStack, branching_step(choose))
+
+
+@on_ranks(2)
+def test_the_gradient_of_a_parameter_that_no_rank_used_is_none(context: RankContext) -> None:
+    """On every rank, so that optimizers skip it."""
+    model = StreamShard(BranchingStack(), precision=FP32)
+    branching_step(lambda step, rank, index: 0)(model, Call(0, context.rank, 2, 1.0))
+    for name, param in model.named_parameters():
+        is_unused = any(part in name for part in ("branches.1", "spare", "unused"))
+        assert (param.grad is None) is is_unused, name
+
+
+class Experts(nn.Module):
+    """Each token goes to one expert; experts that get no token do not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, 16] -> the same"""
+        gates = F.softmax(self.router(x), dim=-1)
+        best = gates.argmax(dim=-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = (best == index).nonzero().flatten()
+            if rows.numel():
+                out = out.index_add(0, rows, expert(x[rows]) * gates[rows, index, None])
+        return x + out
+
+
+def _expert_stack() -> nn.Module:
+    return nn.Sequential(*(Experts() for _ in range(3)), nn.Linear(16, 1))
+
+
+@on_ranks(2)
+def test_experts_that_run_on_some_ranks_only_train_like_ddp(context: RankContext) -> None:
+    """Experts inside a layer's unit, and each expert a unit of its own."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        return call.backward(model(vector_batch(call.step, call.rank, rows=2)).square().mean())
+
+    for units in ([Experts], [Layer]):
+        assert_trains_like_ddp(context, _expert_stack, step, optimizer=adamw, units=units)
+
+
+# ---------------------------------------------------------------------------------------------- outside forward
+
+
+@on_ranks(2)
+def test_submodules_called_outside_the_roots_forward_give_the_right_output(context: RankContext) -> None:
+    """Embedding and block gather what they need; a part of a block is right or raises."""
+    torch.manual_seed(7)
+    plain: Any = TinyLM()
+    torch.manual_seed(7)
+    model: Any = StreamShard(TinyLM(), precision=FP32)
+    tokens = token_batch(0, context.rank)
+    for number in range(2):
+        with torch.no_grad():
+            x, wanted = model.embedding(tokens), plain.embedding(tokens)
+            assert_same({"embedding": x}, {"embedding": wanted}, "submodule")
+            assert_same({"block": model.blocks[2](x)}, {"block": plain.blocks[2](wanted)}, "submodule")
+            try:
+                part = model.blocks[0].up(x)
+            except RuntimeError:
+                pass
+            else:
+                assert_same({"part": part}, {"part": plain.blocks[0].up(x)}, "part of a block")
+        for rank in range(2):
+            lm_step(plain, Call(number, rank, 2, 0.5))
+        lm_step(model, Call(number, context.rank, 2, 1.0))
+        assert_same(full_grads(model), full_grads(plain), "gradients of the step between")
+
+
+class EncoderDecoder(nn.Module):
+    """Two stacks that users call one after the other themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Stack((16, 16, 16, 16))
+        self.encoder.head = nn.Linear(16, 16)
+        self.decoder = Stack((16, 16, 16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, 16] -> [rows, 1]"""
+        out: Tensor = self.decoder(self.encoder(x))
+        return out
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("from_step", [0, 2])
+def test_training_through_submodules_without_the_roots_forward(context: RankContext, from_step: int) -> None:
+    """`model.decoder(model.encoder(x))` trains like `model(x)`, from the start and after ordinary steps."""
+
+    def step(model: Any, call: Call) -> Tensor:
+        x = vector_batch(call.step, call.rank)
+        out = model.decoder(model.encoder(x)) if call.step >= from_step else model(x)
+        return call.backward(out.square().mean())
+
+    assert_trains_like_plain(context, EncoderDecoder, step, units=[Layer])

@@ -1,0 +1,418 @@
+"""Frozen parameters cost little: kept and gathered in the dtype that they came in, never reduced."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from streamshard import StreamShard, load_checkpoint, save_checkpoint
+from streamshard.comm.streams import Collective, Observer, StreamName
+from streamshard.errors import GradientError, ShardingError
+from streamshard.inspect import engine_inside
+from streamshard.inspect.adversary import make_adversarial
+from streamshard.inspect.races import detect_races
+from tests.models import DIM, Adapter, Stack, TinyLM, next_token_loss, token_batch, vector_batch
+from tests.ranks import RankContext, RankPool, on_ranks
+from tests.reference import (
+    EXACT,
+    FP32,
+    SETTINGS,
+    Call,
+    assert_same,
+    assert_trains_like_ddp,
+    assert_trains_like_plain,
+    case,
+    full_weights,
+    lm_step,
+    stack_step,
+)
+from tests.scenarios import BF16, PRECISIONS, over_sockets
+
+HALF = torch.bfloat16
+WAYS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "shared memory": contextlib.nullcontext,
+    "sockets": over_sockets,
+}
+
+
+def freeze(model: nn.Module, *prefixes: str) -> nn.Module:
+    """Freeze every parameter whose name starts with one of `prefixes`."""
+    for name, p in model.named_parameters():
+        if name.startswith(prefixes):
+            p.requires_grad_(False)
+    return model
+
+
+def trainable_adamw(model: nn.Module) -> Optimizer:
+    """The optimizer sees only what requires a gradient, as in fine-tuning scripts."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+
+
+def adapted(dtype: torch.dtype = HALF) -> nn.Module:
+    """Layers of which only adapters train, the rest of them, and the head, in `dtype`."""
+    model = Stack()
+    layers: Any = model.layers
+    for layer in layers:
+        layer.linear = Adapter(layer.linear)
+    model.head.requires_grad_(False)
+    for param in model.parameters():
+        if not param.requires_grad:
+            param.data = param.to(dtype)
+    return model
+
+
+# ---------------------------------------------------------------------------------------------- the same numbers
+
+FROZEN = {
+    "all blocks": ("blocks.",),
+    "all but the head": ("embedding", "positions", "blocks.", "norm"),
+    "all but the embedding": ("positions", "blocks.", "norm", "head"),
+    "embedding and first blocks": ("embedding", "positions", "blocks.0.", "blocks.1."),
+    "attention of every block": tuple(f"blocks.{i}.attention." for i in range(4)),
+    "units of every kind": ("blocks.0.", "blocks.1.attention", "blocks.2.up.bias", "norm", "embedding"),
+}
+
+
+@on_ranks(1, 2, 3)
+def test_frozen_parameters_get_no_gradient_and_the_others_the_right_one(context: RankContext) -> None:
+    """Whole units, parts of a unit, everything before or after some point, at both ends of the dial."""
+    for name, prefixes in FROZEN.items():
+        for settings in SETTINGS.values() if name == "units of every kind" else [{}]:
+            with case(name):
+                assert_trains_like_plain(
+                    context,
+                    lambda prefixes=prefixes: freeze(TinyLM(), *prefixes),  # type: ignore[misc]
+                    lm_step,
+                    steps=3,
+                    checked=(0, 2),
+                    optimizer=trainable_adamw,
+                    **settings,
+                )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_is_frozen_in_part_trains_like_ddp(context: RankContext, way: str) -> None:
+    """Through shared memory and over sockets."""
+    with WAYS[way]():
+        assert_trains_like_ddp(context, lambda: freeze(TinyLM(), *FROZEN["units of every kind"]), lm_step)
+
+
+SCHEDULES: dict[str, dict[int, tuple[str, ...]]] = {
+    "unfreeze a block": {0: ("blocks.1.",), 2: ()},
+    "move up the stack": {0: ("blocks.0.",), 1: ("blocks.1.",), 2: ("blocks.2.",), 3: ("blocks.3.",)},
+    "freeze part of a block and the edge": {0: (), 1: ("blocks.2.attention.", "embedding"), 3: ("head",)},
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_what_trained_when_it_was_sharded_can_be_frozen_and_unfrozen(context: RankContext, settings: str) -> None:
+    """`requires_grad_` takes effect at the next forward: gradual unfreezing freezes after `StreamShard(model)`."""
+    for name, schedule in SCHEDULES.items():
+
+        def prepare(model: nn.Module, number: int, schedule: Any = schedule) -> None:
+            if number in schedule:
+                model.requires_grad_(True)
+                freeze(model, *schedule[number] or ("nothing",))
+
+        with case(name):
+            assert_trains_like_plain(
+                context, TinyLM, lm_step, prepare=prepare, steps=5, checked=(1, 2, 4), **SETTINGS[settings]
+            )
+
+
+@on_ranks(1, 2)
+def test_a_model_frozen_throughout_says_so_at_backward(context: RankContext) -> None:
+    """The error is PyTorch's own, and training goes on once something is unfrozen."""
+    model = freeze(StreamShard(TinyLM(), precision=FP32), "")
+    tokens = token_batch(0, context.rank)
+    loss = next_token_loss(model(tokens), tokens)
+    assert not loss.requires_grad
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        loss.backward()  # type: ignore[no-untyped-call]
+    model.requires_grad_(True)
+    lm_step(model, Call(0, context.rank, context.world_size, 1.0))
+    assert all(p.grad is not None for p in model.parameters())
+
+
+class Checkpointed(TinyLM):
+    """Inputs made to require gradients, blocks recomputed: the usual fine-tuning set-up."""
+
+    def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """See `TinyLM`."""
+        x = x.requires_grad_() if x.is_leaf else x
+        for block in self.blocks:
+            x = checkpoint(block, x, mask, use_reentrant=False)  # type: ignore[assignment]
+        return x
+
+
+def _with_adapters(kind: type[TinyLM]) -> nn.Module:
+    """LoRA: the model frozen, low-rank updates on two projections of each block."""
+    model = kind().requires_grad_(False)
+    for block in model.blocks:
+        inner: Any = block
+        inner.attention.qkv = Adapter(inner.attention.qkv)
+        inner.up = Adapter(inner.up)
+    return model
+
+
+@on_ranks(1, 2, 3)
+def test_adapters_on_a_frozen_model_train(context: RankContext) -> None:
+    """Only the adapters get gradients and move, with and without checkpoints, in micro-batches too."""
+
+    def in_two(model: Any, call: Call) -> Tensor:
+        with model.no_sync() if isinstance(model, StreamShard) else contextlib.nullcontext():
+            lm_step(model, call._replace(step=2 * call.step))
+        return lm_step(model, call._replace(step=2 * call.step + 1))
+
+    for kind in (TinyLM, Checkpointed):
+        for settings in SETTINGS.values():
+            model = assert_trains_like_plain(
+                context,
+                lambda kind=kind: _with_adapters(kind),  # type: ignore[misc]
+                in_two,
+                optimizer=trainable_adamw,
+                **settings,
+            )
+    assert sum(p.requires_grad for p in model.parameters()) == 16
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("precision", ["bf16", "16-bit wire", "16-bit"])
+def test_frozen_weights_are_computed_with_as_if_they_were_kept_in_fp32(context: RankContext, precision: str) -> None:
+    """To the bit, against the same model whose base is frozen after it was sharded, and in fp32 main weights."""
+    for settings in SETTINGS.values():
+        found = []
+        for frozen_first in (True, False):
+            torch.manual_seed(3)
+            model = adapted()
+            trains = [param.requires_grad for param in model.parameters()]
+            model.requires_grad_(True) if not frozen_first else None
+            model = StreamShard(model, precision=PRECISIONS[precision], **settings)
+            for param, is_trained in zip(model.parameters(), trains, strict=True):
+                param.requires_grad_(is_trained)
+            optimizer = trainable_adamw(model)
+            with make_adversarial(model), detect_races(model) as races:
+                for number in range(3):
+                    stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert races.accesses > 20
+            found.append(full_weights(model))
+        assert_same(*found, "weights", EXACT)
+
+
+# ---------------------------------------------------------------------------------------------- what it costs
+
+
+class _Bytes(Observer):
+    """How many are read by collectives, by kind."""
+
+    def __init__(self) -> None:
+        self.sent = dict.fromkeys(Collective, 0)
+
+    def on_collective(
+        self,
+        stream: StreamName,
+        collective: Collective,
+        tag: int | None,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+    ) -> None:
+        self.sent[collective] += sum(tensor.nbytes for tensor in reads)
+
+
+def _padded(numels: Sequence[int], element_bytes: int, world_size: int) -> int:
+    """Elements of a segment: starts aligned to 16 bytes, padded to as many aligned shards as there are ranks."""
+    align = 16 // element_bytes
+    end = 0
+    for numel in numels:
+        end = -(-end // align) * align + numel
+    return -(-end // (align * world_size)) * align * world_size
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_reductions_and_buffers_have_the_size_of_what_trains(context: RankContext, way: str) -> None:
+    """Bytes of a step and of the report, against arithmetic: 2/N for a frozen parameter, and nothing else."""
+    with WAYS[way]():
+        model: Any = StreamShard(adapted(), precision=BF16)
+    engine = engine_inside(model)
+    optimizer = trainable_adamw(model)
+    stack_step(model, Call(0, context.rank, 2, 1.0))
+    trained = _padded([2 * DIM, 2 * DIM], 2, 2)  # of each of four layers
+    frozen = _padded([DIM * DIM, DIM], 2, 2)
+    head = _padded([DIM, 1], 2, 2)
+    counted = _Bytes()
+    with engine.streams.observed_by(counted):
+        stack_step(model, Call(1, context.rank, 2, 1.0))
+    assert counted.sent[Collective.REDUCE_SCATTER] == 4 * 4 * trained
+    optimizer.step()
+    report = model.memory_report()
+    assert dict(report.held_bytes) == dict(report.formula_bytes)
+    wanted = {
+        "main weights": 4 * 4 * trained // 2,
+        "main grads": 4 * 4 * trained // 2,
+        "frozen weights": 2 * (4 * frozen + head) // 2,
+        "compute shards": 2 * 4 * trained // 2,
+        "weight slots": 2 * (2 * (trained + frozen)) + 2 * head,
+        "grad slots": 2 * 4 * trained,
+        "scratch": 2 * 4 * trained // 2 if way == "sockets" else 0,
+    }
+    assert {name: report.held_bytes[name] for name in wanted} == wanted
+    held = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.ndim)
+    assert held <= report.adam_bytes == 8 * 4 * trained // 2
+
+
+# ---------------------------------------------------------------------------------------------- values and dtypes
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_frozen_parameters_keep_their_dtype_and_values(context: RankContext, dtype: torch.dtype) -> None:
+    """Wherever they are seen: named, summoned, written back, loaded. Layers compute with them in half precision."""
+    torch.manual_seed(3)
+    model: Any = adapted(dtype)
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+    dtypes = {name: param.dtype for name, param in model.named_parameters()}
+    model = StreamShard(model, precision=BF16)
+    assert {name: param.dtype for name, param in model.named_parameters()} == dtypes
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    state = full_weights(model)
+    assert {name: value.dtype for name, value in state.items()} == dtypes
+    assert_same(state, wanted, "weights", EXACT)
+    with model.summon_full_params(writeback=True):
+        for name, param in model.named_parameters():
+            assert param.dtype is dtypes[name]
+            assert torch.equal(param, wanted[name])
+            if name in frozen:
+                param.data.mul_(2)
+    doubled = {name: value * (2 if name in frozen else 1) for name, value in wanted.items()}
+    assert_same(full_weights(model), doubled, "weights after writing", EXACT)
+    model.load_state_dict(wanted)
+    model.check_weights()
+    assert_same(full_weights(model), wanted, "weights after loading", EXACT)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all"}], ids=["ZeRO-3", "ZeRO-2"])
+def test_a_frozen_weight_that_is_changed_between_steps_is_computed_with(
+    context: RankContext, slots: dict[str, Any]
+) -> None:
+    """The gather reads the parameter's own memory, also that of a rank that is ahead; no races."""
+    torch.manual_seed(3)
+    model: Any = StreamShard(adapted(), precision=BF16, **slots)
+    inputs = vector_batch(0, context.rank).to(HALF)
+    plain: Any = adapted()
+    bases = [param for name, param in model.named_parameters() if name.endswith("base.weight")]
+    if context.rank:
+        model.layers[1].register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    with make_adversarial(model), detect_races(model):
+        for number in range(4):
+            with torch.no_grad():
+                for param in bases:
+                    param.mul_(0.5)
+            plain.load_state_dict(full_weights(model))
+            with torch.set_grad_enabled(number % 2 == 0):
+                found = model(inputs)
+                with torch.no_grad():
+                    for param in bases:
+                        param.mul_(2.0)  # the other rank still computes
+                        param.mul_(0.5) if found.requires_grad else None
+            with torch.no_grad():
+                wanted = plain.to(HALF)(inputs)
+            assert_same({"outputs": found.detach()}, {"outputs": wanted}, f"step {number}", EXACT)
+
+
+def _run(seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = StreamShard(adapted(), precision=BF16)
+    return model, trainable_adamw(model)
+
+
+def _save_a_run(context: RankContext, path: Path) -> dict[str, Tensor]:
+    model, optimizer = _run(1)
+    for number in range(2):
+        stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    save_checkpoint(path, model, optimizer)
+    return full_weights(model)
+
+
+def _load_a_run(context: RankContext, path: Path, wanted: dict[str, Tensor], *, trains: bool) -> None:
+    torch.manual_seed(2)
+    model: Any = adapted()
+    if trains:
+        model.requires_grad_(True)
+    model = StreamShard(model, precision=BF16)
+    optimizer = trainable_adamw(model)
+    load_checkpoint(path, model, optimizer if not trains else None)
+    found = full_weights(model)
+    assert {value.dtype for value in found.values()} == ({torch.float32} if trains else {HALF, torch.float32})
+    assert_same(found, wanted, "weights", EXACT)
+    stack_step(model, Call(2, context.rank, context.world_size, 1.0))
+    optimizer.step()
+
+
+def test_a_checkpoint_with_a_frozen_base_is_loaded_on_other_ranks(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    """By one, from two; also into a model where what was frozen trains."""
+    wanted = ranks(2).run(_save_a_run, tmp_path)[0]
+    for trains in (False, True):
+        ranks(1).run(_load_a_run, tmp_path, wanted, trains=trains)
+
+
+# ---------------------------------------------------------------------------------------------- unfreezing
+
+
+@on_ranks(1, 2)
+def test_unfreezing_what_was_frozen_when_the_model_was_sharded_raises(context: RankContext) -> None:
+    """Before a forward, or in one; frozen again, the model trains on."""
+    model: Any = StreamShard(adapted(), precision=BF16)
+    base = model.layers[1].linear.base
+    unfreeze = model.layers[1].register_forward_pre_hook(lambda *_: base.bias.requires_grad_(True))
+    for name in ("bias", "weight"):
+        with pytest.raises(
+            ShardingError,
+            match=rf"'layers\.1\.linear\.base\.{name}' was frozen when .* Freeze it after StreamShard\(model\)",
+        ):
+            stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+        unfreeze.remove()
+        base.requires_grad_(False)
+        base.weight.requires_grad_(name == "bias")
+    stack_step(model, Call(1, context.rank, context.world_size, 1.0))
+    assert base.weight.grad is None and model.layers[1].linear.up.grad is not None
+
+
+@on_ranks(2)
+def test_the_host_is_not_asked_which_rank_used_a_frozen_parameter(context: RankContext) -> None:
+    """Only what counts makes the host wait for a device."""
+    model: Any = StreamShard(adapted(), precision=BF16, **SETTINGS["a slot each"])
+    with model.no_sync():
+        stack_step(model, Call(0, context.rank, 2, 1.0))
+    grads = [(unit.grads, grad) for unit in engine_inside(model).units for grad in unit.grads.params]
+    assert any(unit_grads.waits for unit_grads, _ in grads)
+    assert all(unit_grads.counts(grad) is grad.shard.param.requires_grad for unit_grads, grad in grads)
+    stack_step(model, Call(1, context.rank, 2, 1.0))
+
+
+@on_ranks(2)
+def test_the_gradient_check_names_a_parameter_that_trains(context: RankContext) -> None:
+    """The first that is not finite; frozen ones have none."""
+    model: Any = StreamShard(adapted(), precision=BF16, check_grads=True)
+    stack_step(model, Call(0, context.rank, 2, 1.0))
+    with pytest.raises(GradientError, match=r"layers\.0\.linear\.down"):
+        (model(vector_batch(0, context.rank)) * float("inf")).sum().backward()

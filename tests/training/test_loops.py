@@ -1,0 +1,374 @@
+"""Training loops around forward and backward: accumulation, clipping, parameter groups, schedulers, `zero_grad`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from streamshard import StreamShard
+from tests.models import Stack, TinyLM, next_token_loss, token_batch, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    adamw,
+    assert_same,
+    assert_trains_like_plain,
+    case,
+    counted_collectives,
+    full_weights,
+    lm_step,
+    piece_of,
+    sgd,
+    stack_step,
+)
+
+# ---------------------------------------------------------------------------------------------- accumulation
+
+
+def _micro(model: nn.Module, call: Call, number: int, of: int) -> Tensor:
+    out = model(vector_batch(call.step * 10 + number, call.rank, rows=2 + number))
+    return call.backward(out.square().mean() / of)
+
+
+def _no_sync(model: Any) -> Any:
+    return model.no_sync() if isinstance(model, StreamShard) else contextlib.nullcontext()
+
+
+def _no_sync_but_last(model: Any, call: Call) -> Tensor:
+    """DDP's idiom: each micro-batch but the last inside a `no_sync`."""
+    total = torch.zeros(())
+    for number in range(3):
+        with _no_sync(model) if number < 2 else contextlib.nullcontext():
+            total = total + _micro(model, call, number, 3)
+    return total
+
+
+def _switch(model: Any, call: Call) -> Tensor:
+    """FSDP2's idiom: `set_requires_gradient_sync`."""
+    total = torch.zeros(())
+    for number in range(3):
+        if isinstance(model, StreamShard):
+            model.set_requires_gradient_sync(number == 2)
+        total = total + _micro(model, call, number, 3)
+    return total
+
+
+def _without_no_sync(model: Any, call: Call) -> Tensor:
+    """Several backwards, no context."""
+    return _micro(model, call, 0, 3) + _micro(model, call, 1, 3) + _micro(model, call, 2, 3)
+
+
+def _forwards_first(model: Any, call: Call) -> Tensor:
+    """All forwards inside one `no_sync`, then all backwards."""
+    with _no_sync(model):
+        losses = [model(vector_batch(call.step * 10 + i, call.rank)).square().mean() / 3 for i in range(2)]
+        for loss in losses:
+            call.backward(loss)
+    return _micro(model, call, 2, 3)
+
+
+def _evaluation_inside(model: Any, call: Call) -> Tensor:
+    """An evaluation between micro-batches."""
+    with _no_sync(model):
+        total = _micro(model, call, 0, 2)
+        with torch.no_grad():
+            model(vector_batch(call.step + 500, call.rank))
+    return total + _micro(model, call, 1, 2)
+
+
+def _skipping(model: Any, call: Call) -> Tensor:
+    """The last micro-batch does not use the first layer."""
+    with _no_sync(model):
+        total = _micro(model, call, 0, 2)
+    first, model.layers[0].forward = model.layers[0].forward, lambda x: x
+    total = total + _micro(model, call, 1, 2)
+    model.layers[0].forward = first
+    return total
+
+
+ACCUMULATIONS: dict[str, Callable[[Any, Call], Tensor]] = {
+    "no_sync for all but the last": _no_sync_but_last,
+    "set_requires_gradient_sync": _switch,
+    "without no_sync": _without_no_sync,
+    "forwards first": _forwards_first,
+    "evaluation inside": _evaluation_inside,
+    "a layer in the first micro-batch only": _skipping,
+}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_accumulate_over_micro_batches(context: RankContext, set_to_none: bool) -> None:
+    """The sum over micro-batches of the mean over ranks; nothing of the step before is left."""
+    for name, step in ACCUMULATIONS.items():
+        with case(name):
+            assert_trains_like_plain(context, Stack, step, checked=(0, 2), set_to_none=set_to_none, optimizer=adamw)
+
+
+@on_ranks(2)
+def test_accumulation_gathers_less_inside_no_sync(context: RankContext) -> None:
+    """Weights that are still in their slots are not sent again; outside `no_sync` they might have changed."""
+    model = StreamShard(Stack(), precision=FP32)
+    traffic = []
+    for inside in (False, True):
+        for _ in range(2):
+            stack_step(model, Call(0, context.rank, 2, 1.0))
+        with model.no_sync() if inside else contextlib.nullcontext():
+            stack_step(model, Call(1, context.rank, 2, 1.0))
+            with counted_collectives(model) as counts:
+                stack_step(model, Call(2, context.rank, 2, 1.0))
+        traffic.append(sum(counts.values()))
+    assert traffic[1] < traffic[0]
+
+
+@on_ranks(2)
+def test_the_user_alone_clears_gradients(context: RankContext) -> None:
+    """Without `zero_grad` steps add up; the model's and the optimizer's `zero_grad` clear the same gradients."""
+
+    def keep(model: nn.Module) -> Optimizer:
+        optimizer = sgd(model)
+        optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+        return optimizer
+
+    model = assert_trains_like_plain(context, Stack, stack_step, optimizer=keep)
+    for clear in (model.zero_grad, adamw(model).zero_grad):
+        for set_to_none in (True, False):
+            stack_step(model, Call(0, context.rank, 2, 1.0))
+            clear(set_to_none=set_to_none)
+            left = [p.grad for p in model.parameters()]
+            assert all(grad is None if set_to_none else not grad.any() for grad in left)  # type: ignore[union-attr]
+
+
+@on_ranks(2)
+def test_gradients_edited_by_the_user_are_what_the_optimizer_sees(context: RankContext) -> None:
+    """Scaled in place, and replaced, between backward and step."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = adamw(model)
+
+        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            for index, p in enumerate(model.parameters()):
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+                    if index % 2:
+                        p.grad = p.grad * 3.0
+
+        optimizer.register_step_pre_hook(before)
+        return optimizer
+
+    assert_trains_like_plain(context, TinyLM, lm_step, optimizer=make)
+
+
+# ---------------------------------------------------------------------------------------------- clipping
+
+NORMS = [2.0, 1.0, math.inf]
+
+
+def clipped(
+    clips: Sequence[Callable[[Any], Tensor]], norms: list[tuple[str, Tensor]]
+) -> Callable[[nn.Module], Optimizer]:
+    """SGD that clips before each step, with each of `clips` in turn, and notes the norm."""
+
+    def make(model: nn.Module) -> Optimizer:
+        optimizer = sgd(model)
+        step = optimizer.step
+        turns = itertools.cycle(clips)
+
+        def clip_and_step() -> None:
+            norms.append(("sharded" if isinstance(model, StreamShard) else "plain", next(turns)(model)))
+            step()
+
+        optimizer.step = clip_and_step  # type: ignore[method-assign,assignment]
+        return optimizer
+
+    return make
+
+
+def _assert_clips_like_plain(context: RankContext, clips: Sequence[Callable[[Any], Tensor]], *, bites: bool) -> None:
+    norms: list[tuple[str, Tensor]] = []
+    every = range(len(clips))
+    assert_trains_like_plain(
+        context,
+        TinyLM,
+        lm_step,
+        optimizer=clipped(clips, norms),
+        steps=len(clips),
+        checked=every,
+        plain_everywhere=True,
+    )
+    plain, sharded = ([float(norm) for kind, norm in norms if kind == wanted] for wanted in ("plain", "sharded"))
+    assert len(plain) == len(sharded) == len(clips)
+    assert sharded == pytest.approx(plain, rel=1e-5)
+    assert all(isinstance(norm, Tensor) and norm.shape == () for _, norm in norms)
+    assert not bites or min(plain) > 0.01
+
+
+def _with_model(model: Any, max_norm: float, norm_type: float) -> Tensor:
+    if isinstance(model, StreamShard):
+        found: Tensor = model.clip_grad_norm_(max_norm, norm_type)
+        return found
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+
+
+def _with_torch(model: Any, norm_type: float, foreach: bool | None) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type, foreach=foreach)
+
+
+def _blocks_only(model: Any) -> Tensor:
+    return nn.utils.clip_grad_norm_([p for n, p in model.named_parameters() if n.startswith("blocks.")], 0.01)
+
+
+def _one_parameter(model: Any) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.head.weight, 0.01)
+
+
+def _in_two_steps(model: Any) -> Tensor:
+    total = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, total)
+    return total
+
+
+@on_ranks(1, 2, 3)
+def test_clipping_uses_the_norm_over_all_ranks(context: RankContext) -> None:
+    """The model's method and `torch.nn.utils.clip_grad_norm_`, of all parameters and of some."""
+    for max_norm in (0.01, 1000.0):
+        clips = [functools.partial(_with_model, max_norm=max_norm, norm_type=norm_type) for norm_type in NORMS]
+        _assert_clips_like_plain(context, clips, bites=max_norm < 1)
+    both = itertools.product(NORMS, (None, False))
+    torchs = [functools.partial(_with_torch, norm_type=norm_type, foreach=foreach) for norm_type, foreach in both]
+    _assert_clips_like_plain(context, [*torchs, _blocks_only, _one_parameter, _in_two_steps], bites=True)
+
+
+@on_ranks(2)
+def test_clipping_by_value_works_element_by_element(context: RankContext) -> None:
+    """`clip_grad_value_` needs no norm."""
+
+    def clip(model: Any) -> Tensor:
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        return torch.zeros(())
+
+    assert_trains_like_plain(context, TinyLM, lm_step, optimizer=clipped([clip], []))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks(context: RankContext, value: float) -> None:
+    """One bad element on one rank's piece: every rank's norm says so. Without any gradient the norm is zero."""
+    model: Any = StreamShard(TinyLM(), precision=FP32)
+    assert float(model.clip_grad_norm_(1.0)) == float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) == 0.0
+    lm_step(model, Call(0, context.rank, 2, 1.0))
+    if context.rank == 1:
+        biggest = max(model.parameters(), key=lambda p: piece_of(p).numel())
+        piece_of(biggest.grad).view(-1)[0] = value
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    assert not torch.isfinite(model.clip_grad_norm_(1.0))
+
+
+# ---------------------------------------------------------------------------------------------- optimizers
+
+
+def _by_name(model: nn.Module) -> Optimizer:
+    named = list(model.named_parameters())
+    plain = [p for name, p in named if "norm" in name or name.endswith("bias")]
+    decayed = [p for name, p in named if not ("norm" in name or name.endswith("bias"))]
+    groups = [{"params": decayed, "weight_decay": 0.5}, {"params": plain, "weight_decay": 0.0, "lr": 3e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+
+
+def _by_dims(model: nn.Module) -> Optimizer:
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decayed = [p for p in named.values() if p.dim() >= 2]
+    plain = [p for p in named.values() if p.dim() < 2]
+    assert decayed and plain
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.5}, {"params": plain, "weight_decay": 0.0}], lr=1e-2, eps=1e-3
+    )
+
+
+def _by_layer(model: Any) -> Optimizer:
+    groups = [{"params": list(block.parameters()), "lr": 1e-3 * (1 + i)} for i, block in enumerate(model.blocks)]
+    rest = [p for name, p in model.named_parameters() if not name.startswith("blocks.")]
+    return torch.optim.AdamW([*groups, {"params": rest, "lr": 2e-3}], eps=1e-3)
+
+
+def _with_schedule(model: nn.Module, make: Callable[[Optimizer], Any]) -> Optimizer:
+    optimizer = adamw(model)
+    scheduler = make(optimizer)
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        scheduler.step()
+
+    optimizer.register_step_post_hook(after)
+    return optimizer
+
+
+SCHEDULERS = torch.optim.lr_scheduler
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "groups by name": _by_name,
+    "groups by ndim": _by_dims,
+    "groups by layer": _by_layer,
+    "cosine": functools.partial(_with_schedule, make=lambda o: SCHEDULERS.CosineAnnealingLR(o, T_max=5)),
+    "warm-up": functools.partial(_with_schedule, make=lambda o: SCHEDULERS.LambdaLR(o, lambda step: step / 3)),
+}
+
+
+@on_ranks(2)
+def test_parameter_groups_and_schedulers_train_like_plain_pytorch(context: RankContext) -> None:
+    """No decay for norms and biases, chosen by name or by `p.ndim`; a learning rate for each layer."""
+    for name, make in OPTIMIZERS.items():
+        with case(name):
+            assert_trains_like_plain(context, TinyLM, lm_step, optimizer=make, steps=4, checked=(2,))
+
+
+@on_ranks(2)
+def test_an_optimizers_state_is_sharded_and_loads_into_a_new_optimizer(context: RankContext) -> None:
+    """Two moments of the shard's size; saved and restored on the same rank, training goes on the same."""
+    torch.manual_seed(7)
+    model = StreamShard(Stack(), precision=FP32)
+    optimizer = adamw(model)
+
+    def run(first: int, optimizer: Optimizer) -> dict[str, Tensor]:
+        for number in range(first, first + 2):
+            stack_step(model, Call(number, context.rank, 2, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_weights(model)
+
+    run(0, optimizer)
+    for p, entry in optimizer.state.items():
+        assert entry["exp_avg"].shape == entry["exp_avg_sq"].shape == piece_of(p).shape
+    weights = [p.detach().clone() for p in model.parameters()]
+    state = optimizer.state_dict()
+    state["state"] = {
+        index: {name: value.clone() for name, value in entry.items()} for index, entry in state["state"].items()
+    }
+    wanted = run(2, optimizer)
+    with torch.no_grad():
+        for p, value in zip(model.parameters(), weights, strict=True):
+            p.copy_(value)
+    other = adamw(model)
+    other.load_state_dict(state)
+    assert_same(run(2, other), wanted, "weights", EXACT)
+
+
+@on_ranks(2)
+def test_a_loss_of_uneven_tokens_can_be_weighted_by_hand(context: RankContext) -> None:
+    """Token-weighted means over ranks: the user scales the loss, the engine averages."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        tokens = token_batch(call.step, call.rank, rows=1 + call.rank)
+        return call.backward(next_token_loss(model(tokens), tokens) * (1 + call.rank) / 3 * 2)
+
+    assert_trains_like_plain(context, TinyLM, step)

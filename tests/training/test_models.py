@@ -1,0 +1,340 @@
+"""Models: transformers, units given in every form, layers of unequal sizes, shared weights, recurrent layers."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from streamshard import Precision, StreamShard
+from streamshard.inspect import engine_inside
+from tests import families
+from tests.models import Block, Layer, Stack, TinyLM, image_batch, token_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import Call, assert_trains_like_plain, case, lm_step, stack_step
+
+
+def _units(model: nn.Module) -> list[str]:
+    return [unit.name for unit in engine_inside(model).units[1:]]
+
+
+# ---------------------------------------------------------------------------------------------- transformers
+
+DEPTH = 4
+
+
+def _text_inputs(step: int, rank: int) -> dict[str, Tensor]:
+    tokens = token_batch(step, rank)
+    mask = torch.ones_like(tokens)
+    mask[0, -2:] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+
+
+def _image_inputs(step: int, rank: int) -> dict[str, Tensor]:
+    return {"pixel_values": image_batch(step, rank), "labels": torch.tensor([rank % 3, step % 3])}
+
+
+class Family(NamedTuple):
+    """A model of transformers, its inputs, and its units that stream."""
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[int, int], dict[str, Tensor]]
+    streamed: list[str]
+
+
+def _layers(prefix: str, depth: int = DEPTH) -> list[str]:
+    return [f"{prefix}.{number}" for number in range(depth)]
+
+
+FAMILIES = {
+    "llama": Family(functools.partial(families.llama, num_hidden_layers=DEPTH), _text_inputs, _layers("model.layers")),
+    "gpt2": Family(functools.partial(families.gpt2, n_layer=DEPTH), _text_inputs, _layers("transformer.h")),
+    "bert": Family(
+        functools.partial(families.bert, num_hidden_layers=DEPTH), _text_inputs, _layers("bert.encoder.layer")
+    ),
+    "t5": Family(families.t5, _text_inputs, [*_layers("encoder.block", 2), *_layers("decoder.block", 2)]),
+    "mixtral": Family(
+        functools.partial(families.mixtral, num_hidden_layers=DEPTH), _text_inputs, _layers("model.layers")
+    ),
+    "vit": Family(
+        functools.partial(families.vit, num_hidden_layers=DEPTH, num_labels=3), _image_inputs, _layers("vit.layers")
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_models_train_like_plain_pytorch(context: RankContext, family: str) -> None:
+    """For decoders, encoders, both, experts and images `StreamShard(model)` makes a unit of each repeated layer."""
+    build, inputs, streamed = FAMILIES[family]
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        return call.backward(model(**inputs(call.step, call.rank)).loss)
+
+    model = assert_trains_like_plain(context, build, step, steps=3, checked=(0, 2))
+    assert [unit.name for unit in engine_inside(model).units[1:] if unit.is_streamed] == streamed
+
+
+@on_ranks(2)
+def test_an_encoder_decoder_trains_with_a_frozen_encoder(context: RankContext) -> None:
+    """Half of the units have nothing to reduce."""
+
+    def build() -> nn.Module:
+        model: Any = families.t5()
+        model.encoder.block.requires_grad_(False)
+        return model  # type: ignore[no-any-return]
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        return call.backward(model(**_text_inputs(call.step, call.rank)).loss)
+
+    assert_trains_like_plain(context, build, step, steps=3, checked=(0, 2))
+
+
+# ---------------------------------------------------------------------------------------------- units
+
+UNITS_OF: dict[str, Callable[[Any], Any]] = {
+    "class": lambda model: [Block],
+    "class by name": lambda model: "Block",
+    "modules": lambda model: list(model.blocks),
+    "names": lambda model: [f"blocks.{index}" for index in range(4)],
+    "predicate": lambda model: lambda module: isinstance(module, Block),
+}
+
+
+@on_ranks(2)
+def test_units_can_be_given_in_every_form(context: RankContext) -> None:
+    """Each form selects the four blocks. Other modules can be units as well, whatever is left is the root unit."""
+    for form, units_of in UNITS_OF.items():
+        with case(form):
+            given = assert_trains_like_plain(context, TinyLM, lm_step, units_of=units_of, steps=2)
+            assert _units(given) == _layers("blocks")
+    mixed = ["head", "blocks.1", "blocks.2.attention"]
+    model = assert_trains_like_plain(context, TinyLM, lm_step, units=mixed)
+    assert sorted(_units(model)) == sorted(mixed)
+
+
+@on_ranks(1, 2)
+def test_a_model_without_repeated_layers_is_one_unit_and_warns(context: RankContext) -> None:
+    """It trains right, and the user hears why it saves less memory than it could."""
+
+    class NoLayers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 8), nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.second(torch.tanh(self.first(x)))
+            return out
+
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        assert_trains_like_plain(context, NoLayers, stack_step)
+    assert len(heard) == 1
+    assert "NoLayers" in str(heard[0].message)
+    assert "units" in str(heard[0].message)
+
+
+# ---------------------------------------------------------------------------------------------- shapes and sharing
+
+
+def _sequential() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(16), *(Layer() for _ in range(4)), nn.Linear(16, 1))
+
+
+def _smaller_than_ranks() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 1), *(Layer(1, 1, bias=False) for _ in range(3)), nn.LayerNorm(1))
+
+
+class WeightShared(Stack):
+    """Layers 0 and 3 have the same weight, layers 1 and 2 the same linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: Any = self.layers
+        layers[3].linear.weight = layers[0].linear.weight
+        layers[2].linear = layers[1].linear
+
+
+class ActivationShared(nn.Sequential):
+    """All layers have the same activation module, which has no parameters."""
+
+    def __init__(self) -> None:
+        activation = nn.Tanh()
+        super().__init__(*(nn.Sequential(nn.Linear(16, 16), activation) for _ in range(4)))
+
+
+class RootUsesParts(nn.Module):
+    """The root's forward reads parameters of its own and of modules that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((16,), 1.2))
+        self.table = nn.Embedding(4, 16)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.extras = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(0.7))})
+        self.list = nn.ParameterList([nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(16))])
+        self.out = nn.Linear(16, 1)
+        self.register_buffer("angles", torch.linspace(0.0, 1.0, 16), persistent=False)
+        self.angles: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, 16] -> [rows, 1]"""
+        x = x * self.gain * self.angles.cos() + self.table.weight[1]
+        for layer in self.layers:
+            x = layer(x) * self.extras["scale"]
+        x = x + self.list[0] * self.list[1]
+        return F.linear(x, self.out.weight, self.out.bias)
+
+
+class Wrapper(nn.Module):
+    """The model proper is one level down, as in transformers' ForCausalLM classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = RootUsesParts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, 16] -> [rows, 1]"""
+        out: Tensor = self.inner(x)
+        return out
+
+
+class Detaching(Stack):
+    """Every layer's input is detached; outputs are summed. Autograd chooses the order of layers itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, 16] -> [rows, 1]"""
+        total = torch.zeros_like(x)
+        for layer in self.layers:
+            x = layer(x.detach())
+            total = total + x
+        out: Tensor = self.head(total)
+        return out
+
+
+class Dropping(Stack):
+    """A layer runs for nothing; another's output is used twice; a hook replaces a third's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].register_forward_hook(lambda module, args, out: out * 1.5)
+        self.layers[2].register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, 16] -> [rows, 1]"""
+        self.layers[3](x)
+        y = self.layers[0](x)
+        out: Tensor = self.head(self.layers[1](y) * y + self.layers[2](y.detach()))
+        return out
+
+
+SHAPES: dict[str, Callable[[], nn.Module]] = {
+    "unequal layers": lambda: Stack((16, 3, 40, 1, 24, 16)),
+    "largest layer first": lambda: Stack((16, 64, 8)),
+    "sequential": _sequential,
+    "layers smaller than the number of ranks": _smaller_than_ranks,
+    "a weight of two layers": WeightShared,
+    "an activation of all layers": ActivationShared,
+    "parameters that the root reads": RootUsesParts,
+    "a model in a model": Wrapper,
+    "detached inputs": Detaching,
+    "dropped outputs": Dropping,
+}
+
+
+@on_ranks(1, 2, 3)
+def test_models_of_every_shape_train_like_plain_pytorch(context: RankContext) -> None:
+    """Slots fit the largest layer; what lies outside of the layers belongs to the root unit."""
+    for name, build in SHAPES.items():
+        with case(name):
+            assert_trains_like_plain(context, build, stack_step)
+
+
+@on_ranks(2)
+def test_buffers_keep_their_dtype_unless_buffer_dtype_says_otherwise(context: RankContext) -> None:
+    """Fixed tables stay fp32 although weights are bf16."""
+    assert StreamShard(RootUsesParts()).angles.dtype == torch.float32
+    other = StreamShard(RootUsesParts(), precision=Precision(buffer_dtype=torch.bfloat16))
+    assert other.angles.dtype == torch.bfloat16
+
+
+# ---------------------------------------------------------------------------------------------- recurrent layers
+
+
+class Flat(nn.LSTM):
+    """Does on the CPU what flatten_parameters() does with cuDNN: its weights become views of a buffer of their own."""
+
+    def flatten_parameters(self) -> None:
+        """See torch.nn.RNNBase."""
+        weights: list[Any] = self._flat_weights
+        if any(not isinstance(weight, Tensor) for weight in weights) or len(weights) != len(self._flat_weights_names):
+            return
+        with torch.no_grad():
+            flat = torch.cat([weight.reshape(-1) for weight in weights])
+            for weight, part in zip(weights, flat.split([weight.numel() for weight in weights]), strict=True):
+                weight.set_(part.view(weight.shape))
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer with a residual connection, which asks for flat weights as many models do."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.rnn = layer
+        self.out = nn.Linear(16 if layer.bidirectional else 8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, time, 8] -> the same"""
+        self.rnn.flatten_parameters()
+        out, _ = self.rnn(x)
+        return torch.tanh(x + self.out(out))
+
+
+class Tagger(nn.Module):
+    """Recurrent layers, one of them outside of the units."""
+
+    def __init__(self, build: Callable[[], nn.RNNBase]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Recurrent(build()) for _ in range(3))
+        self.last = Flat(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, time, 8] -> [batch, time, 1]"""
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(self.last(x)[0])
+        return out
+
+
+RECURRENT: dict[str, Callable[[], nn.RNNBase]] = {
+    "two directions, two layers": lambda: nn.LSTM(8, 8, 2, batch_first=True, bidirectional=True),
+    "GRU without bias": lambda: nn.GRU(8, 8, batch_first=True, bias=False),
+    "flat weights": lambda: Flat(8, 8, batch_first=True),
+}
+
+
+@on_ranks(1, 2)
+def test_recurrent_layers_compute_with_the_weights_of_the_step(context: RankContext) -> None:
+    """Although they hold their weights in a list as well, and on GPUs lay them out for cuDNN."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        torch.manual_seed(100 * call.step + call.rank)
+        return call.backward(model(torch.randn(3, 5, 8)).square().mean())
+
+    for name, build in RECURRENT.items():
+        with case(name):
+            model: Any = assert_trains_like_plain(
+                context,
+                lambda build=build: Tagger(build),
+                step,
+                weight_slots=2,  # type: ignore[misc]
+            )
+            model.to("cpu")  # resets what recurrent layers know of their weights
+            step(model, Call(9, context.rank, context.world_size, 1.0))

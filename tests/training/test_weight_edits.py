@@ -1,0 +1,282 @@
+"""Weights that the user changes between steps, by whatever means, are the weights that the next forward uses."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from streamshard import StreamShard
+from tests.models import Stack, TinyConfig, TinyLM, token_batch, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import (
+    FP32,
+    Call,
+    Tolerance,
+    assert_same,
+    assert_trains_like_plain,
+    case,
+    full_weights,
+    sgd,
+    stack_step,
+)
+from tests.scenarios import BF16
+
+PRECISIONS = {"fp32": FP32, "bf16": BF16}
+NEAR = {"fp32": Tolerance(), "bf16": Tolerance(relative=3e-2, absolute=1e-3)}
+
+
+def _in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+
+
+def _through_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.mul_(0.5)
+
+
+def _data_replaced(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data.clone() * 0.5
+
+
+def _foreach(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.5)
+
+
+def _one_layer(model: Any) -> None:
+    with torch.no_grad():
+        model.layers[1].linear.weight.mul_(0.5)
+        model.head.bias.add_(0.25)
+
+
+def _own_state_dict(model: nn.Module) -> None:
+    model.load_state_dict({name: value.clone() * 0.5 for name, value in model.state_dict().items()})
+
+
+def _full_state_dict(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 0.5 for name, value in full_weights(model).items()})
+
+
+def _submodules_state_dict(model: Any) -> None:
+    full = full_weights(model)
+    model.layers[1].load_state_dict(
+        {name.removeprefix("layers.1."): value * 0.5 for name, value in full.items() if name.startswith("layers.1.")}
+    )
+
+
+def _summoned(model: nn.Module) -> None:
+    if isinstance(model, StreamShard):
+        with model.summon_full_params(writeback=True):
+            _in_place(model)
+    else:
+        _in_place(model)
+
+
+def _fused_step(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = p.detach().sign().contiguous()
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+    model.zero_grad()
+
+
+EDITS: dict[str, Callable[[Any], None]] = {
+    "in place": _in_place,
+    "through .data": _through_data,
+    ".data replaced": _data_replaced,
+    "foreach": _foreach,
+    "one layer only": _one_layer,
+    "load_state_dict of its own": _own_state_dict,
+    "load_state_dict of the whole": _full_state_dict,
+    "load_state_dict of a submodule": _submodules_state_dict,
+    "summoned and written back": _summoned,
+    "a fused optimizer": _fused_step,
+}
+
+
+@on_ranks(1, 2)
+def test_edited_weights_are_the_ones_trained_next(context: RankContext) -> None:
+    """Loss and gradients of the step right after the edit, and training from there; before the first step too."""
+    for name, edit in EDITS.items():
+
+        def prepare(model: nn.Module, number: int, edit: Callable[[Any], None] = edit) -> None:
+            if number in (0, 2):
+                edit(model)
+
+        with case(name):
+            assert_trains_like_plain(context, Stack, stack_step, prepare=prepare, checked=(0, 2))
+
+
+@on_ranks(1, 2)
+def test_edited_weights_are_the_ones_used_next_in_bf16(context: RankContext) -> None:
+    """A forward right after the edit, with and without gradients, between steps, casts the weights anew."""
+    torch.manual_seed(7)
+    plain = Stack()
+    torch.manual_seed(7)
+    model = StreamShard(Stack(), precision=BF16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = vector_batch(0, context.rank)
+    start = copy.deepcopy(plain.state_dict())
+    edits = [name for name in EDITS if " of a " not in name]  # loading a part moves less than bf16 rounds
+    for name in edits:
+        plain.load_state_dict(start)
+        model.load_state_dict(start)
+        before = model(x).detach()
+        EDITS[name](model)
+        EDITS[name](plain)
+        wanted = copy.deepcopy(plain).bfloat16()(x.bfloat16()).detach()
+        moved = (wanted - before).abs().max()
+        assert float(moved) > 0.02 * float(before.abs().max()), name  # else this would pass with stale weights
+        for grad_mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+            with grad_mode():
+                found = model(x)
+            assert_same({"out": found}, {"out": wanted}, name, Tolerance(relative=2e-2))
+        found.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_edits_after_an_evaluation_do_not_reach_ranks_that_still_compute(context: RankContext) -> None:
+    """In fp32 the other rank reads the weights themselves, although this rank is done with them."""
+    model: Any = StreamShard(Stack(), precision=FP32)
+    batch = vector_batch(0, context.rank)
+    with torch.no_grad():
+        wanted = model(batch)
+        if context.rank == 1:
+            model.layers[1].register_forward_pre_hook(lambda module, args: time.sleep(0.2))
+        found = model(batch)
+    for param in model.parameters():
+        param.data.zero_()
+    assert torch.equal(found, wanted)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_an_ema_swap_is_seen_and_undone(context: RankContext, precision: str) -> None:
+    """An average kept beside the shards, swapped in for evaluation, swapped out again for training."""
+    torch.manual_seed(7)
+    plain = Stack()
+    torch.manual_seed(7)
+    model = StreamShard(Stack(), precision=PRECISIONS[precision])
+    averages = {id(m): {n: p.detach().clone() for n, p in m.named_parameters()} for m in (plain, model)}
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (plain, model)]
+    x = vector_batch(50, context.rank)
+
+    def swap(m: nn.Module) -> None:
+        for name, p in m.named_parameters():
+            average = averages[id(m)][name]
+            held = p.data.clone()
+            p.data.copy_(average)
+            average.copy_(held)
+
+    for number in range(3):
+        for rank in range(2):
+            stack_step(plain, Call(number, rank, 2, 0.5))
+        model(vector_batch(number, context.rank)).float().square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for m in (plain, model):
+            for name, p in m.named_parameters():
+                averages[id(m)][name].lerp_(p.detach(), 0.1)
+            swap(m)
+        with torch.no_grad():
+            assert_same({"out": model(x)}, {"out": plain(x)}, f"average after step {number}", NEAR[precision])
+        for m in (plain, model):
+            swap(m)
+        with torch.no_grad():
+            assert_same({"out": model(x)}, {"out": plain(x)}, f"weights after step {number}", NEAR[precision])
+
+
+@on_ranks(2)
+def test_averaged_model_is_refused(context: RankContext) -> None:
+    """`AveragedModel` copies the model."""
+    with pytest.raises(RuntimeError, match="full_state_dict|summon_full_params"):
+        torch.optim.swa_utils.AveragedModel(StreamShard(Stack(), precision=FP32))
+
+
+@on_ranks(1, 2, 3)
+def test_a_full_state_dict_loads_into_a_sharded_model_and_back(context: RankContext) -> None:
+    """Into a plain model and from one, tied weights and bf16 values too."""
+    for tied in (False, True):
+        config = TinyConfig(tied=tied)
+        torch.manual_seed(1)
+        plain = TinyLM(config)
+        torch.manual_seed(2)
+        model = StreamShard(TinyLM(config), precision=FP32)
+        keys = model.load_state_dict(plain.state_dict())
+        assert not keys.missing_keys and not keys.unexpected_keys
+        assert_same(full_weights(model), plain.state_dict(), "loaded")
+        tokens = token_batch(0, context.rank)
+        with torch.no_grad():
+            assert_same({"logits": model(tokens)}, {"logits": plain(tokens)}, "forward")
+        other = TinyLM(config)
+        other.load_state_dict(model.full_state_dict(rank0_only=False))
+        assert_same(other.state_dict(), plain.state_dict(), "loaded back")
+        half = {name: value.bfloat16() for name, value in plain.state_dict().items()}
+        model.load_state_dict(half)
+        assert_same(full_weights(model), {name: value.float() for name, value in half.items()}, "loaded from bf16")
+
+
+@on_ranks(2)
+def test_load_state_dict_raises_torchs_own_errors(context: RankContext) -> None:
+    """Missing, unexpected and misshapen entries lose nothing. `assign=True` would replace sharded parameters."""
+    model = StreamShard(Stack(), precision=FP32)
+    full = full_weights(model)
+    with pytest.raises(RuntimeError, match="head.bias"):
+        model.load_state_dict({name: value for name, value in full.items() if name != "head.bias"})
+    with pytest.raises(RuntimeError, match="foreign"):
+        model.load_state_dict({**full, "foreign": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match=r"layers\.0\.linear\.weight"):
+        model.load_state_dict({**full, "layers.0.linear.weight": torch.zeros(3, 3)})
+    with pytest.raises(RuntimeError, match="assign"):
+        model.load_state_dict(full, assign=True)
+    stack_step(model, Call(0, context.rank, 2, 1.0))
+
+
+@on_ranks(2)
+def test_the_next_backward_adds_to_a_gradient_that_the_user_replaced(context: RankContext) -> None:
+    """The user's own tensor in `p.grad` is what the next backward adds to."""
+    torch.manual_seed(7)
+    plain = Stack()
+    torch.manual_seed(7)
+    model = StreamShard(Stack(), precision=FP32)
+    for number in range(2):
+        for rank in range(2):
+            stack_step(plain, Call(number, rank, 2, 0.5))
+        stack_step(model, Call(number, context.rank, 2, 1.0))
+        for p in (*plain.parameters(), *model.parameters()):
+            assert p.grad is not None
+            p.grad = p.grad.clone() * 0.5
+    sgd(plain).step()
+    sgd(model).step()
+    assert_same(full_weights(model), plain.state_dict(), "weights")
+
+
+@on_ranks(2)
+def test_a_parameter_or_layer_replaced_after_sharding_raises(context: RankContext) -> None:
+    """The new object is not sharded: its gradients would stay local."""
+
+    def parameter(model: Any) -> None:
+        model.layers[1].linear.weight = nn.Parameter(torch.full((16, 16), 0.1))
+
+    def layer(model: Any) -> None:
+        model.head = nn.Linear(16, 1)
+
+    def step(model: Any) -> Tensor:
+        return stack_step(model, Call(0, context.rank, 2, 1.0))
+
+    for replace, name in ((parameter, "layers.1.linear.weight"), (layer, "head")):
+        model: Any = StreamShard(Stack(), precision=FP32)
+        with pytest.raises(RuntimeError, match=name):
+            replace(model)
+            step(model)
