@@ -26,7 +26,6 @@ from streamshard.errors import (
 )
 from streamshard.optim.distributed import DistributedOptimizer
 from streamshard.optim.local_sgd import LocalSGD
-from streamshard.optim.scaler import GradScaler
 from streamshard.training_state import Loaded, load_checkpoint, save_checkpoint
 from streamshard.version import __version__
 
@@ -35,7 +34,6 @@ __all__ = [
     "ConfigError",
     "DistributedOptimizer",
     "CheckpointError",
-    "GradScaler",
     "GradientError",
     "Loaded",
     "LocalSGD",

@@ -122,7 +122,7 @@ def save_checkpoint(
         model: made by `StreamShard`, or a dict of several, some of which may be plain modules.
         optimizer: over its parameters, or a dict of several.
         scheduler: anything with ``state_dict()`` and ``load_state_dict()``, or a dict of several.
-        scaler: the same, such as `GradScaler`.
+        scaler: the same, such as `torch.amp.GradScaler`.
         extra: by name, values (numbers, strings, lists, dicts, tensors) and objects with ``state_dict()``, such as a
             data loader. Ranks may give different ones; then the number of ranks that load has to be the same.
         keep: how many of the newest checkpoints to keep; older ones are deleted once the new one is whole.

@@ -28,7 +28,6 @@ from streamshard.full import clip_grads
 from streamshard.integrations.accelerate_join import StepNotes, join
 from streamshard.integrations.accelerate_launch import check_launch, check_plugins, check_processes, group_of_one
 from streamshard.integrations.accelerate_state import Run, load_run, remember_epochs, save_run
-from streamshard.optim.scaler import GradScaler
 from streamshard.unit.pieces import holds_pieces
 from streamshard.unit.sharded_tensor import ShardedTensor
 
@@ -109,7 +108,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             # accelerate has neither autocast nor a scaler for fp16 on the CPU, where gradients underflow as well.
             self.native_amp = True
             handler = self.scaler_handler
-            self.scaler = GradScaler(self.device.type, **({} if handler is None else handler.to_kwargs()))
+            self.scaler = torch.amp.GradScaler(self.device.type, **({} if handler is None else handler.to_kwargs()))
         group_of_one(self.device)
 
     # -- prepare ------------------------------------------------------------------------------------------------------

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.errors import OptimizerError, RankMismatchError
-from streamshard.optim.inner import InnerOptimizer, Place
-from streamshard.optim.rounds import Rounds, WholeParam, stand_in
+from streamshard.optim.inner import NO_OPTIONS, InnerOptimizer
+from streamshard.optim.rounds import Rounds, WholeParam
 from streamshard.optim.separable import random_states, refuse_draws
-from streamshard.plan.owners import describe_load, plan_rounds, rank_loads
+from streamshard.plan.owners import plan_rounds
 from streamshard.unit.elementwise import is_elementwise_class
 from streamshard.unit.pieces import piece_of
 
@@ -26,27 +25,12 @@ class GroupClass(NamedTuple):
     Attributes:
         kind: its class.
         options: for its constructor.
-        is_batched: slices of the group's parameters are stepped.
         initial: state that the constructor gives parameters when it sees all of them.
     """
 
     kind: type[Optimizer]
     options: dict[str, Any]
-    is_batched: bool
-    initial: dict[Place, dict[str, Any]]
-
-    def indices(self, param: nn.Parameter) -> Iterable[int | None]:
-        """Of the slices that are stepped; None: the parameter is stepped as it is."""
-        return range(param.shape[0]) if self.is_batched else (None,)
-
-    def places(self, params: Iterable[nn.Parameter]) -> list[Place]:
-        """What is stepped of `params`."""
-        return [(param, index) for param in params for index in self.indices(param)]
-
-    def stand_ins(self, params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-        """Of what is stepped of `params`."""
-        wholes = [(stand_in(param), index) for param, index in self.places(params)]
-        return [whole if index is None else whole[index] for whole, index in wholes]
+    initial: dict[nn.Parameter, dict[str, Any]]
 
 
 class InnerOptimizers:
@@ -74,46 +58,39 @@ class InnerOptimizers:
         self._error: Exception | None = None
         self._had_grads: list[bool] = []  # in the last step
         self._is_checked = True
-        self.owners: dict[int, int | list[int]] = {}
-        for each in wholes:
-            if each.number is None:
-                self.owners[id(each.param)] = each.owner
-            else:
-                owners = self.owners.setdefault(id(each.param), [])
-                assert isinstance(owners, list)
-                owners.append(each.owner)
+        self.owners = {id(each.param): each.owner for each in wholes}
         if not self._sharded:  # with one rank
             for group, made in zip(groups, classes, strict=True):
                 if not is_elementwise_class(made.kind):
                     self.owners.update({id(param): 0 for param in group["params"]})
-        self._in_place: list[InnerOptimizer] = []
-        here = {each.param for each in wholes}
-        for number, (group, made) in enumerate(zip(groups, classes, strict=True)):
-            own = made.places(param for param in group["params"] if param not in here)
-            if own:
-                self._in_place.append(InnerOptimizer(made.kind, made.options, number, group, own, initial=made.initial))
+        self._by_group = list(zip(groups, classes, strict=True))
+        elsewhere = {each.param for each in wholes}
+        self._in_place = [
+            InnerOptimizer(made.kind, made.options, number, group, own, None, made.initial)
+            for number, (group, made) in enumerate(self._by_group)
+            if (own := [param for param in group["params"] if param not in elsewhere])
+        ]
         self._rounds: Rounds | None = None
         self._by_round: list[list[InnerOptimizer]] = []
         trained = [each for each in wholes if each.param.requires_grad]
         if trained:
-            indices = plan_rounds(
-                [each.cost for each in trained],
-                [each.piece.place.numel for each in trained],
-                [each.owner for each in trained],
-                round_numel,
-            )
-            rounds = [[trained[index] for index in each] for each in indices]
-            self._ranks = trained[0].piece.ranks
-            self._rounds = Rounds(rounds, self._ranks, trained[0].piece.ledger_of())
-            for own_round in rounds:
-                self._by_round.append([])
-                for number, (group, made) in enumerate(zip(groups, classes, strict=True)):
-                    members = set(group["params"])
-                    mine = [each for each in own_round if each.whole is not None and each.param in members]
-                    if mine:
-                        own, targets = [(each.param, each.number) for each in mine], [each.whole for each in mine]
-                        inner = InnerOptimizer(made.kind, made.options, number, group, own, targets, made.initial)
-                        self._by_round[-1].append(inner)
+            self._plan_rounds(trained, round_numel)
+
+    def _plan_rounds(self, trained: list[WholeParam], round_numel: int) -> None:
+        costs, owners = [each.cost for each in trained], [each.owner for each in trained]
+        numels = [each.piece.place.numel for each in trained]
+        rounds = [[trained[index] for index in each] for each in plan_rounds(costs, numels, owners, round_numel)]
+        self._ranks = trained[0].piece.ranks
+        self._rounds = Rounds(rounds, self._ranks, trained[0].piece.ledger_of())
+        for own_round in rounds:
+            inners = []
+            for number, (group, made) in enumerate(self._by_group):
+                members = set(group["params"])
+                mine = [each for each in own_round if each.whole is not None and each.param in members]
+                if mine:
+                    params, wholes = [each.param for each in mine], [each.whole for each in mine]
+                    inners.append(InnerOptimizer(made.kind, made.options, number, group, params, wholes, made.initial))
+            self._by_round.append(inners)
 
     def is_current(self) -> bool:
         """Whether groups have the same parameters, trained as when this was made, and none was sharded since."""
@@ -125,23 +102,6 @@ class InnerOptimizers:
     @property
     def _inners(self) -> list[InnerOptimizer]:
         return [*self._in_place, *(inner for inners in self._by_round for inner in inners)]
-
-    def describe(self) -> list[str]:
-        """Who steps how much, in lines."""
-        if self._rounds is None:
-            return ["all parameters are stepped in place"]
-        size = self._ranks.world_size
-        owners, costs = [each.owner for each in self._wholes], [each.cost for each in self._wholes]
-        counts = [owners.count(rank) for rank in range(size)]
-        lines = [
-            f"{len(owners)} parameters are stepped whole by {size} owners in {len(self._by_round)} rounds; "
-            f"{min(counts)} to {max(counts)} each; cost: {describe_load(rank_loads(costs, owners, size))}"
-        ]
-        for rank in range(min(size, 8)):
-            names = [each.piece.name for each in self._wholes if each.owner == rank]
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            lines.append(f"  rank {rank}: {', '.join(names[:3])}{more}")
-        return [*lines, f"  and {size - 8} more ranks"] if size > 8 else lines
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -217,17 +177,15 @@ class InnerOptimizers:
         for inner in self._inners:
             inner.link(state)
 
-    def load(self, state: Mapping[Any, Any], extras: Mapping[str, Any], *, is_loaded: bool) -> None:
-        """Give the optimizers inside what they keep of `state`, which is loaded, or of others of the same groups."""
+    def load(self, state: Mapping[Any, Any], *, is_loaded: bool) -> None:
+        """Give the optimizers inside what they keep of `state`, see `InnerOptimizer.load`."""
         for inner in self._inners:
-            inner.load(state, extras, is_loaded=is_loaded)
+            inner.load(state, is_loaded=is_loaded)
 
-    def extras(self) -> dict[str, Any]:
-        """What the optimizers inside put into their state_dict beside state and groups."""
-        found: dict[str, Any] = {}
+    def refuse_extras(self) -> None:
+        """See `InnerOptimizer.refuse_extras`."""
         for inner in self._inners:
-            found = {**inner.extras(), **found}
-        return found
+            inner.refuse_extras()
 
     def in_place(self) -> list[Optimizer]:
         """See `WholeParameterOptimizer.in_place`."""
@@ -237,7 +195,7 @@ class InnerOptimizers:
         """Of groups of which this rank steps whole parameters, by number, the options."""
         numbers = {inner.number for inners in self._by_round for inner in inners}
         return {
-            number: {key: value for key, value in self._groups[number].items() if key not in ("params", "param_names")}
+            number: {key: value for key, value in self._groups[number].items() if key not in NO_OPTIONS}
             for number in sorted(numbers)
         }
 

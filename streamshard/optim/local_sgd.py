@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.checkpoint.optimizer_state import is_owned, moment_of, names_of_moments
 from streamshard.errors import ConfigError, RankMismatchError
 from streamshard.optim.wrapper import WrappedOptimizer
 
@@ -39,8 +38,6 @@ class LocalSGD(WrappedOptimizer):
         model: made by `StreamShard` on a 2-D mesh, replicate x shard.
         period: steps from one average to the next, at least 1.
         warmup_steps: steps before replicas train on their own.
-        average_moments: average what the optimizer keeps for each element too (momentum, Adam's moments), whenever
-            weights are. Not with optimizers that step whole parameters.
 
     Attributes:
         step_count: how many steps were made.
@@ -58,7 +55,6 @@ class LocalSGD(WrappedOptimizer):
         *,
         period: int,
         warmup_steps: int = 0,
-        average_moments: bool = False,
     ) -> None:
         super().__init__(optimizer, model)
         for name, value, least in (("period", period, 1), ("warmup_steps", warmup_steps, 0)):
@@ -70,25 +66,16 @@ class LocalSGD(WrappedOptimizer):
                 "LocalSGD averages over replicas, this model has one: shard it with a 2-D mesh, replicate x shard, "
                 "such as mesh=init_device_mesh(device_type, (replicas, ranks in each))"
             )
-        params = [param for group in self.param_groups for param in group["params"]]
-        if average_moments and any(is_owned(optimizer, param) for param in params):
-            raise ConfigError(
-                "average_moments=True with WholeParameterOptimizer: what it keeps of whole parameters need not have "
-                "an element for each of theirs, and is not averaged. Leave average_moments at False, as in "
-                "PostLocalSGDOptimizer"
-            )
-        heard = self.engine.ranks.gather_objects((period, warmup_steps, average_moments))
+        heard = self.engine.ranks.gather_objects((period, warmup_steps))
         for rank, theirs in enumerate(heard):
             if theirs != heard[0]:
                 raise RankMismatchError(
-                    f"LocalSGD: (period, warmup_steps, average_moments) are {heard[0]} on rank 0, {theirs} on rank "
-                    f"{rank}"
+                    f"LocalSGD: (period, warmup_steps) are {heard[0]} on rank 0, {theirs} on rank {rank}"
                 )
         self.replicas = replicas
         self.replicas.agree_on_warmup(warmup_steps)
         self.period = period
         self.warmup_steps = warmup_steps
-        self.average_moments = average_moments
         self._count(0)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,9 +112,4 @@ class LocalSGD(WrappedOptimizer):
         """What is averaged, a unit's at a time: parameters that have a gradient, as PeriodicModelAverager has it."""
         ours = {param for group in self.param_groups for param in group["params"] if param.grad is not None}
         for unit in self.engine.units:
-            shards = [shard for shard in unit.params if shard.param in ours]
-            yield [shard.main for shard in shards]
-            if self.average_moments:
-                for name in names_of_moments(shards, self.optimizer):
-                    moments = [moment_of(shard, self.optimizer, name) for shard in shards]
-                    yield [moment for moment in moments if moment is not None]
+            yield [shard.main for shard in unit.params if shard.param in ours]

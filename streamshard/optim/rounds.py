@@ -46,18 +46,14 @@ class WholeParam(NamedTuple):
 
     Attributes:
         param: the user's, a piece.
-        number: of the slice that is stepped as a parameter of its own; None: the parameter is stepped as it is.
-        piece: what it, or its slice, is a piece of.
-        local: which elements of `param` here, flattened, are the piece.
+        piece: what it is a piece of.
         owner: the rank of the shard group that steps it.
         whole: on the owner, what its optimizer steps; None on other ranks.
         cost: of its step.
     """
 
     param: nn.Parameter
-    number: int | None
     piece: Piece
-    local: slice
     owner: int
     whole: nn.Parameter | None
     cost: float
@@ -365,12 +361,12 @@ def _take(buffer: torch.Tensor, starts: list[int], rank: int, numel: int) -> tor
 
 
 def _flat_data(each: WholeParam) -> torch.Tensor:
-    return data_of(each.param).view(-1)[each.local]
+    return data_of(each.param).view(-1)
 
 
 def _flat_grad(each: WholeParam) -> torch.Tensor | None:
     grad = each.param.grad
-    return None if grad is None else grad.as_subclass(torch.Tensor).view(-1)[each.local]
+    return None if grad is None else grad.as_subclass(torch.Tensor).view(-1)
 
 
 def _copy_pieces(pieces: Sequence[_Piece], grads: _Grads) -> None:

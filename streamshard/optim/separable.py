@@ -47,7 +47,6 @@ def check_separable(
             "WholeParameterOptimizer cannot run it. Use an optimizer whose step() can be called without a closure"
         )
     tried = [tuple(min(size, _LARGEST_DIM) for size in shape) for shape in _first_of_each_ndim(shapes)]
-    device = torch.device("cpu") if device.type == "meta" else device
     try:
         together = _changes(kind, options, tried, device, separately=False)
         apart = _changes(kind, options, tried, device, separately=True)

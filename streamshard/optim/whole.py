@@ -15,7 +15,7 @@ from streamshard.compiling import untraced
 from streamshard.config import parse_bytes
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.optim.bound import GroupClass, InnerOptimizers, params_in
-from streamshard.optim.inner import NO_OPTIONS, Place, constructor_options, try_constructor
+from streamshard.optim.inner import NO_OPTIONS, constructor_options, try_constructor
 from streamshard.optim.rounds import WholeParam, stand_in
 from streamshard.optim.separable import check_separable
 from streamshard.plan.owners import assign_owners, rank_loads
@@ -25,7 +25,7 @@ from streamshard.unit.sharded_parameter import refuse_unreduced
 
 __all__ = ["WholeParameterOptimizer"]
 
-_CLASS, _BATCHED = "optimizer_class", "batched"  # what a group may say
+_CLASS = "optimizer_class"  # what a group may name
 _FP32_BYTES = 4
 
 
@@ -42,15 +42,12 @@ class WholeParameterOptimizer(Optimizer):
 
     Args:
         params: parameters or parameter groups, as for any optimizer, made before or after ``StreamShard(model)``. A
-            group may name an ``optimizer_class`` of its own; its other entries are that class's options. A group may
-            say ``batched=True``, for stacked experts: the first dimension of its parameters counts slices, each of
-            which is stepped as a parameter of its own, by an owner of its own. So Muon, which takes matrices, can step
-            ``[experts, rows, columns]``. ``state[param]`` has what is kept for each slice, by ``"0"``, ``"1"``, ...
+            group may name an ``optimizer_class`` of its own; its other entries are that class's options.
         optimizer_class: steps all other groups. It has to step each parameter by itself. That is tried on small
             parameters here; an optimizer with a norm or a learning rate over all parameters is refused.
         cost: what it costs to step a parameter, in any unit, called with each parameter (whose shape is the full one).
             Owners are chosen so that ranks have about the same sum. None: the number of elements. For Muon
-            ``lambda p: p.numel() * min(p.shape)``. Of a batched group it is called with one slice of each.
+            ``lambda p: p.numel() * min(p.shape)``.
         round_size: bytes of fp32 weights that a rank takes on in one round, or its largest parameter if that is more.
             Rounds overlap, so a rank needs room for about eight times as much; ``memory_report()`` counts it.
         **defaults: options of `optimizer_class`.
@@ -75,9 +72,8 @@ class WholeParameterOptimizer(Optimizer):
         self._cost = cost or _numel
         self._round_numel = max(parse_bytes("round_size", round_size) // _FP32_BYTES, 1)
         self._classes: list[GroupClass] = []  # of each group
-        self._owners: dict[Place, int] = {}
+        self._owners: dict[nn.Parameter, int] = {}
         self._bound: InnerOptimizers | None = None
-        self._extras: dict[str, Any] = {}  # what optimizers inside have in state_dict() beside state and groups
         super().__init__(params, {})
 
     def __getstate__(self) -> NoReturn:
@@ -93,7 +89,6 @@ class WholeParameterOptimizer(Optimizer):
         if self._bound is None or not self._bound.is_current():
             if self._bound is not None:
                 self._bound.check_last_step()
-                self._extras.update(self._bound.extras())
             self._bind(is_loaded=False)
         assert self._bound is not None
         return self._bound
@@ -101,12 +96,10 @@ class WholeParameterOptimizer(Optimizer):
     def _bind(self, *, is_loaded: bool) -> None:
         wholes = self._choose_owners()
         for each in wholes:
-            if each.whole is None and each.number is None:
+            if each.whole is None:
                 self.state.pop(each.param, None)
-            elif each.whole is None:
-                self.state.get(each.param, {}).pop(str(each.number), None)
         self._bound = InnerOptimizers(self.param_groups, self._classes, wholes, self._round_numel)
-        self._bound.load(self.state, self._extras, is_loaded=is_loaded)
+        self._bound.load(self.state, is_loaded=is_loaded)
         self._bound.link(self.state)
 
     # -- groups -----------------------------------------------------------------------------------------------------
@@ -115,29 +108,23 @@ class WholeParameterOptimizer(Optimizer):
         """As of any optimizer. Parameters that are there keep their owners.
 
         Args:
-            param_group: ``params``, options, and perhaps an ``optimizer_class`` and ``batched``.
+            param_group: ``params``, options, and perhaps an ``optimizer_class``.
         """
         group = dict(param_group)
         kind = _checked(group.pop(_CLASS, self._main_class))
-        is_batched = group.pop(_BATCHED, False) and not is_elementwise_class(kind)
         own = _CLASS in param_group
         self.defaults = {}  # torch would fill in the first group's, which may be of another class
         super().add_param_group(group)
         try:
             options = constructor_options(kind, group) if own else self._main_options
-            if is_batched:
-                _check_batched(group["params"])
             known = zip(self._classes, self.param_groups, strict=False)
-            alike = [(each, made.stand_ins(each["params"])) for made, each in known if made.kind is kind]
-            made = GroupClass(kind, options, is_batched, {})
-            stepped = made.stand_ins(group["params"])
-            constructed = try_constructor(kind, options, [*alike, (group, stepped)])
-            made.initial.update(zip(made.places(group["params"]), constructed.state, strict=True))
+            constructed = try_constructor(kind, options, [*(each for made, each in known if made.kind is kind), group])
             for key, value in constructed.options.items():
                 group.setdefault(key, value)
-            if stepped and not is_elementwise_class(kind):
+            params: list[nn.Parameter] = group["params"]
+            if params and not is_elementwise_class(kind):
                 given = {**options, **{key: group[key] for key in constructor_options(kind, group)}}
-                check_separable(kind, given, [tuple(each.shape) for each in stepped], stepped[0].device)
+                check_separable(kind, given, [tuple(each.shape) for each in params], params[0].device)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -148,16 +135,7 @@ class WholeParameterOptimizer(Optimizer):
                 for key, value in (self.param_groups or [{}])[0].items()
                 if key not in NO_OPTIONS and all(key in each for each in self.param_groups)
             }
-        self._classes.append(made)
-
-    def __repr__(self) -> str:
-        """The groups with their classes, and how much each rank steps."""
-        lines = [f"{type(self).__name__} ("]
-        for number, (made, group) in enumerate(zip(self._classes, self.param_groups, strict=True)):
-            count, numel = len(group["params"]), sum(param.numel() for param in group["params"])
-            options = ", ".join(f"{key}={value}" for key, value in sorted(group.items()) if key != "params")
-            lines.append(f"  group {number}: {made.kind.__name__}({options}): {count} parameters, {numel:,} elements")
-        return "\n".join([*lines, *(f"  {line}" for line in self.bound.describe()), ")"])
+        self._classes.append(GroupClass(kind, dict(options), dict(zip(params, constructed.state, strict=True))))
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -192,22 +170,17 @@ class WholeParameterOptimizer(Optimizer):
 
     # -- state ------------------------------------------------------------------------------------------------------
 
-    def owner_of(self, param: torch.Tensor) -> int | list[int] | None:
+    def owner_of(self, param: torch.Tensor) -> int | None:
         """The rank of the shard group that steps `param` whole; None if its pieces are stepped in place.
 
-        Of a parameter of a batched group, the rank of each slice. One rank alone owns all parameters whose class is not
-        elementwise.
+        One rank alone owns all parameters whose class is not elementwise.
         """
         return self.bound.owners.get(id(param))
 
     def own_part(self, param: torch.Tensor, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What this rank keeps of `values` for `param`: all if it owns it, those of slices that it owns, or nothing."""
-        owners, piece = self.owner_of(param), piece_of(param)
-        rank = 0 if piece is None else piece.ranks.rank
-        if not isinstance(owners, list):
-            return values if owners == rank else {}
-        own = [str(index) for index, owner in enumerate(owners) if owner == rank]
-        return {key: values[key] for key in own if key in values}
+        """What this rank keeps of `values` for `param`: all if it owns `param`, else nothing."""
+        piece = piece_of(param)
+        return values if self.owner_of(param) == (0 if piece is None else piece.ranks.rank) else {}
 
     def in_place(self) -> list[Optimizer]:
         """The optimizers inside that step parameters where they lie."""
@@ -216,10 +189,7 @@ class WholeParameterOptimizer(Optimizer):
     @property
     def described_class(self) -> str:
         """Its class and those of its groups, which have to be the same where a checkpoint is loaded."""
-        kinds = [
-            f"{made.kind.__module__}.{made.kind.__qualname__}{' of slices' if made.is_batched else ''}"
-            for made in self._classes
-        ]
+        kinds = [f"{made.kind.__module__}.{made.kind.__qualname__}" for made in self._classes]
         return f"{type(self).__module__}.{type(self).__qualname__}({', '.join(kinds)})"
 
     def settle(self, ranks: Ranks) -> None:
@@ -231,19 +201,23 @@ class WholeParameterOptimizer(Optimizer):
         bound = self.bound
         bound.check_last_step()
         bound.link(self.state)
-        options, extras = bound.options_of_wholes(), bound.extras()
+        options = bound.options_of_wholes()
         shared = {key: value for key, value in self.state.items() if not isinstance(key, torch.Tensor)}
-        for their_options, their_extras, theirs in reversed(ranks.gather_objects((options, extras, shared))):
+        for their_options, theirs in reversed(ranks.gather_objects((options, shared))):
             for number, values in their_options.items():
                 if number not in options:
                     self.param_groups[number].update(values)
-            self._extras.update(their_extras)
             self.state.update({key: value for key, value in theirs.items() if key not in shared})
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: pieces, and what it owns. The whole is `streamshard.full_optimizer_state_dict`."""
+        """This rank's part: pieces, and what it owns. The whole is `streamshard.full_optimizer_state_dict`.
+
+        Raises:
+            ConfigError: an optimizer inside has more in its state dict than state and groups.
+        """
+        self.bound.refuse_extras()
         self.bound.link(self.state)
-        state = {**super().state_dict(), **self._extras, **self.bound.extras()}
+        state = super().state_dict()
         return mark_state(state) if self._owners else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -257,47 +231,37 @@ class WholeParameterOptimizer(Optimizer):
         numbers = [number for group in plain["param_groups"] for number in group["params"]]
         by_number = dict(zip(numbers, params_in(self.param_groups), strict=True))
         self.state = defaultdict(dict, {by_number.get(number, number): values for number, values in state.items()})
-        self._extras = {key: value for key, value in plain.items() if key not in ("state", "param_groups")}
         self._bind(is_loaded=True)
 
     def _choose_owners(self) -> list[WholeParam]:
         """The sharded parameters that are stepped whole, or their slices, with their owners."""
         found = [
-            (param, index, piece)
+            (param, piece)
             for made, group in zip(self._classes, self.param_groups, strict=True)
             if not is_elementwise_class(made.kind)
             for param in group["params"]
             if (piece := piece_of(param)) is not None
-            for index in made.indices(param)
         ]
         if not found:
             return []
-        ranks = found[0][2].ranks
-        if any(piece.ranks is not ranks for _, _, piece in found):
-            other = next(piece for _, _, piece in found if piece.ranks is not ranks)
-            raise ConfigError(
-                f"parameter {other.name!r} is of another model than {found[0][2].name!r}: make one "
-                "WholeParameterOptimizer for each model"
-            )
-        costs: dict[Place, float] = {}
-        for param, index, _ in found:
-            costs[param, index] = (
-                costs[param, 0] if index else self._cost(param if index is None else nn.Parameter(stand_in(param)[0]))
-            )
-        old = [place for place in costs if place in self._owners]
-        loads = rank_loads([costs[place] for place in old], [self._owners[place] for place in old], ranks.world_size)
-        new = [place for place in costs if place not in self._owners]
-        self._owners.update(
-            zip(new, assign_owners([costs[place] for place in new], ranks.world_size, loads), strict=True)
-        )
+        ranks = found[0][1].ranks
+        for _, piece in found:
+            if piece.ranks is not ranks:
+                raise ConfigError(
+                    f"parameter {piece.name!r} is of another model than {found[0][1].name!r}: make one "
+                    "WholeParameterOptimizer for each model"
+                )
+        costs = {param: self._cost(param) for param, _ in found}
+        old = [param for param in costs if param in self._owners]
+        loads = rank_loads([costs[param] for param in old], [self._owners[param] for param in old], ranks.world_size)
+        new = [param for param in costs if param not in self._owners]
+        owners = assign_owners([costs[param] for param in new], ranks.world_size, loads)
+        self._owners.update(zip(new, owners, strict=True))
         wholes = []
-        for param, index, piece in found:
-            owner = self._owners[param, index]
-            whole = nn.Parameter(stand_in(param if index is None else stand_in(param)[index]))
-            own, local = (piece, slice(None)) if index is None else piece.slice_at(index)
-            wholes.append(
-                WholeParam(param, index, own, local, owner, whole if owner == ranks.rank else None, costs[param, index])
-            )
+        for param, piece in found:
+            owner = self._owners[param]
+            whole = nn.Parameter(stand_in(param)) if owner == ranks.rank else None
+            wholes.append(WholeParam(param, piece, owner, whole, costs[param]))
         return wholes
 
 
@@ -305,15 +269,6 @@ def _checked(kind: object) -> type[Optimizer]:
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ConfigError(f"optimizer_class={kind!r}: wanted a subclass of torch.optim.Optimizer")
     return kind
-
-
-def _check_batched(params: Iterable[torch.Tensor]) -> None:
-    for param in params:
-        if param.ndim < 3 or not param.shape[0]:
-            raise ConfigError(
-                f"a parameter of shape {tuple(param.shape)} is in a group with batched=True: wanted parameters of at "
-                "least 3 dimensions, of which the first counts slices. Put others into a group of their own"
-            )
 
 
 def _numel(param: nn.Parameter) -> float:

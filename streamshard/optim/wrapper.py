@@ -7,7 +7,6 @@ optimizer's ``load_state_dict`` puts new objects in their place.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, NoReturn
 
 from torch import nn
@@ -17,7 +16,7 @@ from streamshard.engine.engine import Engine
 from streamshard.engine.handle import engine_of
 from streamshard.errors import ConfigError, ShardingError
 
-__all__ = ["WrappedOptimizer", "engine_of_both", "outermost"]
+__all__ = ["WrappedOptimizer", "engine_of_both"]
 
 _INNER_NAMES = ("param_groups", "state", "defaults")  # what other code assigns to an optimizer as well
 
@@ -49,7 +48,6 @@ class WrappedOptimizer(Optimizer):
         # Not super().__init__(): it would make param groups, state and hooks of the wrapper's own.
         self.engine = engine_of_both(optimizer, model)
         self.optimizer = optimizer
-        _wrappers[optimizer] = weakref.ref(self)
 
     def __getattr__(self, name: str) -> Any:
         """Whatever the wrapper does not have: param groups, state, defaults, hooks, an optimizer's own methods."""
@@ -95,9 +93,6 @@ class WrappedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
 
-_wrappers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[WrappedOptimizer]] = weakref.WeakKeyDictionary()
-
-
 def engine_of_both(optimizer: object, model: nn.Module) -> Engine:
     """The engine of `model`, of whose parameters `optimizer` has at least one.
 
@@ -116,9 +111,3 @@ def engine_of_both(optimizer: object, model: nn.Module) -> Engine:
             f"{type(optimizer).__name__} has no parameter of this model: was it made of another model's parameters?"
         )
     return engine
-
-
-def outermost(optimizer: Optimizer) -> Optimizer:
-    """What users step: the wrapper around the wrapper around `optimizer`, or itself."""
-    wrapper = _wrappers.get(optimizer, lambda: None)()
-    return optimizer if wrapper is None else outermost(wrapper)

@@ -1,7 +1,6 @@
 """Which rank steps which whole parameter, and in which round. Pure functions: every rank computes the same answer.
 
-No torch here. `assign_owners` balances the cost of a step over ranks, `plan_rounds` bounds the memory that one round
-takes, and `describe_load` says in words how even the result is.
+No torch here. `assign_owners` balances the cost of a step over ranks. `plan_rounds` bounds the memory of a round.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-__all__ = ["assign_owners", "describe_load", "plan_rounds", "rank_loads"]
+__all__ = ["assign_owners", "plan_rounds", "rank_loads"]
 
 
 def assign_owners(costs: Sequence[float], world_size: int, loads: Sequence[float] | None = None) -> list[int]:
@@ -76,11 +75,3 @@ def plan_rounds(
         owned[place][rank] = owned[place].get(rank, 0) + numel
         first_open[rank] = place
     return [sorted(each) for each in rounds]
-
-
-def describe_load(loads: Sequence[float]) -> str:
-    """How even `loads` are: ``"busiest rank 1.04 times the mean, idlest 0.97"``."""
-    mean = sum(loads) / len(loads)
-    if not mean:
-        return "nothing to do on any rank"
-    return f"busiest rank {max(loads) / mean:.2f} times the mean, idlest {min(loads) / mean:.2f}"

@@ -6,7 +6,6 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
@@ -60,19 +59,6 @@ class Piece(NamedTuple):
     def range_of(self, rank: int) -> LocalRange:
         """Which elements of the flattened whole `rank` of the shard group has."""
         return self.segment.local_range(self.place, rank)
-
-    def slice_at(self, index: int) -> tuple[Piece, slice]:
-        """A slice along the first dimension as a parameter of its own, and which elements of this rank's are in it."""
-        shape = self.shape[1:]
-        numel = self.place.numel // self.shape[0]
-        offset = self.place.offset + index * numel
-        place = replace(self.place, name=f"{self.name}[{index}]", shape=shape, offset=offset, numel=numel)
-        start, stop, _ = self.segment.local_range(place, self.ranks.rank)
-        first = index * numel - self.start
-        piece = self._replace(
-            name=place.name, shape=shape, start=start, stop=stop, local_shape=(stop - start,), place=place
-        )
-        return piece, slice(first + start, first + stop) if stop > start else slice(0, 0)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's elements of `whole`, in new memory: [local_shape]."""

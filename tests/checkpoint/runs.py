@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from streamshard import GradScaler, StreamShard
+from streamshard import StreamShard
 from tests.models import VOCABULARY, TinyConfig, TinyLM, next_token_loss, token_batch
 from tests.reference import FP32
 
@@ -52,7 +52,7 @@ class Run(NamedTuple):
     model: Any
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
-    scaler: GradScaler
+    scaler: torch.amp.GradScaler
 
 
 def start(seed: int, model: nn.Module | None = None, **settings: Any) -> Run:
@@ -63,7 +63,7 @@ def start(seed: int, model: nn.Module | None = None, **settings: Any) -> Run:
     others = [param for param in sharded.parameters() if param.ndim <= 1]
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
     scheduler = OneCycleLR(optimizer, 1e-2, total_steps=50)
-    return Run(sharded, optimizer, scheduler, GradScaler("cpu", init_scale=8.0, growth_interval=2, hysteresis=2))
+    return Run(sharded, optimizer, scheduler, torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2))
 
 
 def steps(run: Run, first: int, last: int, *, spread: int | None = None) -> list[float]:

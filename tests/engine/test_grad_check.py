@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamshard import ConfigError, GradientError, GradScaler, Precision, RankMismatchError, StreamShard
+from streamshard import ConfigError, GradientError, Precision, RankMismatchError, StreamShard
 from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -350,7 +350,7 @@ def test_a_skipped_step_is_nothing_to_the_loss_scaler(context: RankContext, fuse
     """Too large but finite: the scale goes on as after any step. Not finite: it backs off."""
     model = _model(precision=Precision(param_dtype=torch.float16), check_grads=False)
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
     for weight, scale in ((1e3, 16.0), (INF, 8.0)):
         before = full_weights(model)
         loss = model(vector_batch(0, context.rank)).float().square().mean() * weight

@@ -123,37 +123,6 @@ def test_a_language_model_in_bf16_with_all_slots_does_too(context: RankContext) 
 
 
 @on_ranks(4)
-def test_moments_are_averaged_when_asked_for(context: RankContext) -> None:
-    """With weights and moments averaged in every step all replicas have the same state; else only the same weights."""
-    states = []
-    for average_moments in (True, False):
-        model = _model(mesh=_mesh(2, 2))
-        optimizer = LocalSGD(adamw(model), model, period=1, average_moments=average_moments)
-        _train(model, optimizer, stack_step, context, 0, 3)
-        assert not _differ_between_ranks(full_weights(model))
-        moments = [v for values in optimizer.state.values() for v in values.values() if v.ndim]
-        mine = torch.cat([moment.reshape(-1) for moment in moments])
-        other = [None] * 4
-        dist.all_gather_object(other, mine)
-        states.append(torch.equal(other[context.rank % 2], other[context.rank % 2 + 2]))  # type: ignore[arg-type]
-    assert states == [True, False]
-
-
-@on_ranks(4)
-def test_averaged_moments_are_means(context: RankContext) -> None:
-    """Momentum after one local step with average: the mean of what each replica's would be."""
-    model, local = _model(mesh=_mesh(4, 1)), _model(mesh=_mesh(4, 1))
-    averaged = LocalSGD(sgd(model), model, period=1, average_moments=True)
-    alone = LocalSGD(sgd(local), local, period=1)
-    _train(model, averaged, stack_step, context, 0, 1)
-    _train(local, alone, stack_step, context, 0, 1)
-    for mine, other in zip(alone.state.values(), averaged.state.values(), strict=True):
-        mean = mine["momentum_buffer"].clone()
-        dist.all_reduce(mean)
-        assert_same({"momentum": other["momentum_buffer"]}, {"momentum": mean / 4}, "state")
-
-
-@on_ranks(4)
 def test_the_counter_survives_a_checkpoint(context: RankContext) -> None:
     """Its own state dict, the whole state, and that of PostLocalSGDOptimizer: training goes on as if never stopped."""
     settings: dict[str, Any] = {"warmup_steps": 3, "period": 4}
@@ -226,7 +195,7 @@ def test_settings_that_cannot_work_are_refused(context: RankContext) -> None:
         LocalSGD(sgd(model), model, period=0)
     with pytest.raises(ConfigError, match="warmup_steps=-1: wanted"):
         LocalSGD(sgd(model), model, period=1, warmup_steps=-1)
-    with pytest.raises(RankMismatchError, match=r"are \(2, 0, False\) on rank 0, \(3, 0, False\) on rank 1"):
+    with pytest.raises(RankMismatchError, match=r"are \(2, 0\) on rank 0, \(3, 0\) on rank 1"):
         LocalSGD(sgd(model), model, period=2 + context.rank % 2)
     LocalSGD(sgd(model), model, period=1, warmup_steps=2)
     with pytest.raises(ConfigError, match="warmup_steps=3: another optimizer of this model has 2"):

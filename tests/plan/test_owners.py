@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.plan.owners import assign_owners, describe_load, plan_rounds, rank_loads
+from streamshard.plan.owners import assign_owners, plan_rounds, rank_loads
 
 LLAMA_3 = {  # layers, width, width of keys and values, width between
     "8B": (32, 4096, 1024, 14336),
@@ -78,9 +78,3 @@ def test_all_ranks_work_in_each_round() -> None:
     """Sixteen equal matrices on four ranks, two to a round."""
     rounds = plan_rounds([1.0] * 16, [10] * 16, assign_owners([1.0] * 16, 4), 20)
     assert rounds == [list(range(8)), list(range(8, 16))]
-
-
-def test_the_load_is_described_in_words() -> None:
-    """For `print(optimizer)`."""
-    assert describe_load([1.0, 3.0]) == "busiest rank 1.50 times the mean, idlest 0.50"
-    assert describe_load([0.0]) == "nothing to do on any rank"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from streamshard import GradScaler, StreamShard
+from streamshard import StreamShard
 from streamshard.errors import ShardingError
 from streamshard.unit.sharded_tensor import ShardedTensor
 from tests.models import Stack
@@ -289,7 +289,7 @@ def test_a_scaler_sees_gradients_of_the_users_own_on_all_ranks(context: RankCont
     model, _ = _pair()
     params = list(model.parameters())
     optimizer = torch.optim.SGD(params, lr=0.1)
-    scaler = GradScaler("cpu", init_scale=2.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(torch.zeros(()))
     for param in params:
         param.grad = torch.full_like(param, math.inf if context.rank else 0.3)
