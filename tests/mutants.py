@@ -138,8 +138,8 @@ MUTANTS: list[Mutant] = [
     # a pass begins without `settle`
     Mutant(
         "engine/engine",
-        "Engine._meet",
-        Drop("self.settle()"),
+        "Engine.prepare_forward",
+        Drop("self.recover()"),
         "exceptions::test_ranks_that_fail_at_different_points_of_a_backward_stay_in_step",
     ),
     # a step inside `no_sync` is not noticed
@@ -165,29 +165,29 @@ MUTANTS: list[Mutant] = [
     ),
     # a failed forward issues nothing
     Mutant(
-        "engine/engine",
-        "Engine._end_pass",
+        "engine/forward",
+        "Forward.finish",
         Swap(
-            "if error is not None and (self.ranks.has_failed or not isinstance(error, Exception)):",
+            "if error is not None and (engine.ranks.has_failed or not isinstance(error, Exception)):",
             "if error is not None:",
         ),
         "invariants::test_a_forward_that_fails_on_one_rank_issues_what_the_others_do exceptions matrix",
     ),
     # a failed transport still issues what is left of a forward
     Mutant(
-        "engine/engine",
-        "Engine._end_pass",
+        "engine/forward",
+        "Forward.finish",
         Swap(
-            "if error is not None and (self.ranks.has_failed or not isinstance(error, Exception)):",
+            "if error is not None and (engine.ranks.has_failed or not isinstance(error, Exception)):",
             "if error is not None and not isinstance(error, Exception):",
         ),
         "invariants::test_who_cannot_go_on_issues_nothing_more exceptions",
     ),
     # what was issued last is left out at the end of a pass
     Mutant(
-        "engine/engine",
-        "Engine._end_pass",
-        Swap("self._issue(forward.schedule.finish())", "forward.schedule.finish()"),
+        "engine/forward",
+        "Forward.finish",
+        Swap("self._prefetch(self._schedule.finish())", "self._schedule.finish()"),
         "execution",
     ),
     # an order is adopted that ranks do not agree on
@@ -198,50 +198,45 @@ MUTANTS: list[Mutant] = [
         "invariants::test_an_order_that_ranks_do_not_share_is_not_adopted program",
     ),
     # a unit that is in its slot is gathered all the same
-    Mutant("engine/engine", "Engine._issue", Swap("elif unit.weight_slot.content != unit.index:", "else:"), "dial"),
+    Mutant("engine/engine", "Engine.all_gather", Swap("if slot.content == unit.index:", "if False:"), "dial"),
     # `acquire` does not gather
-    Mutant("engine/engine", "Engine.acquire", Drop("if unit.weight_slot.content != unit.index:"), "execution"),
+    Mutant("engine/engine", "Engine.unshard", Drop("if unit.weight_slot.content != unit.index:"), "execution"),
     # `acquire` does not wait
-    Mutant("engine/engine", "Engine.acquire", Drop("unit.finish_gather()"), "matrix"),
+    Mutant("engine/engine", "Engine.unshard", Drop("unit.finish_gather()"), "matrix"),
     # other units stay bound in `_advance`
     Mutant(
-        "engine/engine",
-        "Engine._advance",
-        Drop("for other in self.units[1:]:"),
+        "engine/backward",
+        "Backward._advance",
+        Drop("for other in engine.units[1:]:"),
         "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind matrix",
     ),
     # versions of the root unit are not compared
-    Mutant(
-        "engine/engine",
-        "Engine.begin_backward",
-        Drop("self._check_versions(self.units[index], versions)"),
-        "graphs",
-    ),
+    Mutant("engine/backward", "Backward.reach", Drop("_refuse_changed(engine.units[index], versions)"), "graphs"),
     # what trains is not asked when backward begins
-    Mutant("engine/engine", "Engine._open_backward", Drop("unit.take_trainability()"), "graphs"),
+    Mutant("engine/backward", "Backward.begin", Drop("unit.take_trainability()"), "graphs"),
     # `due` is not filled
     Mutant(
-        "engine/engine",
-        "Engine.begin_backward",
-        Swap("self.reductions.due = set(visits)", "self.reductions.due = set()"),
+        "engine/backward",
+        "Backward.reach",
+        Swap("engine.reductions.due = set(visits)", "engine.reductions.due = set()"),
         "coalesce passes",
     ),
     # `due` is not discarded
     Mutant(
-        "engine/engine",
-        "Engine._issue",
-        Drop("self.reductions.due.discard(op.unit)"),
+        "engine/backward",
+        "Backward._issue",
+        Drop("self._engine.reductions.due.discard(op.unit)"),
         "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind coalesce passes matrix",
     ),
     # a recomputation does not move the schedule on
     Mutant(
-        "engine/engine",
-        "Engine._recompute",
-        Drop("self._advance(backward, unit)"),
+        "engine/backward",
+        "Backward._recompute",
+        Drop("self._advance(unit)"),
         "invariants::test_gradients_are_on_their_way_while_the_layer_before_is_recomputed",
     ),
     # late gradients are not reduced
-    Mutant("engine/engine", "Engine._close_all", Drop("self.reductions.start_late_ones()"), "execution passes"),
+    Mutant("engine/backward", "Backward._close_pass", Drop("engine.reductions.start_late_ones()"), "execution passes"),
     # a cleared gradient is not zero
     Mutant(
         "unit/grads",
@@ -526,17 +521,19 @@ MUTANTS: list[Mutant] = [
     Mutant("engine/reductions", "Reductions.complete", Drop("self._done.wait()"), "matrix"),
     # flags of used parameters are not awaited
     Mutant(
-        "engine/used",
+        "engine/reductions",
         "UsedParams.finish",
         Drop("self._arrived[0].wait()"),
         "invariants::test_a_layer_that_no_rank_has_run_has_no_gradient_however_late_flags_are matrix execution",
     ),
     # flags of replicas are not awaited
-    Mutant("engine/used", "UsedParams.finish", Drop("self._arrived[stage].wait()"), "replicas"),
+    Mutant("engine/reductions", "UsedParams.finish", Drop("self._arrived[stage].wait()"), "replicas"),
     # flags are sent before they are written
-    Mutant("engine/used", "UsedParams._start", Drop("self._written[stage].wait()"), "matrix"),
+    Mutant("engine/reductions", "UsedParams._start", Drop("self._written[stage].wait()"), "matrix"),
     # flags that have changed are not written
-    Mutant("engine/used", "UsedParams.start", Drop("self._flags[0].copy_(told, non_blocking=is_remote)"), "execution"),
+    Mutant(
+        "engine/reductions", "UsedParams.start", Drop("self._flags[0].copy_(told, non_blocking=is_remote)"), "execution"
+    ),
     # an average without rule 4
     Mutant(
         "engine/replicas",
@@ -625,7 +622,7 @@ MUTANTS: list[Mutant] = [
     ),
     # a rank that had no part in a gradient that waits does not hear of it
     Mutant(
-        "engine/used",
+        "engine/reductions",
         "UsedParams.finish",
         Swap("not unit.grads.counts(grad)", "not grad.view.requires_grad"),
         "dial::test_gradients_of_layers_that_are_frozen_while_they_wait_stay",
@@ -676,13 +673,13 @@ MUTANTS: list[Mutant] = [
         "directory::test_nothing_raises_once_a_checkpoint_has_its_name",
     ),
     # a backward that was left is not issued to its end
-    Mutant("engine/engine", "Engine._settle", Drop("self._close_all(backward)"), "exceptions invariants"),
+    Mutant("engine/backward", "Backward.recover", Drop("self._close_pass()"), "exceptions invariants"),
     # a backward that was left is not waited for
-    Mutant("engine/engine", "Engine._settle", Drop("self.reductions.complete()"), "exceptions invariants"),
+    Mutant("engine/backward", "Backward.recover", Drop("engine.reductions.complete()"), "exceptions invariants"),
     # a pass that is over moves the schedule of another on
-    Mutant("engine/engine", "Engine.need", Swap("use.pass_ is backward.pass_ and", "True and"), "invariants"),
+    Mutant("engine/backward", "Backward.need", Swap("use.graph is self.graph and", "True and"), "invariants"),
     # a graph through weights that have changed since is not refused
-    Mutant("engine/engine", "Engine._check_versions", Swap("raise ", "return "), "graphs"),
+    Mutant("engine/backward", "_refuse_changed", Swap("raise ", "return "), "graphs"),
     # the checkpoint that is replaced is deleted first
     Mutant(
         "checkpoint/directory",
