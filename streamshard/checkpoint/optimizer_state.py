@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map_only
 from streamshard.checkpoint.json_codec import decode, encode
 from streamshard.comm.objects import raise_if
 from streamshard.comm.ranks import Ranks
-from streamshard.engine.containers import tensors_in
 from streamshard.engine.engine import Engine
+from streamshard.engine.hooks import tensors_in
 from streamshard.errors import CheckpointError, RankMismatchError, ShardingError
 from streamshard.unit.optimizer_hooks import NUMBERS, take_over_state
 from streamshard.unit.shard import ParamShard

@@ -6,10 +6,13 @@ exceptions, sits outside of what ``module.compile()`` compiles, and outside of w
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import inspect
+import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -19,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from streamshard.compiling import skip, untraced
 from streamshard.engine.backward import pre_backward, watch_node
-from streamshard.engine.containers import map_tensors, tensors_in
 from streamshard.engine.engine import Engine, Graph, Use
 from streamshard.engine.forward import Forward, begin_forward
 from streamshard.engine.handle import HANDLE, Handle, Uncopyable, handle_of, registered_names, watched_class
@@ -32,7 +34,9 @@ __all__ = [
     "call_unit",
     "compute_in_fp32",
     "holding_back_weights",
+    "map_tensors",
     "register_forward_method",
+    "tensors_in",
     "watch",
 ]
 
@@ -246,3 +250,58 @@ def _watch_outputs(output: Any, inputs: tuple[Any, ...], engine: Engine, origin:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """`value` with every floating-point tensor in it cast to `dtype`."""
     return map_tensors(value, lambda t: t.to(dtype) if t.dtype is not dtype and t.is_floating_point() else t)
+
+
+# -- tensors in arguments and outputs -------------------------------------------------------------------------------
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in `value`: itself, or in mappings, lists, tuples, sets and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from tensors_in(item)
+    elif _is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with ``change(tensor)`` for every tensor in it: itself, or in dicts, lists, tuples and dataclasses.
+
+    What holds another tensor afterwards is a new object, but for dicts of a class of their own, such as transformers'
+    outputs, which nobody else knows how to make: they are changed in place.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        changed = {key: new for key, old in value.items() if (new := map_tensors(old, change)) is not old}
+        if not changed:
+            return value
+        if type(value) is dict:
+            return value | changed
+        for key, item in changed.items():
+            value[key] = item
+        return value
+    if isinstance(value, list | tuple):
+        items = [map_tensors(item, change) for item in value]
+        if all(map(operator.is_, items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if _is_dataclass(value):
+        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        changed = {name: new for name, old in fields.items() if (new := map_tensors(old, change)) is not old}
+        if not changed:
+            return value
+        value = copy.copy(value)
+        for name, item in changed.items():
+            object.__setattr__(value, name, item)  # it may be frozen
+    return value
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamshard.engine.containers import map_tensors, tensors_in
+from streamshard.engine.hooks import map_tensors, tensors_in
 
 
 class Pair(NamedTuple):
