@@ -146,6 +146,7 @@ class Engine:
         is_whole: parameters hold full tensors, see `set_whole`.
         empty: names of the parameters and buffers that still have no values, see `set_empty`.
         shared_spans: the addresses of the slots that units share, first and last (exclusive) of each.
+        shared_range: the addresses between which all of these lie.
         step_lock: held by the thread that is inside an optimizer's step, see `streamshard.DistributedOptimizer`.
     """
 
@@ -178,6 +179,7 @@ class Engine:
         self.step_lock = threading.RLock()
         slots = {unit.weight_slot for unit in units if unit.weight_slot.is_shared}
         self.shared_spans = [(slot.first_byte, slot.last_byte) for slot in slots]
+        self.shared_range = min(self.shared_spans, default=(0, 0))[0], max(self.shared_spans, default=(0, 0))[1]
         self._may_warn_of_autocast = self.precision.param_dtype is torch.float32 and not self.is_alone
         self.resident = [unit for unit in self.units[1:] if not unit.is_streamed]
 

@@ -182,7 +182,7 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
     the graph back when it unpacks. Closures: they are called for every saved tensor, and find local names faster than
     attributes.
     """
-    slot, spans = use.unit.weight_slot, engine.shared_spans
+    slot, spans, (lowest, highest) = use.unit.weight_slot, engine.shared_spans, engine.shared_range
     first_byte, last_byte = slot.first_byte, slot.last_byte
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     own = use.unit.view_ids
@@ -199,9 +199,8 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
             if (base := tensor._base) is not None and id(base) not in own and name_of(base) is not None:
                 _refuse_stale(tensor, use.unit)
             return tensor.detach(), use
-        for first, last in spans:  # the weight of another unit
-            if first <= address < last:
-                _refuse_stale(tensor, use.unit)
+        if lowest <= address < highest and any(first <= address < last for first, last in spans):
+            _refuse_stale(tensor, use.unit)  # the weight of another unit
         if outer is not None:
             return outer[0](tensor), None
         return tensor if tensor.is_leaf else tensor.detach(), tensor._version
