@@ -71,7 +71,7 @@ class StreamShard(Uncopyable):
             accelerator if there is one that the process group can serve, unless `mesh` is one of CPUs. Parameters and
             buffers on the meta device get room there, and are empty: `load_safetensors` or `init_weights` fills them.
         units: what is gathered and reduced together: module classes or modules, or names of either
-            (``"LlamaDecoderLayer"``, ``"lm_head"``), one or several; a predicate ``(module)`` or ``(name, module)``; or
+            (``"LlamaDecoderLayer"``, ``"lm_head"``), one or several; or
             None: the repeated children of every ModuleList, ModuleDict or Sequential that holds a twentieth of the
             weights (embeddings not counted) or a million parameters a child, and beside these layers what is large, if
             its parameters are not tied: a transformers model's input and output embeddings, and modules with half as

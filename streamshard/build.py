@@ -31,13 +31,22 @@ from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, warn_user
 from streamshard.plan.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
-from streamshard.plan.fp32 import InFp32, find_fp32
 from streamshard.plan.layout import ParamLayout, ParamSize
-from streamshard.plan.memory import Category, Sizing, choose_slots, holds_main_grads, largest_of, read_budget
+from streamshard.plan.memory import (
+    Category,
+    Sizing,
+    SlotPlan,
+    choose_slots,
+    holds_main_grads,
+    largest_of,
+    plan_slots,
+    read_budget,
+)
 from streamshard.plan.segments import PlannedSegment, SegmentKind, UnitLayout, kind_of, plan_units
-from streamshard.plan.slots import SlotPlan, plan_slots
 from streamshard.plan.structure import (
+    InFp32,
     check_params,
+    find_fp32,
     is_meta,
     modules_inside,
     modules_of,

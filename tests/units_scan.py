@@ -18,8 +18,7 @@ import torch
 
 from streamshard import huggingface
 from streamshard.errors import StreamShardError
-from streamshard.plan.detection import embedding_params
-from streamshard.plan.discovery import find_groups
+from streamshard.plan.discovery import embedding_params, find_groups
 from streamshard.plan.structure import params_of, tie_on_meta
 
 __all__ = ["Found", "class_names", "look_at"]

@@ -23,8 +23,7 @@ from streamshard.engine.handle import Handle, engine_of
 from streamshard.engine.hooks import compute_in_fp32, watch
 from streamshard.errors import ShardingError
 from streamshard.plan.discovery import FoundUnit, owners_of
-from streamshard.plan.fp32 import InFp32
-from streamshard.plan.structure import Structure, join_names, modules_inside, modules_of, params_of
+from streamshard.plan.structure import InFp32, Structure, join_names, modules_inside, modules_of, params_of
 from streamshard.unit.absent_weight import advice, let_be_absent
 from streamshard.unit.pieces import piece_of, refuse_accelerate
 from streamshard.unit.sharded_parameter import be_sharded

@@ -20,8 +20,7 @@ from streamshard.engine.casts import Casts
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.unit_order import UnitOrder
 from streamshard.errors import ShardingError, warn_user
-from streamshard.plan.memory import Sizing
-from streamshard.plan.slots import SlotPlan
+from streamshard.plan.memory import Sizing, SlotPlan
 from streamshard.plan.structure import refuse_transforms
 from streamshard.unit.buffers import Ledger
 from streamshard.unit.shard import ParamShard, SegmentShard

@@ -118,11 +118,11 @@ class Forward(Phase):
     def _reach(self, unit: StreamedUnit) -> None:
         """All-gather what the program has up to `unit`, and let compute wait for the unit's weights (rule 1)."""
         schedule = self._schedule
-        if self._learns and schedule.departs(unit.index):
+        if self._learns and schedule.is_out_of_order(unit.index):
             self._prefetch(schedule.finish())
             while self._gather_on_request(unit.index) != unit.index:
                 pass
-            schedule.reach_served(unit.index)
+            schedule.reach_requested(unit.index)
         else:
             self._prefetch(schedule.reach(unit.index))
         self._engine.unshard(unit)
@@ -144,7 +144,7 @@ class Forward(Phase):
         if not engine.ranks.any_rank(wanted is not None):
             return None
         chosen: int = min(unit for unit in engine.ranks.gather_objects(wanted) if unit is not None)
-        self._schedule.serve(chosen)
+        self._schedule.add_request(chosen)
         engine.all_gather(engine.units[chosen])
         return chosen
 

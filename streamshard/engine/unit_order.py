@@ -43,7 +43,7 @@ class UnitOrder:
             has_failed: the forward has raised here: then the next pass counts.
         """
         used = None if has_failed else tuple(schedule.used)
-        has_news = schedule.has_served or used is None or not is_part_of(used, self._known)
+        has_news = schedule.has_requests or used is None or not is_part_of(used, self._known)
         if ranks.any_rank(has_news):
             everywhere = dict.fromkeys(ranks.gather_objects(used))
             if None in everywhere:
@@ -54,7 +54,7 @@ class UnitOrder:
             else:
                 self._known = known
                 self.order = merge_order(known, self._streamed)
-            if schedule.has_served and (order := join_orders(everywhere, self.order)) is not None:
-                schedule.tidy(merge_order(order, self._streamed))
+            if schedule.has_requests and (order := join_orders(everywhere, self.order)) is not None:
+                schedule.merge_requests(merge_order(order, self._streamed))
         if not self.is_settled:
             self.is_settled = all(unit in self._known for unit, streamed in enumerate(self._streamed) if streamed)

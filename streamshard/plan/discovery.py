@@ -1,18 +1,25 @@
-"""Which modules are units, and which parameters lie in which unit. Looks at the model, changes nothing."""
+"""Which modules are units, and which parameters lie in which unit. Looks at the model, and changes nothing.
+
+[Note: layers]
+Layers are the repeated children of a list, dict or sequence of modules; the outermost ones, never one inside another.
+A list of layers is streamed if it holds a twentieth of the weights, embeddings not counted, or if its layers hold a
+million parameters each: to gather so many takes longer than to begin. What transformers lists in ``_no_split_modules``
+does not count: some entries are parts of layers, and some models leave a tower out.
+"""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
-from streamshard.errors import UnitError
-from streamshard.plan.detection import detect_layers, find_large, has_params, is_callable, warn_of_root_unit
-from streamshard.plan.structure import join_names, modules_inside, modules_of
+from streamshard.errors import UnitError, warn_user
+from streamshard.plan.structure import join_names, modules_inside, modules_of, params_of
 
 __all__ = [
     "FoundParam",
@@ -20,23 +27,28 @@ __all__ = [
     "ResidentArgument",
     "UnitsArgument",
     "coalesce",
+    "embedding_params",
     "find_groups",
     "owners_of",
 ]
 
-UnitsArgument = (
-    type[nn.Module] | str | Iterable[type[nn.Module] | str | nn.Module] | Callable[..., bool] | None
-)  # what StreamShard(units=...) accepts
-ResidentArgument = type[nn.Module] | str | nn.Module | Iterable[type[nn.Module] | str | nn.Module]  # resident=...
+_NamedModules = type[nn.Module] | str | nn.Module | Iterable[type[nn.Module] | str | nn.Module]
+UnitsArgument = _NamedModules | None  # what StreamShard(units=...) accepts
+ResidentArgument = _NamedModules  # resident=...
+
+_SUBSTANTIAL = 0.05  # see [Note: layers]
+_WORTH_A_GATHER = 2**20
+_LARGE = 0.5  # share of the largest layer that makes a module worth a unit of its own
+_TOO_MUCH = 0.25  # share of the weights in the root unit that is worth a warning
 
 
 class FoundUnit(NamedTuple):
-    """What becomes a unit: one layer, or several that `coalesce` has put together; or what is large beside the layers.
+    """What becomes a unit: a layer, several layers that `coalesce` has put together, or a large module beside them.
 
     Attributes:
         name: fully qualified.
         modules: its layers.
-        is_resident: it is resident: it takes no turns in the block slots, whatever else is of its class.
+        is_resident: it has a slot of its own, whatever else is of its class.
         resident: modules inside, whose parameters lie in the root unit.
     """
 
@@ -66,212 +78,49 @@ def find_groups(
     Args:
         root: the model.
         units: the user's, or None for the layers and what is large beside them.
-        resident: the user's. A layer that is one of these modules is resident; of one inside a layer the parameters lie
-            in the root unit.
+        resident: the user's. A layer that is one of these modules is resident. If one lies inside a layer, its
+            parameters lie in the root unit.
         param_bytes: of an element.
-        min_unit_bytes: small units are put together until they have so many.
+        min_unit_bytes: small layers are put together until they have so many.
 
     Returns:
         The units, and the parameters of each; those of the root unit first.
 
     Raises:
-        UnitError: a unit is not part of the model, is the root, overlaps another or has no parameters; nothing fits.
+        UnitError: a unit is not part of the model, is the root, overlaps another or has no parameters.
     """
     names = {module: name for name, module in modules_of(root)}
-    is_none = isinstance(resident, list | tuple) and not resident
-    wanted = [] if is_none else _select(root, resident, names, "resident")
-    found = [_with_resident(unit, wanted) for unit in _find_units(root, units, names)]
-    layers = [layer for unit in found for layer in unit.modules]
-    if min_unit_bytes:
-        groups = _group_params(root, found)
-        sizes = [param_bytes * sum(each.param.numel() for each in group) for group in groups[1:]]
-        found = _coalesce_between(found, sizes, min_unit_bytes)
-    if units is None and found:
-        large = find_large(root, layers, -(-min_unit_bytes // param_bytes))
-        inside = {inner for module in wanted for inner in modules_inside(module) if inner is not module}
-        found += [
-            FoundUnit(name, (module,), is_resident=True) for module, name in large.items() if module not in inside
-        ]
-    held = {inner for unit in found for layer in unit.modules for inner in modules_inside(layer)}
-    beside = [module for module in dict.fromkeys(wanted) if module not in held]
-    _check_resident(beside, found, names)
-    found += [FoundUnit(names[module], (module,), is_resident=True) for module in beside]
     order = {module: position for position, module in enumerate(names)}
+    wanted = dict.fromkeys(_select(resident, names, "resident") if resident not in ((), []) else ())
+    chosen = _detect_layers(root) if units is None else _select(units, names, "units")
+    layers = sorted(set(chosen), key=order.__getitem__)
+    held = {inner for layer in layers for inner in modules_inside(layer)}
+    beside = [module for module in wanted if module not in held]
+    _check_units(layers, beside, names)
+    found = [
+        FoundUnit(names[layer], (layer,), layer in wanted, () if layer in wanted else _inside(layer, wanted))
+        for layer in layers
+    ]
+    if min_unit_bytes:
+        sizes = [param_bytes * sum(each.param.numel() for each in group) for group in _group_params(root, found)[1:]]
+        found = coalesce(found, sizes, min_unit_bytes)
+    large = _find_large(root, layers, beside, -(-min_unit_bytes // param_bytes)) if units is None and layers else []
+    found += [FoundUnit(names[module], (module,), is_resident=True) for module in (*beside, *large)]
     found.sort(key=lambda unit: order[unit.modules[0]])
     groups = _group_params(root, found)
     for unit, group in zip(found, groups[1:], strict=True):
-        if not group and unit.resident:
-            raise UnitError(f"resident names all modules of layer {unit.name!r} that have parameters: name the layer")
-        if not group and unit.modules[0] in beside:
+        if not group and (unit.resident or unit.modules[0] in beside):
             raise UnitError(
-                f"resident names {unit.name!r}, whose parameters other modules share: they are in place throughout a "
-                "step already. Leave it out"
+                f"resident leaves unit {unit.name!r} without parameters. If other modules share them, they are "
+                "resident already: leave it out. If all modules of the unit are named, name the unit instead"
             )
-    if units is None and found:
-        warn_of_root_unit(root, layers, {each.param for each in groups[0]})
+    if units is None and layers:
+        _warn_of_root_unit(root, layers, groups[0])
     return found, groups
 
 
-def _with_resident(unit: FoundUnit, modules: Sequence[nn.Module]) -> FoundUnit:
-    """`unit`, of one layer, resident if it is one of `modules`; else with those of them that lie in it."""
-    if unit.modules[0] in modules:
-        return unit._replace(is_resident=True)
-    inside = set(modules_inside(unit.modules[0]))
-    return unit._replace(resident=tuple(module for module in modules if module in inside))
-
-
-def _coalesce_between(units: Sequence[FoundUnit], sizes: Sequence[int], at_least: int) -> list[FoundUnit]:
-    """`coalesce`, of what takes turns and has no resident layer between."""
-    runs = itertools.groupby(zip(units, sizes, strict=True), key=lambda each: each[0].is_resident)
-    together: list[FoundUnit] = []
-    for is_resident, run in runs:
-        members, their_sizes = zip(*run, strict=True)
-        together += members if is_resident else coalesce(members, their_sizes, at_least)
-    return together
-
-
-def _check_resident(modules: Sequence[nn.Module], units: Sequence[FoundUnit], names: dict[nn.Module, str]) -> None:
-    """Raise if one of `modules`, which lie in no unit, cannot be a unit of its own."""
-    layers = {layer: unit.name for unit in units for layer in unit.modules}
-    for module in modules:
-        name = names[module]
-        if not name:
-            raise UnitError("resident names the whole model: name layers, or modules beside them")
-        if not has_params(module):
-            raise UnitError(f"resident names {name!r}, which has no parameters")
-        for inner in modules_inside(module):
-            if inner in layers:
-                raise UnitError(
-                    f"resident names {name!r}, in which the layer {layers[inner]!r} lies: name layers, or modules "
-                    "beside them"
-                )
-            if inner is not module and inner in modules:
-                raise UnitError(f"resident names {name!r}, and {names[inner]!r}, which lies in it: name one of them")
-
-
-def _find_units(root: nn.Module, units: UnitsArgument, names: dict[nn.Module, str]) -> list[FoundUnit]:
-    found = detect_layers(root) if units is None else _select(root, units, names, "units")
-    _check_units(root, found)
-    order = {module: position for position, module in enumerate(names)}
-    return [FoundUnit(names[module], (module,)) for module in sorted(found, key=order.__getitem__)]
-
-
-def _select(root: nn.Module, units: UnitsArgument, names: dict[nn.Module, str], what: str) -> list[nn.Module]:
-    """The modules that `units`, the argument `what`, names."""
-    if isinstance(units, type | str | nn.Module) and not isinstance(units, nn.ModuleList):
-        units = [units]
-    if callable(units) and not isinstance(units, nn.Module) and what == "units":
-        return _selected_by(root, units)
-    if units is not None and not isinstance(units, Iterable):
-        others = ", a predicate or None" if what == "units" else ""
-        raise UnitError(f"{what}={units!r}: wanted module classes, modules, names of either{others}")
-    by_name = {name: module for module, name in names.items()}
-    inside = [module for module in names if module is not root]
-    found: list[nn.Module] = []
-    for wanted in units or ():
-        if isinstance(wanted, type):
-            matches = _of_class(inside, wanted)
-            if not matches:
-                raise UnitError(f"{what} names the class {wanted.__name__}, but the model has no module of that class")
-            found.extend(matches)
-        elif isinstance(wanted, str):
-            matches = [by_name[wanted]] if wanted in by_name else _of_class(inside, wanted)
-            if not matches:
-                similar = _names_like(wanted, [*by_name, *dict.fromkeys(type(module).__name__ for module in inside)])
-                raise UnitError(
-                    f"{what} names {wanted!r}, but no module inside the model, nor the class of one, has that name"
-                    f"{similar}"
-                )
-            found.extend(matches)
-        elif isinstance(wanted, nn.Module):
-            if wanted not in names:
-                raise UnitError(f"{what} holds a {type(wanted).__name__} that is not part of the model")
-            found.append(wanted)
-        else:
-            raise UnitError(f"{what} holds {wanted!r}: wanted module classes, modules, or names of either")
-    if not found:
-        raise UnitError(f"{what} selects no module")
-    return found
-
-
-def _of_class(modules: Sequence[nn.Module], wanted: type | str) -> list[nn.Module]:
-    """Those whose class `wanted` is, or names; if there are none, those whose class derives from it."""
-    exact = [module for module in modules if wanted in (type(module), type(module).__name__)]
-    return exact or [
-        module for module in modules if any(wanted in (base, base.__name__) for base in type(module).__mro__)
-    ]
-
-
-def _names_like(wanted: str, names: Sequence[str]) -> str:
-    """What may have been meant by a name that is none of `names`."""
-    similar = difflib.get_close_matches(wanted, names, n=3)
-    return f"; like it are {', '.join(map(repr, similar))}" if similar else "; model.named_modules() has the names"
-
-
-def _selected_by(root: nn.Module, predicate: Callable[..., bool]) -> list[nn.Module]:
-    arity = len(inspect.signature(predicate).parameters)
-    found = [
-        module
-        for name, module in modules_of(root)
-        if module is not root and (predicate(name, module) if arity > 1 else predicate(module))
-    ]
-    if not found:
-        raise UnitError("the predicate given as units selects no module")
-    return found
-
-
-def _check_units(root: nn.Module, found: list[nn.Module]) -> None:
-    names = {module: name for name, module in modules_of(root)}
-    chosen: set[nn.Module] = set()
-    for unit in found:
-        if unit is root:
-            raise UnitError("units holds the whole model: wanted layers inside it")
-        if not has_params(unit):
-            raise UnitError(f"unit {names[unit]!r} has no parameters")
-        if not is_callable(unit):
-            raise UnitError(
-                f"unit {names[unit]!r} is a {type(unit).__name__}, which has no forward: nobody calls it, so its "
-                f"weights would never be gathered. Name the layers in it: units=list(model.{names[unit]})"
-            )
-        if unit in chosen:
-            raise UnitError(f"unit {names[unit]!r} is given twice")
-        chosen.add(unit)
-    for unit in found:
-        for module in modules_inside(unit):
-            if module is not unit and module in chosen:
-                raise UnitError(f"unit {names[unit]!r} overlaps unit {names[module]!r}, which lies inside it")
-
-
-def coalesce(units: Sequence[FoundUnit], sizes: Sequence[int], at_least: int) -> list[FoundUnit]:
-    """Put consecutive units together until each has `at_least` bytes; what is left over joins the last of them.
-
-    Args:
-        units: in registration order.
-        sizes: bytes of each.
-        at_least: wanted of each unit that is returned.
-    """
-    groups: list[list[FoundUnit]] = [[]]
-    missing = at_least
-    for unit, size in zip(units, sizes, strict=True):
-        if missing <= 0:
-            groups.append([])
-            missing = at_least
-        groups[-1].append(unit)
-        missing -= size
-    if missing > 0 and len(groups) > 1:
-        rest = groups.pop()
-        groups[-1].extend(rest)
-    return [_together(group) for group in groups if group]
-
-
-def _together(units: Sequence[FoundUnit]) -> FoundUnit:
-    name = units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name}"
-    resident = tuple(module for unit in units for module in unit.resident)
-    return FoundUnit(name, tuple(module for unit in units for module in unit.modules), resident=resident)
-
-
 def owners_of(units: Sequence[FoundUnit]) -> dict[nn.Module, int]:
-    """Which unit each module belongs to, by number from 1; 0 for one that several units share, or that is resident."""
+    """Each module's unit, by number from 1. Modules that several units share, or that are resident, get 0."""
     owner: dict[nn.Module, int] = {}
     for number, unit in enumerate(units, 1):
         for module in itertools.chain.from_iterable(map(modules_inside, unit.modules)):
@@ -284,8 +133,8 @@ def owners_of(units: Sequence[FoundUnit]) -> dict[nn.Module, int]:
 def _group_params(root: nn.Module, units: Sequence[FoundUnit]) -> list[list[FoundParam]]:
     """The parameters of the root unit (first) and of each unit, in registration order.
 
-    A parameter that more than one unit holds, or a unit and the rest of the model, is tied across them: it lies in the
-    root unit, whose weights are in place throughout a pass.
+    A parameter of several units, or of a unit and the rest of the model, is tied across them. It lies in the root unit,
+    whose weights are in place throughout a pass.
     """
     owner = owners_of(units)
     names: dict[nn.Parameter, list[str]] = {}
@@ -300,3 +149,268 @@ def _group_params(root: nn.Module, units: Sequence[FoundUnit]) -> list[list[Foun
         number = next(iter(where)) if len(where) == 1 else 0
         groups[number].append(FoundParam(tuple(names[param]), param))
     return groups
+
+
+# -- small layers -------------------------------------------------------------------------------------------------
+
+
+def coalesce(units: Sequence[FoundUnit], sizes: Sequence[int], at_least: int) -> list[FoundUnit]:
+    """Put consecutive streamed units together until each has `at_least` bytes. The rest joins the last of them.
+
+    Args:
+        units: in registration order.
+        sizes: bytes of each.
+        at_least: wanted of each streamed unit that is returned.
+    """
+    together: list[FoundUnit] = []
+    for is_resident, stretch in itertools.groupby(zip(units, sizes, strict=True), key=lambda each: each[0].is_resident):
+        groups: list[list[FoundUnit]] = [[]]
+        missing = at_least
+        for unit, size in stretch:
+            if missing <= 0 or is_resident:
+                groups.append([])
+                missing = at_least
+            groups[-1].append(unit)
+            missing -= size
+        if missing > 0 and len(groups) > 1 and not is_resident:
+            rest = groups.pop()
+            groups[-1].extend(rest)
+        together += [_together(group) for group in groups if group]
+    return together
+
+
+def _together(units: Sequence[FoundUnit]) -> FoundUnit:
+    name = units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name}"
+    resident = tuple(module for unit in units for module in unit.resident)
+    return FoundUnit(name, tuple(module for unit in units for module in unit.modules), units[0].is_resident, resident)
+
+
+# -- modules that the user names ----------------------------------------------------------------------------------
+
+
+def _select(given: _NamedModules, names: dict[nn.Module, str], what: str) -> list[nn.Module]:
+    """The modules that `given`, the argument called `what`, names."""
+    if isinstance(given, type | str | nn.Module) and not isinstance(given, nn.ModuleList):
+        given = [given]
+    if not isinstance(given, Iterable):
+        raise UnitError(f"{what}={given!r}: wanted module classes, modules, or names of either")
+    by_name = {name: module for module, name in names.items()}
+    found: list[nn.Module] = []
+    for wanted in given:
+        if isinstance(wanted, nn.Module):
+            if wanted not in names:
+                raise UnitError(f"{what} holds a {type(wanted).__name__} that is not part of the model")
+            found.append(wanted)
+        elif isinstance(wanted, str) and wanted in by_name:
+            found.append(by_name[wanted])
+        elif isinstance(wanted, type | str):
+            matches = [module for module, name in names.items() if name and _is_of_class(module, wanted)]
+            if not matches:
+                name = wanted if isinstance(wanted, str) else wanted.__name__
+                known = [*by_name, *dict.fromkeys(type(module).__name__ for module in names)]
+                similar = ", ".join(map(repr, difflib.get_close_matches(name, known, n=3)))
+                raise UnitError(
+                    f"{what} names {name!r}, but no module inside the model, nor the class of one, has that name"
+                    + (f"; like it are {similar}" if similar else "; model.named_modules() has the names")
+                )
+            found.extend(matches)
+        else:
+            raise UnitError(f"{what} holds {wanted!r}: wanted module classes, modules, or names of either")
+    if not found:
+        raise UnitError(f"{what} selects no module")
+    return found
+
+
+def _is_of_class(module: nn.Module, wanted: type | str) -> bool:
+    return any(wanted in (base, base.__name__) for base in type(module).__mro__)
+
+
+def _check_units(layers: Sequence[nn.Module], beside: Sequence[nn.Module], names: dict[nn.Module, str]) -> None:
+    """Raise if one of `layers`, or of the resident modules `beside` them, cannot be a unit."""
+    for unit in (*layers, *beside):
+        name = names[unit]
+        if not name:
+            raise UnitError("units or resident hold the whole model: wanted modules inside it")
+        if not params_of(unit):
+            raise UnitError(f"unit {name!r} has no parameters")
+        if unit in layers and not _is_callable(unit):
+            raise UnitError(
+                f"unit {name!r} is a {type(unit).__name__}, which has no forward: no call would gather its weights. "
+                f"Name the layers in it: units=list(model.{name})"
+            )
+        for module in _inside(unit, (*layers, *beside)):
+            raise UnitError(f"unit {name!r} overlaps unit {names[module]!r}, which lies inside it")
+
+
+def _inside(module: nn.Module, wanted: Collection[nn.Module]) -> tuple[nn.Module, ...]:
+    """Those of `wanted` that lie in `module`, itself left out."""
+    return tuple(inner for inner in modules_inside(module) if inner is not module and inner in wanted)
+
+
+# -- layers that repeat -------------------------------------------------------------------------------------------
+
+
+def _detect_layers(root: nn.Module) -> list[nn.Module]:
+    """The layers of every list that is worth streaming, at least of the one with most weights. See [Note: layers].
+
+    Warns if there are none.
+    """
+    lists = list(_find_lists(root, set()))
+    embeddings = embedding_params(root)
+    weights = [_numel(*layers, left_out=embeddings) for layers in lists]
+    enough = min(_SUBSTANTIAL * _numel(root, left_out=embeddings), max(weights, default=0))
+    found = [
+        layer
+        for layers, own in zip(lists, weights, strict=True)
+        if 0 < own >= enough or _numel(*layers) >= _WORTH_A_GATHER * len(layers)
+        for layer in layers
+    ]
+    if not found:
+        warn_user(
+            f"{type(root).__name__} has no repeated layers that StreamShard can find: it becomes one unit, whose "
+            "weights are all gathered at once. Name its layers with units=[...] to stream them",
+        )
+    return found
+
+
+def _find_lists(module: nn.Module, taken: set[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Lists of repeated layers in `module`, outermost first. Skips modules in `taken`, and adds to it.
+
+    The layers of all stages are one list.
+    """
+    if module in taken:
+        return
+    taken.add(module)
+    layers = [layer for layer in _layers_of(module) if layer not in taken]
+    if layers and _are_stages(layers):
+        yield [layer for stage in layers for inner in _find_lists(stage, taken) for layer in inner]
+    elif layers:
+        for layer in layers:
+            taken.update(modules_inside(layer))
+        yield layers
+    for child in module._modules.values():
+        if child is not None:
+            yield from _find_lists(child, taken)
+
+
+def _layers_of(module: nn.Module) -> list[nn.Module]:
+    """The repeated children of a list, dict or sequence. Of a list among them, which has no forward, the children."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        return []
+    layers: dict[nn.Module, None] = {}
+    waiting = [*reversed(module._modules.values())]
+    while waiting:
+        child = waiting.pop()
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) and not _is_callable(child):
+            waiting.extend(reversed(child._modules.values()))
+        elif child is not None and _is_callable(child) and _numel(child):
+            layers[child] = None
+    counts = Counter(type(layer) for layer in layers)
+    return [layer for layer in layers if counts[type(layer)] > 1]
+
+
+def _are_stages(layers: Sequence[nn.Module]) -> bool:
+    """Whether these are stages with layers inside: one has as many of them as there are stages, or a third of all."""
+    total = _numel(*layers)
+    return any(
+        (isinstance(layer, nn.Sequential) and len(inner) >= len(layers)) or 3 * _numel(*inner) > total
+        for layer in layers
+        if (inner := _layers_of(layer) or _layers_in(layer))
+    )
+
+
+def _layers_in(stage: nn.Module) -> list[nn.Module]:
+    """The layers of the list that is nearly all there is in a stage. Lists of experts lie deeper, beside attention."""
+    lists = [layers for child in stage._modules.values() if child is not None and (layers := _layers_of(child))]
+    return next((layers for layers in lists if _numel(*layers) > 0.8 * _numel(stage)), [])
+
+
+# -- what is large beside the layers ------------------------------------------------------------------------------
+
+
+def _find_large(
+    root: nn.Module, layers: Sequence[nn.Module], beside: Sequence[nn.Module], at_least: int
+) -> list[nn.Module]:
+    """Each large module outside of the layers: above all embedding and head.
+
+    A module is large if it holds half as many parameters as the largest layer. A transformers model's input and output
+    embeddings always are. A module with tied parameters stays in the root unit.
+
+    Args:
+        root: the model.
+        layers, beside: the units so far.
+        at_least: smaller modules, in parameters, are not large.
+    """
+    enough = dict.fromkeys(modules_inside(root), _LARGE * max(map(_numel, layers)))
+    for embeddings in _embeddings(root):
+        for module in modules_inside(embeddings):  # adapters beside the weights are small
+            enough[module] = min(enough[module], _LARGE * _numel(embeddings))
+    users = Counter(param for module in modules_inside(root) for param in module._parameters.values())
+    inside = {inner for unit in (*layers, *beside) for inner in modules_inside(unit)}
+    large: list[nn.Module] = []
+    for module in modules_inside(root):
+        within = set(modules_inside(module))
+        uses = Counter(param for inner in within for param in inner._parameters.values() if param is not None)
+        if (
+            module is not root
+            and _own_numel(module) >= max(at_least, enough[module], 1)
+            and _is_callable(module)
+            and within.isdisjoint(inside)
+            and all(users[param] == count for param, count in uses.items())
+        ):
+            large.append(module)
+            inside |= within
+    return large
+
+
+def _warn_of_root_unit(root: nn.Module, layers: Sequence[nn.Module], outside: Sequence[FoundParam]) -> None:
+    """Warn if more than a quarter of the weights, embeddings not counted, are in the root unit; name the largest.
+
+    Args:
+        root: the model.
+        layers: detected.
+        outside: the parameters of the root unit.
+    """
+    embeddings = embedding_params(root)
+    tied = {param for layer in layers for param in params_of(layer).values()}  # no choice of units moves them
+    loose = [each for each in outside if each.param not in embeddings and each.param not in tied]
+    share = sum(each.param.numel() for each in loose) / max(_numel(root, left_out=embeddings), 1)
+    if share > _TOO_MUCH:
+        found = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers))
+        largest = sorted(loose, key=lambda each: -each.param.numel())[:3]
+        warn_user(
+            f"{share:.0%} of the weights of {type(root).__name__} are outside of the layers that StreamShard has found "
+            f"({found}): they are gathered at once, and stay until backward is over. The largest are "
+            f"{', '.join(repr(each.names[0]) for each in largest)}. Name their layers too: units=[{found}, ..]"
+        )
+
+
+def embedding_params(root: nn.Module) -> set[nn.Parameter]:
+    """The weights of embeddings, and those of a transformers model's input and output embeddings."""
+    tables = [module for module in modules_inside(root) if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    return {param for module in (*tables, *_embeddings(root)) for param in params_of(module).values()}
+
+
+def _embeddings(root: nn.Module) -> Iterator[nn.Module]:
+    """The input and output embeddings of a transformers model."""
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            module = getattr(root, name)()
+        except (AttributeError, NotImplementedError):  # another kind of model; one that has none
+            continue
+        if isinstance(module, nn.Module):
+            yield module
+
+
+def _own_numel(module: nn.Module) -> int:
+    """Parameters of `module` itself, without those of modules inside."""
+    return sum(param.numel() for param in module._parameters.values() if param is not None)
+
+
+def _is_callable(module: nn.Module) -> bool:
+    # Statically: a scripted class computes its forward when it is asked for it.
+    return "forward" in module.__dict__ or inspect.getattr_static(type(module), "forward") is not nn.Module.forward
+
+
+def _numel(*modules: nn.Module, left_out: Collection[nn.Parameter] = ()) -> int:
+    return sum(param.numel() for module in modules for param in params_of(module).values() if param not in left_out)

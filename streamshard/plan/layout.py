@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 __all__ = ["LocalRange", "ParamLayout", "ParamSize", "SegmentLayout", "plan_segment"]
@@ -83,15 +83,11 @@ class SegmentLayout:
     params: tuple[ParamLayout, ...]
     world_size: int
     padded_numel: int
-    _shard_numel: int = field(init=False, repr=False, default=0)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_shard_numel", self.padded_numel // self.world_size)
 
     @property
     def shard_numel(self) -> int:
         """Elements each rank owns: ``padded_numel / N``."""
-        return self._shard_numel
+        return self.padded_numel // self.world_size
 
     @property
     def numel(self) -> int:

@@ -1,17 +1,30 @@
-"""How much memory a choice of slots takes, and the most slots that fit into a budget. Before anything is allocated.
+"""Which unit uses which slot, how much memory a choice of slots takes, and the most slots that fit into a budget.
 
-Formula, for N ranks, S the sum over segments of the padded shard, all in bytes: main weights and main grads 4 S of what
-trains, frozen weights m S of what does not (m of the dtype that it is kept in), compute shards p S of what is kept in
-another dtype than it is computed with, weight slots the largest unit of each times p, grad slots the largest unit's
-trained segments times g, scratch as the transport asks, and (N + 1) bytes of flags a parameter, with R replicas
-(R N + N + 1). One rank has no slots. With "all" weight slots compute shards lie in them (and main or frozen weights,
-where they are the same), with "all" grad slots in fp32 the main grads do.
+Pure functions: everything is known before anything is allocated.
+
+[Note: slots]
+A unit always uses the same slots, so every unsharded parameter is made once and all addresses stay fixed. Blocks share
+the block slots by parity: block i uses slot ``i % count``, and each slot has the size of its largest block. A resident
+unit (the root unit, embedding and head, a lone layer) has slots of its own, so it does not size the others'. Its
+weights are gathered once in a step and stay until backward is over. With "all", every block has a slot of its own:
+nothing is gathered twice in a step (ZeRO-2), gradients can accumulate in place (ZeRO-1), and a rank's shard of a unit
+is a range of the unit's slot where the dtype is the same. With one rank there are no slots: layers compute with the
+shards, and gradients go to the main grads.
+
+[Note: memory]
+For N ranks and S, the sum over segments of the padded shard, in bytes: main weights and main grads 4 S of what trains,
+frozen weights m S of what does not (m bytes of the dtype that it is kept in), compute shards p S of what is kept in
+another dtype than it is computed with, weight slots p times the largest unit of each, grad slots g times the largest
+unit's trained segments, scratch as the transport asks, and N + 1 bytes of flags a parameter (R N + N + 1 with R
+replicas). With "all" weight slots compute shards lie in them, and so do main or frozen weights of the same dtype. With
+"all" grad slots in fp32 the main grads lie in them.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,11 +33,63 @@ from streamshard.config import MemoryBudget, Precision, SlotCount, parse_bytes
 from streamshard.device import free_bytes
 from streamshard.errors import ConfigError
 from streamshard.plan.segments import PlannedSegment, SegmentKind, UnitLayout
-from streamshard.plan.slots import SlotPlan, plan_slots
 
-__all__ = ["Category", "Sizing", "choose_slots", "expected_bytes", "holds_main_grads", "largest_of", "read_budget"]
+__all__ = [
+    "Category",
+    "Sizing",
+    "SlotPlan",
+    "choose_slots",
+    "expected_bytes",
+    "holds_main_grads",
+    "largest_of",
+    "plan_slots",
+    "read_budget",
+]
 
 _MOMENTS_BYTES = 8  # a parameter: Adam's two moments in fp32
+
+
+class SlotPlan(NamedTuple):
+    """Which unit uses which slot. See [Note: slots].
+
+    Attributes:
+        shared: by unit, whether the unit is streamed: it takes turns in the block slots.
+        weights: by unit, its weight slot.
+        grads: by unit, its grad slot.
+        scratch: by unit, the scratch of its reductions.
+        keeps_weights: every unit has a weight slot of its own, which holds its compute shard too.
+        keeps_grads: every unit has a grad slot of its own, where gradients may stay from one backward to the next.
+    """
+
+    shared: tuple[bool, ...]
+    weights: tuple[int, ...]
+    grads: tuple[int, ...]
+    scratch: tuple[int, ...]
+    keeps_weights: bool
+    keeps_grads: bool
+
+
+def plan_slots(shared: Sequence[bool], weight_slots: SlotCount, grad_slots: SlotCount) -> SlotPlan:
+    """Bind units to slots.
+
+    Args:
+        shared: by unit, whether it shares the block slots.
+        weight_slots, grad_slots: number of block slots, or "all": as many as there are blocks.
+    """
+    grads = _assign(shared, grad_slots)
+    # With a slot each, two reductions under way are enough: a scratch each would be another model / N.
+    scratch = tuple(unit % 2 for unit in range(len(shared))) if grad_slots == "all" else grads
+    return SlotPlan(
+        tuple(shared), _assign(shared, weight_slots), grads, scratch, weight_slots == "all", grad_slots == "all"
+    )
+
+
+def _assign(shared: Sequence[bool], count: SlotCount) -> tuple[int, ...]:
+    """By unit, its slot: block slots are 0 to count - 1, resident units get numbers above."""
+    blocks = list(itertools.accumulate(shared, initial=0))  # before each unit
+    turns = blocks[-1] if count == "all" else min(count, blocks[-1])
+    pairs = enumerate(zip(shared, blocks, strict=False))
+    return tuple(before % turns if is_shared else turns + unit - before for unit, (is_shared, before) in pairs)
 
 
 class Category(enum.Enum):
@@ -71,7 +136,7 @@ class Sizing(NamedTuple):
         return sum(segment.layout.shard_numel for segment in self.segments if segment.kind.trains)
 
     def scratch_of(self, segment: PlannedSegment, plan: SlotPlan) -> tuple[int, int]:
-        """What its reductions need beside the grad slot: where that begins in the scratch, and bytes."""
+        """Where the scratch of a segment's reductions begins in its unit's scratch, and its bytes."""
         start = n_bytes = 0
         for own in self.layouts[segment.unit].segments:
             start += n_bytes
@@ -82,7 +147,7 @@ class Sizing(NamedTuple):
         return start, n_bytes
 
     def scratch_bytes(self, unit: int, plan: SlotPlan) -> int:
-        """What a unit's reductions need beside the grad slot."""
+        """The scratch of a unit's reductions."""
         return sum(self.scratch_of(self.layouts[unit].segments[-1], plan))
 
 
@@ -100,12 +165,12 @@ def largest_of(slot_of: Sequence[int], sizes: Sequence[int]) -> dict[int, int]:
 
 
 def expected_bytes(sizing: Sizing, plan: SlotPlan) -> dict[Category, int]:
-    """The formula above."""
+    """Bytes by category. See [Note: memory]."""
     layouts, is_alone = sizing.layouts, sizing.world_size == 1
     found = dict.fromkeys(Category, 0)
     for segment in sizing.segments:
         kind, numel = segment.kind, segment.layout.shard_numel
-        lies_in_slot = plan.keeps_weights and not is_alone  # what a rank owns is a range of the slots
+        lies_in_slot = plan.keeps_weights and not is_alone  # the rank's shard is a range of the slots
         if not (lies_in_slot and kind.main_dtype is kind.compute_dtype):
             kept_as = Category.MAIN_WEIGHTS if kind.trains else Category.FROZEN_WEIGHTS
             found[kept_as] += kind.main_dtype.itemsize * numel
@@ -113,20 +178,17 @@ def expected_bytes(sizing: Sizing, plan: SlotPlan) -> dict[Category, int]:
             found[Category.COMPUTE_SHARDS] += kind.compute_dtype.itemsize * numel
         if kind.trains and not holds_main_grads(kind, plan, sizing.world_size):
             found[Category.MAIN_GRADS] += 4 * numel
-    found[Category.FLAGS] = _flags(sizing.world_size, sizing.replicas) * sum(len(layout.params) for layout in layouts)
-    if is_alone:
-        return found
-    found[Category.WEIGHT_SLOTS] = sum(largest_of(plan.weights, [layout.weight_bytes for layout in layouts]).values())
-    found[Category.GRAD_SLOTS] = sum(largest_of(plan.grads, [layout.grad_bytes for layout in layouts]).values())
-    scratch = [sizing.scratch_bytes(unit, plan) for unit in range(len(layouts))]
-    found[Category.SCRATCH] = sum(largest_of(plan.scratch, scratch).values())
+    groups = {sizing.world_size, sizing.world_size * sizing.replicas} - {1}  # whose flags a rank receives
+    found[Category.FLAGS] = (1 + sum(groups) if groups else 0) * sum(len(layout.params) for layout in layouts)
+    if not is_alone:
+        scratch = [sizing.scratch_bytes(unit, plan) for unit in range(len(layouts))]
+        for category, slot_of, sizes in (
+            (Category.WEIGHT_SLOTS, plan.weights, [layout.weight_bytes for layout in layouts]),
+            (Category.GRAD_SLOTS, plan.grads, [layout.grad_bytes for layout in layouts]),
+            (Category.SCRATCH, plan.scratch, scratch),
+        ):
+            found[category] = sum(largest_of(slot_of, sizes).values())
     return found
-
-
-def _flags(world_size: int, replicas: int) -> int:
-    """Flags for each parameter: this rank's, the shard group's, those of all shard groups."""
-    sizes = {world_size, world_size * replicas} - {1}
-    return 1 + sum(sizes) if sizes else 0
 
 
 def read_budget(budget: MemoryBudget, device: torch.device, replaced: int = 0) -> int:
@@ -135,7 +197,7 @@ def read_budget(budget: MemoryBudget, device: torch.device, replaced: int = 0) -
     Args:
         budget: bytes, text such as ``"70GiB"``, or a share (0 to 1) of what is free on `device` now.
         device: where the model will live.
-        replaced: bytes of it that lie there now, and are freed for its shards.
+        replaced: bytes of the model on the device now, which its shards replace.
 
     Raises:
         ConfigError: it cannot be read, or is not positive.
@@ -148,42 +210,30 @@ def read_budget(budget: MemoryBudget, device: torch.device, replaced: int = 0) -
 
 
 def choose_slots(sizing: Sizing, budget: int) -> tuple[SlotPlan, str]:
-    """The most slots with which what the engine holds, and Adam's moments, fit into `budget` bytes.
+    """The most slots with which the engine's buffers and Adam's moments fit into `budget` bytes.
 
     Weight slots come first: each saves a gather in every step. All grad slots save reductions only where gradients are
-    accumulated, so they are what is left over for.
+    accumulated.
 
     Returns:
         The plan, and the reason in a sentence.
 
     Raises:
-        ConfigError: not even two slots of each kind fit; says what they take and what is missing.
+        ConfigError: not even two slots of each kind fit; says what is missing.
     """
-    rejected = None
-    moments = _MOMENTS_BYTES * sizing.trained_numel
-    for weight_slots, grad_slots in _candidates(sum(sizing.shared)):
+    counts = range(sum(sizing.shared) - 1, 2, -1)
+    candidates: list[tuple[SlotCount, SlotCount]] = [("all", "all"), ("all", 2), *((n, 2) for n in counts), (2, 2)]
+    for weight_slots, grad_slots in candidates:
         plan = plan_slots(sizing.shared, weight_slots, grad_slots)
-        total = moments + sum(expected_bytes(sizing, plan).values())
-        name = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
+        total = _MOMENTS_BYTES * sizing.trained_numel + sum(expected_bytes(sizing, plan).values())
         if total <= budget:
-            reason = f"{name}: {_gib(total)} of {_gib(budget)}"
-            return plan, reason + (f"; {rejected} would not fit" if rejected else "; the model has no use for more")
-        rejected = f"{name} ({_gib(total)})"
-    ranks = sizing.world_size
+            return plan, f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}: {_mib(total)} of {_mib(budget)}"
     raise ConfigError(
-        f"memory_budget is {_gib(budget)}, but {name} with Adam's moments take {_gib(total)} on each of {ranks} "
-        f"rank(s): {_gib(total - budget)} are missing. Use more ranks, a 16-bit param_dtype or grad_dtype, or smaller "
-        "units"
+        f"memory_budget is {_mib(budget)}, but weight_slots=2, grad_slots=2 with Adam's moments take {_mib(total)} on "
+        f"each of {sizing.world_size} rank(s): {_mib(total - budget)} are missing. Use more ranks, a 16-bit "
+        "param_dtype or grad_dtype, or smaller units"
     )
 
 
-def _candidates(blocks: int) -> Iterator[tuple[SlotCount, SlotCount]]:
-    yield "all", "all"
-    yield "all", 2
-    for count in range(blocks - 1, 2, -1):
-        yield count, 2
-    yield 2, 2
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.2f} MiB"

@@ -1,36 +1,35 @@
 """The order of collectives: the same on every rank, whatever each rank's own forward does.
 
-Pure Python. A *visit* is one stay in a unit during a pass; a *schedule* hands out the operations that a list of visits
-needs, in one direction. From the visits and each unit's slot follows, by `plan_steps`, the only order in which they are
-ever issued. Being asked for a visit issues everything before it, the end of the schedule issues what is left. Ranks
-that skip units therefore still take part in every collective, in the same order as those that do not. See [Note: one
-program].
+Pure Python. A *visit* is one stay in a unit during a pass. `plan_steps` derives the only order of operations from a
+list of visits and each unit's slot. A *schedule* hands out these operations: asking for a visit issues everything
+before it, the end of the schedule issues the rest. So a rank that skips units still takes part in every collective, in
+the same order as the others. See [Note: one program].
 
 [Note: one program]
-Step k of a schedule holds the operations that become possible once all visits before k are released: gathers into the
-slots that those visits have freed (rule 2) and reductions of the units that they were the last visit of (rule 4).
-Prefetch is nothing but issuing step k as soon as visit k - 1 is released, so it does not depend on how far the host
-runs ahead. Whether a gather is needed at all is decided when it is issued, from what the slot holds: that is a function
-of the operations issued before, hence equal on all ranks.
+Step k of a schedule holds the operations that become possible once all visits before k are released: all-gathers into
+the slots that those visits have freed (rule 2), and reductions of units after their last visit (rule 4). Prefetch is
+nothing but issuing step k as soon as visit k - 1 is released, so it does not depend on how far the host runs ahead.
+Whether an all-gather is needed is decided when it is issued, from what the slot holds. What the slot holds follows from
+the operations issued before, so all ranks decide alike.
 
-A visit is over when another unit is asked for, or the pass ends. So it does not matter to the program which of a
-unit's layers run, in which order, or how often.
+A visit is over when another unit is asked for, or the pass ends. So the program does not depend on which of a unit's
+layers run, in which order, or how often.
 
-A unit of which the program has no visit left is a departure. While nobody knows when some units are used, ranks may
-depart differently: one that does issues the rest of the program, so that all are behind it, and what it asks for is
-gathered by all (`serve`).
+A unit is used out of order if the program has no visit of it left. Until the order of all units is known, ranks may do
+so differently: such a rank first issues the rest of the program, and then requests the unit, which all ranks gather.
 
-A unit that takes no turns in the block slots stays in its own: once gathered, it can be used at any time in the pass,
-on any rank, without a collective. Until it is known when such units are used, they are gathered first (`first_order`):
-then ranks may use them in whatever order, as they may those of the root unit.
+A resident unit does not share its slot: once gathered, any rank can use it at any time in the pass, without a
+collective. Until the order is known, resident units are gathered first (`first_order`), and ranks may use them in any
+order.
 """
 
 from __future__ import annotations
 
 import enum
-import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import NamedTuple
 
 __all__ = ["Op", "OpKind", "Schedule", "first_order", "is_part_of", "join_orders", "merge_order", "plan_steps"]
@@ -61,59 +60,59 @@ def plan_steps(visits: Sequence[int], slot_of: Sequence[int], *, reduce: bool) -
     Returns:
         ``len(visits) + 1`` lists; list k may be issued once all visits before k are released.
     """
-    last_visit = {unit: k for k, unit in enumerate(visits)}
-    slot_free_at: list[int] = []  # the step at which visit j's slot is free
-    latest_in_slot: dict[int, int] = {}
-    for j, unit in enumerate(visits):
-        slot_free_at.append(latest_in_slot.get(slot_of[unit], -1) + 1)
-        latest_in_slot[slot_of[unit]] = j
-    steps: list[list[Op]] = []
-    gathered = 0
-    for k in range(len(visits) + 1):
-        ops = []
-        while gathered < len(visits) and slot_free_at[gathered] <= k:
-            ops.append(Op(OpKind.GATHER, visits[gathered]))
-            gathered += 1
-        if reduce and k > 0 and last_visit[visits[k - 1]] == k - 1:
-            ops.append(Op(OpKind.REDUCE, visits[k - 1]))
-        steps.append(ops)
+    steps: list[list[Op]] = [[] for _ in range(len(visits) + 1)]
+    step = 0
+    free_at: dict[int, int] = {}  # by slot, the step at which it is free
+    for visit, unit in enumerate(visits):
+        step = max(step, free_at.get(slot_of[unit], 0))
+        free_at[slot_of[unit]] = visit + 1
+        steps[step].append(Op(OpKind.GATHER, unit))
+    last_visit = {unit: visit for visit, unit in enumerate(visits)} if reduce else {}
+    for unit, visit in last_visit.items():
+        steps[visit + 1].append(Op(OpKind.REDUCE, unit))
     return steps
 
 
 class Schedule:
-    """The program of one pass in one direction, as it is issued: hands out each operation exactly once, in order.
+    """Hands out the operations of one pass in one direction, each exactly once, in order.
 
     Args:
         visits, slot_of, reduce: see `plan_steps`.
-        turns: by unit, whether it takes turns in the block slots; others stay in their own.
+        turns: by unit, whether the unit is streamed; the others are resident.
+
+    Attributes:
+        visits: see above.
+        log: units visited so far, those out of order included. Backward is planned from the log.
+        used: the units that this rank has really used, in order.
+        has_requests: ranks have requested units after the program was over.
+        released: all visits before this one are released.
     """
 
     def __init__(self, visits: Sequence[int], slot_of: Sequence[int], turns: Sequence[bool], *, reduce: bool) -> None:
         self.visits = tuple(visits)
-        self.log: list[int] = []  # visits passed so far, those outside the program included
-        self.used: list[int] = []  # the units that were really used on this rank, in order
-        self.has_served = False  # units that ranks asked for when the program was over
-        self.has_asides = False  # units that were used beside the program
+        self.log: list[int] = []
+        self.used: list[int] = []
+        self.has_requests = False
+        self.released = 0
+        self._has_inner_uses = False  # which keep their places in the log
         self._turns = turns
         self._current: int | None = None  # the unit that was asked for last
         self._steps = plan_steps(self.visits, slot_of, reduce=reduce)
         self._issued_steps = 0
-        self._is_outside = True  # whether what was asked for last is no visit of the program
-        self.released = 0  # all visits before this one are released
+        self._is_outside = True  # the unit that was asked for last is out of order
 
     def reach(self, unit: int) -> list[Op]:
-        """`unit` is used now, so a visit of another unit is over: what has become possible, `unit`'s gather included.
+        """This rank uses `unit` now, so the visit of another unit is over.
 
-        If the program has no visit of `unit` left, this is a departure, after the visits released so far; unless it is
-        a unit that stays.
+        Returns:
+            The operations that have become possible, `unit`'s all-gather included.
         """
-        if self.used[-1:] != [unit]:
-            self.used.append(unit)
+        self._note_use(unit)
         if self._current == unit:
-            return []  # still there
+            return []
         visit = self.find(unit)
         if visit is None and not self._turns[unit] and unit in self.visits:
-            return []
+            return []  # resident, and gathered before
         self._current = unit
         if visit is not None:
             self._is_outside = False
@@ -123,46 +122,46 @@ class Schedule:
         self.log.append(unit)
         return ops
 
-    def departs(self, unit: int) -> bool:
-        """Whether `unit`, used now, is a departure: no visit of it is left."""
+    def is_out_of_order(self, unit: int) -> bool:
+        """Whether the program has no visit of `unit` left, which is used now, and its weights are not in place."""
         is_there = self._current == unit or self.find(unit) is not None
         return not is_there and (self._turns[unit] or unit not in self.visits)
 
-    def serve(self, unit: int) -> None:
-        """The program is over, and `unit` is gathered because some rank asked for it."""
+    def add_request(self, unit: int) -> None:
+        """The program is over, and all ranks gather `unit`, because a rank has requested it."""
         self.log.append(unit)
-        self.has_served = True
+        self.has_requests = True
 
-    def tidy(self, order: Iterable[int]) -> None:
-        """Backward finds units in `order`, of which each rank has used a part, not once in the program and once served.
+    def merge_requests(self, order: Iterable[int]) -> None:
+        """Backward visits each unit once, in `order`; not once for the program and once for a request.
 
-        Else it would have their gradients wait for the last visit, beside the slots. What was used beside the program
-        keeps its place, so then everything does.
+        Otherwise gradients would wait outside of their slot for the last visit.
+
+        Args:
+            order: has the units that each rank has used as a part.
         """
-        if not self.has_asides:
+        if not self._has_inner_uses:
             self.log = [unit for unit in order if unit in self.visits]
 
-    def reach_served(self, unit: int) -> None:
-        """`unit`, which was served last, is used now."""
-        if self.used[-1:] != [unit]:
-            self.used.append(unit)
+    def reach_requested(self, unit: int) -> None:
+        """This rank uses `unit` now, which was requested last."""
+        self._note_use(unit)
         self._current = unit
         self._is_outside = True
 
-    def depart(self, unit: int) -> None:
-        """`unit` is used beside the program, while another unit's visit goes on: backward has to come by there."""
+    def use_inside(self, unit: int) -> None:
+        """A layer of another unit uses `unit` within its own visit, which goes on. Backward visits `unit` there."""
         self.log.append(unit)
-        self.has_asides = True
+        self._has_inner_uses = True
 
     def read(self, unit: int, *, is_inside: bool) -> None:
-        """Weights of `unit`, which stays, are read: nobody's visit is over.
+        """Weights of the resident `unit` are read. No visit is over.
 
-        It departs only if it is read before its first turn has come, since backward comes by there last.
+        The unit is out of order only if it is read before its first visit, since backward comes there last.
 
         Args:
-            unit: whose.
-            is_inside: by a running layer, in whose backward `unit` gets a part of its gradients. By nobody's: behind
-                the layers that have run.
+            unit: whose weights.
+            is_inside: a running layer reads them: in its backward `unit` gets a part of its gradients.
         """
         position = len(self.used) - is_inside
         if unit not in self.used[max(position - 1, 0) : position + 1]:
@@ -172,47 +171,49 @@ class Schedule:
         visit = self.find(unit)
         start = self.released + (not self._is_outside)
         if visit is None or is_inside or any(self._turns[other] for other in self.visits[start:visit]):
-            self.log.append(unit)
-            self.has_asides = True
+            self.use_inside(unit)
 
-    def find(self, unit: int, start: int = 0) -> int | None:
-        """The next visit of `unit` that is not released, at or after visit `start`; None if there is none."""
-        for k in range(max(start, self.released), len(self.visits)):
-            if self.visits[k] == unit:
-                return k
-        return None
+    def _note_use(self, unit: int) -> None:
+        if self.used[-1:] != [unit]:
+            self.used.append(unit)
 
-    def release_before(self, k: int) -> list[Op]:
-        """Visits before `k` are over: the operations that have become possible, to be issued in this order."""
-        if k > self.released:
-            self.log.extend(self.visits[self.released : k])
-            self.released = k
-        ops: list[Op] = []
-        while self._issued_steps <= self.released:
-            ops.extend(self._steps[self._issued_steps])
-            self._issued_steps += 1
+    def find(self, unit: int) -> int | None:
+        """The next visit of `unit` that is not released; None if there is none."""
+        left = (visit for visit in range(self.released, len(self.visits)) if self.visits[visit] == unit)
+        return next(left, None)
+
+    def release_before(self, visit: int) -> list[Op]:
+        """Release all visits before `visit`.
+
+        Returns:
+            The operations that have become possible, in the order in which to issue them.
+        """
+        if visit > self.released:
+            self.log.extend(self.visits[self.released : visit])
+            self.released = visit
+        ops = [op for step in self._steps[self._issued_steps : self.released + 1] for op in step]
+        self._issued_steps = max(self._issued_steps, self.released + 1)
         return ops
 
     def finish(self) -> list[Op]:
-        """The pass is over: what is left to be issued."""
+        """The pass is over: the operations that are left."""
         return self.release_before(len(self.visits))
 
 
 def first_order(turns: Sequence[bool]) -> tuple[int, ...]:
-    """The order before one is known: units that stay, whenever they may be used, then those that take turns."""
+    """The order before one is known: resident units, which ranks may use at any time, then streamed units."""
     return tuple(sorted(range(len(turns)), key=turns.__getitem__))
 
 
 def merge_order(used: Iterable[int], turns: Sequence[bool]) -> tuple[int, ...]:
-    """The order in which units were used, with those not used put in where a rank that uses them finds them in time.
+    """The order in which units were used, with unused units put in between.
 
-    Those that take turns come behind their registered predecessor among such, or before all of them; units that stay
-    come behind the first unit, as in `first_order`. Units that were skipped stay in the program, so that a rank that
-    uses one later finds the others taking part.
+    An unused streamed unit comes behind the streamed unit that is registered before it. Unused resident units come
+    behind the first unit, as in `first_order`. So a rank that uses such a unit later finds the others taking part.
 
     Args:
         used: in order; units may occur more than once.
-        turns: by unit, whether it takes turns.
+        turns: by unit, whether the unit is streamed.
     """
     order = list(used)
     before: int | None = None
@@ -226,37 +227,38 @@ def merge_order(used: Iterable[int], turns: Sequence[bool]) -> tuple[int, ...]:
 
 
 def is_part_of(used: Iterable[int], order: Iterable[int]) -> bool:
-    """Whether `used` is `order`, of which some may have been skipped."""
+    """Whether `used` is `order` with some units left out."""
     left = iter(order)
     return all(unit in left for unit in used)
 
 
 def join_orders(orders: Iterable[Sequence[int]], otherwise: Sequence[int]) -> tuple[int, ...] | None:
-    """The order of which each of `orders` is a part; None if they contradict each other.
+    """The order that has each of `orders` as a part; None if they contradict each other.
 
     Args:
-        orders: in which units were used. The first use of a unit in one is its first in the others, and so on.
-        otherwise: has all units. Says which comes first of two of which `orders` do not.
+        orders: in which units were used. The n-th use of a unit in one is the n-th in the others.
+        otherwise: the order of units that `orders` leave open. It has all units.
     """
     place = {unit: position for position, unit in reversed(list(enumerate(otherwise)))}
-    behind: dict[tuple[int, int], set[tuple[int, int]]] = {}  # uses, of a unit for the n-th time, behind a use
+    sorter = TopologicalSorter[tuple[int, int]]()  # of uses: of a unit for the n-th time
     for order in orders:
         times = Counter[int]()
-        before: set[tuple[int, int]] = set()
+        uses = []
         for unit in order:
-            use = (unit, times[unit])
+            uses.append((unit, times[unit]))
             times[unit] += 1
-            before.add(use)
-            before = behind.setdefault(use, set())
-    waits = Counter(use for uses in behind.values() for use in uses)
-    ready = [(place[unit], unit, time) for unit, time in behind if not waits[unit, time]]
-    heapq.heapify(ready)
+            sorter.add(uses[-1])
+        for before, use in pairwise(uses):
+            sorter.add(use, before)
+    try:
+        sorter.prepare()
+    except CycleError:
+        return None
     joined: list[int] = []
-    while ready:
-        _, unit, time = heapq.heappop(ready)
-        joined.append(unit)
-        for use in behind[unit, time]:
-            waits[use] -= 1
-            if not waits[use]:
-                heapq.heappush(ready, (place[use[0]], *use))
-    return tuple(joined) if len(joined) == len(behind) else None
+    ready: list[tuple[int, int]] = []
+    while sorter.is_active():
+        ready = sorted([*ready, *sorter.get_ready()], key=lambda use: (place[use[0]], use))
+        use = ready.pop(0)
+        joined.append(use[0])
+        sorter.done(use)
+    return tuple(joined)

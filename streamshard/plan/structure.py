@@ -1,25 +1,31 @@
-"""What a model is made of: modules and parameters, whether they can be sharded, whether they still are the same.
+"""What a model consists of: its modules and parameters, which of them can be sharded, and which compute in fp32.
 
-Everything here looks at modules' own registers. ``named_modules()``, ``parameters()`` and their kin are methods that
-models redefine, to leave out what is frozen or to rename.
+The functions read modules' own registers, because models redefine ``named_modules()``, ``parameters()`` and their kin
+to leave out frozen parts or to rename parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from streamshard.errors import ShardingError
+from streamshard.config import Precision
+from streamshard.errors import ConfigError, ShardingError
 
 __all__ = [
+    "InFp32",
     "Structure",
     "check_params",
+    "find_fp32",
     "is_meta",
     "join_names",
     "leave_inference_mode",
@@ -34,31 +40,35 @@ __all__ = [
 
 
 def leave_inference_mode() -> AbstractContextManager[object]:
-    """For what lives on: tensors made inside ``torch.inference_mode()`` could never be written outside of it."""
+    """A context that makes ordinary tensors: one made in ``torch.inference_mode()`` cannot be written outside of it."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 def leave_meta_device() -> AbstractContextManager[object]:
-    """For what computes, inside of ``with torch.device("meta")`` as well."""
+    """A context that makes tensors with values, also inside ``with torch.device("meta")``."""
     return torch.device("cpu") if torch.get_default_device().type == "meta" else contextlib.nullcontext()
 
 
 def refuse_transforms() -> None:
-    """Raise inside ``torch.func.grad`` and its kin; ``vmap`` maps over what a layer computes, which is fine."""
+    """Raise inside ``torch.func.grad`` and its kin. ``vmap`` only maps over what a layer computes, and is fine.
+
+    Raises:
+        ShardingError: names the transform.
+    """
     if torch._C._functorch.maybe_current_level() is None:
         return
     for interpreter in torch._C._functorch.get_interpreter_stack() or ():
-        kind = interpreter.key()
-        if kind != torch._C._functorch.TransformType.Vmap:
+        transform = interpreter.key()
+        if transform != torch._C._functorch.TransformType.Vmap:
             raise ShardingError(
-                f"a StreamShard model inside torch.func ({kind.name.lower()}): a transform differentiates a function "
-                "that writes nothing, and layers' weights are written as they are gathered. Use backward() or "
-                "torch.autograd.grad of the inputs; for forward-mode derivatives torch.autograd.forward_ad"
+                f"a StreamShard model inside torch.func ({transform.name.lower()}): such transforms allow no writes, "
+                "and an all-gather writes weights. Use backward() or torch.autograd.grad; for forward-mode derivatives "
+                "torch.autograd.forward_ad"
             )
 
 
 def modules_of(root: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
-    """What ``root.named_modules()`` gives for a class that leaves it alone: models leave parts out of their lists."""
+    """What ``nn.Module.named_modules`` gives, whatever the model's classes make of it."""
     found: list[tuple[str, nn.Module]] = []
     _walk("", root, set() if remove_duplicate else None, found)
     return found
@@ -76,15 +86,13 @@ def _walk(prefix: str, module: nn.Module, seen: set[int] | None, found: list[tup
 
 
 def params_of(root: nn.Module) -> dict[str, nn.Parameter]:
-    """Each parameter once, by its first name: what ``root.named_parameters()`` gives, likewise."""
-    params: dict[str, nn.Parameter] = {}
-    seen: set[int] = set()
+    """Each parameter once, by its first name."""
+    names: dict[nn.Parameter, str] = {}
     for prefix, module in modules_of(root):
         for key, param in module._parameters.items():
-            if param is not None and id(param) not in seen:
-                seen.add(id(param))
-                params[join_names(prefix, key)] = param
-    return params
+            if param is not None and param not in names:
+                names[param] = join_names(prefix, key)
+    return {name: param for param, name in names.items()}
 
 
 def modules_inside(module: nn.Module) -> Iterator[nn.Module]:
@@ -93,7 +101,7 @@ def modules_inside(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def join_names(prefix: str, key: str) -> str:
-    """The name of what is called `key` in the module `prefix`, "" for the root."""
+    """The full name of `key` in the module called `prefix`. The root's name is ""."""
     return f"{prefix}.{key}" if prefix else key
 
 
@@ -103,177 +111,135 @@ def is_meta(tensor: torch.Tensor) -> bool:
 
 
 def tie_on_meta(root: nn.Module) -> None:
-    """Let parameters on the meta device that are one memory, in one shape, be one Parameter again.
+    """Make parameters on the meta device one Parameter again if they share one memory in one shape.
 
-    ``accelerate.init_empty_weights`` makes a new Parameter of each that is registered, also of one that is registered a
-    second time, to tie it.
+    ``accelerate.init_empty_weights`` makes a new Parameter at each registration, which unties tied weights.
     """
     known: dict[tuple[object, ...], nn.Parameter] = {}
     for module in modules_inside(root):
         for key, param in module._parameters.items():
             if param is not None and not is_lazy(param) and param.layout is torch.strided and is_meta(param):
-                place = (_memory_of(param), _start(param), param.shape, param.stride(), param.dtype)
+                storage = param.untyped_storage()._cdata
+                place = (storage, param.storage_offset(), param.shape, param.stride(), param.dtype)
                 first = known.setdefault(place, param)
                 if first is not param:
                     module._parameters[key] = first
 
 
+# -- whether a model can be sharded -------------------------------------------------------------------------------
+
+
 def check_params(root: nn.Module) -> torch.device:
-    """Raise if the parameters cannot be sharded; the device they all are on, but for those on meta.
+    """Raise if the parameters cannot be sharded.
+
+    Returns:
+        The device of all parameters that have values.
 
     Raises:
-        ShardingError: there are none; names one that is on another device, is not bf16, fp16 or fp32, was made in
-            inference mode, has a gradient, or shares memory.
+        ShardingError: names the parameter, and says what is wrong with it.
     """
-    first: tuple[str, torch.device] | None = None
     params = params_of(root)
-    for name, param in params.items():
-        if is_lazy(param):
-            raise ShardingError(
-                f"parameter {name!r} of a lazy module has no shape yet: run one forward of the model, with inputs of "
-                "the shapes that it will train with, before StreamShard(model)"
-            )
-        if param.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            kind = "complex" if param.is_complex() else "quantized or integer" if not param.is_floating_point() else ""
-            raise ShardingError(
-                f"parameter {name!r} is {param.dtype}{f' ({kind})' if kind else ''}: main weights are fp32, so only "
-                "fp32, bf16 and fp16 parameters can be sharded"
-            )
-        if param.layout is not torch.strided or type(param) is not nn.Parameter:
-            raise ShardingError(
-                f"parameter {name!r} is a {type(param).__name__} ({param.layout}), wanted a dense torch.nn.Parameter: "
-                "shard the model as it was built, without fully_shard, tensor parallelism or quantization before"
-            )
-        if param.is_inference():
-            raise ShardingError(
-                f"parameter {name!r} was made inside torch.inference_mode(), and torch never lets it train: build or "
-                "load the model outside of it (torch.no_grad() will do)"
-            )
-        if param.grad is not None:
-            raise ShardingError(
-                f"parameter {name!r} has a gradient from before StreamShard(model), of this rank's loss alone: step or "
-                "model.zero_grad() first"
-            )
-        refuse_marks(name, param)
-        if is_meta(param):
-            continue
-        if first is None:
-            first = name, param.device
-        elif param.device != first[1]:
-            raise ShardingError(
-                f"parameters are on several devices: {first[0]!r} on {first[1]}, {name!r} on {param.device}; move the "
-                "model to one"
-            )
     if not params:
         raise ShardingError(f"{type(root).__name__} has no parameters: there is nothing to shard")
-    _check_memory(root)
-    return torch.device("cpu") if first is None else first[1]
+    for name, param in params.items():
+        if (problem := _problem_with(param)) is not None:
+            raise ShardingError(f"parameter {name!r} {problem}")
+        refuse_marks(name, param)
+    _refuse_shared_memory(root, params)
+    devices = {param.device: name for name, param in params.items() if not is_meta(param)}
+    if len(devices) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ShardingError(f"parameters are on several devices: {places}; move the model to one")
+    return next(iter(devices), torch.device("cpu"))
+
+
+def _problem_with(param: nn.Parameter) -> str | None:
+    if is_lazy(param):
+        return "of a lazy module has no shape yet: run one forward of the model before StreamShard(model)"
+    if param.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"is {param.dtype}: main weights are fp32, so only fp32, bf16 and fp16 parameters can be sharded"
+    if param.layout is not torch.strided or type(param) is not nn.Parameter:
+        return (
+            f"is a {type(param).__name__} ({param.layout}), wanted a dense torch.nn.Parameter: shard the model as it "
+            "was built, without fully_shard, tensor parallelism or quantization before"
+        )
+    if param.is_inference():
+        return "was made inside torch.inference_mode(), and cannot train: build or load the model outside of it"
+    if param.grad is not None:
+        return "has a gradient from before StreamShard(model), of this rank's loss alone: step or zero_grad() first"
+    if param.numel() > _extent(param):
+        return (
+            f"is {tuple(param.shape)} over memory for {_extent(param)} elements (an expanded tensor): register what is "
+            "expanded, and expand it in forward; or give it memory of its own (.clone())"
+        )
+    return None
 
 
 def refuse_marks(name: str, param: nn.Parameter) -> None:
-    """Raise if another library has left an attribute on parameter `name` which says that it takes gradients itself."""
+    """Raise if another library takes the gradient of parameter `name` itself, as an attribute of `param` tells.
+
+    Raises:
+        ShardingError: names the parameter and the library.
+    """
     if "_in_backward_optimizers" in param.__dict__:
         raise ShardingError(
-            f"the optimizer that _apply_optimizer_in_backward gave parameter {name!r} would never step, its gradient "
-            "is made by a reduction: step in param.register_post_accumulate_grad_hook, which is called with the "
-            "sharded gradient"
+            f"_apply_optimizer_in_backward gave parameter {name!r} an optimizer that would never step: step in "
+            "param.register_post_accumulate_grad_hook, which gets the sharded gradient"
         )
     if "grad_sample" in param.__dict__:
         raise ShardingError(
-            f"opacus's GradSampleModule keeps each sample's whole gradient of parameter {name!r}, in its grad_sample; "
-            "ranks would not average these. Train without opacus; or without StreamShard, and with opacus's own "
-            "opacus.distributed.DifferentiallyPrivateDistributedDataParallel or opacus.utils.fsdp_utils.FSDP2Wrapper"
+            f"opacus's GradSampleModule keeps each sample's gradient of parameter {name!r}, and ranks would not "
+            "average these. Train without opacus, or with opacus.utils.fsdp_utils.FSDP2Wrapper instead of StreamShard"
         )
 
 
-def _check_memory(root: nn.Module) -> None:
-    """Raise if a parameter shares elements with another, with a buffer or with itself: its pieces would not."""
-    tensors: list[tuple[str, torch.Tensor]] = [*params_of(root).items()]
-    for name, param in tensors:
-        if param.numel() > _extent(param):
-            raise ShardingError(
-                f"parameter {name!r} is {tuple(param.shape)} over memory for {_extent(param)} elements (an expanded "
-                "tensor): with memory for all of them it would train differently. Register what is expanded, and "
-                "expand it in forward; or give it memory of its own (.clone())"
-            )
+def _refuse_shared_memory(root: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
+    """Raise if the memory of a parameter overlaps that of another tensor of the model: their shards would not."""
+    tensors: list[tuple[str, torch.Tensor]] = [*params.items()]
     for prefix, module in modules_of(root):
         for key, buffer in module._buffers.items():
-            if buffer is None or is_lazy(buffer):
-                continue
-            if buffer.layout is torch.strided:
+            if buffer is not None and not is_lazy(buffer) and buffer.layout is torch.strided:
                 tensors.append((join_names(prefix, key), buffer))
-    reach: tuple[str, torch.Tensor] | None = None  # of those that begin before, which ends last
-    filled = (pair for pair in tensors if pair[1].numel())
-    for name, tensor in sorted(filled, key=lambda pair: (_memory_of(pair[1]), _start(pair[1]))):
-        if reach is not None and _memory_of(tensor) != _memory_of(reach[1]):
-            reach = None
-        if reach is not None and _start(tensor) < _end(reach[1]):
-            _check_apart(reach, (name, tensor))
-        if reach is None or _end(tensor) > _end(reach[1]):
-            reach = name, tensor
-
-
-def _check_apart(*pair: tuple[str, torch.Tensor]) -> None:
-    """Raise if two tensors whose ranges of memory overlap share elements, and one is a parameter."""
-    kinds = ["parameter" if isinstance(tensor, nn.Parameter) else "buffer" for _, tensor in pair]
-    if "parameter" in kinds and _share_elements(pair[0][1], pair[1][1]):
-        what = " and ".join(f"{kind} {name!r}" for kind, (name, _) in zip(kinds, pair, strict=True))
-        raise ShardingError(
-            f"{what} share memory, so that what is written to the one is in the other; sharded they would not. Tie "
-            "parameters by registering one Parameter under both names (b.weight = a.weight), take views of a parameter "
-            "in forward, or give each memory of its own (.clone())"
-        )
+    filled = [(name, tensor) for name, tensor in tensors if tensor.numel() and not is_meta(tensor)]
+    last: tuple[str, torch.Tensor] | None = None  # of the tensors before, the one that ends last
+    for name, tensor in sorted(filled, key=lambda each: each[1].data_ptr()):
+        if last is not None and tensor.data_ptr() < _end(last[1]):
+            both = sorted([last, (name, tensor)], key=lambda each: not isinstance(each[1], nn.Parameter))
+            if isinstance(both[0][1], nn.Parameter):
+                second = "parameter" if isinstance(both[1][1], nn.Parameter) else "buffer"
+                raise ShardingError(
+                    f"parameter {both[0][0]!r} and {second} {both[1][0]!r} share memory, which shards do not. Tie "
+                    "parameters by registering one Parameter under both names (b.weight = a.weight), take views of a "
+                    "parameter in forward, or give each memory of its own (.clone())"
+                )
+        if last is None or _end(tensor) > _end(last[1]):
+            last = name, tensor
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """From the first to the last element in memory, in elements."""
+    """Elements of memory from the first to the last element."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _memory_of(tensor: torch.Tensor) -> int:
-    """0 for what has addresses; on meta every storage is a memory of its own, told apart by its object."""
-    return int(tensor.untyped_storage()._cdata) if is_meta(tensor) else 0
-
-
-def _start(tensor: torch.Tensor) -> int:
-    """The place of the first element in memory, in bytes."""
-    return int(tensor.storage_offset()) * tensor.element_size() if is_meta(tensor) else tensor.data_ptr()
-
-
 def _end(tensor: torch.Tensor) -> int:
-    return _start(tensor) + _extent(tensor) * tensor.element_size()
-
-
-def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors whose ranges of memory overlap do more than interleave, as columns of one matrix do."""
-    if a.is_contiguous() or b.is_contiguous():
-        return True
-    addresses = []
-    for tensor in (a, b):
-        elements = torch.tensor(_start(tensor))
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            elements = elements[..., None] + torch.arange(size) * (stride * tensor.element_size())
-        addresses.append(elements.flatten())
-    return bool(torch.isin(addresses[0], addresses[1]).any())
+    return tensor.data_ptr() + _extent(tensor) * tensor.element_size()
 
 
 class Structure:
-    """Which modules and parameters a model was made of when it was sharded, to notice what was put in their place.
+    """The modules and parameters of a model when it was sharded.
 
     A parameter or layer that is assigned afterwards would compute with weights of this rank alone.
 
     Args:
-        root: the model, unsharded parameters not yet replaced by views.
+        root: the model, before its parameters are replaced by unsharded ones.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._known = set(params_of(root).values())
-        self._params = [
-            (module._parameters, tuple(module._parameters.values()), name) for name, module in modules_of(root)
-        ]
-        self._children = {name: (module._modules, tuple(module._modules.values())) for name, module in modules_of(root)}
+        self._params = [(name, owner._parameters, (*owner._parameters.values(),)) for name, owner in modules_of(root)]
+        self._children = {name: (owner._modules, (*owner._modules.values(),)) for name, owner in modules_of(root)}
 
     def check(self) -> None:
         """Raise if a parameter was added, removed or replaced, or a module with parameters of its own was.
@@ -281,31 +247,95 @@ class Structure:
         Raises:
             ShardingError: names the parameter or the module.
         """
-        for entries, wanted, name in self._params:
-            if len(entries) != len(wanted) or not all(map(operator.is_, entries.values(), wanted)):
-                self._refuse_params(entries, wanted, name)
-        for name, (modules, children) in self._children.items():
-            if len(modules) != len(children) or not all(map(operator.is_, modules.values(), children)):
-                self._refuse_modules(modules, name)
+        for name, params, params_before in self._params:
+            if not _are_same(params, params_before):
+                changed = [key for key, param in params.items() if not any(param is old for old in params_before)]
+                _refuse_change("parameter", name, changed[0] if changed else "")
+        for name, (children, before) in self._children.items():
+            if not _are_same(children, before):
+                for key, child in children.items():
+                    if child is not None and not self._known.issuperset(params_of(child).values()):
+                        _refuse_change("module", name, key)
+                self._children[name] = (children, (*children.values(),))  # modules without parameters may change
 
-    def _refuse_params(
-        self, entries: dict[str, nn.Parameter | None], wanted: tuple[nn.Parameter | None, ...], name: str
-    ) -> None:
-        changed = [key for key, param in entries.items() if not any(param is known for known in wanted)]
-        what = ", ".join(repr(join_names(name, key)) for key in changed) or f"a parameter of {name or 'the model'!r}"
-        raise ShardingError(
-            f"{what} was {'replaced or added' if changed else 'removed'} after StreamShard(model): the new one would "
-            "be trained by this rank alone. Assign to its data (param.data.copy_, load_state_dict, "
-            "summon_full_params(writeback=True)), or change the model before it is sharded. torch.func.functional_call "
-            "replaces parameters too"
-        )
 
-    def _refuse_modules(self, modules: dict[str, nn.Module | None], name: str) -> None:
-        for key, child in modules.items():
-            if child is not None and not self._known.issuperset(params_of(child).values()):
-                raise ShardingError(
-                    f"module {join_names(name, key)!r} was replaced or added after StreamShard(model), and has "
-                    "parameters of its own: they would be trained by this rank alone. Change the model before it is "
-                    "sharded"
-                )
-        self._children[name] = (modules, tuple(modules.values()))  # something without parameters, or taken away
+def _are_same(entries: Mapping[str, object], before: tuple[object, ...]) -> bool:
+    return len(entries) == len(before) and all(map(operator.is_, entries.values(), before))
+
+
+def _refuse_change(what: str, owner: str, key: str) -> None:
+    name = repr(join_names(owner, key)) if key else f"of {owner or 'the model'!r}"
+    raise ShardingError(
+        f"{what} {name} was replaced, added or removed after StreamShard(model): this rank alone would train the new "
+        "one. Change the model before it is sharded, or assign to a parameter's data (param.data.copy_, "
+        "load_state_dict, summon_full_params(writeback=True)). torch.func.functional_call replaces parameters too"
+    )
+
+
+# -- what computes in fp32 ----------------------------------------------------------------------------------------
+
+
+class InFp32(NamedTuple):
+    """What computes in fp32 in a model whose ``param_dtype`` is another.
+
+    Attributes:
+        params: its parameters.
+        listed: the modules that the user has listed, without those inside others. Their inputs are cast to fp32.
+    """
+
+    params: frozenset[nn.Parameter]
+    listed: tuple[nn.Module, ...]
+
+    @property
+    def modules(self) -> set[nn.Module]:
+        """The listed modules, and all inside them."""
+        return {inner for module in self.listed for inner in modules_inside(module)}
+
+
+def find_fp32(root: nn.Module, precision: Precision, kept: Collection[str]) -> InFp32:
+    """What ``Precision.fp32_modules`` lists, what `kept` names, and norms that update fp32 statistics.
+
+    torch has no batch norm of half-precision weights and fp32 statistics. In half precision the statistics would stand
+    still. With fp32 weights batch norm takes inputs of either dtype. FSDP's mixed precision leaves it out as well.
+
+    Args:
+        root: the model.
+        precision: of the model.
+        kept: names of parameters that the model's own class keeps in fp32.
+
+    Raises:
+        ConfigError: an entry matches nothing in the model.
+    """
+    params = params_of(root)
+    found = {params[name] for name in kept if name in params}
+    listed: dict[nn.Module, None] = {}
+    for entry in precision.fp32_modules:
+        own = [module for name, module in modules_of(root) if name and _matches(entry, name, module)]
+        direct = {param for name, param in params.items() if isinstance(entry, str) and _has_part(name, entry)}
+        if not own and not direct:
+            what = repr(entry) if isinstance(entry, str) else f"of class {entry.__name__}"
+            raise ConfigError(f"fp32_modules: {type(root).__name__} has no module or parameter {what}")
+        found |= direct
+        listed.update(dict.fromkeys(own))
+    if precision.param_dtype is torch.float32:
+        return InFp32(frozenset(), ())
+    inside = {inner for module in listed for inner in modules_inside(module) if inner is not module}
+    for module in (*listed, *_fp32_norms(root, precision)):
+        found.update(params_of(module).values())
+    return InFp32(frozenset(found), tuple(module for module in listed if module not in inside))
+
+
+def _matches(entry: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+    return _has_part(name, entry) if isinstance(entry, str) else isinstance(module, entry)
+
+
+def _has_part(name: str, part: str) -> bool:
+    """Whether whole words of `name` are `part`: "norm" is part of "layers.0.norm.weight", not of "layernorm"."""
+    return re.search(rf"(^|\.){re.escape(part)}(\.|$)", name) is not None
+
+
+def _fp32_norms(root: nn.Module, precision: Precision) -> Iterator[nn.Module]:
+    for module in modules_inside(root):
+        mean = module.running_mean if isinstance(module, _NormBase) else None
+        if mean is not None and (precision.buffer_dtype or mean.dtype) is torch.float32:
+            yield module

@@ -1,7 +1,7 @@
 """The preallocated buffers: every byte the engine holds is allocated here, once, under a category.
 
 `Ledger` allocates; `WeightSlot` and `GradSlot` are the full-unit buffers. See [Note: slots] in
-`streamshard.plan.slots`, [Note: segments] in `streamshard.plan.segments`.
+`streamshard.plan.memory`, [Note: segments] in `streamshard.plan.segments`.
 """
 
 from __future__ import annotations

@@ -2,41 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streamshard.plan.owners import assign_owners, plan_rounds, rank_loads
-
-LLAMA_3 = {  # layers, width, width of keys and values, width between
-    "8B": (32, 4096, 1024, 14336),
-    "70B": (80, 8192, 1024, 28672),
-}
-VOCABULARY = 128256
-
-
-def _shapes(name: str, *, embeddings: bool) -> list[tuple[int, int]]:
-    layers, width, kv, between = LLAMA_3[name]
-    layer = [(width, width), (kv, width), (kv, width), (width, width)]
-    layer += [(between, width), (between, width), (width, between)]
-    return [(VOCABULARY, width)] * (2 * embeddings) + layer * layers
-
-
-@pytest.mark.parametrize("cost", ["elements", "muon"])
-@pytest.mark.parametrize("ranks", [8, 64, 512])
-@pytest.mark.parametrize("name", LLAMA_3)
-def test_the_busiest_rank_has_at_most_a_tenth_more_than_the_mean_or_what_large_parameters_force(
-    name: str, ranks: int, cost: str
-) -> None:
-    """Llama 3 with Muon's cost (matrices of layers) and by elements (embeddings too)."""
-    shapes = _shapes(name, embeddings=cost == "elements")
-    costs = [float(math.prod(shape) * (min(shape) if cost == "muon" else 1)) for shape in shapes]
-    loads = rank_loads(costs, assign_owners(costs, ranks), ranks)
-    assert sum(loads) == sum(costs)
-    assert max(loads) <= max(1.1 * sum(costs) / ranks, _forced(costs, ranks))
 
 
 def _forced(costs: Sequence[float], ranks: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 
 import pytest
@@ -27,59 +26,25 @@ turns_lists = st.lists(st.booleans(), min_size=UNITS, max_size=UNITS)
 ALL_TURN = [True] * UNITS
 
 
-def _gathers(steps: Sequence[Sequence[Op]]) -> list[tuple[int, int]]:
-    """(step, unit) of each gather in order: the j-th is for visit j."""
-    return [(k, op.unit) for k, ops in enumerate(steps) for op in ops if op.kind is OpKind.GATHER]
-
-
 # -- the plan -----------------------------------------------------------------------------------------------------
 
 
-@given(visits_lists, slots_lists, st.booleans())
-def test_every_visit_is_gathered_once_in_order_and_in_time(visits: list[int], slots: list[int], reduce: bool) -> None:
-    """At the latest when it is asked for, which issues all steps up to its own."""
-    steps = plan_steps(visits, slots, reduce=reduce)
-    assert len(steps) == len(visits) + 1
-    gathers = _gathers(steps)
-    assert [unit for _, unit in gathers] == visits
-    assert all(step <= visit for visit, (step, _) in enumerate(gathers))
-
-
-@given(visits_lists, slots_lists, st.booleans())
-def test_no_gather_is_planned_into_a_slot_whose_earlier_visit_is_not_released(
-    visits: list[int], slots: list[int], reduce: bool
-) -> None:
-    """Rule 2: step k comes when all visits before k are released."""
-    for visit, (step, unit) in enumerate(_gathers(plan_steps(visits, slots, reduce=reduce))):
-        earlier = [k for k in range(visit) if slots[visits[k]] == slots[unit]]
-        assert all(k < step for k in earlier)
-
-
 @given(visits_lists, slots_lists)
-def test_every_gather_is_planned_as_early_as_its_slot_and_the_order_allow(visits: list[int], slots: list[int]) -> None:
-    """Prefetch: the step after its slot's latest visit, or that of the gather before it if that is later."""
-    gathers = _gathers(plan_steps(visits, slots, reduce=True))
+def test_steps_have_every_operation_once_and_as_early_as_the_rules_allow(visits: list[int], slots: list[int]) -> None:
+    """Gathers in order, once the slot's earlier visits are released (rule 2); reductions after last visits (rule 4)."""
+    steps = plan_steps(visits, slots, reduce=True)
+    assert len(steps) == len(visits) + 1
+    gathers = [(k, op.unit) for k, ops in enumerate(steps) for op in ops if op.kind is OpKind.GATHER]
+    assert [unit for _, unit in gathers] == visits
     free_at = [
         max((k + 1 for k in range(visit) if slots[visits[k]] == slots[unit]), default=0)
         for visit, unit in enumerate(visits)
     ]
     assert [step for step, _ in gathers] == list(accumulate(free_at, max))
-
-
-@given(visits_lists, slots_lists)
-def test_every_unit_is_reduced_once_right_after_its_last_visit(visits: list[int], slots: list[int]) -> None:
-    """Rule 4: a unit used twice gets its gradients only with its last use."""
-    steps = plan_steps(visits, slots, reduce=True)
     reductions = {op.unit: k for k, ops in enumerate(steps) for op in ops if op.kind is OpKind.REDUCE}
     assert sum(op.kind is OpKind.REDUCE for ops in steps for op in ops) == len(set(visits))
     assert reductions == {unit: k + 1 for k, unit in enumerate(visits)}
-
-
-@given(visits_lists, slots_lists)
-def test_a_forward_reduces_nothing(visits: list[int], slots: list[int]) -> None:
-    """Its plan is the backward's without the reductions."""
-    with_reductions = plan_steps(visits, slots, reduce=True)
-    gathers_only = [[op for op in ops if op.kind is OpKind.GATHER] for ops in with_reductions]
+    gathers_only = [[op for op in ops if op.kind is OpKind.GATHER] for ops in steps]
     assert plan_steps(visits, slots, reduce=False) == gathers_only
 
 
@@ -124,22 +89,10 @@ def test_being_asked_for_a_visit_issues_its_gather(
     for unit in data.draw(st.lists(st.sampled_from(visits or [0]), max_size=15), label="used"):
         visit = schedule.find(unit)
         issued += schedule.reach(unit)
+        assert schedule.reach(unit) == []
         if visit is not None:
             assert [op.unit for op in issued][: visit + 1] == visits[: visit + 1]
             assert visits[visit] == unit
-
-
-@given(visits_lists, slots_lists, turns_lists, st.lists(st.integers(0, UNITS - 1), max_size=15))
-def test_asking_again_for_the_same_unit_changes_nothing(
-    visits: list[int], slots: list[int], turns: list[bool], used: list[int]
-) -> None:
-    """It is one stay, in which any of the unit's layers may run, any number of times."""
-    once, often = (Schedule(visits, slots, turns, reduce=False) for _ in range(2))
-    for unit in used:
-        ops = once.reach(unit)
-        assert often.reach(unit) == ops
-        assert often.reach(unit) == []
-    assert (often.finish(), often.log, often.used) == (once.finish(), once.log, once.used)
 
 
 @given(visits_lists, slots_lists, st.lists(st.integers(0, UNITS - 1), max_size=15))
@@ -154,16 +107,6 @@ def test_a_unit_is_left_before_another_is_used(visits: list[int], slots: list[in
     assert all(unit in places for unit in stays)
 
 
-@given(visits_lists, slots_lists, st.integers(0, 12))
-def test_a_released_visit_is_not_found_again(visits: list[int], slots: list[int], released: int) -> None:
-    """The next one is, if there is one."""
-    schedule = Schedule(visits, slots, ALL_TURN, reduce=False)
-    schedule.release_before(min(released, len(visits)))
-    for unit in range(UNITS):
-        wanted = next((k for k in range(min(released, len(visits)), len(visits)) if visits[k] == unit), None)
-        assert schedule.find(unit) == wanted
-
-
 def test_the_log_has_what_was_passed_and_what_was_used_beside_the_program() -> None:
     """In order: backward is planned from it."""
     schedule = Schedule([0, 1, 2, 3], [0, 1, 0, 1], ALL_TURN, reduce=False)
@@ -176,7 +119,7 @@ def test_the_log_has_what_was_passed_and_what_was_used_beside_the_program() -> N
 
 
 @given(visits_lists, slots_lists, st.lists(st.integers(0, UNITS - 1), max_size=15))
-def test_a_unit_that_stays_departs_only_if_the_program_does_not_have_it(
+def test_a_resident_unit_is_out_of_order_only_if_the_program_does_not_have_it(
     visits: list[int], slots: list[int], used: list[int]
 ) -> None:
     """What was gathered for it is in place, whenever it is used again; the others' turns go on."""
@@ -204,7 +147,7 @@ READS: dict[str, tuple[list[int], int, bool, list[int]]] = {  # units that ran, 
 
 
 @pytest.mark.parametrize("what", READS)
-def test_a_unit_that_is_read_before_its_turn_is_reduced_after_whoever_has_read_it(what: str) -> None:
+def test_a_unit_that_is_read_before_its_visit_is_reduced_after_its_readers(what: str) -> None:
     """Backward comes by there later. Reading it again changes nothing, and the order is learnt from the first."""
     ran, read, is_inside, log = READS[what]
     schedule = Schedule([0, 1, 2, 3, 4], [2, 0, 1, 0, 3], [False, True, True, True, False], reduce=False)
@@ -222,7 +165,7 @@ def test_a_unit_that_is_read_before_its_turn_is_reduced_after_whoever_has_read_i
 
 
 @given(turns_lists)
-def test_before_an_order_is_known_what_stays_comes_first(turns: list[bool]) -> None:
+def test_before_an_order_is_known_resident_units_come_first(turns: list[bool]) -> None:
     """Then ranks may use it in whatever order; the rest as registered."""
     order = first_order(turns)
     assert sorted(order) == list(range(UNITS))

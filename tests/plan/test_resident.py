@@ -47,10 +47,9 @@ def _resident(resident: Any, **settings: Any) -> list[str]:
         ((), ["layers.0", "layers.1", "layers.2", "layers.3", "gate.linear*"]),
         ("layers.1", ["layers.0", "layers.1*", "layers.2", "layers.3", "gate.linear*"]),
         (
-            ["layers.1.linear", "layers.1", "head"],
+            ["layers.1.linear", "layers.1", "head", "gate.linear"],
             ["layers.0", "layers.1*", "layers.2", "layers.3", "head*", "gate.linear*"],
         ),
-        (["gate.linear", "layers.3"], ["layers.0", "layers.1", "layers.2", "layers.3*", "gate.linear*"]),
         (Layer, [*(f"{name}*" for name in LAYERS), "gate*"]),
     ],
 )
@@ -59,16 +58,8 @@ def test_what_is_named_is_resident(resident: Any, wanted: list[str]) -> None:
     assert _resident(resident) == wanted
 
 
-def test_modules_may_be_given() -> None:
-    """Also beside units that are."""
-    model = Wide()
-    found, groups = find_groups(model, [Layer], [model.head, model.layers[2]])
-    assert [unit.name for unit in found if unit.is_resident] == ["layers.2", "head"]
-    assert [param.names[0] for param in groups[5]] == ["head.weight", "head.bias"]
-
-
-def test_parameters_of_a_module_inside_a_layer_lie_in_the_edge_unit() -> None:
-    """Their layer takes turns with the rest, also together with others."""
+def test_parameters_of_a_resident_module_inside_a_layer_lie_in_the_root_unit() -> None:
+    """Their layer is streamed, also together with others. Layers around a resident one are put together apart."""
     model = nn.Sequential(*(nn.Sequential(Layer(), nn.LayerNorm(DIM)) for _ in range(4)))
     for size in (0, 2000):
         found, groups = find_groups(model, [nn.Sequential], ["0.1", "2.1"], min_unit_bytes=size)
@@ -76,43 +67,29 @@ def test_parameters_of_a_module_inside_a_layer_lie_in_the_edge_unit() -> None:
             f"{k}.1.{name}" for k in (0, 2) for name in ("weight", "bias")
         }
         assert not any(unit.is_resident for unit in found)
-
-
-def test_layers_around_a_resident_one_are_put_together_among_themselves() -> None:
-    """Those before it, and those behind."""
-    assert _resident("layers.2", min_unit_bytes=2 * DIM * DIM) == [
-        "layers.0 .. layers.1", "layers.2*", "layers.3"
-    ]  # fmt: skip
+    together = ["layers.0 .. layers.1", "layers.2*", "layers.3", "gate.linear*"]
+    assert _resident(["layers.2", "gate.linear"], min_unit_bytes=2 * DIM * DIM) == together
 
 
 @pytest.mark.parametrize(
     ("resident", "message"),
     [
         (["layers.7"], "resident names 'layers.7', but no module inside the model, nor the class of one"),
-        ([nn.Conv2d], "resident names the class Conv2d, but the model has no module of that class"),
+        ([nn.Conv2d], "resident names 'Conv2d', but no module inside the model"),
         ([nn.Linear(2, 2)], "resident holds a Linear that is not part of the model"),
-        ([3], "resident holds 3: wanted module classes, modules, or names of either"),
-        (3, "resident=3: wanted module classes, modules, names of either"),
-        (["empty"], "resident names 'empty', which has no parameters"),
-        (["layers"], "resident names 'layers', in which the layer 'layers.0' lies"),
-        ("", "resident names the whole model"),
-        (["first"], "resident names 'first', whose parameters other modules share"),
-        (["layers.1.linear"], "resident names all modules of layer 'layers.1' that have parameters: name the layer"),
+        (3, "resident=3: wanted module classes, modules, or names of either"),
+        (["empty"], "unit 'empty' has no parameters"),
+        (["layers"], "unit 'layers' overlaps unit 'layers.0', which lies inside it"),
+        (["gate", "gate.linear"], "unit 'gate' overlaps unit 'gate.linear', which lies inside it"),
+        ("", "the whole model"),
+        (["first"], "resident leaves unit 'first' without parameters"),
+        (["layers.1.linear"], "resident leaves unit 'layers.1' without parameters"),
     ],
 )
 def test_what_cannot_be_resident_is_named(resident: Any, message: str) -> None:
     """Before anything is sharded."""
     with pytest.raises(UnitError, match=re.escape(message)):
         find_groups(Wide(), None, resident)
-    with pytest.raises(UnitError, match=re.escape(message)):
-        StreamShard(Wide(), resident=resident)
-
-
-def test_one_of_two_that_lie_in_each_other_is_enough() -> None:
-    """Where both are beside the layers."""
-    model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2)), "layers": nn.ModuleList(Layer() for _ in range(4))})
-    with pytest.raises(UnitError, match=r"resident names 'a', and 'a\.0', which lies in it"):
-        find_groups(model, [Layer], ["a", "a.0"])
 
 
 @on_ranks(1, 2)
