@@ -149,11 +149,6 @@ class Schedule:
         self._current = unit
         self._is_outside = True
 
-    def use_inside(self, unit: int) -> None:
-        """A layer of another unit uses `unit` within its own visit, which goes on. Backward visits `unit` there."""
-        self.log.append(unit)
-        self._has_inner_uses = True
-
     def read(self, unit: int, *, is_inside: bool) -> None:
         """Weights of the resident `unit` are read. No visit is over.
 
@@ -171,7 +166,8 @@ class Schedule:
         visit = self.find(unit)
         start = self.released + (not self._is_outside)
         if visit is None or is_inside or any(self._turns[other] for other in self.visits[start:visit]):
-            self.use_inside(unit)
+            self.log.append(unit)
+            self._has_inner_uses = True
 
     def _note_use(self, unit: int) -> None:
         if self.used[-1:] != [unit]:
