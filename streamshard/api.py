@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from streamshard.adapters import has_adapters, save_adapters
 from streamshard.build import shard_model
 from streamshard.checkpoint.export import export_shards, floating_dtype
 from streamshard.checkpoint.load import Difference, load_shards
@@ -28,7 +27,8 @@ from streamshard.full import clip_grads, gather_state_dict, summon
 from streamshard.initialise import compute_buffers, initialise
 from streamshard.inspect.hashes import compare_weights
 from streamshard.inspect.memory import MemoryReport, report_memory, summarise
-from streamshard.join import UnevenHook, UnevenInputs
+from streamshard.integrations.join import UnevenHook, UnevenInputs
+from streamshard.integrations.peft import has_adapters, save_adapters
 from streamshard.optim.wrapper import engine_of_both
 from streamshard.plan.discovery import ResidentArgument, UnitsArgument
 from streamshard.plan.layout import LocalRange
@@ -246,19 +246,19 @@ class StreamShard(Uncopyable):
 
     @contextlib.contextmanager
     def summon_full_params(self, writeback: bool = False, with_grads: bool = False) -> Iterator[None]:
-        """Inside, parameters are whole on every rank: original names and shapes, dtypes as outside. Collective.
+        """Inside, parameters are full on every rank: original names and shapes, dtypes as outside. Collective.
 
         Args:
             writeback: at the end, take over this rank's piece of whatever the full tensors hold then; if it ends by an
-                exception, nothing.
-            with_grads: gradients are whole as well (and are written back with `writeback`).
+                exception, of none.
+            with_grads: gradients are full as well, to look at.
 
         Raises:
-            ShardingError: inside a forward or backward; at the end, if what was done would be lost: a parameter was
-                replaced or has another shape, or a gradient has come up without `with_grads`.
+            ShardingError: inside a forward or backward, or inside itself; at the end, if what was done would be lost: a
+                parameter was replaced or has another shape, or a gradient has changed.
         """
-        engine = engine_at_rest(self, "summon_full_params", accepts_whole=True)
-        with summon(engine, writeback=writeback, with_grads=with_grads):
+        engine = engine_at_rest(self, "summon_full_params")
+        with leave_inference_mode(), summon(engine, writeback=writeback, with_grads=with_grads):
             yield
 
     def full_state_dict(self, rank0_only: bool = True) -> dict[str, Any]:
@@ -275,7 +275,7 @@ class StreamShard(Uncopyable):
             ShardingError: on every rank, with the ranks and causes: a module's own part in it failed, or a rank has no
                 memory for the whole.
         """
-        engine = engine_at_rest(self, "full_state_dict", accepts_whole=True)
+        engine = engine_at_rest(self, "full_state_dict")
         return gather_state_dict(engine, self, rank0_only=rank0_only)
 
     def local_ranges(self) -> dict[str, LocalRange]:

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from streamshard import huggingface
-from streamshard.adapters import adapt_methods
 from streamshard.comm.connect import connect
 from streamshard.comm.groups import Groups, groups_of, refuse_together, resolve_group
 from streamshard.comm.ranks import Ranks
@@ -30,6 +28,8 @@ from streamshard.engine.handle import handle_of, registered_names
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, warn_user
+from streamshard.integrations import huggingface
+from streamshard.integrations.peft import adapt_methods
 from streamshard.plan.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
 from streamshard.plan.layout import ParamLayout, ParamSize
 from streamshard.plan.memory import (

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from streamshard import huggingface
 from streamshard.device import module_of
 from streamshard.engine.buffer_sync import buffers_of
 from streamshard.engine.engine import Engine
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError
+from streamshard.integrations import huggingface
 from streamshard.plan.structure import is_meta, join_names, modules_inside, modules_of
 from streamshard.unit.shard import ParamShard
 

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamshard import huggingface
 from streamshard.errors import CheckpointError
+from streamshard.integrations import huggingface
 from streamshard.unit.shard import ParamShard
 
 __all__ = [

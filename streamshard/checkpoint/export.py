@@ -40,7 +40,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from streamshard import huggingface
 from streamshard.checkpoint.directory import Partial, create_export, open_checkpoint, remove_partial
 from streamshard.checkpoint.disk_layout import Run, local_pieces, overlaps, plan_disk, saved_names
 from streamshard.checkpoint.json_codec import dtype_named
@@ -67,6 +66,7 @@ from streamshard.checkpoint.safetensors_file import (
 from streamshard.comm.objects import RankGroup, SingleProcess, gather_from_all_ranks, run_on_all_ranks
 from streamshard.config import parse_bytes, parse_path
 from streamshard.errors import CheckpointError, ConfigError
+from streamshard.integrations import huggingface
 from streamshard.log import log, progress
 from streamshard.unit.shard import ParamShard
 

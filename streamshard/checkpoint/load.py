@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from streamshard import huggingface
 from streamshard.checkpoint.directory import HUGGING_FACE, what_is
 from streamshard.checkpoint.disk_layout import DiskTensor, LocalPiece, Run, local_pieces, overlaps, plan_loading
 from streamshard.checkpoint.safetensors_file import (
@@ -29,6 +28,7 @@ from streamshard.checkpoint.safetensors_file import (
 )
 from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
 from streamshard.errors import CheckpointError
+from streamshard.integrations import huggingface
 from streamshard.log import log, progress
 from streamshard.unit.shard import ParamShard
 

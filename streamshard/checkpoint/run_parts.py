@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard import huggingface
 from streamshard.checkpoint.disk_layout import local_pieces, plan_disk, saved_names
 from streamshard.checkpoint.export import model_dtype
 from streamshard.checkpoint.json_codec import encode
@@ -41,6 +40,7 @@ from streamshard.device import module_of
 from streamshard.engine.engine import Engine
 from streamshard.engine.handle import engine_at_rest, handle_of, is_compiled
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
+from streamshard.integrations import huggingface
 from streamshard.plan.structure import params_of
 from streamshard.unit.optimizer_hooks import sees_steps, take_over_state
 from streamshard.unit.pieces import piece_of

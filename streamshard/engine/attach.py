@@ -19,13 +19,13 @@ from streamshard.compiling import skip, untraced
 from streamshard.config import Precision
 from streamshard.engine.backward import take_gradients
 from streamshard.engine.engine import ROOT_UNIT, Engine
-from streamshard.engine.handle import Handle, engine_of
+from streamshard.engine.handle import Handle
 from streamshard.engine.hooks import compute_in_fp32, watch
 from streamshard.errors import ShardingError
 from streamshard.plan.discovery import FoundUnit, owners_of
 from streamshard.plan.structure import InFp32, Structure, join_names, modules_inside, modules_of, params_of
 from streamshard.unit.absent_weight import advice, let_be_absent
-from streamshard.unit.pieces import piece_of, refuse_accelerate
+from streamshard.unit.pieces import piece_of
 from streamshard.unit.sharded_parameter import be_sharded
 from streamshard.unit.sharded_tensor import ShardedTensor
 from streamshard.unit.sharding import Sharding
@@ -68,7 +68,6 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             module.register_load_state_dict_pre_hook(LoadWhole(engine, name))
         if module._parameters:
             module.register_state_dict_pre_hook(BeforeSaving(engine))
-    root.register_state_dict_pre_hook(before_saving_all)
     structure = Structure(root)
     engine.set_structure_check(_weakly(structure))
     takes = _input_dtypes(root, engine.precision, in_fp32)
@@ -284,13 +283,6 @@ class BeforeSaving:
         for param in module._parameters.values():
             if param is not None:
                 be_sharded(param)  # if a step has failed
-
-
-def before_saving_all(root: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Before ``state_dict()`` of the whole model, also on one rank: there weights share memory, and safetensors that
-    accelerate writes leave out what does."""
-    if not engine_of(root).is_whole:
-        refuse_accelerate()
 
 
 class LoadWhole:

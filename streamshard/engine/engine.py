@@ -107,7 +107,7 @@ class Phase(abc.ABC):
 
 
 class Inputs:
-    """Every rank has inputs. `streamshard.join` replaces this object while ranks may run out of them.
+    """Every rank has inputs. `streamshard.integrations.join` replaces this object while ranks may run out of them.
 
     Attributes:
         grad_scale: multiplies gradients before they are reduced.

@@ -101,13 +101,12 @@ def is_compiled(model: object) -> bool:
     return isinstance(inner, nn.Module) and handle_of(inner) is not None
 
 
-def engine_at_rest(model: nn.Module, what: str, *, accepts_whole: bool = False, accepts_empty: bool = False) -> Engine:
+def engine_at_rest(model: nn.Module, what: str, *, accepts_empty: bool = False) -> Engine:
     """The engine of a sharded model between steps, as what looks at all of its weights or gradients needs it.
 
     Args:
         model: made by `StreamShard`.
         what: is about to be done, for messages.
-        accepts_whole: it may be done inside ``summon_full_params``.
         accepts_empty: it may be done while weights have no values yet.
 
     Raises:
@@ -120,7 +119,7 @@ def engine_at_rest(model: nn.Module, what: str, *, accepts_whole: bool = False, 
             f"{what} inside a forward or backward of {type(model).__name__}, or in a thread beside one: layers hold "
             "gathered weights, and ranks are exchanging others. Call it between steps"
         )
-    if engine.is_whole and not accepts_whole:
+    if engine.is_whole:
         raise ShardingError(
             f"{what} inside summon_full_params, where parameters are whole on every rank, not the pieces that it works "
             "with: call it outside, or use what is there (state_dict(), torch.nn.utils.clip_grad_norm_, ..)"

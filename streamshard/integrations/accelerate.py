@@ -1,94 +1,91 @@
-"""accelerate: an `Accelerator` that shards the models it prepares. What differs from accelerate's own is here.
-
-prepare -> backward, clip -> state dict, export -> save and load (`accelerate_state.py`); how processes are started is
-checked first (`accelerate_launch.py`)
-"""
+"""accelerate: an `Accelerator` that shards the models it prepares. Saved runs are in `accelerate_state.py`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DynamoBackend, is_compiled_module, recursively_apply
+from accelerate.utils import DistributedType, DynamoBackend, is_compiled_module, recursively_apply
 from accelerate.utils.other import is_repeated_blocks
 from torch import nn
 
-from streamshard.adapters import called_on_all_ranks
 from streamshard.api import StreamShard, export_safetensors
+from streamshard.comm.groups import make_default_group
 from streamshard.config import Precision, Settings, read_environment
+from streamshard.device import accelerator as accelerator_kind
 from streamshard.engine.handle import engine_of, handle_of
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.full import clip_grads
-from streamshard.integrations.accelerate_join import StepNotes, join
-from streamshard.integrations.accelerate_launch import check_launch, check_plugins, check_processes, group_of_one
-from streamshard.integrations.accelerate_state import Run, load_run, remember_epochs, save_run
+from streamshard.integrations.accelerate_state import load_run, save_run
+from streamshard.integrations.peft import called_on_all_ranks
 from streamshard.unit.pieces import holds_pieces
 from streamshard.unit.sharded_tensor import ShardedTensor
 
 __all__ = ["StreamShardAccelerator"]
 
 _SETTINGS = tuple(field.name for field in fields(Settings))
-_OWN = ("shard_references",)  # what StreamShard is not told
-_OPTIONS = ("units", "resident", "mesh", *_SETTINGS, *_OWN)
+_OPTIONS = ("units", "resident", "mesh", *_SETTINGS)
 _PRECISION = tuple(field.name for field in fields(Precision))
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LAUNCH = "accelerate launch --multi_gpu --num_machines 1 --num_processes N script.py (on CPUs too), or torchrun"
+_PLUGINS = {
+    "fsdp_plugin": "ACCELERATE_USE_FSDP",
+    "deepspeed_plugin": "ACCELERATE_USE_DEEPSPEED",
+    "deepspeed_plugins": "ACCELERATE_USE_DEEPSPEED",
+    "megatron_lm_plugin": "ACCELERATE_USE_MEGATRON_LM",
+    "torch_tp_plugin": "ACCELERATE_USE_TP",
+    "parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
+}
 
 
 class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is not typed
     """`accelerate.Accelerator` whose `prepare` shards models with `StreamShard`, at any number of processes.
 
-    Models are sharded in place, so optimizers may be made before or after. Everything else is used as with accelerate's
-    own class.
+    `prepare` shards models in place, so optimizers may be made before or after. Everything else works as with
+    accelerate's own class.
 
     Args:
         *args, **kwargs: accelerate's own, and by keyword those of `StreamShard`: ``units``, ``resident``, ``mesh``,
-            ``precision``, ``weight_slots``, ``memory_budget``, and so on, for all models that are prepared. Those
-            that are not given are read from the environment: ``STREAMSHARD_WEIGHT_SLOTS=4``, and fields of `Precision`
-            as in ``STREAMSHARD_GRAD_DTYPE=bfloat16``. `units` and `resident` in the environment are names of classes or
-            modules, with commas between them.
-        shard_references: (by keyword, True by default, or ``STREAMSHARD_SHARD_REFERENCES``) False leaves models that
-            are prepared with ``evaluation_mode=True`` whole on each process, as accelerate does: for small ones.
+            ``precision``, ``weight_slots``, ``memory_budget``, and so on, for all models. The environment gives those
+            that are left out: ``STREAMSHARD_WEIGHT_SLOTS=4``, and fields of `Precision` as in
+            ``STREAMSHARD_GRAD_DTYPE=bfloat16``. See `read_environment`.
 
-    ``mixed_precision`` decides the dtype that layers compute in: ``"bf16"`` or ``"fp16"``; with ``"no"`` it is the
-    model's own if its parameters are all of one 16-bit dtype, else fp32. A `precision` that is given has that
-    ``param_dtype``, or fp32.
+    ``mixed_precision`` decides the dtype in which layers compute: ``"bf16"`` or ``"fp16"``. With ``"no"`` layers
+    compute in the model's own dtype if its parameters are all of one 16-bit dtype, else in fp32. A given `precision`
+    has the same ``param_dtype``, or fp32.
 
     Raises:
-        ConfigError: an option that cannot work; `precision` contradicts ``mixed_precision``; a plugin of FSDP,
-            DeepSpeed, Megatron-LM or tensor parallelism; processes that do not know of each other. The message says
-            what to run.
+        ConfigError: an option cannot work; `precision` contradicts ``mixed_precision``; FSDP, DeepSpeed, Megatron-LM or
+            tensor parallelism is asked for too; processes do not know of each other. The message says what to run.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
-        check_plugins(kwargs)
-        check_launch()
-        kwargs = check_processes(kwargs)
+        _refuse_plugins(kwargs)
+        if "LOCAL_RANK" in os.environ and accelerator_kind() in (None, "cpu"):
+            kwargs.setdefault("cpu", True)  # else accelerate leaves each process alone
         super().__init__(*args, **kwargs)
         self._begin(options)
 
     @classmethod
     def take_over(cls, accelerator: Accelerator, **options: Any) -> StreamShardAccelerator:
-        """Turn an `Accelerator` that somebody else has made, and that has prepared no model yet, into one of these.
+        """Turn an `Accelerator` that has prepared nothing yet, such as Trainer's, into one of this class.
 
         Args:
             accelerator: is of this class afterwards.
             **options: those of `StreamShard`.
 
         Raises:
-            ConfigError: as for the constructor; an unknown option; a model has been prepared.
+            ConfigError: as for the constructor; an unknown option.
         """
         if unknown := [name for name in options if name not in _OPTIONS]:
             raise ConfigError(f"no such option: {', '.join(unknown)}; wanted some of {', '.join(_OPTIONS)}")
-        if accelerator._models:
-            raise ConfigError("this Accelerator has prepared a model: wanted one that has not")
-        check_plugins({})
+        _refuse_plugins({})
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
         accelerator._begin(options)
@@ -96,65 +93,56 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     def _begin(self, options: dict[str, Any]) -> None:
         """What follows accelerate's own constructor."""
-        check_launch(self)
+        _check_launch(self)
         self._options = _with_environment(options)
-        self.shard_references = self._options.pop("shard_references", True)
-        if not isinstance(self.shard_references, bool):
-            raise ConfigError(f"shard_references={self.shard_references!r}: wanted True or False")
-        self._notes = StepNotes()
         given = {name: value for name, value in self._options.items() if name in _SETTINGS}
-        Settings(**{**given, "precision": self._precision_of(torch.float32)})  # raises now what prepare would raise
+        Settings(**{**given, "precision": self._precision_of(torch.float32)})  # raises what prepare would raise
         if self.mixed_precision == "fp16":
             # accelerate has neither autocast nor a scaler for fp16 on the CPU, where gradients underflow as well.
             self.native_amp = True
             handler = self.scaler_handler
             self.scaler = torch.amp.GradScaler(self.device.type, **({} if handler is None else handler.to_kwargs()))
-        group_of_one(self.device)
+        if not dist.is_initialized():  # one process, which accelerate trains without a process group
+            store = dist.HashStore()  # type: ignore[attr-defined]  # not re-exported in stubs
+            make_default_group(self.device, store=store, rank=0, world_size=1)
 
     # -- prepare ------------------------------------------------------------------------------------------------------
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard `model` in place, and let accelerate put autocast around its forward, and compile it.
+        """Shard `model` in place. accelerate puts autocast around its forward, and compiles it.
 
         Args:
-            model: what `StreamShard` accepts, or sharded already. One without parameters is only placed.
-            device_placement: ignored for models with parameters: they are placed where their pieces are.
-            evaluation_mode: no room for gradients is made, and the model cannot be trained. With
-                ``shard_references=False`` the model is not sharded until it is prepared for training.
+            model: what `StreamShard` accepts, or a sharded model. One without parameters is only placed.
+            device_placement: ignored for models with parameters: their shards decide the place.
+            evaluation_mode: the model gets no room for gradients, and cannot be trained.
 
         Returns:
-            The same object; with a dynamo backend what ``torch.compile`` makes of it, with its regional compilation
-            the same object again, whose repeated layers are compiled in place.
+            The same object. With a dynamo backend, what ``torch.compile`` makes of it; with regional compilation the
+            same object again, whose repeated layers are compiled in place.
         """
-        stays_whole = evaluation_mode and not self.shard_references
-        if sharded_in(model) is None and (stays_whole or next(model.parameters(), None) is None):
+        if next(model.parameters(), None) is None:
             return _module(super().prepare_model(model, device_placement=device_placement, evaluation_mode=True))
-        return self.prepare_sharded(model, evaluation_mode)
-
-    def prepare_sharded(self, model: nn.Module, evaluation_mode: bool = False) -> nn.Module:
-        """`prepare_model` of a model that is sharded whatever ``shard_references`` says."""
         sharded, was_prepared = sharded_in(model), getattr(model, "_is_accelerate_prepared", False)
         if sharded is None:
             self._shard(_uncompiled(model), evaluation_mode)
         elif not evaluation_mode and (frozen := _names_without_room(sharded)):
             raise ShardingError(
                 f"{type(sharded).__name__} was prepared with evaluation_mode=True, or sharded while {frozen[0]!r} was "
-                "frozen, so it has no room for gradients: prepare it for training first, and evaluate it then"
+                "frozen, so it has no room for gradients: prepare it for training first"
             )
         elif not was_prepared:
             self._check_dtype(engine_of(sharded).sizing.precision, f"{type(sharded).__name__} was sharded with")
         plugin = self.state.dynamo_plugin
-        if was_prepared or not plugin.use_regional_compilation or plugin.backend == DynamoBackend.NO:
-            return _module(super().prepare_model(model, device_placement=False, evaluation_mode=True))
-        # accelerate makes another module around the layers, which would be none of ours.
-        for layers in [
-            each for each in model.modules() if isinstance(each, nn.ModuleList) and is_repeated_blocks(each)
-        ]:
-            for layer in layers:
-                layer.compile(**plugin.to_kwargs())
-        backend, plugin.backend = plugin.backend, DynamoBackend.NO
+        backend = plugin.backend
+        if plugin.use_regional_compilation and backend != DynamoBackend.NO and not was_prepared:
+            # accelerate would make another module around the layers, which is not sharded.
+            for layers in model.modules():
+                if isinstance(layers, nn.ModuleList) and is_repeated_blocks(layers):
+                    for layer in layers:
+                        layer.compile(**plugin.to_kwargs())
+            plugin.backend = DynamoBackend.NO
         try:
             return _module(super().prepare_model(model, device_placement=False, evaluation_mode=True))
         finally:
@@ -162,9 +150,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     def _shard(self, model: nn.Module, evaluation_mode: bool) -> None:
         options = {**self._options, "precision": self._precision_of(_dtype_of(model))}
-        trained = [param for param in model.parameters() if param.requires_grad]
-        if not evaluation_mode:
-            trained = []
+        trained = [param for param in model.parameters() if param.requires_grad and evaluation_mode]
         try:
             for param in trained:
                 param.requires_grad_(False)
@@ -187,12 +173,11 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         return replace(precision, **{name: self._options[name] for name in _PRECISION if name in self._options})
 
     def _check_dtype(self, precision: Precision, what: str) -> None:
-        wanted = _DTYPES.get(self.mixed_precision)
-        if precision.param_dtype not in (wanted, torch.float32):
+        if precision.param_dtype not in (_DTYPES.get(self.mixed_precision), torch.float32):
             right = {dtype: name for name, dtype in _DTYPES.items()}[precision.param_dtype]
             raise ConfigError(
                 f"{what} param_dtype={precision.param_dtype}, and mixed_precision is {self.mixed_precision!r}: give "
-                f"the Accelerator mixed_precision={right!r}, or leave precision away: its dtype follows from that"
+                f"the Accelerator mixed_precision={right!r}, or leave precision out: mixed_precision decides its dtype"
             )
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -203,49 +188,19 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         """As accelerate's; of one sharded model's parameters the norm over all ranks takes one collective."""
         params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self.unscale_gradients()
-        self._notes.note("norm", lambda: self.clip_grad_norm_(params, max_norm, norm_type))
-        for model in self._sharded:
+        for model in self.sharded_models:
             engine = engine_of(model)
             if {shard.param for shard in engine.param_shards}.issuperset(params):
                 return clip_grads(engine, params, max_norm, norm_type, None)
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
-    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """As accelerate's."""
-        params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self._notes.note("value", lambda: self.clip_grad_value_(params, clip_value))
-        super().clip_grad_value_(params, clip_value)
-
-    @contextmanager
-    def join_uneven_inputs(
-        self, joinables: list[Any], even_batches: bool | None = None, *, repeat: Callable[[], object] | None = None
-    ) -> Iterator[None]:
-        """As accelerate's, and on CPUs as well: ranks that have run out of inputs shadow the steps of the others.
-
-        Args:
-            joinables: models that were prepared, and other joinables.
-            even_batches: True: loaders repeat samples until all ranks have as many, and nothing else is done.
-            repeat: what a rank that has run out does after each backward of the others, as of ``Join``; None: what its
-                own last step did through this Accelerator (clipping, steps of prepared optimizers and schedulers). A
-                loop that does more after a backward, or trains several models, gives it.
-        """
-        sharded = [sharded_in(each) if isinstance(each, nn.Module) else None for each in joinables]
-        if not self.use_distributed or not any(sharded):
-            with super().join_uneven_inputs(joinables, even_batches=even_batches):
-                yield
-            return
-        inner = [own or given for own, given in zip(sharded, joinables, strict=True)]
-        again = repeat or partial(self._notes.repeat, self)
-        with self._notes.open(self), join(self, inner, even_batches, again):
-            yield
-
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As accelerate's; not of parameters and gradients of sharded models, of which ranks have different pieces."""
+        """As accelerate's. Refuses sharded parameters and gradients."""
         self._refuse_pieces(tensor, "reduce")
         return super().reduce(tensor, reduction, scale)
 
     def gather(self, tensor: Any) -> Any:
-        """As accelerate's; not of parameters and gradients of sharded models, of which ranks have different pieces."""
+        """As accelerate's. Refuses sharded parameters and gradients."""
         self._refuse_pieces(tensor, "gather")
         return super().gather(tensor)
 
@@ -254,24 +209,16 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             if isinstance(tensor, ShardedTensor) or holds_pieces(tensor):
                 raise ShardingError(
                     f"{what} of a parameter or gradient of a sharded model, {tuple(tensor.shape)} here: each rank has "
-                    "another piece of it. accelerator.get_state_dict(model) and model.summon_full_params() give them "
-                    "whole; for accelerate's LocalSGD see streamshard.LocalSGD and docs/guide/replicas.md"
+                    "another piece of it. accelerator.get_state_dict(model) gives full tensors; for accelerate's "
+                    "LocalSGD see streamshard.LocalSGD and docs/guide/replicas.md"
                 )
             return tensor
 
         if self.use_distributed:
             recursively_apply(check, data)
 
-    # -- data ---------------------------------------------------------------------------------------------------------
-
-    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As accelerate's; what `save_state` saves of it lets a run go on within an epoch that is shuffled."""
-        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
-        remember_epochs(prepared)
-        return prepared
-
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As accelerate's, of the epoch that `dataloader` is in; accelerate 1.14 takes the first one's order."""
+        """As accelerate's, of the epoch that `dataloader` is in; accelerate 1.14 takes the first epoch's order."""
         rest = super().skip_first_batches(dataloader, num_batches)
         if hasattr(rest, "iteration"):
             rest.iteration = dataloader.iteration
@@ -280,7 +227,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     # -- whole weights ------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True, *, rank0_only: bool = False) -> dict[str, Any]:
-        """The whole state dict: original names and shapes, weights fp32, in CPU memory. Call it on every rank.
+        """The full state dict: original names and shapes, weights fp32, in CPU memory. Call it on every rank.
 
         Args:
             model: one that was prepared.
@@ -324,9 +271,9 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     ) -> Any:
         """Save all that was prepared or registered, as `save_checkpoint` does. Call it on every rank, between steps.
 
-        Hooks of ``register_save_state_pre_hook`` run first and are given whole state dicts (on other ranks than the
-        first, empty ones). What they take out of the list is saved here nevertheless. With automatic naming older
-        checkpoints go, as ``total_limit`` says, when the new one is complete.
+        Hooks of ``register_save_state_pre_hook`` run first and get full state dicts (empty ones on ranks other than the
+        first). A model that a hook takes out of the list is saved nevertheless. With automatic naming, older
+        checkpoints go as ``total_limit`` says, when the new one is complete.
 
         Returns:
             The directory.
@@ -334,10 +281,10 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         Raises:
             CheckpointError: on every rank; nothing is left of the new checkpoint then.
         """
-        if not self._sharded:
+        if not self.sharded_models:
             return super().save_state(output_dir, safe_serialization, **kwargs)
         with called_on_all_ranks("save_state()"):
-            return save_run(self._run(), output_dir)
+            return save_run(self, self._all_models(), output_dir)
 
     def load_state(
         self,
@@ -357,22 +304,19 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         Raises:
             CheckpointError: on every rank, before anything has changed.
         """
-        if not self._sharded:
+        if not self.sharded_models:
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
             return
-        self.step = load_run(self._run(), input_dir, strict=bool(load_model_func_kwargs.get("strict", True)))
+        strict = bool(load_model_func_kwargs.get("strict", True))
+        self.step = load_run(self, self._all_models(), input_dir, strict=strict)
 
-    def _run(self) -> Run:
-        return Run(self, [sharded_in(model) or model for model in self._models])
+    def _all_models(self) -> list[nn.Module]:
+        return [sharded_in(model) or model for model in self._models]
 
     @property
-    def _sharded(self) -> list[nn.Module]:
+    def sharded_models(self) -> list[nn.Module]:
+        """Those of the prepared models that are sharded, without what ``torch.compile`` has put around them."""
         return [inner for model in self._models if (inner := sharded_in(model)) is not None]
-
-
-def _module(prepared: Any) -> nn.Module:
-    assert isinstance(prepared, nn.Module)
-    return prepared
 
 
 def sharded_in(model: nn.Module) -> nn.Module | None:
@@ -381,24 +325,19 @@ def sharded_in(model: nn.Module) -> nn.Module | None:
     return inner if handle_of(inner) is not None else None
 
 
-def _names_without_room(model: nn.Module) -> list[str]:
-    """Parameters that need gradients, and were frozen when `model` was sharded."""
-    grads = [grad for unit in engine_of(model).units for grad in unit.grads.params]
-    return [grad.shard.name for grad in grads if grad.shard.param.requires_grad and not grad.has_room]
+def _module(prepared: Any) -> nn.Module:
+    assert isinstance(prepared, nn.Module)
+    return prepared
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
     return _module(model._orig_mod) if is_compiled_module(model) else model
 
 
-def _with_environment(options: dict[str, Any]) -> dict[str, Any]:
-    """`options`, and what they leave out as the environment says it."""
-    found = read_environment(os.environ, switches=_OWN)
-    if "memory_budget" in options:
-        found = {name: value for name, value in found.items() if name not in ("weight_slots", "grad_slots")}
-    elif "weight_slots" in options or "grad_slots" in options:
-        found.pop("memory_budget", None)
-    return {**found, **options}
+def _names_without_room(model: nn.Module) -> list[str]:
+    """Parameters that need gradients, and were frozen when `model` was sharded."""
+    grads = [grad for unit in engine_of(model).units for grad in unit.grads.params]
+    return [grad.shard.name for grad in grads if grad.shard.param.requires_grad and not grad.has_room]
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
@@ -406,3 +345,43 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
     dtypes = {param.dtype for param in model.parameters()}
     only = dtypes.pop() if len(dtypes) == 1 else torch.float32
     return only if only in _DTYPES.values() else torch.float32
+
+
+def _with_environment(options: dict[str, Any]) -> dict[str, Any]:
+    """`options`, and what they leave out as the environment says it."""
+    found = read_environment(os.environ)
+    if "memory_budget" in options:
+        found = {name: value for name, value in found.items() if name not in ("weight_slots", "grad_slots")}
+    elif "weight_slots" in options or "grad_slots" in options:
+        found.pop("memory_budget", None)
+    return {**found, **options}
+
+
+def _refuse_plugins(given: dict[str, Any]) -> None:
+    """Refuse what shards or replicates models itself, in the arguments or in the environment of accelerate launch."""
+    for argument, variable in _PLUGINS.items():
+        if given.get(argument) is not None or os.environ.get(variable, "false").lower() == "true":
+            asked = argument if given.get(argument) is not None else f"{variable}=true"
+            raise ConfigError(
+                f"{asked}: StreamShard shards models itself. Leave it out of the arguments, or of the options and the "
+                f"config file of accelerate launch, and start with {_LAUNCH}. docs/guide/accelerate.md says what to "
+                "write for its options; mesh= says over which ranks to shard"
+            )
+
+
+def _check_launch(accelerator: Accelerator) -> None:
+    """Raise if fewer processes train together than were launched."""
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ConfigError(
+            f"accelerate's state was made for {accelerator.distributed_type.value}, which shards models itself: leave "
+            f"it out, and start with {_LAUNCH}"
+        )
+    launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    is_one_of_several = not dist.is_initialized() and "RANK" not in os.environ and "MASTER_PORT" in os.environ
+    if launched != accelerator.num_processes or (is_one_of_several and "ACCELERATE_MIXED_PRECISION" in os.environ):
+        raise ConfigError(
+            "several processes were asked for, and accelerate knows of "
+            f"{accelerator.num_processes} ({accelerator.distributed_type.value}): start them with {_LAUNCH} (without "
+            "--multi_gpu accelerate launch starts one process on CPUs; for one process unset MASTER_PORT), and make "
+            "StreamShardAccelerator before anything else of accelerate"
+        )

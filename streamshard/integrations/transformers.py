@@ -25,27 +25,26 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, trainer_utils
 
-from streamshard.adapters import (
-    called_on_all_ranks,
-    find_piece,
-    forget_sums,
-    has_adapters,
-    plain_classes,
-    refuse_pieces,
-    save_whole,
-)
 from streamshard.api import (
     export_safetensors,
     full_optimizer_state_dict,
     load_optimizer_state_dict,
     load_safetensors,
 )
-from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.objects import RankGroup, raise_if, run_on_all_ranks
 from streamshard.engine.engine import Engine
 from streamshard.engine.handle import engine_of, handle_of
 from streamshard.engine.hooks import call_shell
-from streamshard.errors import ConfigError, ShardingError
+from streamshard.errors import CommunicationError, ConfigError, ShardingError
 from streamshard.integrations.accelerate import StreamShardAccelerator
+from streamshard.integrations.peft import (
+    called_on_all_ranks,
+    forget_sums,
+    has_adapters,
+    plain_classes,
+    refuse_pieces,
+    save_on_first,
+)
 from streamshard.optim.whole import WholeParameterOptimizer
 from streamshard.unit.elementwise import is_elementwise_class
 
@@ -57,11 +56,6 @@ _SCHEDULER = "scheduler.pt"
 _STATE = "trainer_state.json"
 _ARGUMENTS = "training_args.bin"
 _MAX_SHARD_SIZE = "50GB"  # what save_pretrained splits at when it is not told
-_FULL_EVAL = {"bf16_full_eval": torch.bfloat16, "fp16_full_eval": torch.float16}
-_NO_FULL_EVAL = (
-    "bf16_full_eval and fp16_full_eval cast the whole model, and main weights that train are fp32: train with bf16 or "
-    "fp16=True, with which evaluation computes in that dtype as well, or evaluate in a run that does not train"
-)
 _PARTIAL = "partial-"  # Trainer takes whatever begins with "checkpoint-" for one
 _REPLACED = "replaced"
 
@@ -91,17 +85,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         self._sharding_options = dict(streamshard or {})
         self._checkpoint: _Checkpoint | None = None
         self._resumed_from: str | None = None
-        self._saved_to: Path | None = None  # where the model is, while `save_model` runs
         super().__init__(*args, **kwargs)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        order = cls.__mro__
-        if Trainer in order and order.index(Trainer) < order.index(StreamShardTrainerMixin):
-            raise ConfigError(
-                f"{cls.__name__}: StreamShardTrainerMixin has to come before the trainer: "
-                f"class {cls.__name__}(StreamShardTrainerMixin, {cls.__bases__[0].__name__})"
-            )
 
     # -- preparing ----------------------------------------------------------------------------------------------------
 
@@ -109,12 +93,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         """As Trainer does, which names the class of its accelerator in the middle of this; then that shards."""
         _refuse(self.args)
         super().create_accelerator_and_postprocess()
-        accelerator = StreamShardAccelerator.take_over(self.accelerator, **self._sharding_options)
-        if getattr(self.args, "sync_ref_model", False) and not accelerator.shard_references:
-            raise ConfigError(
-                "sync_ref_model=True averages the reference model's parameters with those of the model, which are "
-                "pieces: leave shard_references=False away, so that both are sharded"
-            )
+        StreamShardAccelerator.take_over(self.accelerator, **self._sharding_options)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Not before it is sharded: a model that fits no device moves there piece by piece."""
@@ -123,8 +102,8 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         """As Trainer does; it evaluates a model that has not been trained as it is if a reference was prepared."""
         wrapped = super()._wrap_model(model, training, *args, **kwargs)
         if not training and wrapped is self.model and _engine(wrapped) is None:
-            never_trains = self.train_dataset is None
-            self.model_wrapped = self.accelerator.prepare_sharded(wrapped, evaluation_mode=never_trains)
+            never_trains = self.train_dataset is None  # then no room for gradients is needed
+            self.model_wrapped = self.accelerator.prepare_model(wrapped, evaluation_mode=never_trains)
             return self.model_wrapped
         return wrapped
 
@@ -182,30 +161,13 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         return prepared
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer does, which casts a model for `bf16_full_eval` when it is sharded already."""
-        dtype, engine, settings = _full_eval_dtype(self.args), _engine(self.model), self.args
-        if dtype is not None and engine is None:
-            self.model.to(dtype)
-        elif dtype is not None and engine is not None and engine.precision.param_dtype is not dtype:
-            raise ConfigError(_NO_FULL_EVAL)
-        given = {name: getattr(settings, name) for name in _FULL_EVAL}
-        is_fsdp = self.is_fsdp_enabled
+        """As Trainer does. sentence-transformers lets all ranks run an evaluator if FSDP shards the model."""
+        given = self.is_fsdp_enabled
         try:
-            for name in _FULL_EVAL:
-                setattr(settings, name, False)
-            if getattr(self, "evaluator", None) is not None:
-                # sentence-transformers lets ranks take different numbers of batches, except of models that are sharded.
-                self.is_fsdp_enabled = True
+            self.is_fsdp_enabled = given or getattr(self, "evaluator", None) is not None
             return super().evaluation_loop(*args, **kwargs)
         finally:
-            self.is_fsdp_enabled = is_fsdp
-            for name, value in given.items():
-                setattr(settings, name, value)
-
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        if _full_eval_dtype(self.args) is not None:
-            raise ConfigError(_NO_FULL_EVAL)
-        return super()._inner_training_loop(*args, **kwargs)
+            self.is_fsdp_enabled = given
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -220,42 +182,25 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             return
         name = f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         checkpoint = _Checkpoint(Path(self._get_output_dir(trial)), name, engine.ranks)
-        best = self.state.best_model_checkpoint
         with checkpoint.open():
             self._checkpoint = checkpoint
+            error: Exception | None = None
             try:
-                error: Exception | None = None
-                try:
-                    super()._save_checkpoint(model, trial)
-                except Exception as raised:
-                    if not checkpoint.is_collected:
-                        raise
-                    error = raised
-                checkpoint.run(lambda: self._write_state(checkpoint, error))
-            except BaseException:
-                self.state.best_model_checkpoint = best
+                super()._save_checkpoint(model, trial)
+            except CommunicationError:
                 raise
+            except Exception as raised:  # of this rank perhaps: the others hear of it when they meet
+                error = raised
             finally:
                 self._checkpoint = None
+            checkpoint.run(lambda: self._write_state(checkpoint, error))
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(checkpoint.path))
         run_on_all_ranks(engine.ranks, f"delete checkpoints beside {checkpoint.path}", lambda: self._rotate(checkpoint))
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """As Trainer does. Those of TRL write one with each checkpoint."""
-        write = super().create_model_card
-        if self._checkpoint is None:
-            write(*args, **kwargs)  # on the first rank alone, by push_to_hub
-        else:
-            self._checkpoint.run(lambda: write(*args, **kwargs))
-
     def _write_state(self, checkpoint: _Checkpoint, error: Exception | None) -> None:
-        """Again: Trainer's knows the best checkpoint by the name under which it was written.
-
-        Raises:
-            Exception: `error`, which Trainer has met where no rank waits for the others any more.
-        """
-        _raise(error)
+        """Write trainer_state.json again: Trainer's has the best checkpoint under the name of the staging directory."""
+        raise_if(error)
         if self.state.best_model_checkpoint == str(checkpoint.partial):
             self.state.best_model_checkpoint = str(checkpoint.path)
         if self.args.should_save:
@@ -271,78 +216,54 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._checkpoint is None:  # else once it has its name: uploads go on in the background
+        if self._checkpoint is None:  # else later, under the directory's own name: uploads go on in the background
             super()._push_from_checkpoint(checkpoint_folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Trainer does, whose versions differ in the ranks on which they call `_save`. Call it on every rank."""
+        """As Trainer does. Call it on every rank. Trainer itself calls `_save` on rank 0 alone in some versions."""
         if _engine(self.model) is None:
             super().save_model(output_dir, _internal_call)
             return
         self._save(output_dir)
-        before, self._saved_to = self._saved_to, self._directory(output_dir)
-        try:
-            super().save_model(output_dir, _internal_call)
-        finally:
-            self._saved_to = before
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """As Trainer does. Call it on every rank; with a whole `state_dict`, on the rank that has it.
+        """As Trainer does. Call it on every rank; with a full `state_dict`, on the rank that has it.
 
-        A trainer's own ``_save`` runs on rank 0, where parameters are whole meanwhile, in CPU memory.
+        A trainer's own ``_save`` runs on rank 0, where parameters are full meanwhile, in CPU memory.
 
         Raises:
             CheckpointError: on every rank; for pieces in `state_dict`, on the calling rank, which waits for no other.
         """
-        engine = _engine(self.model)
+        engine, directory = _engine(self.model), Path(self.args.output_dir if output_dir is None else output_dir)
         if engine is None:
             super()._save(output_dir, state_dict)
-            return
-        directory = self._directory(output_dir)
-        is_saved = directory == self._saved_to
-        if state_dict is not None and not (is_saved and find_piece(state_dict)):
+        elif state_dict is not None:
             refuse_pieces(state_dict, "Trainer._save(state_dict=..)")
             if self.args.should_save:
                 forget_sums(directory)
                 super()._save(str(directory), state_dict=state_dict)
-            return
-        if is_saved:
-            return
-        with called_on_all_ranks("save_model()"):
-            self._save_together(directory, engine)
-        if self._checkpoint is not None:
-            self._checkpoint.is_collected = self.args.save_only_model
-
-    def _save_together(self, directory: Path, engine: Engine) -> None:
-        ranks, doing = engine.ranks, f"save to {directory}"
-        was_there = gather_from_all_ranks(ranks, doing, directory.exists)[0]
-        try:
-            if self._writes_itself:
-                save_whole(self.model, engine, directory, super()._save)
-            else:
+        else:
+            with called_on_all_ranks("save_model()"):
+                if self._writes_itself:
+                    save_on_first(self.model, engine, directory, super()._save)
+                    return
                 export_safetensors(self.model, directory, max_shard_size=_MAX_SHARD_SIZE)
-                run_on_all_ranks(ranks, doing, lambda: self._save_beside(directory))
-        except BaseException:
-            if ranks.is_first and not was_there:
-                shutil.rmtree(directory, ignore_errors=True)
-            raise
+                run_on_all_ranks(engine.ranks, f"save to {directory}", lambda: self._save_beside(directory))
 
     @property
     def _writes_itself(self) -> bool:
         """Whether the trainer's class has a ``_save`` of its own, as that of sentence-transformers."""
         return getattr(super()._save, "__func__", None) is not Trainer._save
 
-    def _directory(self, output_dir: str | None) -> Path:
-        return Path(self.args.output_dir if output_dir is None else output_dir)
-
     def _save_beside(self, directory: Path) -> None:
         """What Trainer saves with the weights."""
-        if not self.args.should_save:
-            return
-        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if processing is not None:
-            processing.save_pretrained(str(directory))
-        torch.save(self.args, directory / _ARGUMENTS)
+        if self.args.should_save:
+            processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if processing is not None:
+                processing.save_pretrained(str(directory))
+            torch.save(self.args, directory / _ARGUMENTS)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         engine = _engine(self.model)
@@ -353,33 +274,11 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             state = full_optimizer_state_dict(self.model, _inner(self.optimizer))
         except ShardingError as error:
             raise ShardingError(f"{error}. save_only_model=True saves without the optimizer's state") from error
-
-        def write() -> None:
-            if not self.args.should_save:
-                return
+        if self.args.should_save:
             torch.save(state, os.path.join(output_dir, _OPTIMIZER))
             with warnings.catch_warnings():  # a scheduler's "save the optimizer as well"
                 warnings.simplefilter("ignore", UserWarning)
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
-
-        run_on_all_ranks(engine.ranks, f"save the optimizer to {output_dir}", write)
-
-    def _save_scaler(self, output_dir: str) -> None:
-        save = super()._save_scaler
-        self._on_all_ranks(f"save the scaler to {output_dir}", lambda: save(output_dir))
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        save = super()._save_rng_state
-        self._on_all_ranks(f"save random states to {output_dir}", lambda: save(output_dir))
-        if self._checkpoint is not None:
-            self._checkpoint.is_collected = True
-
-    def _on_all_ranks(self, doing: str, action: Callable[[], None]) -> None:
-        engine = _engine(self.model)
-        if engine is None:
-            action()
-        else:
-            run_on_all_ranks(engine.ranks, doing, action)
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -431,25 +330,23 @@ class StreamShardTrainer(StreamShardTrainerMixin, Trainer):
     """transformers' Trainer, training with StreamShard. See `StreamShardTrainerMixin` for what it can be told."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Checkpoint:
-    """A directory that Trainer fills: ``partial-checkpoint-8/checkpoint-8``, and ``checkpoint-8`` once it is whole.
+    """A directory that Trainer fills: ``partial-checkpoint-8/checkpoint-8``, and ``checkpoint-8`` once it is complete.
 
     Attributes:
         root: where the run's checkpoints are.
         name: its own.
         ranks: that save it.
-        is_collected: what is left to do for it needs no other rank.
     """
 
     root: Path
     name: str
     ranks: RankGroup
-    is_collected: bool = False
 
     @property
     def path(self) -> Path:
-        """When it is whole."""
+        """When it is complete."""
         return self.root / self.name
 
     @property
@@ -459,7 +356,7 @@ class _Checkpoint:
 
     @property
     def partial(self) -> Path:
-        """Until then."""
+        """Until it is complete."""
         return self.staging / self.name
 
     @contextlib.contextmanager
@@ -479,49 +376,47 @@ class _Checkpoint:
         run_on_all_ranks(self.ranks, f"save {self.path}", action)
 
     def _begin(self) -> None:
-        """Clear what killed runs have left."""
-        if not self.ranks.is_first:
-            return
-        for left in self.root.glob(f"{_PARTIAL}{trainer_utils.PREFIX_CHECKPOINT_DIR}-*"):
-            path = self.root / left.name.removeprefix(_PARTIAL)
-            if (left / _REPLACED).exists() and not path.exists():
-                os.replace(left / _REPLACED, path)
-            shutil.rmtree(left)
-        self.partial.mkdir(parents=True)
+        """Clear what killed runs have left. One may have been killed in the middle of `_publish`."""
+        if self.ranks.is_first:
+            for left in self.root.glob(f"{_PARTIAL}{trainer_utils.PREFIX_CHECKPOINT_DIR}-*"):
+                path = self.root / left.name.removeprefix(_PARTIAL)
+                if (left / _REPLACED).exists() and not path.exists():
+                    os.replace(left / _REPLACED, path)
+                shutil.rmtree(left)
+            self.partial.mkdir(parents=True)
 
     def _publish(self) -> None:
-        if not self.ranks.is_first:
-            return
-        replaced = self.staging / _REPLACED
-        if self.path.exists():
-            os.replace(self.path, replaced)
-        try:
+        if self.ranks.is_first:
+            if self.path.exists():
+                os.replace(self.path, self.staging / _REPLACED)
             os.replace(self.partial, self.path)
-        except OSError:
-            if replaced.exists():
-                os.replace(replaced, self.path)
-            raise
-        shutil.rmtree(self.staging, ignore_errors=True)
+            shutil.rmtree(self.staging, ignore_errors=True)
+
+
+_SHARDED = "leave it out: the model is sharded by StreamShard"
+_EVALUATES = "leave it out: with bf16=True or fp16=True layers compute in that dtype when they evaluate, too"
+_REFUSED = {
+    "fsdp": _SHARDED,
+    "deepspeed": _SHARDED,
+    "bf16_full_eval": _EVALUATES,
+    "fp16_full_eval": _EVALUATES,
+    "save_on_each_node": "all ranks write into one directory, which has to be on storage that they share",
+    "use_vllm": "vLLM would be sent this rank's pieces of the weights; generate with transformers (use_vllm=False)",
+    "use_transformers_continuous_batching": "each rank runs forwards for as long as its own completions take, and all "
+    "ranks have to run as many; leave it out: generate() sees to that",
+}
 
 
 def _refuse(args: Any) -> None:
     """Training arguments that contradict sharding, before anything is made."""
-    reasons = {
-        "fsdp": "leave it out: the model is sharded by StreamShard",
-        "deepspeed": "leave it out: the model is sharded by StreamShard",
-        "save_on_each_node": "all ranks write into one directory, which has to be on storage that they share",
-        "use_vllm": "vLLM would be sent this rank's pieces of the weights; generate with transformers (use_vllm=False)",
-        "use_transformers_continuous_batching": "each rank runs forwards for as long as its own completions take, and "
-        "all ranks have to run as many; leave it out: generate() sees to that",
-    }
-    for name, reason in reasons.items():
+    for name, reason in _REFUSED.items():
         if value := getattr(args, name, None):
             given = name if name == "fsdp" else f"{name}={value!r}"  # Trainer makes True of fsdp="full_shard"
             raise ConfigError(f"the training argument {given} does not go with StreamShard: {reason}")
     if args.n_gpu > 1:
         raise ConfigError(
-            f"one process sees {args.n_gpu} GPUs: wanted one process for each, as `accelerate launch` or `torchrun "
-            f"--nproc-per-node {args.n_gpu}` start them"
+            f"one process sees {args.n_gpu} GPUs: wanted one process for each, as `torchrun --nproc-per-node "
+            f"{args.n_gpu}` starts them"
         )
 
 
@@ -542,21 +437,8 @@ def _steps_whole_parameters(kind: object) -> bool:
     return not (issubclass(kind, WholeParameterOptimizer) or is_elementwise_class(kind))
 
 
-def _full_eval_dtype(args: Any) -> torch.dtype | None:
-    """What to cast a model to that is evaluated and not trained; None if layers compute in that dtype as it is."""
-    for name, dtype in _FULL_EVAL.items():
-        if getattr(args, name) and not getattr(args, name.removesuffix("_full_eval")):
-            return dtype
-    return None
-
-
 def _engine(model: nn.Module) -> Engine | None:
     return None if handle_of(model) is None else engine_of(model)
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:

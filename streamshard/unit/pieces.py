@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
@@ -25,7 +24,6 @@ __all__ = [
     "holds_pieces",
     "mark_state",
     "piece_of",
-    "refuse_accelerate",
     "refuse_pickle",
     "refuse_saving",
     "remember_piece",
@@ -102,30 +100,6 @@ def refuse_pickle(piece: Piece) -> NoReturn:
     )
 
 
-_ACCELERATE = ("accelerate.accelerator", "accelerate.checkpointing")
-
-
-def refuse_accelerate() -> None:
-    """Raise if accelerate's own ``save_state``, ``save_model`` or ``get_state_dict`` has asked for a state dict.
-
-    They do so on every rank, and one of them alone writes what it has got, where pickling pieces would raise: on that
-    rank only, with half of a file written. ``prepare_optimizer`` loads on each rank what it has got there.
-    """
-    frame = sys._getframe(1)
-    for _ in range(8):  # torch's own and hooks' are between, and overridden ``state_dict`` methods
-        if frame.f_globals.get("__name__") in _ACCELERATE:
-            if frame.f_code.co_name == "prepare_optimizer":
-                return
-            raise ShardingError(
-                f"accelerate's {frame.f_code.co_name} would not take all of a model sharded by StreamShard: use "
-                "streamshard.integrations.accelerate.StreamShardAccelerator in the place of Accelerator, or "
-                "save_checkpoint, export_safetensors and full_state_dict of streamshard"
-            )
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
-
-
 _mains: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # by the address of their storage
 
 
@@ -177,7 +151,6 @@ class StatePiece(torch.Tensor):
 
 def mark_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's ``state_dict()`` whose tensors are `StatePiece`."""
-    refuse_accelerate()
     return _with_state(state_dict, lambda tensor: tensor.as_subclass(StatePiece) if tensor.ndim else tensor)
 
 

@@ -17,7 +17,7 @@ from streamshard import Precision, StreamShard, export_safetensors, load_safeten
 from streamshard.checkpoint.disk_layout import plan_disk
 from streamshard.checkpoint.export import export_shards
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
-from streamshard.huggingface import drop_tied_names
+from streamshard.integrations.huggingface import drop_tied_names
 from tests.checkpoint.exporting import (
     MODELS,
     Plain,

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate.utils import (
-    DataLoaderConfiguration,
     DynamoBackend,
     GradScalerKwargs,
     TorchDynamoPlugin,
 )
 from torch import nn
-from torch.distributed.algorithms.join import Join
-from torch.utils.data import DataLoader, IterableDataset
 
 from streamshard import Precision, StreamShard
 from streamshard.engine.handle import engine_of
@@ -80,44 +76,6 @@ def test_whole_parameters_are_stepped_as_with_ddp_and_saved(context: RankContext
             weights.append(run.model.full_state_dict(rank0_only=False))
         assert other.optimizer.param_groups[0]["lr"] == ours.optimizer.param_groups[0]["lr"] < 0.05
         assert_same(weights[1], weights[0], "weights", EXACT)
-
-
-class _Stream(IterableDataset[torch.Tensor]):
-    """Nobody knows how long it is."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.arange(12.0))
-
-
-class _Chosen:
-    """A sampler of an unknown length."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter((3, 1, 2, 0, 5, 4, 7, 6))
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("kind", ["stream", "dispatched", "stateful", "sampler"])
-def test_data_of_an_unknown_length_comes_as_ever(context: RankContext, tmp_path: Path, kind: str) -> None:
-    """Batches are those that accelerate's own class hands out; runs are saved."""
-
-    def batches(make: Any) -> list[Any]:
-        with launched(context):
-            accelerator = make(
-                dataloader_config=DataLoaderConfiguration(
-                    dispatch_batches=kind == "dispatched", use_stateful_dataloader=kind == "stateful"
-                )
-            )
-            data = DataLoader(torch.arange(8.0), batch_size=2, sampler=_Chosen())  # type: ignore[arg-type]
-            prepared = accelerator.prepare(data if kind == "sampler" else DataLoader(_Stream(), batch_size=2))
-            found = [batch.tolist() for batch in prepared]
-            if make is StreamShardAccelerator:
-                accelerator.prepare(make_model())
-                accelerator.save_state(tmp_path)
-                accelerator.load_state(tmp_path)
-            return found
-
-    assert batches(StreamShardAccelerator) == batches(stock)
 
 
 @on_ranks(2)
@@ -249,25 +207,6 @@ def test_a_reference_model_is_sharded_and_has_no_gradients(context: RankContext)
 
 
 @on_ranks(2)
-def test_a_reference_model_stays_whole_where_that_is_asked_for(context: RankContext, tmp_path: Path) -> None:
-    """It is saved with the run, and sharded when it is trained after all."""
-    with launched(context):
-        run = Trained(StreamShardAccelerator, steps=1, shard_references=False)
-        accelerator, reference = run.accelerator, make_model(seed=9)
-        assert accelerator.prepare_model(reference, evaluation_mode=True) is reference
-        assert not isinstance(reference, StreamShard) and isinstance(run.model, StreamShard)
-        whole = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
-        accelerator.save_state(tmp_path)
-        for param in reference.parameters():
-            param.data.zero_()
-        accelerator.load_state(tmp_path)
-        assert_same(accelerator.get_state_dict(reference), whole, "weights that were loaded")
-        assert accelerator.prepare(reference) is reference and isinstance(reference, StreamShard)
-        assert accelerator._models == [run.model, reference]
-        assert_same(accelerator.get_state_dict(reference), whole, "weights that are sharded")
-
-
-@on_ranks(2)
 def test_a_model_that_was_prepared_for_evaluation_cannot_be_prepared_for_training(context: RankContext) -> None:
     """The other way round it can."""
     with launched(context):
@@ -280,27 +219,12 @@ def test_a_model_that_was_prepared_for_evaluation_cannot_be_prepared_for_trainin
 
 
 @on_ranks(2)
-def test_free_memory_lets_go_of_everything(context: RankContext) -> None:
-    with launched(context):
-        run = Trained(StreamShardAccelerator, steps=2)
-        alive = weakref.ref(engine_of(run.model))
-        accelerator = run.accelerator
-        run.model, run.optimizer = accelerator.free_memory(run.model, run.optimizer)
-        del run
-        gc.collect()
-        assert alive() is None
-        assert accelerator.step == 0
-        assert Trained(lambda: accelerator, steps=2).losses
-
-
-@on_ranks(2)
 def test_an_accelerator_and_its_loader_are_freed_with_their_last_reference(context: RankContext) -> None:
     """Without garbage collection, as accelerate's own: loaders end their processes when they are freed."""
     with launched(context):
         run = Trained(StreamShardAccelerator, steps=2)
         accelerator, model = run.accelerator, run.model
-        with accelerator.join_uneven_inputs([model], even_batches=False):
-            run.epoch(3)
+        run.epoch(3)
         alive = [weakref.ref(each) for each in (accelerator, run.data, run.optimizer, run.scheduler)]
         del accelerator, run
         assert [each() for each in alive] == [None] * 4
@@ -316,69 +240,3 @@ def test_pieces_are_not_reduced_or_gathered(context: RankContext) -> None:
             with pytest.raises(ShardingError, match="LocalSGD"):
                 what([param.data for param in run.model.parameters()])
         assert int(run.accelerator.reduce(torch.ones((), device=context.device))) == 2
-
-
-# -- uneven inputs -----------------------------------------------------------------------------------------------------
-
-
-def _uneven(run: Trained, context: RankContext, lengths: tuple[int, ...], join: Callable[[], Any]) -> None:
-    with join():
-        generator = torch.Generator().manual_seed(context.rank)
-        for _ in range(lengths[context.rank]):
-            x = torch.randn(4, 5, generator=generator).to(context.device)
-            run.accelerator.backward((run.model(x) - 1.0).square().mean())
-            run.optimizer.step()
-            run.scheduler.step()
-            run.optimizer.zero_grad()
-
-
-@on_ranks(2, 3)
-@pytest.mark.parametrize("lengths", [(4, 2, 3), (0, 3, 1)])
-def test_uneven_inputs_as_with_ddp(context: RankContext, lengths: tuple[int, ...]) -> None:
-    with launched(context):
-        theirs = Trained(stock)
-        _uneven(theirs, context, lengths, lambda: Join([theirs.model]))
-        wanted = theirs.weights()
-    with launched(context):
-        ours = Trained(StreamShardAccelerator)
-        accelerator = ours.accelerator
-        _uneven(ours, context, lengths, lambda: accelerator.join_uneven_inputs([ours.model], even_batches=False))
-        assert_same(ours.weights(), wanted, "weights")
-
-
-@on_ranks(2)
-def test_uneven_inputs_from_loaders_with_clipping(context: RankContext) -> None:
-    """A rank that has run out clips as it did before. Loaders give what they have, and even batches again later."""
-    with launched(context):
-        run = Trained(StreamShardAccelerator)
-        accelerator = run.accelerator
-        data = accelerator.prepare(loader(samples=20, shuffle=False))
-        with accelerator.join_uneven_inputs([run.model], even_batches=False):
-            for x, y in data:
-                _clipped_step(run, x, y)
-        assert len(run.norms) == (3 if context.rank == 0 else 2)
-        assert data.batch_sampler.even_batches
-        run.model.check_weights()
-        whole = run.weights()
-    reference = make_model()
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
-    batches = list(loader(samples=20, shuffle=False))
-    for together in (batches[:2], batches[2:4], batches[4:]):
-        optimizer.zero_grad()
-        for x, y in together:
-            ((reference(x) - y).square().mean() / 2).backward()  # a rank without inputs adds zeros
-        nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
-        optimizer.step()
-        scheduler.step()
-        scheduler.step()  # once for each process, as accelerate does
-    assert_same(whole, reference.state_dict(), "weights")
-
-
-def _clipped_step(run: Trained, x: torch.Tensor, y: torch.Tensor) -> None:
-    accelerator = run.accelerator
-    accelerator.backward((run.model(x) - y).square().mean())
-    run.norms.append(float(accelerator.clip_grad_norm_(run.model.parameters(), 0.05)))
-    run.optimizer.step()
-    run.scheduler.step()
-    run.optimizer.zero_grad()

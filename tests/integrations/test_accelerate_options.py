@@ -14,19 +14,15 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    FullyShardedDataParallelPlugin,
-)
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import Precision, StreamShard, init_weights
 from streamshard.engine.handle import engine_of
 from streamshard.errors import ConfigError, UnitError
-from streamshard.huggingface import is_transformers_model
-from streamshard.integrations import accelerate_launch
 from streamshard.integrations.accelerate import StreamShardAccelerator
+from streamshard.integrations.huggingface import is_transformers_model
 from tests.integrations.accelerating import Trained, launched, make_model, on_ranks, same, stock
 from tests.ranks import RankContext
 
@@ -61,18 +57,12 @@ def test_options_are_arguments_or_variables(context: RankContext) -> None:
         ({"STREAMSHARD_CHECK_GRADS": "maybe"}, {}, "true or false"),
         ({"STREAMSHARD_WEIGHT_SLOTS": "1"}, {}, "weight_slots=1"),
         ({}, {"weight_slots": 1}, "weight_slots=1"),
-        ({}, {"shard_references": "no"}, "shard_references='no'"),
-        ({"STREAMSHARD_SHARD_REFERENCES": "maybe"}, {}, "true or false"),
         ({}, {"mixed_precision": "bf16", "precision": Precision(param_dtype=torch.float16)}, "mixed_precision='fp16'"),
         ({}, {"precision": Precision()}, "mixed_precision='bf16'"),
-        ({}, {"precision": "bf16"}, r"wanted a streamshard.Precision, such as Precision\("),
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {"precision": Precision()}, "mixed_precision='bf16'"),
-        ({"ACCELERATE_USE_FSDP": "true"}, {}, "FSDP .*ACCELERATE_USE_FSDP.*--multi_gpu"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, "DeepSpeed"),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, {}, "Megatron"),
+        ({"ACCELERATE_USE_FSDP": "true"}, {}, "ACCELERATE_USE_FSDP.*--multi_gpu"),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, {}, "mesh="),
         ({}, {"fsdp_plugin": FullyShardedDataParallelPlugin}, "fsdp_plugin"),
-        ({}, {"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="fp16")]}, "grad_dtype"),
     ],
 )
 def test_what_cannot_be_is_refused_at_once(
@@ -117,8 +107,6 @@ def test_an_accelerator_of_someone_elses_is_taken_over(context: RankContext) -> 
 
         ours = Trained(take_over, steps=3, weight_slots=3)
         assert "weight_slots=3" in ours.model.memory_report().slots
-        with pytest.raises(ConfigError, match="has prepared a model"):
-            take_over().__class__.take_over(ours.accelerator)
         with pytest.raises(ConfigError, match="no such option: slots"):
             take_over(slots=3)
     same(ours, theirs)
@@ -173,7 +161,7 @@ def test_one_process_of_several_that_were_asked_for(monkeypatch: pytest.MonkeyPa
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    with pytest.raises(ConfigError, match="has started one.*--multi_gpu --num_machines 1 --num_processes N"):
+    with pytest.raises(ConfigError, match="knows of 1 .*--multi_gpu --num_machines 1 --num_processes N"):
         StreamShardAccelerator()
 
 
@@ -190,25 +178,8 @@ def test_processes_that_do_not_know_of_each_other(context: RankContext) -> None:
         PartialState()
         assert PartialState().num_processes == 1 or torch.accelerator.is_available()
         if PartialState().num_processes == 1:
-            with pytest.raises(ConfigError, match="2 processes were started, and accelerate knows of 1"):
+            with pytest.raises(ConfigError, match="several processes were asked for, and accelerate knows of 1"):
                 StreamShardAccelerator()
-
-
-def test_more_processes_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Devices:
-        @staticmethod
-        def device_count() -> int:
-            return 2
-
-    monkeypatch.setattr(accelerate_launch, "accelerator_kind", lambda: "cuda")
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: Devices)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    with pytest.raises(ConfigError, match="3 processes for 2 cuda device.*cpu=True"):
-        accelerate_launch.check_processes({})
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert accelerate_launch.check_processes({"split_batches": True}) == {"split_batches": True}
 
 
 def _alone() -> tuple[int, str]:

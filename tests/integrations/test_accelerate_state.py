@@ -14,7 +14,7 @@ from accelerate.utils import (
     ProjectConfiguration,
 )
 
-from streamshard import Precision, StreamShard, load_optimizer_state_dict, load_safetensors
+from streamshard import Precision, StreamShard
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests.integrations.accelerating import SAMPLES, Trained, launched, loader, make_model, on_ranks, stock
@@ -48,34 +48,20 @@ def test_whole_weights_in_memory_and_in_files(context: RankContext, tmp_path: Pa
             accelerator.save_model(run.model, tmp_path / "bin", safe_serialization=False)
 
 
-@on_ranks(1, 2)
-def test_accelerates_own_class_saves_no_pieces(context: RankContext, tmp_path: Path) -> None:
-    """The error is on every rank, and before a file is written."""
+@on_ranks(2)
+@pytest.mark.parametrize("safe", [True, False])
+def test_accelerates_own_class_saves_no_pieces(context: RankContext, tmp_path: Path, safe: bool) -> None:
+    """The rank that would write them raises."""
     with launched(context):
         accelerator = stock()
         model = StreamShard(make_model(), precision=FP32)
-        optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
-        model(torch.ones(2, 5, device=context.device)).sum().backward()
-        optimizer.step()
-        if context.world_size > 1:
-            with pytest.raises(ShardingError, match="StreamShardAccelerator"):
-                accelerator.save_state(tmp_path)
-        if context.world_size > 1 or context.device.type == "cpu":  # one process on a GPU needs no wrapper
-            with pytest.raises(ShardingError, match="StreamShardAccelerator"):
-                accelerator.prepare(model)
+        with pytest.raises(ShardingError, match="StreamShardAccelerator"):
+            accelerator.prepare(model)
         accelerator._models.clear()
         model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-        for safe in (True, False):
-            for attempt in (
-                accelerator.save_state,
-                lambda where, safe: accelerator.save_model(model, where, "1GB", safe),
-            ):
-                with pytest.raises(ShardingError, match="StreamShardAccelerator"):
-                    attempt(tmp_path, safe)
-        with pytest.raises(ShardingError, match="StreamShardAccelerator"):
-            accelerator.get_state_dict(model)
-        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-        assert model.state_dict()  # asked for by others it is each rank's own, as ever
+        if context.rank == 0:
+            with pytest.raises(ShardingError, match="full_state_dict|summon_full_params"):
+                accelerator.save_model(model, tmp_path, "1GB", safe)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -94,54 +80,44 @@ class Counter:
         self.count = state["count"]
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("kind", ["shuffled", "seedable", "in order"])
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["seedable", "in order", "stateful"])
 @pytest.mark.parametrize("after", [4, SAMPLES])
 def test_a_run_goes_on_within_an_epoch(context: RankContext, tmp_path: Path, kind: str, after: int) -> None:
     """With the batches and random numbers that were left, as they would have come; or behind its last batch.
 
     Also from what is saved right after it was loaded.
     """
-    settings = {
-        "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=kind == "seedable"),
+    config = {"use_seedable_sampler": kind != "in order", "use_stateful_dataloader": kind == "stateful"}
+    settings: dict[str, Any] = {
+        "dataloader_config": DataLoaderConfiguration(**config),
         "data": loader(shuffle=kind != "in order"),
-        "dropout": 0.2,
     }
     with launched(context):
         run = Trained(StreamShardAccelerator, **settings)
         run.epoch()
-        per_epoch = len(run.data)
-        after = min(after, per_epoch)
+        after = min(after, len(run.data))
         for number, (x, y) in enumerate(run.data, 1):
             run.step(x, y)
             if number == after:
                 run.accelerator.save_state(tmp_path)
                 run.losses.clear()
         run.epoch()
-        wanted, weights = list(run.losses), run.weights()
-        run.losses.clear()
-        run.epoch()
     for where in (tmp_path, tmp_path / "again"):
         with launched(context):
             other = Trained(StreamShardAccelerator, **settings)
-            other.epoch(1)  # of which nothing must be left
+            other.epoch(1)  # nothing of it must be left
             other.accelerator.load_state(where)
             if where == tmp_path:
                 other.accelerator.save_state(tmp_path / "again")
             other.losses.clear()
-            if after < per_epoch:
-                other.epoch(data=other.accelerator.skip_first_batches(other.data, after))
+            if after < len(other.data):
+                skipped = kind != "stateful"
+                other.epoch(data=other.accelerator.skip_first_batches(other.data, after) if skipped else None)
                 other.data.set_epoch(2)  # as accelerate's own example does
             other.epoch()
-            assert other.losses == wanted
-            assert_same(other.weights(), weights, "weights")
-            other.accelerator.save_state(tmp_path / "later")
-    with launched(context):
-        other = Trained(StreamShardAccelerator, **settings)
-        other.accelerator.load_state(tmp_path / "later")
-        other.losses.clear()
-        other.epoch()
-        assert other.losses == run.losses
+            assert other.losses == run.losses
+            assert_same(other.weights(), run.weights(), "weights")
 
 
 def _saved_run(context: RankContext, where: Path) -> list[float]:
@@ -179,38 +155,12 @@ def test_a_run_goes_on_at_another_number_of_processes(ranks: RankPool, tmp_path:
 
 
 @on_ranks(2)
-def test_a_state_of_accelerates_own_class_goes_on_as_the_message_says(context: RankContext, tmp_path: Path) -> None:
-    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
-    x = torch.linspace(-1, 1, 20, device=context.device).view(4, 5) + context.rank
-    with launched(context):
-        theirs = Trained(stock, steps=3, project_config=project)
-        theirs.accelerator.save_state()
-        for _ in range(2):
-            theirs.step(x, x[:, :1])
-        wanted = theirs.weights()
-    where = tmp_path / "checkpoints" / "checkpoint_0"
-    with launched(context):
-        ours = Trained(StreamShardAccelerator, project_config=project)
-        for directory in (where, None):
-            with pytest.raises(CheckpointError, match=r"accelerate's own .*load_safetensors.* scheduler\.bin"):
-                ours.accelerator.load_state(directory)
-        load_safetensors(ours.model, where)
-        state = torch.load(where / "optimizer.bin")
-        load_optimizer_state_dict(ours.model, ours.optimizer.optimizer, state)
-        ours.scheduler.load_state_dict(torch.load(where / "scheduler.bin"))
-        for _ in range(2):
-            ours.step(x, x[:, :1])
-        torch.testing.assert_close(ours.losses, theirs.losses[-2:], rtol=1e-4, atol=1e-6)
-        assert_same(ours.weights(), wanted, "weights")
-
-
-@on_ranks(2)
 def test_checkpoints_are_numbered_and_only_the_latest_kept(context: RankContext, tmp_path: Path) -> None:
     project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
     with launched(context):
         run = Trained(StreamShardAccelerator, steps=1, project_config=project)
         accelerator = run.accelerator
-        with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        with pytest.raises(CheckpointError, match="no complete checkpoint"):
             accelerator.load_state()
         for number in range(11):
             assert accelerator.save_state() == tmp_path / "checkpoints" / f"checkpoint_{number}"
@@ -271,9 +221,6 @@ def test_a_state_of_other_things_is_refused(context: RankContext, tmp_path: Path
             run.accelerator.load_state(tmp_path)
         run.accelerator.load_state(tmp_path, strict=False)
         run.accelerator.save_state(tmp_path)
-        run.accelerator._custom_objects.clear()
-        with pytest.warns(UserWarning, match="object.0, for which nothing is registered"):
-            run.accelerator.load_state(tmp_path)
         with pytest.raises(CheckpointError, match="no directory"):
             run.accelerator.load_state(tmp_path / "elsewhere")
         with pytest.raises(CheckpointError, match="automatic_checkpoint_naming"):

@@ -313,8 +313,6 @@ class Summon(Operation):
             for param in player.model.parameters():
                 if self.factor != 1.0:
                     param.mul_(self.factor)
-                if self.with_grads and self.factor != 1.0 and param.grad is not None:
-                    param.grad.mul_(self.factor)
             return {name: param.detach().clone() for name, param in player.model.named_parameters()}
 
 

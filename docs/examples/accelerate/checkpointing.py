@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from _toy import Classifier, make_loaders
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.nn.functional import cross_entropy
 
 from streamshard.integrations.accelerate import StreamShardAccelerator as Accelerator  # from accelerate import ..
@@ -19,7 +19,7 @@ from streamshard.integrations.accelerate import StreamShardAccelerator as Accele
 
 def main(directory: str = "checkpoints", resume: str | None = None, epochs: int = 2, every: int = 2) -> list[float]:
     set_seed(0)
-    accelerator = Accelerator()
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     train, _ = make_loaders()

@@ -1,16 +1,15 @@
 """Uneven inputs (torch.distributed.algorithms.Join): a rank that has run out shadows the others' steps with zeros.
 
-A rank owns a shard whatever inputs it has, so it must go on gathering, reducing, clipping and stepping until the last
-rank is done. What a pass is like (whether it trains, whether it is synchronised) the others say at its start, in one
-small sum. What follows a backward is the user's code, and so is what a rank that has run out does then: ``repeat=``.
-Whether that was the same, ranks compare when the next training pass is announced, and at the end.
+A rank owns a shard whatever inputs it has, so it goes on gathering, reducing, clipping and stepping until the last
+rank is done. At the start of a pass the ranks with inputs tell the others in one small sum what the pass is like
+(whether it trains, whether it is synchronised). The user's code follows a backward. ``repeat=`` says what a rank that
+has run out does then. Ranks compare what they did when the next training pass is announced, and at the end.
 """
 
 from __future__ import annotations
 
-import enum
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,41 +27,26 @@ from streamshard.plan.structure import params_of
 
 __all__ = ["UnevenHook", "UnevenInputs"]
 
-
 # What each rank adds to a sum that may meet one of `Join`'s own: as large as those, or gloo would end the process.
 _MARK = 1009.0
-
-
-class _Role(enum.IntEnum):
-    """Of a rank in a pass."""
-
-    HAS_INPUTS = 0
-    HAS_RUN_OUT = 1
 
 
 class _Row(NamedTuple):
     """What a rank says when a pass is announced; of the pass, only if it is its own. Integers on their way.
 
     Attributes:
-        role: whether it has inputs.
-        can_repeat: whether it was given ``repeat=``.
+        has_inputs: it has not run out of them.
+        can_repeat: it was given ``repeat=``.
         has_grad: its pass is a training pass.
         is_synced: it is not inside ``no_sync()``.
         casts: its weights may have changed since the last pass.
     """
 
-    role: _Role
+    has_inputs: bool
     can_repeat: bool
     has_grad: bool = False
     is_synced: bool = False
     casts: bool = False
-
-
-class _Act(NamedTuple):
-    """What a rank did after a backward that the others have to do too: ``AdamW.step`` with ``{"lr": 0.1, ...}``."""
-
-    name: str
-    settings: dict[str, Any]
 
 
 class UnevenInputs(Inputs):
@@ -84,9 +68,9 @@ class UnevenInputs(Inputs):
         self._repeat = repeat
         self._divides_by_all = divides_by_all
         self._params = set(params_of(model).values())
-        self._roles: list[_Role] = []  # by rank, in the last training pass; empty: there was none
-        self._acts: list[_Act] = []  # of this rank, since that was announced
-        self._is_complete = False  # it was synchronised: its gradients are not added to by another
+        self._rows: list[_Row] = []  # by rank, in the last training pass; empty: there was none
+        self._acts: list[str] = []  # of this rank, since that was announced: ``AdamW.step(lr=0.1, ...)``
+        self._is_complete = False  # the last training pass was synchronised: no other one adds to its gradients
         self._has_run_out = False
         self._shadows = False  # a pass of others is under way, which this rank has announced already
         self._handle = register_optimizer_step_pre_hook(self._on_step)
@@ -94,7 +78,7 @@ class UnevenInputs(Inputs):
     # -- what the engine and others tell ------------------------------------------------------------------------------
 
     def before_pass(self) -> None:
-        """See `Inputs`. A pass of this rank's own is announced to the others.
+        """Announce a pass of this rank's own to the others.
 
         Raises:
             ConfigError, ShardingError: on all ranks; see `_announce`.
@@ -102,16 +86,10 @@ class UnevenInputs(Inputs):
         config: Any = self._model._join_config
         if self._shadows or not config.enable:
             return
-        engine = self._engine
+        casts = self._engine.casts
         Join.notify_join_context(self._model)  # type: ignore[arg-type]  # has all that a Joinable has
         self._announce(
-            _Row(
-                _Role.HAS_INPUTS,
-                self._repeat is not None,
-                has_grad=torch.is_grad_enabled(),
-                is_synced=engine.casts.is_synced,
-                casts=engine.casts.are_due,
-            )
+            _Row(True, self._repeat is not None, torch.is_grad_enabled(), casts.is_synced, casts.are_due),
         )
 
     def on_clipping(self, max_norm: object, norm_type: float, skip_above: float | None) -> None:
@@ -120,21 +98,14 @@ class UnevenInputs(Inputs):
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """A global hook: an optimizer is about to step."""
-        groups = optimizer.param_groups
-        if not self._roles or self._params.isdisjoint(param for group in groups for param in group["params"]):
-            return
-        settings = {
-            key if len(groups) == 1 else f"param_groups[{index}].{key}": value
-            for index, group in enumerate(groups)
-            for key, value in group.items()
-            if key not in ("params", "param_names")
-        }
-        self._note(f"{type(optimizer).__name__}.step", settings)
+        if not self._params.isdisjoint(param for group in optimizer.param_groups for param in group["params"]):
+            for group in optimizer.param_groups:
+                settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+                self._note(f"{type(optimizer).__name__}.step", settings)
 
     def _note(self, name: str, settings: dict[str, Any]) -> None:
-        if self._roles:  # nobody looks at what came before the first training pass
-            copies = {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in settings.items()}
-            self._acts.append(_Act(name, copies))
+        if self._rows:  # the ranks do not compare what came before the first training pass
+            self._acts.append(f"{name}({', '.join(f'{key}={_text(value)}' for key, value in settings.items())})")
 
     # -- on ranks that have run out -----------------------------------------------------------------------------------
 
@@ -147,7 +118,7 @@ class UnevenInputs(Inputs):
         engine = self._engine
         self._has_run_out = True
         self._clear()
-        announced = self._announce(_Row(_Role.HAS_RUN_OUT, self._repeat is not None))
+        announced = self._announce(_Row(False, self._repeat is not None))
         engine.casts.match(is_synced=announced.is_synced, are_due=announced.casts)
         self._shadows = True
         try:
@@ -170,8 +141,7 @@ class UnevenInputs(Inputs):
             ShardingError: on all ranks: what ranks did after the last backward differs.
         """
         self._meet()
-        if _Role.HAS_RUN_OUT in self._roles:
-            self._compare()
+        self._compare()
         self._engine.buffers.sync(self.buffer_source)  # a rank that was among the last
         if self._has_run_out:
             self._clear()
@@ -191,14 +161,14 @@ class UnevenInputs(Inputs):
     # -- on all ranks -------------------------------------------------------------------------------------------------
 
     def _meet(self) -> None:
-        """All ranks have ended a step. If not, what some have issued was taken for `Join`'s own sums by others.
+        """All ranks have ended a step. If not, some have taken a sum of others for `Join`'s own.
 
         Raises:
             CommunicationError: on all ranks.
         """
         ranks = self._engine.ranks
         ranks.log.add(Kind.END_OF_STEP)
-        if _Role.HAS_RUN_OUT in self._roles:
+        if not all(row.has_inputs for row in self._rows):
             with ranks.guard("the end of a step with uneven inputs (Join)"):
                 marks = torch.full((1,), _MARK, device=self._engine.streams.device)
                 ranks.all_reduce(marks, with_replicas=True)
@@ -217,91 +187,64 @@ class UnevenInputs(Inputs):
         table = torch.zeros(ranks.total_size, len(own), dtype=torch.int32, device=engine.streams.device)
         table[ranks.number] = torch.tensor(own, dtype=torch.int32)
         ranks.all_reduce(table, with_replicas=True)
-        rows = [_Row(_Role(role), *map(bool, said)) for role, *said in table.tolist()]
-        roles = [row.role for row in rows]
-        active = [rank for rank, role in enumerate(roles) if role is _Role.HAS_INPUTS]
+        rows = [_Row(*map(bool, row)) for row in table.tolist()]
+        active = [rank for rank, row in enumerate(rows) if row.has_inputs]
         announced = rows[active[0]]
         _check(rows, active)
         if announced.has_grad:
-            if self._roles and _Role.HAS_RUN_OUT in roles:
-                self._compare()
+            self._compare(is_due=len(active) < len(rows))
             self._acts.clear()
-            self._roles = roles
+            self._rows = rows
             self._is_complete = announced.is_synced
         self.grad_scale = 1.0 if self._divides_by_all else len(rows) / len(active)
         self.buffer_source = active[-1]  # a rank that has inputs now, the same one as under DDP
         return announced._replace(casts=any(row.casts for row in rows))
 
-    def _compare(self) -> None:
-        """What ranks did since the last training pass was announced is the same on all.
+    def _compare(self, *, is_due: bool = False) -> None:
+        """Since the last training pass was announced all ranks did the same, if one has run out (or `is_due`).
 
         Raises:
-            ShardingError: on all ranks: it is not.
+            ShardingError: on all ranks: they did not.
         """
-        gathered: list[list[_Act]] = self._engine.ranks.gather_objects([_legible(act) for act in self._acts])
-        first = self._roles.index(_Role.HAS_INPUTS)
+        if not self._rows or not (is_due or not all(row.has_inputs for row in self._rows)):
+            return
+        gathered: list[list[str]] = self._engine.ranks.gather_objects(self._acts)
+        first = next(rank for rank, row in enumerate(self._rows) if row.has_inputs)
         for rank, acts in enumerate(gathered):
             if acts != gathered[first]:
-                who = "has run out, and repeat=" if self._roles[rank] is _Role.HAS_RUN_OUT else "itself"
                 raise ShardingError(
-                    f"uneven inputs (Join): after a backward rank {rank} {who} did {_story(acts, gathered[first])}; "
-                    f"rank {first} did {_story(gathered[first], acts)}. {_ADVICE}"
+                    f"uneven inputs (Join): after a backward rank {rank} did {', '.join(acts) or 'nothing'}; rank "
+                    f"{first} did {', '.join(gathered[first]) or 'nothing'}. Join([model], repeat=function) takes all "
+                    "that the loop does after a backward: clipping, norms, optimizer.step(), scheduler.step(). "
+                    "Micro-batches without a step belong inside no_sync()"
                 )
 
 
-_ADVICE = (
-    "Join([model], repeat=function) takes all that the loop does after a backward: clipping, norms, optimizer.step(), "
-    "scheduler.step(). Micro-batches without a step belong into no_sync()"
-)
-
-
-def _check(rows: Sequence[_Row], active: Sequence[int]) -> None:
+def _check(rows: list[_Row], active: list[int]) -> None:
     announced = rows[active[0]]
     for rank in active:
-        if _describe(rows[rank]) != _describe(announced):
+        if rows[rank][2:4] != announced[2:4]:
             raise ShardingError(
-                f"uneven inputs (Join): rank {active[0]} begins {_describe(announced)}, rank {rank} "
-                f"{_describe(rows[rank])}: ranks that have inputs have to make the same passes"
+                f"uneven inputs (Join): rank {active[0]} begins a pass with gradients={announced.has_grad}, "
+                f"no_sync={not announced.is_synced}, rank {rank} one with gradients={rows[rank].has_grad}, "
+                f"no_sync={not rows[rank].is_synced}: ranks that have inputs have to make the same passes"
             )
     for rank, row in enumerate(rows):
         if announced.has_grad and not row.can_repeat:
             raise ConfigError(
-                f"uneven inputs (Join): a training pass, and rank {rank} does not know what to do after those of "
-                "others once it has run out: Join([model], repeat=optimizer.step), or a function of all that ends a "
-                "step, such as lambda: (model.clip_grad_norm_(1.0), optimizer.step()). Evaluation needs none, under "
+                f"uneven inputs (Join): a training pass, and rank {rank} has no repeat=, which says what to do after "
+                "the others' backwards: Join([model], repeat=optimizer.step), or a function of all that ends a step, "
+                "such as lambda: (model.clip_grad_norm_(1.0), optimizer.step()). Evaluation needs none, under "
                 "torch.no_grad()"
             )
 
 
-def _describe(row: _Row) -> str:
-    kind = "a training pass" if row.has_grad else "an evaluation"
-    return kind if row.is_synced else f"{kind} inside no_sync()"
-
-
-def _legible(act: _Act) -> _Act:
-    """`act` with settings that can be sent, compared and shown."""
-    return _Act(act.name, {key: _text(value) for key, value in act.settings.items()})
-
-
 def _text(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return _text(value.tolist())
-    if isinstance(value, list | tuple):
-        return f"({', '.join(_text(item) for item in value)})"
-    if isinstance(value, bool | str) or value is None:
-        return repr(value)
-    return repr(float(value)) if isinstance(value, int | float) else type(value).__name__
-
-
-def _story(acts: Sequence[_Act], others: Iterable[_Act]) -> str:
-    """For messages: ``clip_grad_norm_(), AdamW.step(lr=0.1)``, with those settings in which `others` differ."""
-    theirs = dict(enumerate(others))
-    parts = []
-    for index, (name, settings) in enumerate(acts):
-        other = theirs.get(index, _Act("", {}))
-        differing = [f"{k}={v}" for k, v in settings.items() if other.name == name and other.settings.get(k) != v]
-        parts.append(f"{name}({', '.join(differing)})")
-    return ", ".join(parts) or "nothing"
+    """`value`, the same on all ranks."""
+    value = value.tolist() if isinstance(value, torch.Tensor) else value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(float(value))
+    return str(value) if isinstance(value, bool | str | list | tuple) or value is None else type(value).__name__
 
 
 class UnevenHook(JoinHook):
@@ -315,8 +258,7 @@ class UnevenHook(JoinHook):
     def __init__(self, inputs: UnevenInputs, engine: Engine) -> None:
         self._inputs = inputs
         engine.set_inputs(inputs)
-        # Join lets go of its hooks when it is left, also because of an exception, of which it tells nobody.
-        weakref.finalize(self, inputs.leave)
+        weakref.finalize(self, inputs.leave)  # Join says nothing when an exception ends it, and drops its hooks
 
     def main_hook(self) -> None:
         """One pass of the others, while this rank has run out."""

@@ -1,0 +1,296 @@
+"""``save_pretrained`` of PEFT's and transformers' models, and of whatever else one rank saves of full weights.
+
+A model of transformers is exported: every rank writes its bytes. Only PEFT knows what each of its methods saves, so
+adapters (of a PeftModel or of ``add_adapter``) are saved by the model's own ``save_pretrained``: the first rank calls
+it, while full tensors lie under the parameters that it reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamshard.checkpoint.export import export_shards
+from streamshard.checkpoint.safetensors_file import SUMS_NAME
+from streamshard.comm.objects import run_on_all_ranks
+from streamshard.engine.engine import Engine
+from streamshard.engine.handle import Uncopyable, engine_at_rest, not_a_layer
+from streamshard.errors import CheckpointError, CommunicationError, ShardingError
+from streamshard.full import under_params
+from streamshard.integrations.huggingface import is_transformers_model
+from streamshard.plan.structure import modules_inside
+from streamshard.unit.pieces import holds_pieces
+from streamshard.unit.shard import ParamShard
+from streamshard.unit.sharded_tensor import ShardedTensor
+
+__all__ = [
+    "adapt_methods",
+    "called_on_all_ranks",
+    "find_piece",
+    "forget_sums",
+    "has_adapters",
+    "plain_classes",
+    "refuse_pieces",
+    "save_adapters",
+    "save_on_first",
+]
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether `model` is a PeftModel."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether ``save_pretrained`` saves adapters, and not the model: a PeftModel, or one with ``add_adapter``."""
+    return is_peft_model(model) or (is_transformers_model(model) and getattr(model, "_hf_peft_config_loaded", False))
+
+
+def adapt_methods(model: nn.Module) -> None:
+    """Replace methods that need full weights. The classes of a sharded model's modules are StreamShard's by now."""
+    kind: Any
+    for module in modules_inside(model):
+        if is_transformers_model(module) or (module is model and is_peft_model(model)):
+            kind = type(module)
+            kind.save_pretrained, kind.push_to_hub = _save_pretrained, _push
+    if is_peft_model(model):
+        kind = type(model)
+        for name in ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload"):
+            if hasattr(model, name):  # not where prompts are learnt
+                setattr(kind, name, functools.partialmethod(_refuse_merging, name))
+
+
+def save_adapters(
+    model: nn.Module, engine: Engine, directory: str | os.PathLike[str], dtype: torch.dtype | None = None, **given: Any
+) -> list[str]:
+    """What ``save_pretrained`` of an unsharded model with adapters writes. Collective; the first rank writes.
+
+    Args:
+        model: a sharded model that `has_adapters`.
+        engine: its engine.
+        directory: where to. Files there are replaced one by one when all are complete, the configs last.
+        dtype: of floating-point weights; None is what each parameter had before sharding.
+        **given: arguments of its ``save_pretrained``, the same on every rank.
+
+    Returns:
+        Names of the files with weights.
+
+    Raises:
+        CheckpointError: on every rank; names the rank on which it went wrong.
+    """
+    wanted = run_on_all_ranks(engine.ranks, "find what PEFT saves", lambda: _wanted(model, given))
+    own: Any = super(type(model), model)  # the model's method, which ours hides
+    save = functools.partial(own.save_pretrained, **given)
+    made = save_on_first(model, engine, directory, save, wanted, dtype)
+    return [str(path) for path in made if path.name.startswith("adapter_model.")]
+
+
+def save_on_first(
+    model: nn.Module,
+    engine: Engine,
+    directory: str | os.PathLike[str],
+    save: Callable[[str], object],
+    wanted: Collection[nn.Parameter] | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[Path]:
+    """Let the first rank call `save` while full weights lie under its parameters, in CPU memory. Collective.
+
+    Args:
+        model: sharded; it computes as an unsharded model while `save` runs.
+        engine: its engine.
+        directory: where to. Files there are replaced one by one when `save` has written all of them.
+        save: is called with another directory, to write them to.
+        wanted: the parameters that `save` reads; None is all.
+        dtype: in which it reads them; None is what each had before sharding.
+
+    Returns:
+        The files, on every rank.
+
+    Raises:
+        CheckpointError: on every rank; names the rank on which it went wrong.
+    """
+    full: dict[ParamShard, torch.Tensor] = {}
+    for unit in engine.units:
+        pieces = [shard.main if wanted is None or shard.param in wanted else None for shard in unit.params]
+        for shard, piece, tensor in zip(unit.params, pieces, unit.gather_whole(pieces), strict=True):
+            if engine.ranks.is_first and piece is not None and tensor is not None:
+                full[shard] = tensor.to("cpu", dtype or shard.dtype, copy=True)
+
+    def write() -> list[Path]:
+        if not engine.ranks.is_first:
+            return []
+        with under_params(engine, full), plain_classes(model):
+            return _write(Path(directory), save)
+
+    made: list[Path] = engine.ranks.of_first(run_on_all_ranks(engine.ranks, f"save to {directory}", write))
+    return made
+
+
+@contextlib.contextmanager
+def plain_classes(model: nn.Module) -> Iterator[None]:
+    """Inside, modules of a sharded model have their own classes: calls gather nothing, and run none of our methods."""
+    kinds = [(module, type(module)) for module in modules_inside(model) if isinstance(module, Uncopyable)]
+    try:
+        for module, kind in kinds:
+            plain = next(each for each in kind.__mro__ if not issubclass(each, Uncopyable))
+            object.__setattr__(module, "__class__", plain)
+        yield
+    finally:
+        for module, kind in kinds:
+            object.__setattr__(module, "__class__", kind)
+
+
+def refuse_pieces(state_dict: Mapping[str, Any], what: str) -> None:
+    """Raise if `state_dict` holds pieces, on this rank: nothing is sent.
+
+    Args:
+        state_dict: is about to be saved by one rank.
+        what: would save it.
+
+    Raises:
+        CheckpointError: names the first tensor that is a piece.
+    """
+    if (name := find_piece(state_dict)) is not None:
+        raise CheckpointError(
+            f"{what}: {name!r} in the state dict is one rank's piece, as model.state_dict() gives it. Let all ranks "
+            "call accelerator.get_state_dict(model) or model.full_state_dict() and give what rank 0 gets, or let all "
+            "ranks save without state_dict: trainer.save_model(directory), model.save_pretrained(directory)"
+        )
+
+
+def find_piece(state_dict: Mapping[str, Any]) -> str | None:
+    """The name of the first tensor in `state_dict` that is one rank's piece; None if all are full."""
+    for name, value in state_dict.items():
+        if isinstance(value, ShardedTensor) or (isinstance(value, torch.Tensor) and holds_pieces(value)):
+            return name
+    return None
+
+
+@contextlib.contextmanager
+def called_on_all_ranks(method: str) -> Iterator[None]:
+    """Around a collective save: if the other ranks do not come, the error says that all ranks have to call `method`."""
+    try:
+        yield
+    except CommunicationError as error:
+        raise CommunicationError(
+            f"{method} of a sharded model could not go on. All ranks have to call it, so call it outside of `if "
+            "trainer.is_world_process_zero()`, `if accelerator.is_main_process` and the like: rank 0 alone writes what "
+            f"is written once. Earlier saves are untouched. {error}"
+        ) from error
+
+
+def forget_sums(directory: Path) -> None:
+    """Remove the checksums of an earlier export from `directory`: something else is about to write weights there."""
+    (directory / SUMS_NAME).unlink(missing_ok=True)
+
+
+# -- methods of models --------------------------------------------------------------------------------------------
+
+
+def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **given: Any) -> None:
+    """``save_pretrained``, called on all ranks: `export_safetensors`, or `save_adapters`.
+
+    With ``state_dict=`` it is the model's own, on whatever rank: that dict has full weights.
+
+    Raises:
+        CheckpointError: as for the export; an argument that only transformers' own can do; pieces in `state_dict`.
+    """
+    own = super(type(self), self).save_pretrained
+    known = inspect.signature(own).parameters
+    given |= dict(zip(list(known)[1:], args, strict=False))
+    if (state_dict := given.get("state_dict")) is not None:
+        refuse_pieces(state_dict, "save_pretrained(state_dict=..)")
+        if given.get("is_main_process", True):
+            forget_sums(Path(save_directory))
+        own(save_directory, **given)
+        return
+    engine = engine_at_rest(not_a_layer(self), "save_pretrained")
+    given.pop("is_main_process", None)
+    with called_on_all_ranks("save_pretrained()"):
+        if has_adapters(self):
+            save_adapters(self, engine, save_directory, **given)
+            return
+        max_shard_size = given.pop("max_shard_size", known["max_shard_size"].default)
+        if others := [name for name, value in given.items() if name in known and value != known[name].default]:
+            raise CheckpointError(
+                f"save_pretrained({others[0]}={given[others[0]]!r}) of a sharded model: only transformers does that, "
+                "of full weights. Call weights = model.full_state_dict() on all ranks, and on rank 0 "
+                f"model.save_pretrained(directory, state_dict=weights, {others[0]}=..)"
+            )
+        export_shards(self, engine.param_shards, engine.ranks, save_directory, None, max_shard_size)
+
+
+def _push(self: Any, repo_id: str, *_: Any, **__: Any) -> None:
+    """``push_to_hub``, which saves to a directory of each rank's own."""
+    raise CheckpointError(
+        "push_to_hub() of a sharded model: call model.save_pretrained(directory) on all ranks, and on rank 0 "
+        f"huggingface_hub.upload_folder(repo_id={repo_id!r}, folder_path=directory)"
+    )
+
+
+def _refuse_merging(self: Any, name: str, *_: Any, **__: Any) -> None:
+    """PEFT's methods that compute with full weights of the base model."""
+    raise ShardingError(
+        f"{name}() needs full weights, of which each rank has pieces. Call model.save_pretrained(directory) on all "
+        "ranks, and merge in one process: PeftModel.from_pretrained(base, directory).merge_and_unload()"
+    )
+
+
+def _wanted(model: Any, given: Mapping[str, Any]) -> set[nn.Parameter]:
+    """The parameters that PEFT reads to save adapters, and those that train."""
+    if given.get("path_initial_model_for_weight_conversion") is not None:
+        raise CheckpointError(
+            "path_initial_model_for_weight_conversion loads a second adapter to subtract it, which a sharded model has "
+            "no room for: save the adapter, and convert it without sharding"
+        )
+    wanted = {param for param in model.parameters() if param.requires_grad}
+    state = model.state_dict(keep_vars=True)
+    save = importlib.import_module("peft").get_peft_model_state_dict
+    for adapter in given.get("selected_adapters") or list(model.peft_config):
+        if adapter in model.peft_config and not model.peft_config[adapter].is_prompt_learning:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it warns again when it saves
+                embeddings = given.get("save_embedding_layers", "auto")
+                saved = save(model, dict(state), adapter_name=adapter, save_embedding_layers=embeddings)
+            wanted.update(tensor for tensor in saved.values() if isinstance(tensor, nn.Parameter))
+    return wanted
+
+
+# -- writing ------------------------------------------------------------------------------------------------------
+
+_LAST = ("adapter_config.json", "modules.json")  # readers take them for a sign that the other files are there
+
+
+def _write(directory: Path, save: Callable[[str], object]) -> list[Path]:
+    """Let `save` fill a directory beside, and put what it has made into `directory`, the configs last."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".partial", dir=directory.parent))
+    try:
+        if (directory / "README.md").exists():  # which PEFT adds to
+            shutil.copy(directory / "README.md", staging)
+        save(str(staging))
+        made = sorted(path.relative_to(staging) for path in staging.rglob("*") if path.is_file())
+        if any(path.name.startswith("model") for path in made):
+            forget_sums(directory)
+        for path in sorted(made, key=lambda path: path.name in _LAST):
+            with open(staging / path, "rb") as file:
+                os.fsync(file.fileno())
+            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(staging / path, directory / path)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return made
