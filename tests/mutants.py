@@ -219,14 +219,14 @@ MUTANTS: list[Mutant] = [
         "engine/backward",
         "Backward.reach",
         Swap("engine.reductions.due = set(visits)", "engine.reductions.due = set()"),
-        "coalesce passes",
+        "unit_size passes",
     ),
     # `due` is not discarded
     Mutant(
         "engine/backward",
         "Backward._issue",
         Drop("self._engine.reductions.due.discard(op.unit)"),
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind coalesce passes matrix",
+        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind unit_size passes matrix",
     ),
     # a recomputation does not move the schedule on
     Mutant(
@@ -292,13 +292,13 @@ MUTANTS: list[Mutant] = [
         "dial",
     ),
     # parked gradients are dropped
-    Mutant("unit/grads", "UnitGrads.open", Drop("self.write(param_index, parked)"), "coalesce"),
+    Mutant("unit/grads", "UnitGrads.open", Drop("self.write(param_index, parked)"), "unit_size"),
     # parked gradients are added again
     Mutant(
         "unit/grads",
         "UnitGrads.open",
         Swap("parked, grad.parked = grad.parked, None", "parked = grad.parked"),
-        "coalesce",
+        "unit_size",
     ),
     # a used parameter is not noted
     Mutant(
@@ -500,7 +500,7 @@ MUTANTS: list[Mutant] = [
     # an average is not awaited before a slot is opened
     Mutant("engine/reductions", "Reductions._open", Drop("self.replicas.finish_average(unit)"), "replicas"),
     # what is due is reduced at once
-    Mutant("engine/reductions", "Reductions._open", Swap("if earlier.index in self.due:", "if False:"), "coalesce"),
+    Mutant("engine/reductions", "Reductions._open", Swap("if earlier.index in self.due:", "if False:"), "unit_size"),
     # what is not due is parked
     Mutant(
         "engine/reductions",

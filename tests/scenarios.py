@@ -27,6 +27,7 @@ from tests.ranks import RankContext
 from tests.reference import EXACT, Call, Step, adamw, assert_same, full_weights, lm_step, seed, sgd, stack_step
 
 __all__ = [
+    "ADDING",
     "BF16",
     "PRECISIONS",
     "SCENARIOS",
@@ -332,6 +333,17 @@ SCENARIOS: dict[str, Scenario] = {
     "layers in layers": Scenario(NestedStack, _one_backward),
     "a forward that fails": Scenario(RoutedStack, _failing_forward),
 }
+
+
+# Where gradients are added to what is there: in another order where main grads lie in the slots, and on accelerators.
+ADDING = (
+    "micro-batches",
+    "no_sync",
+    "adapters in micro-batches",
+    "gradients kept when a backward fails",
+    "two backwards",
+    "a kept graph",
+)
 
 
 def sharded(scenario: str, precision: Precision, **settings: Any) -> nn.Module:

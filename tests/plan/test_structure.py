@@ -405,4 +405,3 @@ def test_a_state_dict_after_a_failed_backward_holds_pieces(context: RankContext)
     assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == wanted
 
 
-# ---------------------------------------------------------------------------------------------- units that are found

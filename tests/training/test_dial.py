@@ -31,49 +31,44 @@ from tests.scenarios import PRECISIONS as BASE
 from tests.scenarios import over_sockets, reference, trained
 
 PRECISIONS = {**BASE, "fp16": Precision(param_dtype=torch.float16, grad_dtype=torch.float16)}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "ZeRO-2": {"weight_slots": "all", "grad_slots": 2},
-    "ZeRO-1": {"weight_slots": "all", "grad_slots": "all"},
-    "3 and 4 slots": {"weight_slots": 3, "grad_slots": 4},
-    "all grads": {"weight_slots": 2, "grad_slots": "all"},
-}
-# -- the same numbers ---------------------------------------------------------------------------------------------
+ZERO_1: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
+
+# ---------------------------------------------------------------------------------------------- the same numbers
 
 
 @on_ranks(3)
 @pytest.mark.parametrize("way", ["shared memory", "sockets"])
-@pytest.mark.parametrize("setting", ["ZeRO-1", "3 and 4 slots"])
-def test_more_ranks_train_like_the_default(context: RankContext, setting: str, way: str) -> None:
+def test_more_ranks_train_like_the_default(context: RankContext, way: str) -> None:
     """Main grads that lie in the slot are summed starting with this rank's: another order from three ranks on.
 
     Two ranks, and all ways of training, are test_matrix's.
     """
-    scenario, settings = "layers unused on some ranks", SETTINGS[setting]
+    scenario = "layers unused on some ranks"
     for name, precision in PRECISIONS.items():
-        with over_sockets() if way == "sockets" else contextlib.nullcontext():
-            found = trained(context, scenario, precision, **settings)
-        is_exact = settings["grad_slots"] != "all" or precision.slot_grad_dtype is not torch.float32
-        wanted = reference(context, scenario, precision)
-        assert_same(found, wanted, name, EXACT if is_exact else Tolerance(1e-4, 1e-4))
+        for settings in (ZERO_1, {"weight_slots": 3, "grad_slots": 4}):
+            with over_sockets() if way == "sockets" else contextlib.nullcontext():
+                found = trained(context, scenario, precision, **settings)
+            is_exact = settings["grad_slots"] != "all" or precision.slot_grad_dtype is not torch.float32
+            wanted = reference(context, scenario, precision)
+            assert_same(found, wanted, name, EXACT if is_exact else Tolerance(1e-4, 1e-4))
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("grad_slots", [2, "all"])
 def test_over_sockets_too(context: RankContext, grad_slots: Any) -> None:
-    """What is received is added up where nothing else is received meanwhile, although there are fewer such places."""
+    """Two scratch buffers, in which received gradients are added up, serve all slots."""
     with over_sockets():
         found = trained(context, "plain", FP32, weight_slots="all", grad_slots=grad_slots)
     assert_same(found, reference(context, "plain", FP32), "weights", EXACT)
 
 
-# -- bytes --------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------- bytes
 
 # Bytes per parameter with Adam, for N ranks, without what a setting's slots add; "all" slots are in the formula.
 FORMULAS: dict[str, tuple[str, dict[str, Any], float, float]] = {
-    "ZeRO-1, fp16, fp16 gradients": ("fp16", SETTINGS["ZeRO-1"], 4, 16),
-    "ZeRO-1, bf16, fp32 gradients": ("bf16", SETTINGS["ZeRO-1"], 6, 12),
-    "ZeRO-1, fp32": ("fp32", SETTINGS["ZeRO-1"], 8, 8),
-    "ZeRO-2, bf16": ("bf16", SETTINGS["ZeRO-2"], 2, 16),
+    "ZeRO-1, fp16, fp16 gradients": ("fp16", ZERO_1, 4, 16),
+    "ZeRO-1, bf16, fp32 gradients": ("bf16", ZERO_1, 6, 12),
+    "ZeRO-2, bf16": ("bf16", {"weight_slots": "all"}, 2, 16),
     "ZeRO-3, bf16": ("bf16", {}, 0, 18),
 }
 
@@ -94,61 +89,34 @@ class Even(nn.Module):
         return out
 
 
-@on_ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("case", list(FORMULAS))
-def test_bytes_per_parameter_are_those_of_the_formula(context: RankContext, case: str) -> None:
+@on_ranks(1, 2, 3)
+def test_bytes_per_parameter_are_those_of_the_formula(context: RankContext) -> None:
     """Counted on live tensors, the optimizer's included."""
-    name, settings, constant, sharded_bytes = FORMULAS[case]
-    precision, size = PRECISIONS[name], context.world_size
-    model: Any = StreamShard(Even(), precision=precision, **settings)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        model(torch.ones(4, 48)).float().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    report = model.memory_report()
-    assert dict(report.held_bytes) == dict(report.formula_bytes)
-    held = report.total_bytes - report.held_bytes["flags"]
-    held += sum(m.nbytes for state in optimizer.state.values() for m in state.values() if m.ndim)
-    if size == 1:  # gradients go straight to the main grads, weights come from the compute shard: no full-size buffers
-        assert held == 18 * report.numel if name != "fp32" else 16 * report.numel
-        return
-    layer, head = 48 * 48, 24 * 48
-    slots = 0.0
-    if settings.get("weight_slots") != "all":
-        slots += precision.param_dtype.itemsize * (2 * layer + head)
-    if settings.get("grad_slots") != "all":
-        slots += precision.slot_grad_dtype.itemsize * (2 * layer + head)
-    assert held == pytest.approx((constant + sharded_bytes / size) * report.numel + slots, abs=0.5)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("precision", list(BASE))  # fp16 is as long as bf16
-@pytest.mark.parametrize("setting", list(SETTINGS))
-def test_the_report_is_right_at_every_setting(context: RankContext, setting: str, precision: str) -> None:
-    """Also over sockets, where two scratches serve all slots."""
-    for way in (contextlib.nullcontext, over_sockets):
-        with way():
-            model: Any = StreamShard(TinyLM(TinyConfig(depth=5)), precision=PRECISIONS[precision], **SETTINGS[setting])
-        lm_step(model, Call(0, context.rank, 2, 1.0))
+    for case, (name, settings, constant, sharded_bytes) in FORMULAS.items():
+        precision, size = PRECISIONS[name], context.world_size
+        model: Any = StreamShard(Even(), precision=precision, **settings)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(4, 48)).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
         report = model.memory_report()
         assert dict(report.held_bytes) == dict(report.formula_bytes)
+        held = report.total_bytes - report.held_bytes["flags"]
+        held += sum(m.nbytes for state in optimizer.state.values() for m in state.values() if m.ndim)
+        if size == 1:  # gradients go straight to the main grads, weights come from the compute shard: no slots
+            assert held == 18 * report.numel, case
+            continue
+        layer, head = 48 * 48, 24 * 48
+        slots = 0.0
+        if settings.get("weight_slots") != "all":
+            slots += precision.param_dtype.itemsize * (2 * layer + head)
+        if settings.get("grad_slots") != "all":
+            slots += precision.slot_grad_dtype.itemsize * (2 * layer + head)
+        assert held == pytest.approx((constant + sharded_bytes / size) * report.numel + slots, abs=0.5), case
 
 
-@on_ranks(2)
-def test_units_that_do_not_train_have_no_grad_slot(context: RankContext) -> None:
-    """What is held is the head's."""
-    frozen = Stack()
-    frozen.layers.requires_grad_(False)
-    model: Any = StreamShard(frozen, precision=FP32, grad_slots="all")
-    stack_step(model, Call(0, context.rank, 2, 1.0))
-    report = model.memory_report()
-    head = next(unit for unit in engine_inside(model).units if unit.grads.segments)
-    assert head.grads.slot is not None
-    assert report.held_bytes["grad slots"] == report.formula_bytes["grad slots"] == head.grads.slot.buffer.nbytes
-
-
-# -- messages -----------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------- messages
 
 
 def _counts(model: nn.Module, context: RankContext, number: int) -> tuple[int, int]:
@@ -161,7 +129,7 @@ def _counts(model: nn.Module, context: RankContext, number: int) -> tuple[int, i
 def test_more_weight_slots_save_gathers(context: RankContext) -> None:
     """The floor is two gathers of a unit and one reduction, less one gather for each unit that is still in its slot."""
     depth, flags = 6, 1  # flags: the exchange of used parameters, once a backward
-    for slots, kept in ((2, 2), (3, 3), (5, 5), ("all", depth), (7, depth)):
+    for slots, kept in ((2, 2), (3, 3), ("all", depth), (7, depth)):
         model = StreamShard(TinyLM(TinyConfig(depth=depth)), precision=FP32, weight_slots=slots)
         lm_step(model, Call(0, context.rank, 2, 1.0))
         gathers, reductions = _counts(model, context, 1)
@@ -172,7 +140,7 @@ def test_more_weight_slots_save_gathers(context: RankContext) -> None:
 def test_zero_1_reduces_once_for_all_micro_batches(context: RankContext) -> None:
     """And gathers once: inside `no_sync` nothing is sent at all after the first forward."""
     depth = 6
-    model = StreamShard(TinyLM(TinyConfig(depth=depth)), precision=FP32, weight_slots="all", grad_slots="all")
+    model = StreamShard(TinyLM(TinyConfig(depth=depth)), precision=FP32, **ZERO_1)
     lm_step(model, Call(0, context.rank, 2, 1.0))
     with model.no_sync():
         assert _counts(model, context, 1) == (1 + depth, 0)
@@ -180,21 +148,21 @@ def test_zero_1_reduces_once_for_all_micro_batches(context: RankContext) -> None
     assert _counts(model, context, 3) == (1 + depth + 1, 1 + depth)
 
 
-# -- gradients that wait ------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------- gradients that wait
 
 
 def _accumulating(precision: Precision) -> Any:
     torch.manual_seed(3)
-    return StreamShard(Stack(), precision=precision, weight_slots="all", grad_slots="all")
+    return StreamShard(Stack(), precision=precision, **ZERO_1)
 
 
 @on_ranks()
 @pytest.mark.parametrize(
     ("world_size", "precision", "how"),
-    [(2, "fp32", "optimizer"), (2, "16-bit wire", "model"), (2, "16-bit", "set"), (3, "fp32", "deleted")],
+    [(2, "fp32", "optimizer"), (2, "16-bit wire", "model"), (2, "16-bit", "set"), (3, "fp32", "set")],
 )
 def test_clearing_gradients_inside_no_sync_drops_them(context: RankContext, how: str, precision: str) -> None:
-    """A loop skips a bad batch: what was accumulated is gone, on the other ranks' part too."""
+    """A loop skips a bad batch: accumulated gradients are gone, on the other ranks' part too."""
     call = Call(1, context.rank, context.world_size, 1.0)
     model = _accumulating(PRECISIONS[precision])
     stack_step(model, call)
@@ -204,31 +172,26 @@ def test_clearing_gradients_inside_no_sync_drops_them(context: RankContext, how:
     optimizer = adamw(model)
     with model.no_sync():
         stack_step(model, Call(5, context.rank, context.world_size, 1.0))
-        if how in ("optimizer", "model"):
-            (optimizer if how == "optimizer" else model).zero_grad()
-        for param in model.parameters():
-            if how == "set":
+        if how == "set":
+            for param in model.parameters():
                 param.grad = None
-            elif how == "deleted":
-                del param.grad
+        else:
+            (optimizer if how == "optimizer" else model).zero_grad()
     stack_step(model, call)
     assert_same(full_grads(model), wanted, "gradients", EXACT)
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world_size", "precision"), [(2, "fp32"), (2, "16-bit wire"), (2, "16-bit"), (3, "bf16")])
+@pytest.mark.parametrize(("world_size", "precision"), [(2, "16-bit wire"), (2, "16-bit"), (3, "bf16")])
 def test_waiting_gradients_are_added_to_those_that_were_there(context: RankContext, precision: str) -> None:
     """A reduced gradient, two that wait, and a last one: four micro-batches in all."""
-    size = context.world_size
     grads = []
-    for settings in ({}, {"weight_slots": "all", "grad_slots": "all"}):
+    for settings in ({}, ZERO_1):
         torch.manual_seed(3)
         model: Any = StreamShard(Stack(), precision=PRECISIONS[precision], **settings)
-        stack_step(model, Call(0, context.rank, size, 1.0))
-        with model.no_sync():
-            stack_step(model, Call(1, context.rank, size, 1.0))
-            stack_step(model, Call(2, context.rank, size, 1.0))
-        stack_step(model, Call(3, context.rank, size, 1.0))
+        for number in range(4):
+            with model.no_sync() if number in (1, 2) else contextlib.nullcontext():
+                stack_step(model, Call(number, context.rank, context.world_size, 1.0))
         grads.append(full_grads(model))
     narrow = PRECISIONS[precision].slot_grad_dtype is not torch.float32
     assert_same(grads[1], grads[0], "gradients", Tolerance(2e-2, 1e-3) if narrow else Tolerance(1e-5, 1e-6))
@@ -257,30 +220,30 @@ def _frozen_while_waiting(model: Any, call: Call) -> Tensor:
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("settings", [{}, {"weight_slots": "all", "grad_slots": "all"}], ids=["ZeRO-3", "ZeRO-1"])
+@pytest.mark.parametrize("settings", [{}, ZERO_1], ids=["ZeRO-3", "ZeRO-1"])
 def test_gradients_of_layers_that_are_frozen_while_they_wait_stay(
     context: RankContext, settings: dict[str, Any]
 ) -> None:
-    """torch leaves what a parameter holds when it is frozen, and so do we, on ranks that had no part in it too."""
+    """As in torch, on ranks that had no part in the gradient too."""
     assert_trains_like_plain(context, _Alternating, _frozen_while_waiting, checked=(0, 2), **settings)
 
 
 @on_ranks(2)
 def test_gradients_that_wait_cannot_be_used(context: RankContext) -> None:
-    """They are this rank's alone: whatever would read or scale them raises and names a parameter."""
+    """They are this rank's alone: reading or scaling them raises and names a parameter."""
     model = _accumulating(FP32)
     optimizer = adamw(model)
     with model.no_sync():
         stack_step(model, Call(0, context.rank, 2, 1.0))
         message = r"no_sync.*not been reduced"
-        with pytest.raises(ShardingError, match=message):
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with pytest.raises(ShardingError, match=message):
-            model.clip_grad_norm_(1.0)
-        with pytest.raises(ShardingError, match=message):
-            optimizer.step()
-        with pytest.raises(ShardingError, match=message):
-            model.head.weight.grad.norm()
+        for use in (
+            lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            lambda: model.clip_grad_norm_(1.0),
+            optimizer.step,
+            lambda: model.head.weight.grad.norm(),
+        ):
+            with pytest.raises(ShardingError, match=message):
+                use()
         with pytest.raises(ShardingError, match=r"'layers\.0\.linear\.weight'.*set_to_none=True\) drops"):
             optimizer.zero_grad(set_to_none=False)
         with pytest.raises(ShardingError, match="'head.weight'"):
@@ -290,28 +253,7 @@ def test_gradients_that_wait_cannot_be_used(context: RankContext) -> None:
     optimizer.step()
 
 
-@on_ranks(2)
-def test_a_failed_micro_batch_can_be_cleared(context: RankContext) -> None:
-    """As under DDP its partial gradients stay until somebody clears them."""
-    model = _accumulating(FP32)
-    stack_step(model, Call(1, context.rank, 2, 1.0))
-    wanted = full_grads(model)
-    model = _accumulating(FP32)
-    handle = model.layers[1].register_full_backward_hook(_raise)
-    with model.no_sync():
-        with pytest.raises(ZeroDivisionError):
-            stack_step(model, Call(0, context.rank, 2, 1.0))
-        handle.remove()
-        adamw(model).zero_grad()
-    stack_step(model, Call(1, context.rank, 2, 1.0))
-    assert_same(full_grads(model), wanted, "gradients", EXACT)
-
-
-def _raise(*_: object) -> None:
-    raise ZeroDivisionError
-
-
-# -- what does not fit --------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------- refusals
 
 
 @on_ranks(2)
@@ -325,15 +267,23 @@ def test_fp32_weights_put_elsewhere_are_refused_where_they_live_in_the_slot(cont
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("count", [1, 0, -1, 2.0, True, "some", None])
-def test_other_numbers_of_slots_are_refused(context: RankContext, count: Any) -> None:
+def test_values_of_options_that_mean_nothing_are_refused(context: RankContext) -> None:
     """By name, with what is wanted."""
-    for name in ("weight_slots", "grad_slots"):
-        with pytest.raises(ConfigError, match=f"{name}={count!r}: wanted an integer of at least 2, or 'all'"):
-            StreamShard(Stack(), **{name: count})
+    for count in (1, 2.0, True, "some", None):
+        for name in ("weight_slots", "grad_slots"):
+            with pytest.raises(ConfigError, match=f"{name}={count!r}: wanted an integer of at least 2, or 'all'"):
+                StreamShard(Stack(), **{name: count})
+    for budget in (0, 1.5, "much", "-3GB", True):
+        with pytest.raises(ConfigError, match="memory_budget="):
+            StreamShard(Stack(), memory_budget=budget)
+    for pad in (0, 1.5, True, "64"):
+        with pytest.raises(ConfigError, match="pad_units_to="):
+            StreamShard(Stack(), pad_units_to=pad)
+    with pytest.raises(ConfigError, match="weight_slots=3 and memory_budget='1GB': the budget chooses the slots"):
+        StreamShard(Stack(), weight_slots=3, memory_budget="1GB")
 
 
-# -- a budget instead of numbers ----------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------- a memory budget
 
 
 def _held(model: Any) -> int:
@@ -341,12 +291,12 @@ def _held(model: Any) -> int:
     return int(report.total_bytes + report.adam_bytes)
 
 
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "precision"), [(2, "fp32"), (2, "16-bit wire"), (3, "bf16")])
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "16-bit wire"])
 def test_a_budget_takes_the_most_slots_that_fit(context: RankContext, precision: str) -> None:
     """At each setting's own size it is chosen, a byte below that the next smaller one is, and what is held fits."""
     order: list[dict[str, Any]] = [
-        {"weight_slots": "all", "grad_slots": "all"},
+        ZERO_1,
         {"weight_slots": "all", "grad_slots": 2},
         *({"weight_slots": count, "grad_slots": 2} for count in range(7, 1, -1)),
     ]
@@ -365,39 +315,17 @@ def test_a_budget_takes_the_most_slots_that_fit(context: RankContext, precision:
 
 @on_ranks(2)
 def test_too_small_a_budget_says_what_is_missing(context: RankContext) -> None:
-    """Before anything is changed: the model can be sharded afterwards."""
+    """Before anything is changed: the model can be sharded afterwards. A share of the free memory works as well."""
     least = _held(StreamShard(Even(), precision=FP32))
     model = Even()
     with pytest.raises(ConfigError, match=r"memory_budget is .* MiB, but weight_slots=2, grad_slots=2 .* are missing"):
         StreamShard(model, precision=FP32, memory_budget=least - 1)
     assert model.head.weight.shape == (24, 48)
     StreamShard(model, precision=FP32, memory_budget=least)
+    assert "weight_slots='all'" in str(StreamShard(Even(), precision=FP32, memory_budget=0.5).memory_report())
 
 
-@on_ranks(2)
-def test_the_smallest_budget_of_any_rank_counts(context: RankContext) -> None:
-    """A share of the free memory is not the same everywhere; the choice has to be."""
-    for budget in ("1GiB", 0.5):
-        model: Any = StreamShard(Even(), precision=FP32, memory_budget=budget)
-        assert "weight_slots='all', grad_slots='all'" in str(model.memory_report())
-
-
-@on_ranks(1)
-@pytest.mark.parametrize("budget", [0, -5, 0.0, 1.5, "much", "12", "-3GB", True])
-def test_budgets_that_mean_nothing_are_refused(context: RankContext, budget: Any) -> None:
-    """By name."""
-    with pytest.raises(ConfigError, match="memory_budget="):
-        StreamShard(Stack(), memory_budget=budget)
-
-
-@on_ranks(1)
-def test_a_budget_and_numbers_of_slots_exclude_each_other(context: RankContext) -> None:
-    """One of them would be ignored."""
-    with pytest.raises(ConfigError, match="weight_slots=3 and memory_budget='1GB': the budget chooses the slots"):
-        StreamShard(Stack(), weight_slots=3, memory_budget="1GB")
-
-
-# -- what a rank owns ---------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------- what a rank owns
 
 
 def _ranges(context: RankContext, pad: int) -> dict[str, tuple[int, int]]:
@@ -417,7 +345,7 @@ def _ranges(context: RankContext, pad: int) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("pad", [1, 1000])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_element_is_owned_by_one_rank(ranks: RankPool, world_size: int, pad: int) -> None:
     """`local_ranges` says which; padding units moves them."""
     found = ranks(world_size).run(_ranges, pad)
@@ -426,11 +354,3 @@ def test_every_element_is_owned_by_one_rank(ranks: RankPool, world_size: int, pa
         assert pieces[0][0] == 0
         assert pieces[-1][1] == param.numel()
         assert all(before[1] == after[0] for before, after in zip(pieces, pieces[1:], strict=False))
-
-
-@on_ranks(1)
-@pytest.mark.parametrize("pad", [0, -1, 1.5, True, "64"])
-def test_paddings_that_mean_nothing_are_refused(context: RankContext, pad: Any) -> None:
-    """By name."""
-    with pytest.raises(ConfigError, match="pad_units_to="):
-        StreamShard(Stack(), pad_units_to=pad)

@@ -16,7 +16,7 @@ from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, Tolerance, assert_same, full_weights
-from tests.scenarios import BF16, SCENARIOS, over_sockets, reference, sharded, sharded_in_pairs, train
+from tests.scenarios import ADDING, BF16, SCENARIOS, over_sockets, reference, sharded, sharded_in_pairs, train
 
 
 class Setting(NamedTuple):
@@ -29,46 +29,29 @@ class Setting(NamedTuple):
 
 WAYS: dict[str, type] = {"memory": SharedMemoryTransport, "sockets": PairwiseTransport}
 ZERO_1: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
-ZERO_2: dict[str, Any] = {"weight_slots": "all"}
 # In fp32 gathers read the main weights themselves, and where each unit has a weight slot these lie in it. Main grads
 # lie in the grad slots where each unit has one. A unit of several layers is bound in parts.
 SETTINGS: dict[str, Setting] = {
     "ZeRO-3": Setting(BF16),
     "ZeRO-3, fp32": Setting(FP32),
-    "ZeRO-2, fp32": Setting(FP32, ZERO_2),
     "ZeRO-1, fp32": Setting(FP32, ZERO_1),
     "ZeRO-1": Setting(BF16, ZERO_1),
     "3 and 4 slots": Setting(BF16, {"weight_slots": 3, "grad_slots": 4}),
-    "all grads": Setting(BF16, {"grad_slots": "all"}),
     "pairs": Setting(BF16, {}, in_pairs=True),
-    "pairs, ZeRO-1": Setting(BF16, ZERO_1, in_pairs=True),
 }
-# Where gradients are added to what is there, main grads in the slots are added to in another order.
-ADDING = (
-    "micro-batches",
-    "no_sync",
-    "adapters in micro-batches",
-    "gradients kept when a backward fails",
-    "two backwards",
-    "a kept graph",
-)
-# What the settings have to do with each other is how gradients are added: these run at all of them. Other scenarios run
-# at the default, in fp32 and at one of the rest, in turn; main weights in the slots and all of them kept, in fp32.
-EVERYWHERE = ("plain", *ADDING)
-IN_FP32 = ("ZeRO-3, fp32", "ZeRO-1, fp32")
-THE_REST = ("ZeRO-1", "3 and 4 slots", "pairs", "pairs, ZeRO-1")
+# Settings differ in how gradients are added: these scenarios run at all of them, the others at two, in turn.
+EVERYWHERE = ("plain", "no_sync", "a kept graph")
+IN_MEMORY = ("ZeRO-3", "ZeRO-3, fp32", "ZeRO-1, fp32")
+OVER_SOCKETS = ("ZeRO-1", "3 and 4 slots", "pairs")
 # fp32 weights that are somewhere else cannot be in their slot as well: test_dial has the error.
 IMPOSSIBLE = ("weights elsewhere", "ZeRO-1, fp32")
 
 
 def _cells() -> Iterator[tuple[str, str, str]]:
-    """Through memory, as ranks of one machine do it; each scenario at one of the rest through sockets, too."""
     for number, scenario in enumerate(SCENARIOS):
-        settings = ["ZeRO-3", IN_FP32[number % 2], THE_REST[number // 2 % 4]]
-        if (scenario, settings[1]) == IMPOSSIBLE:
-            settings[1] = IN_FP32[0]
-        for setting in SETTINGS if scenario in EVERYWHERE else settings:
-            yield scenario, setting, "sockets" if setting in THE_REST else "memory"
+        for settings, way in ((IN_MEMORY, "memory"), (OVER_SOCKETS, "sockets")):
+            chosen = settings if scenario in EVERYWHERE else (settings[number % 3],)
+            yield from ((scenario, setting, way) for setting in chosen if (scenario, setting) != IMPOSSIBLE)
 
 
 def _tolerance(scenario: str, setting: Setting) -> Tolerance:

@@ -1,4 +1,4 @@
-"""Precision: half-precision weights with fp32 main weights, three reductions, dtypes at the doors."""
+"""Precision: half-precision weights with fp32 main weights, three reductions, dtypes of inputs and outputs."""
 
 from __future__ import annotations
 
@@ -12,24 +12,11 @@ from streamshard import Precision, StreamShard
 from streamshard.comm.gloo import sum_in_pieces
 from tests.models import Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    EXACT,
-    FP32,
-    Call,
-    Tolerance,
-    adamw,
-    assert_same,
-    full_grads,
-    full_weights,
-    lm_step,
-)
+from tests.reference import EXACT, Call, Tolerance, adamw, assert_same, full_grads, full_weights, lm_step
+from tests.scenarios import PRECISIONS
 
 BF16, FP16, SINGLE = torch.bfloat16, torch.float16, torch.float32
-REDUCTIONS = {
-    "fp32": Precision(param_dtype=BF16, reduce_dtype=SINGLE),
-    "16-bit wire": Precision(param_dtype=BF16, reduce_dtype=SINGLE, grad_dtype=BF16),
-    "16-bit": Precision(param_dtype=BF16, reduce_dtype=BF16),
-}
+REDUCTIONS = {name: precision for name, precision in PRECISIONS.items() if name != "fp32"}
 # One rounding to bf16 is 2^-8 of the element; sums of rounded terms, and rounded sums, differ by a few of them.
 NEAR = Tolerance(relative=3e-2, absolute=1e-5)
 
@@ -41,7 +28,6 @@ class _Mixed:
         self.compute = model
         self.main = {name: nn.Parameter(p.detach().float().clone()) for name, p in model.named_parameters()}
         self.compute.to(dtype)
-        self.dtype = dtype
         self.optimizer = torch.optim.AdamW(self.main.values(), lr=1e-2, eps=1e-3, weight_decay=0.1)
 
     def step(self, number: int, world_size: int) -> list[Tensor]:
@@ -74,20 +60,11 @@ def _pair(precision: Precision, **config: Any) -> tuple[_Mixed, nn.Module]:
     return mixed, StreamShard(TinyLM(TinyConfig(**config)), precision=precision)
 
 
-@on_ranks()
-@pytest.mark.parametrize(
-    ("world_size", "reduction", "tied"),
-    [
-        (1, "fp32", False),
-        *((size, reduction, False) for size in (2, 3) for reduction in REDUCTIONS),
-        (2, "16-bit wire", True),
-    ],
-)
-def test_bf16_trains_like_bf16_with_fp32_main_weights_in_plain_pytorch(
-    context: RankContext, reduction: str, tied: bool
-) -> None:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_bf16_trains_like_bf16_with_fp32_main_weights_in_plain_pytorch(context: RankContext, reduction: str) -> None:
     """Losses, gradients and main weights over five steps, against the same arithmetic written out."""
-    mixed, model = _pair(REDUCTIONS[reduction], tied=tied)
+    mixed, model = _pair(REDUCTIONS[reduction], tied=reduction == "16-bit wire")
     optimizer = adamw(model)
     for number in range(5):
         wanted = mixed.step(number, context.world_size)
@@ -102,9 +79,7 @@ def test_bf16_trains_like_bf16_with_fp32_main_weights_in_plain_pytorch(
         optimizer.zero_grad()
     weights = full_weights(model)
     wanted_weights = {name: p.detach() for name, p in mixed.main.items()}
-    assert {name: value.dtype for name, value in weights.items() if name in wanted_weights} == dict.fromkeys(
-        wanted_weights, SINGLE
-    )
+    assert {weights[name].dtype for name in wanted_weights} == {SINGLE}
     near = Tolerance(2e-3, 1e-3)
     assert_same({name: weights[name] for name in wanted_weights}, wanted_weights, "main weights", near)
 
@@ -113,7 +88,7 @@ def test_bf16_trains_like_bf16_with_fp32_main_weights_in_plain_pytorch(
 def test_bf16_stays_near_fp32(context: RankContext) -> None:
     """The loss after ten steps is that of fp32 training, to bf16's precision, and everything is finite."""
     losses = {}
-    for name, precision in {"plain fp32": FP32, **REDUCTIONS}.items():
+    for name, precision in PRECISIONS.items():
         torch.manual_seed(7)
         model = StreamShard(TinyLM(), precision=precision)
         optimizer = adamw(model)
@@ -122,31 +97,31 @@ def test_bf16_stays_near_fp32(context: RankContext) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert all(value.isfinite().all() for value in full_weights(model).values())
-    wanted = losses.pop("plain fp32")
+    wanted = losses.pop("fp32")
     assert_same(losses, dict.fromkeys(losses, wanted), "loss", Tolerance(relative=2e-2))
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_two_bf16_runs_are_equal_bit_by_bit(context: RankContext, reduction: str) -> None:
+def test_two_bf16_runs_are_equal_bit_by_bit(context: RankContext) -> None:
     """Reductions sum in a fixed order, which two ranks' sums do not have."""
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(7)
-        model = StreamShard(TinyLM(), precision=REDUCTIONS[reduction])
-        optimizer = adamw(model)
-        for number in range(3):
-            lm_step(model, Call(number, context.rank, context.world_size, 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
-        runs.append(full_weights(model))
-    assert_same(runs[1], runs[0], "second run", EXACT)
+    for name, precision in REDUCTIONS.items():
+        runs = []
+        for _ in range(2):
+            torch.manual_seed(7)
+            model = StreamShard(TinyLM(), precision=precision)
+            optimizer = adamw(model)
+            for number in range(3):
+                lm_step(model, Call(number, context.rank, context.world_size, 1.0))
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append(full_weights(model))
+        assert_same(*runs, name, EXACT)
 
 
 @on_ranks(2)
 def test_small_updates_are_not_lost(context: RankContext) -> None:
     """A hundred steps of 1e-4 move a weight of 1 by 1e-2: bf16 alone could not."""
-    model = StreamShard(Stack(), precision=REDUCTIONS["fp32"])
+    model = StreamShard(Stack(), precision=REDUCTIONS["bf16"])
     with model.summon_full_params(writeback=True), torch.no_grad():
         for p in model.parameters():
             p.fill_(1.0)
@@ -159,19 +134,12 @@ def test_small_updates_are_not_lost(context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_gradients_are_widened_before_they_are_summed_over_micro_batches(context: RankContext) -> None:
+def test_gradients_are_cast_to_fp32_before_they_are_summed_over_micro_batches(context: RankContext) -> None:
     """256 + 1 is 257 in the main grads; in bf16 it would be 256."""
-
-    class One(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.layers[0](x) + self.layers[1](x)
-            return out
-
-    model = StreamShard(One(), precision=REDUCTIONS["fp32"])
+    model = StreamShard(nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(2))), precision=REDUCTIONS["bf16"])
+    with model.summon_full_params(writeback=True), torch.no_grad():
+        for p in model.parameters():
+            p.fill_(1.0)
     for value in (256.0, 1.0):
         model(torch.full((1, 1), value)).sum().backward()
     for grad in full_grads(model).values():
@@ -179,58 +147,44 @@ def test_gradients_are_widened_before_they_are_summed_over_micro_batches(context
         assert float(grad) == 257.0
 
 
-@on_ranks(2)
-def test_layers_compute_in_param_dtype(context: RankContext) -> None:
-    """Inside forward weights and activations are bf16; outside, weights and gradients are fp32."""
-    seen: dict[str, torch.dtype] = {}
-
-    def note(module: Any, args: Any, out: Tensor) -> None:
-        seen.update(weight=module.weight.dtype, input=args[0].dtype, output=out.dtype)
-
-    model: Any = StreamShard(TinyLM())
-    model.blocks[1].up.register_forward_hook(note)
-    lm_step(model, Call(0, context.rank, 2, 1.0))
-    assert seen == {"weight": BF16, "input": BF16, "output": BF16}
-    for name, p in model.named_parameters():
-        assert p.dtype == SINGLE and (p.grad is None or p.grad.dtype == SINGLE), name
-
-
 @on_ranks(1, 2)
-@pytest.mark.parametrize("cast", [True, False])
-def test_floating_point_inputs_are_cast_and_integers_are_not(context: RankContext, cast: bool) -> None:
-    """At the door of the model; `cast_inputs=False` leaves them to the user."""
+def test_layers_compute_in_param_dtype(context: RankContext) -> None:
+    """Floating-point inputs are cast, in containers too, unless `cast_inputs=False`. Outside all is fp32."""
     seen: list[torch.dtype] = []
 
     class Looking(Stack):
-        def forward(self, x: Tensor, index: Tensor | None = None) -> Tensor:
+        def forward(self, *, batch: dict[str, list[Tensor]]) -> Tensor:  # type: ignore[override]
+            x, index = batch["x"]
+            assert index.dtype == torch.int64
             seen.append(x.dtype)
-            assert index is None or index.dtype == torch.int64
             return super().forward(x.to(BF16))
 
-    model = StreamShard(Looking(), precision=Precision(param_dtype=BF16, cast_inputs=cast))
-    model(vector_batch(0, 0), index=torch.zeros(3, dtype=torch.int64))
-    assert seen == [BF16 if cast else SINGLE]
-
-
-@on_ranks(2)
-def test_inputs_inside_containers_are_cast(context: RankContext) -> None:
-    """Keyword arguments, dicts and lists."""
-
-    class Taking(Stack):
-        def forward(self, *, batch: dict[str, list[Tensor]]) -> Tensor:  # type: ignore[override]
-            return super().forward(batch["x"][0])
-
-    model = StreamShard(Taking())
-    assert model(batch={"x": [vector_batch(0, 0)]}).dtype == BF16
+    batch = {"x": [vector_batch(0, 0), torch.zeros(3, dtype=torch.int64)]}
+    for casts, settings in ((True, {}), (False, {"cast_inputs": False})):
+        model: Any = StreamShard(Looking(), precision=Precision(param_dtype=BF16, **settings))
+        model.layers[1].linear.register_forward_hook(
+            lambda module, args, out: seen.extend([module.weight.dtype, args[0].dtype, out.dtype])
+        )
+        out = model(batch=batch)
+        out.square().mean().backward()
+        assert seen == [BF16 if casts else SINGLE, BF16, BF16, BF16]
+        seen.clear()
+        assert out.dtype == BF16
+        for name, p in model.named_parameters():
+            assert p.dtype == SINGLE and (p.grad is None or p.grad.dtype == SINGLE), name
 
 
 @on_ranks(1, 2)
-def test_output_dtype_is_what_the_user_asked_for(context: RankContext) -> None:
-    """bf16 by default, fp32 on request; the gradient flows through the cast."""
-    assert StreamShard(Stack())(vector_batch(0, 0)).dtype == BF16
+def test_outputs_come_in_output_dtype(context: RankContext) -> None:
+    """The gradient flows through the cast. Without it an evaluation equals plain PyTorch's in bf16."""
+    torch.manual_seed(7)
+    plain = Stack().bfloat16()
+    torch.manual_seed(7)
     model = StreamShard(Stack(), precision=Precision(output_dtype=SINGLE))
-    out = model(vector_batch(0, 0))
+    x = vector_batch(0, context.rank)
+    out = model(x)
     assert out.dtype == SINGLE
+    assert_same({"out": out}, {"out": plain(x.bfloat16())}, "forward", Tolerance(relative=1e-2))
     out.square().mean().backward()
     assert all(grad is not None for grad in full_grads(model).values())
 
@@ -249,18 +203,6 @@ def test_fp16_weights_train(context: RankContext) -> None:
     (next_token_loss(model(tokens), tokens) * 64.0).backward()
     grads = {name: None if grad is None else grad / 64.0 for name, grad in full_grads(model).items()}
     assert_same(grads, full_grads(plain), "gradients", Tolerance(relative=2e-2, absolute=1e-4))
-
-
-@on_ranks(2)
-def test_bf16_evaluation_equals_bf16_plain_pytorch(context: RankContext) -> None:
-    """Weights are rounded once; the forward is PyTorch's own."""
-    torch.manual_seed(7)
-    plain = Stack().bfloat16()
-    torch.manual_seed(7)
-    model = StreamShard(Stack())
-    x = vector_batch(0, context.rank)
-    with torch.no_grad():
-        assert_same({"out": model(x)}, {"out": plain(x.bfloat16())}, "forward", Tolerance(relative=1e-2))
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -1,0 +1,237 @@
+"""Small layers put together into one unit: fewer collectives, the same numbers, whatever runs of a unit and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from streamshard import Precision, StreamShard
+from streamshard.comm.streams import Rule
+from streamshard.errors import ConfigError, RaceError, RankMismatchError
+from streamshard.inspect import engine_inside
+from streamshard.inspect.races import detect_races
+from streamshard.plan.discovery import FoundUnit, coalesce
+from tests.models import Layer, Stack, vector_batch
+from tests.ranks import RankContext, on_ranks
+from tests.reference import (
+    FP32,
+    Call,
+    assert_trains_like_ddp,
+    assert_trains_like_plain,
+    case,
+    counted_collectives,
+    lm_step,
+    stack_step,
+)
+from tests.scenarios import BF16, dropping, sharded_in_pairs, train
+from tests.training.test_execution import Planned, planned_step, same_on_all_ranks
+from tests.training.test_passes import RECOMPUTED
+
+LAYER_BYTES = 4 * (16 * 16 + 16)  # of a `Layer` in fp32
+PAIRS = 2 * LAYER_BYTES
+
+
+def _names(model: nn.Module) -> list[str]:
+    return [unit.name for unit in engine_inside(model).units[1:]]
+
+
+# ---------------------------------------------------------------------------------------------- which layers
+
+
+@given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 100))
+def test_units_are_put_together_until_they_are_large_enough(sizes: list[int], at_least: int) -> None:
+    """Consecutive ones and no more than it takes; the rest is part of the last unit."""
+    layers = [nn.Linear(1, 1) for _ in sizes]
+    found = coalesce([FoundUnit(str(k), (layer,)) for k, layer in enumerate(layers)], sizes, at_least)
+    assert [layer for unit in found for layer in unit.modules] == layers
+    place = 0
+    for unit in found:
+        own = sizes[place : place + len(unit.modules)]
+        place += len(unit.modules)
+        assert sum(own) >= at_least or len(found) == 1
+        assert sum(own[:-1]) < at_least or unit is found[-1] and _first_enough(own, at_least) > sum(own) - at_least
+
+
+def _first_enough(sizes: Sequence[int], at_least: int) -> int:
+    """The size of the shortest start of `sizes` that is large enough."""
+    total = 0
+    for size in sizes:
+        total += size
+        if total >= at_least:
+            break
+    return total
+
+
+def _layers(size: int | str, precision: Precision = FP32) -> list[str]:
+    return _names(StreamShard(Stack((16,) * 8), precision=precision, min_unit_size=size))
+
+
+@on_ranks(2)
+def test_the_size_is_in_bytes_of_param_dtype(context: RankContext) -> None:
+    """A number or text, the same on all ranks. A unit is called by its first layer and its last."""
+    pairs = ["layers.0 .. layers.1", "layers.2 .. layers.3", "layers.4 .. layers.6"]
+    assert _layers(0) == _layers(LAYER_BYTES) == _layers("1KiB") == [f"layers.{k}" for k in range(7)]
+    assert _layers(LAYER_BYTES + 1) == _layers(PAIRS) == _layers("2KB") == _layers(LAYER_BYTES, BF16) == pairs
+    assert _layers("1GiB") == ["layers.0 .. layers.6"]
+    for size in (-1, "small", 1.5, True, None):
+        with pytest.raises(ConfigError, match=f"min_unit_size={size!r}: wanted 0 or more bytes, or text"):
+            _layers(size)  # type: ignore[arg-type]
+    with pytest.raises(RankMismatchError, match="different settings: rank 0 has min_unit_size="):
+        _layers(context.rank)
+
+
+class TiedPairs(Stack):
+    """Eight layers: 0 and 1 share a weight, 2 and 7 another; 4 and 5 share a whole module."""
+
+    def __init__(self) -> None:
+        super().__init__((16,) * 9)
+        layers: Any = self.layers
+        layers[1].linear.weight = layers[0].linear.weight
+        layers[7].linear.weight = layers[2].linear.weight
+        layers[5].linear = layers[4].linear
+
+
+@on_ranks(2)
+def test_a_weight_that_layers_of_one_unit_share_lies_in_it(context: RankContext) -> None:
+    """A weight that layers of several units share lies in the root unit, as it does without coalescing."""
+    two_biases = 2 * 4 * 16  # shared weights do not count
+    model = assert_trains_like_plain(context, TiedPairs, stack_step, min_unit_size=two_biases)
+    where = {shard.name: unit.name for unit in engine_inside(model).units for shard in unit.params}
+    assert _names(model) == ["layers.0 .. layers.1", "layers.2 .. layers.3", "layers.4 .. layers.7"]
+    assert where["layers.0.linear.weight"] == "layers.0 .. layers.1"
+    assert where["layers.2.linear.weight"] == "the root unit"
+    assert where["layers.4.linear.weight"] == where["layers.4.linear.bias"] == "layers.4 .. layers.7"
+
+
+# ---------------------------------------------------------------------------------------------- messages
+
+ORDERS = [
+    [0, 1, 2, 3, 4, 5, 6, 7],
+    [7, 6, 5, 4, 3, 2, 1, 0],
+    [1, 0, 3, 2, 5, 4, 7, 6],
+    [0, 1, 0, 1, 2, 3, 4, 4, 6],
+]
+
+
+@on_ranks(2)
+def test_tiny_layers_do_not_pay_a_collective_each(context: RankContext) -> None:
+    """A unit is gathered twice, but for the two that stay at the turn, and reduced once, in whatever order it runs."""
+    for order in ORDERS:
+        model = StreamShard(Planned(8), precision=FP32, min_unit_size=PAIRS)
+        for number in range(3):
+            with counted_collectives(model) as counts:
+                planned_step({(number, context.rank): order})(model, Call(number, context.rank, 2, 1.0))
+        assert counts["all_gather"] == 2 * 4 - 2 + 1 + 1, order  # the root unit, the flags
+        assert counts["reduce_scatter"] == 4 + 1, order
+
+
+@on_ranks(2)
+def test_the_next_unit_is_gathered_while_the_last_layer_of_one_computes(context: RankContext) -> None:
+    """Prefetch: when a unit's first layer runs, the gather of the unit behind it has been issued."""
+    model: Any = StreamShard(Stack((16,) * 9), precision=FP32, min_unit_size=PAIRS)
+    engine = engine_inside(model)
+    seen: list[list[int | None]] = []
+
+    def look(*_: Any) -> None:
+        seen.append([engine.units[unit].weight_slot.content for unit in (1, 2)])
+
+    for layer in model.layers:
+        layer.register_forward_pre_hook(look)
+    with torch.no_grad():
+        model(vector_batch(0, context.rank))
+    assert seen == [[1, 2]] * 2 + [[3, 2]] * 2 + [[3, 4]] * 4
+
+
+# ---------------------------------------------------------------------------------------------- numbers
+
+ALL = list(range(8))
+ALIKE = {
+    "a layer of each unit never used": same_on_all_ranks(*[[0, 3, 4, 7]] * 3),
+    "repeats inside a unit": same_on_all_ranks(*[[0, 1, 0, 1, 1, 2, 2, 3, 5, 4, 5, 6]] * 3),
+    "one layer of a unit there, the other back": same_on_all_ranks(*[[0, 2, 4, 6, 7, 5, 3, 1]] * 3),
+    "another order each step": same_on_all_ranks(ALL, [5, 0, 4, 1], [2, 4, 3, 6, 0]),
+}
+DIFFERENT = {
+    "another layer of each unit on each rank": {(s, r): ALL[r % 2 :: 2] for s in range(4) for r in range(3)},
+    "a unit on rank 0 only": {(step, 1): [0, 1, 6, 7] for step in range(4)},
+    "a layer here, a unit there": {(s, r): [[0, 2, 3, 6], [1, 4, 7], ALL][r] for s in range(4) for r in range(3)},
+}
+
+
+@on_ranks(2, 3)
+def test_layers_of_a_unit_run_in_any_order_on_any_rank(context: RankContext) -> None:
+    """Gradients of layers that did not run are None although their unit was reduced."""
+    for name, plans in ALIKE.items():
+        with case(name):
+            assert_trains_like_plain(
+                context, lambda: Planned(8), planned_step(plans), checked=(0, 2), min_unit_size=PAIRS
+            )
+    for name, plans in DIFFERENT.items():
+        with case(name):
+            assert_trains_like_ddp(context, lambda: Planned(8), planned_step(plans), min_unit_size=PAIRS)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("size", [0, PAIRS])
+def test_a_layer_may_be_missing_in_one_of_two_forwards_on_one_rank(context: RankContext, size: int) -> None:
+    """Its gradient is complete too early there, and waits for the one place that its unit's reduction has."""
+
+    def step(model: Any, call: Call) -> Tensor:
+        inner = getattr(model, "module", model)
+        losses = []
+        for number in range(2):
+            inner.plan = [k for k in ALL if number or call.rank != 1 or k not in (5, 6)]
+            losses.append(model(vector_batch(call.step + 50 * number, call.rank)).square().mean())
+        return call.backward(losses[0] + losses[1])
+
+    assert_trains_like_ddp(context, lambda: Planned(8), step, min_unit_size=size)
+
+
+@on_ranks(2)
+def test_recomputed_activations_give_the_same_numbers(context: RankContext) -> None:
+    """Checkpoints of both kinds inside layers, around them, and across units."""
+    for name, build in RECOMPUTED.items():
+        with case(name):
+            assert_trains_like_plain(context, build, lm_step, min_unit_size="10KB", checked=(0, 2))  # two layers
+
+
+@on_ranks(2)
+def test_a_layer_can_be_called_by_itself(context: RankContext) -> None:
+    """Outside of the root's forward: its unit is gathered, and the layers beside it stay as they are."""
+    torch.manual_seed(1)
+    plain = Stack()
+    torch.manual_seed(1)
+    model: Any = StreamShard(Stack(), precision=FP32, min_unit_size=PAIRS)
+    x = vector_batch(0, 0)
+    for number in (1, 0, 3):
+        assert torch.equal(model.layers[number](x), plain.layers[number](x))
+
+
+@on_ranks(2)
+def test_a_unit_with_a_layer_of_a_kind_of_its_own_has_its_own_slots(context: RankContext) -> None:
+    """A large lone layer that tiny ones were put together with must not size the others' slots."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(Layer() for _ in range(4)), nn.Linear(16, 500), nn.Linear(500, 1, bias=False))
+
+    settings: dict[str, Any] = {"units": ["0", "1", "2", "3", "4"], "min_unit_size": 3 * LAYER_BYTES}
+    engine = engine_inside(assert_trains_like_plain(context, build, stack_step, **settings))
+    assert [unit.name for unit in engine.units[1:]] == ["0 .. 2", "3 .. 4"]
+    assert engine.units[1].weight_slot.buffer.nbytes < 4 * 4 * 272 < engine.units[2].weight_slot.buffer.nbytes
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rule", list(Rule))
+def test_a_rule_taken_away_is_named(context: RankContext, rule: Rule) -> None:
+    """Every wait is still needed, and still enough for all layers of a unit."""
+    # Rule 6 is needed where a gather is not waited for by its own pass.
+    scenario = "evaluation between steps" if rule is Rule.SHARDS_READ else "micro-batches"
+    model = sharded_in_pairs(scenario, BF16)
+    with dropping(model, rule), pytest.raises(RaceError, match=f"rule {rule.value} "), detect_races(model):
+        train(model, scenario, context)
