@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamshard import huggingface
 from streamshard.errors import StreamShardError
+from streamshard.integrations import huggingface
 from streamshard.plan.discovery import embedding_params, find_groups
 from streamshard.plan.structure import params_of, tie_on_meta
 

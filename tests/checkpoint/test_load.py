@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from streamshard import huggingface
 from streamshard.checkpoint import load as loading
 from streamshard.checkpoint.load import Loaded, StoredDirectory, load_shards, read_directory
 from streamshard.checkpoint.safetensors_file import SUMS_NAME
 from streamshard.errors import CheckpointError
+from streamshard.integrations import huggingface
 from tests.checkpoint.exporting import (
     MODELS,
     Plain,

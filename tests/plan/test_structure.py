@@ -403,5 +403,3 @@ def test_a_state_dict_after_a_failed_backward_holds_pieces(context: RankContext)
         stack_step(model, Call(0, context.rank, 2, 1.0))
     handle.remove()
     assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == wanted
-
-

@@ -69,12 +69,6 @@ def _units(model: nn.Module) -> list[str]:
 # ---------------------------------------------------------------------------------------------- which modules
 
 
-def _listed() -> nn.Module:
-    model = LargeLM()
-    model.kept = [model.head.weight]  # type: ignore[assignment]
-    return model
-
-
 def _never_called() -> nn.Module:
     model = LargeLM()
     model.add_module("head", nn.ParameterDict({"w": torch.randn(VOCABULARY, DIM)}))
@@ -86,7 +80,6 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "large": (LargeLM, ["embedding", *BLOCKS, "head"]),
     "small": (TinyLM, BLOCKS),
     "tied": (lambda: LargeLM(tied=True), BLOCKS),
-    "in a list": (_listed, ["embedding", *BLOCKS]),
     "never called": (_never_called, ["embedding", *BLOCKS]),
     "llama": (lambda: families.llama(tie_word_embeddings=False), ["model.embed_tokens", *LLAMA, "lm_head"]),
     "tied llama": (lambda: families.llama(tie_word_embeddings=True), LLAMA),
