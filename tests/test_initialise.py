@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import StreamShard, huggingface, init_weights, load_safetensors
+from streamshard import StreamShard, init_weights, load_safetensors
 from streamshard.engine.handle import engine_of
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError
+from streamshard.integrations import huggingface
 from tests.families import bert, dinov2, gpt2, llama, mixtral, qwen3_vl_moe, t5
 from tests.models import DIM, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, RankPool, on_ranks
