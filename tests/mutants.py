@@ -192,9 +192,9 @@ MUTANTS: list[Mutant] = [
     ),
     # an order is adopted that ranks do not agree on
     Mutant(
-        "plan/program",
+        "plan/unit_order",
         "join_orders",
-        Swap("return tuple(joined) if len(joined) == len(behind) else None", "return tuple(joined)"),
+        Swap("return None", "return tuple(otherwise)"),
         "invariants::test_an_order_that_ranks_do_not_share_is_not_adopted program",
     ),
     # a unit that is in its slot is gathered all the same
@@ -579,24 +579,21 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "plan/program",
         "plan_steps",
-        Swap(
-            "slot_free_at.append(latest_in_slot.get(slot_of[unit], -1) + 1)",
-            "slot_free_at.append(max(latest_in_slot.get(slot_of[unit], -1), 0))",
-        ),
+        Swap("free_at[slot_of[unit]] = visit + 1", "free_at[slot_of[unit]] = visit"),
         "program",
     ),
-    # a unit is reduced after each visit
+    # a unit is reduced before its last visit is over
     Mutant(
         "plan/program",
         "plan_steps",
-        Swap("if reduce and k > 0 and last_visit[visits[k - 1]] == k - 1:", "if reduce and k > 0:"),
+        Swap("steps[visit + 1].append", "steps[visit].append"),
         "program",
     ),
     # the step of the visit that is asked for is not issued
     Mutant(
         "plan/program",
         "Schedule.release_before",
-        Swap("while self._issued_steps <= self.released:", "while self._issued_steps < self.released:"),
+        Swap("self._issued_steps : self.released + 1", "self._issued_steps : self.released"),
         "program",
     ),
     # the end of a schedule leaves its last step out

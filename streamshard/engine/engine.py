@@ -18,10 +18,10 @@ from streamshard.comm.streams import Moment, Streams
 from streamshard.engine.buffer_sync import BufferSync
 from streamshard.engine.casts import Casts
 from streamshard.engine.reductions import Reductions
-from streamshard.engine.unit_order import UnitOrder
 from streamshard.errors import ShardingError, warn_user
 from streamshard.plan.memory import Sizing, SlotPlan
 from streamshard.plan.structure import refuse_transforms
+from streamshard.plan.unit_order import UnitOrder
 from streamshard.unit.buffers import Ledger
 from streamshard.unit.shard import ParamShard, SegmentShard
 from streamshard.unit.unit import StreamedUnit

@@ -19,20 +19,17 @@ A unit is used out of order if the program has no visit of it left. Until the or
 so differently: such a rank first issues the rest of the program, and then requests the unit, which all ranks gather.
 
 A resident unit does not share its slot: once gathered, any rank can use it at any time in the pass, without a
-collective. Until the order is known, resident units are gathered first (`first_order`), and ranks may use them in any
-order.
+collective. Until the order is known, resident units are gathered first, and ranks may use them in any order
+(`streamshard.plan.unit_order`).
 """
 
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["Op", "OpKind", "Schedule", "first_order", "is_part_of", "join_orders", "merge_order", "plan_steps"]
+__all__ = ["Op", "OpKind", "Schedule", "plan_steps"]
 
 
 class OpKind(enum.Enum):
@@ -194,67 +191,3 @@ class Schedule:
     def finish(self) -> list[Op]:
         """The pass is over: the operations that are left."""
         return self.release_before(len(self.visits))
-
-
-def first_order(turns: Sequence[bool]) -> tuple[int, ...]:
-    """The order before one is known: resident units, which ranks may use at any time, then streamed units."""
-    return tuple(sorted(range(len(turns)), key=turns.__getitem__))
-
-
-def merge_order(used: Iterable[int], turns: Sequence[bool]) -> tuple[int, ...]:
-    """The order in which units were used, with unused units put in between.
-
-    An unused streamed unit comes behind the streamed unit that is registered before it. Unused resident units come
-    behind the first unit, as in `first_order`. So a rank that uses such a unit later finds the others taking part.
-
-    Args:
-        used: in order; units may occur more than once.
-        turns: by unit, whether the unit is streamed.
-    """
-    order = list(used)
-    before: int | None = None
-    for unit in (unit for unit, is_streamed in enumerate(turns) if is_streamed):
-        if unit not in order:
-            first = next((position for position, other in enumerate(order) if turns[other]), len(order))
-            order.insert(first if before is None else order.index(before) + 1, unit)
-        before = unit
-    missing = [unit for unit, is_streamed in enumerate(turns) if not is_streamed and unit not in order]
-    return (*order[:1], *missing, *order[1:])
-
-
-def is_part_of(used: Iterable[int], order: Iterable[int]) -> bool:
-    """Whether `used` is `order` with some units left out."""
-    left = iter(order)
-    return all(unit in left for unit in used)
-
-
-def join_orders(orders: Iterable[Sequence[int]], otherwise: Sequence[int]) -> tuple[int, ...] | None:
-    """The order that has each of `orders` as a part; None if they contradict each other.
-
-    Args:
-        orders: in which units were used. The n-th use of a unit in one is the n-th in the others.
-        otherwise: the order of units that `orders` leave open. It has all units.
-    """
-    place = {unit: position for position, unit in reversed(list(enumerate(otherwise)))}
-    sorter = TopologicalSorter[tuple[int, int]]()  # of uses: of a unit for the n-th time
-    for order in orders:
-        times = Counter[int]()
-        uses = []
-        for unit in order:
-            uses.append((unit, times[unit]))
-            times[unit] += 1
-            sorter.add(uses[-1])
-        for before, use in pairwise(uses):
-            sorter.add(use, before)
-    try:
-        sorter.prepare()
-    except CycleError:
-        return None
-    joined: list[int] = []
-    ready: list[tuple[int, int]] = []
-    while sorter.is_active():
-        ready = sorted([*ready, *sorter.get_ready()], key=lambda use: (place[use[0]], use))
-        use = ready.pop(0)
-        joined.append(use[0])
-        sorter.done(use)
-    return tuple(joined)

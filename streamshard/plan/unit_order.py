@@ -1,0 +1,136 @@
+"""The order in which a pass all-gathers units: learnt from the forwards that training passes really run.
+
+After each pass with gradients the ranks agree on what they have used. Once every streamed unit was used, or ranks'
+orders contradict each other, nothing is exchanged any more. See [Note: one program] in `streamshard.plan.program`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from typing import Any, Protocol
+
+from streamshard.plan.program import Schedule
+
+__all__ = ["UnitOrder", "first_order", "is_part_of", "join_orders", "merge_order"]
+
+
+class Communicator(Protocol):
+    """What a rank needs to agree with the others. Both methods are collective."""
+
+    def any_rank(self, value: bool) -> bool:
+        """Whether `value` is true on any rank."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's `value`."""
+
+
+class UnitOrder:
+    """The order of units, the same on all ranks.
+
+    Args:
+        streamed: by unit, whether it is streamed.
+
+    Attributes:
+        order: all units.
+        is_settled: nothing will change it.
+    """
+
+    def __init__(self, streamed: Sequence[bool]) -> None:
+        self._streamed = streamed
+        self.order = first_order(streamed)
+        self._known: tuple[int, ...] = ()  # of the units that training passes have used so far
+        self.is_settled = False
+
+    def learn(self, schedule: Schedule, ranks: Communicator, *, has_failed: bool) -> None:
+        """A pass with gradients is over: what it used, here and on other ranks, is the order from now on. Collective.
+
+        Ranks may have skipped units. If what ranks have used is no part of one order, the order stays as it is.
+
+        Args:
+            schedule: of the pass.
+            ranks: have run it too.
+            has_failed: the forward has raised here: then the next pass counts.
+        """
+        used = None if has_failed else tuple(schedule.used)
+        has_news = schedule.has_requests or used is None or not is_part_of(used, self._known)
+        if ranks.any_rank(has_news):
+            everywhere = dict.fromkeys(ranks.gather_objects(used))
+            if None in everywhere:
+                return
+            known = join_orders((self._known, *everywhere), self.order)
+            if known is None:
+                self.is_settled = True
+            else:
+                self._known = known
+                self.order = merge_order(known, self._streamed)
+            if schedule.has_requests and (order := join_orders(everywhere, self.order)) is not None:
+                schedule.merge_requests(merge_order(order, self._streamed))
+        if not self.is_settled:
+            self.is_settled = all(unit in self._known for unit, streamed in enumerate(self._streamed) if streamed)
+
+
+def first_order(turns: Sequence[bool]) -> tuple[int, ...]:
+    """The order before one is known: resident units, which ranks may use at any time, then streamed units."""
+    return tuple(sorted(range(len(turns)), key=turns.__getitem__))
+
+
+def merge_order(used: Iterable[int], turns: Sequence[bool]) -> tuple[int, ...]:
+    """The order in which units were used, with unused units put in between.
+
+    An unused streamed unit comes behind the streamed unit that is registered before it. Unused resident units come
+    behind the first unit, as in `first_order`. So a rank that uses such a unit later finds the others taking part.
+
+    Args:
+        used: in order; units may occur more than once.
+        turns: by unit, whether the unit is streamed.
+    """
+    order = list(used)
+    before: int | None = None
+    for unit in (unit for unit, is_streamed in enumerate(turns) if is_streamed):
+        if unit not in order:
+            first = next((position for position, other in enumerate(order) if turns[other]), len(order))
+            order.insert(first if before is None else order.index(before) + 1, unit)
+        before = unit
+    missing = [unit for unit, is_streamed in enumerate(turns) if not is_streamed and unit not in order]
+    return (*order[:1], *missing, *order[1:])
+
+
+def is_part_of(used: Iterable[int], order: Iterable[int]) -> bool:
+    """Whether `used` is `order` with some units left out."""
+    left = iter(order)
+    return all(unit in left for unit in used)
+
+
+def join_orders(orders: Iterable[Sequence[int]], otherwise: Sequence[int]) -> tuple[int, ...] | None:
+    """The order that has each of `orders` as a part; None if they contradict each other.
+
+    Args:
+        orders: in which units were used. The n-th use of a unit in one is the n-th in the others.
+        otherwise: the order of units that `orders` leave open. It has all units.
+    """
+    place = {unit: position for position, unit in reversed(list(enumerate(otherwise)))}
+    sorter = TopologicalSorter[tuple[int, int]]()  # of uses: of a unit for the n-th time
+    for order in orders:
+        times = Counter[int]()
+        uses = []
+        for unit in order:
+            uses.append((unit, times[unit]))
+            times[unit] += 1
+            sorter.add(uses[-1])
+        for before, use in pairwise(uses):
+            sorter.add(use, before)
+    try:
+        sorter.prepare()
+    except CycleError:
+        return None
+    joined: list[int] = []
+    ready: list[tuple[int, int]] = []
+    while sorter.is_active():
+        ready = sorted([*ready, *sorter.get_ready()], key=lambda use: (place[use[0]], use))
+        use = ready.pop(0)
+        joined.append(use[0])
+        sorter.done(use)
+    return tuple(joined)
