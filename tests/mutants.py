@@ -672,7 +672,6 @@ MUTANTS: list[Mutant] = [
     # a backward that was left is not issued to its end
     Mutant("engine/backward", "Backward.recover", Drop("self._close_pass()"), "exceptions invariants"),
     # a backward that was left is not waited for
-    Mutant("engine/backward", "Backward.recover", Drop("engine.reductions.complete()"), "exceptions invariants"),
     # a pass that is over moves the schedule of another on
     Mutant("engine/backward", "Backward.need", Swap("use.graph is self.graph and", "True and"), "invariants"),
     # a graph through weights that have changed since is not refused

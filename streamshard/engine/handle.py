@@ -1,7 +1,7 @@
-"""What a module of a sharded model knows, and is: its handle, and the class that takes the place of its own.
+"""The state and the class of a sharded model's modules.
 
-A watched module's class is replaced by a subclass of the same name, which reports calls (`streamshard.engine.hooks`)
-and refuses what would take pieces for parameters.
+Each module that has units or parameters of the root unit gets a `Handle`. Its class becomes a subclass of the same
+name, which reports calls (`streamshard.engine.hooks`) and refuses what would take pieces for whole parameters.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ HANDLE = "_streamshard"  # the one entry in a watched module's __dict__
 
 
 class Handle(NamedTuple):
-    """What a watched module knows: the one attribute StreamShard registers on it.
+    """The one attribute that StreamShard sets on a module.
 
     Attributes:
-        engine: reports go here.
-        unit: of which this module is a layer; None for a *shell*, a module that holds root parameters or units.
-        units: indices of the units inside, the module's own included.
-        cast_dtype: floating-point inputs are cast to it; None leaves them.
-        output_dtype: floating-point outputs of the root are cast to it; None leaves them.
-        is_root: the whole model's.
-        structure: what the model was made of, kept here for the engine; of the root.
+        engine: of the model.
+        unit: the module is a layer of it. None for a wrapper module, which has units inside or root parameters.
+        units: indices of the units inside the module, its own included.
+        cast_dtype: floating-point inputs are cast to it; None leaves them as they are.
+        output_dtype: floating-point outputs are cast to it; None leaves them as they are.
+        is_root: the module is the whole model.
+        structure: the modules and parameters that were sharded; of the root. The engine refers to it weakly.
     """
 
     engine: Engine
@@ -61,7 +61,7 @@ class Handle(NamedTuple):
 
 
 def handle_of(module: nn.Module) -> Handle | None:
-    """The handle of a watched module, None of any other."""
+    """The handle of `module`; None if it has none."""
     handle = module.__dict__.get(HANDLE)
     return handle if isinstance(handle, Handle) else None
 
@@ -84,10 +84,10 @@ def engine_of(model: nn.Module) -> Engine:
 
 
 def not_a_layer(model: nn.Module) -> nn.Module:
-    """`model`, of which all is meant.
+    """Return `model`, which a function is given as a whole.
 
     Raises:
-        ShardingError: it is a part of a sharded one.
+        ShardingError: `model` is a layer of a sharded model.
     """
     handle = handle_of(model) if isinstance(model, nn.Module) else None
     if handle is not None and not handle.is_root:
@@ -96,33 +96,33 @@ def not_a_layer(model: nn.Module) -> nn.Module:
 
 
 def is_compiled(model: object) -> bool:
-    """Whether it is what ``torch.compile`` has made of a sharded model."""
+    """Whether `model` is the module that ``torch.compile`` puts around a sharded model."""
     inner = getattr(model, "_orig_mod", None)
     return isinstance(inner, nn.Module) and handle_of(inner) is not None
 
 
 def engine_at_rest(model: nn.Module, what: str, *, accepts_empty: bool = False) -> Engine:
-    """The engine of a sharded model between steps, as what looks at all of its weights or gradients needs it.
+    """The engine of a sharded model, for a function that needs all weights or gradients between steps.
 
     Args:
         model: made by `StreamShard`.
-        what: is about to be done, for messages.
-        accepts_empty: it may be done while weights have no values yet.
+        what: the function, for messages.
+        accepts_empty: the function may run while weights have no values.
 
     Raises:
-        ShardingError: `model` was not sharded, a forward or backward is under way, parameters are whole, or empty.
+        ShardingError: `model` was not sharded, a forward or backward is under way, or parameters are whole or empty.
     """
     engine = engine_of(model)
     engine.recover()
     if engine.is_computing:
         raise ShardingError(
-            f"{what} inside a forward or backward of {type(model).__name__}, or in a thread beside one: layers hold "
-            "gathered weights, and ranks are exchanging others. Call it between steps"
+            f"{what} inside a forward or backward of {type(model).__name__}, or in a thread beside one, while layers "
+            "hold all-gathered weights: call it between steps"
         )
     if engine.is_whole:
         raise ShardingError(
-            f"{what} inside summon_full_params, where parameters are whole on every rank, not the pieces that it works "
-            "with: call it outside, or use what is there (state_dict(), torch.nn.utils.clip_grad_norm_, ..)"
+            f"{what} inside summon_full_params, where parameters are whole on every rank: call it outside, or use "
+            "torch's own functions (state_dict(), torch.nn.utils.clip_grad_norm_)"
         )
     if not accepts_empty:
         engine.refuse_empty(what)
@@ -136,15 +136,15 @@ _classes: dict[tuple[type, type, frozenset[str]], type] = {}
 
 
 def watched_class(original: type, base: type, registered: frozenset[str] = frozenset()) -> type:
-    """The subclass of `original` that reports calls; same name and module, for code that looks at them.
+    """The subclass of `original` that reports calls. It has the name and the module of `original`.
 
-    What the user's class or model calls by a name that `base` has as well stays the user's: ``base.name(model)`` is
-    ours. Neither the ``__init_subclass__`` of `original` nor what its metaclass does to new classes hears of the
-    subclass, which is not one of the user's: such code wants arguments, or keeps registers by name.
+    If both classes have a method of one name, ``model.name`` is the user's and ``base.name(model)`` is StreamShard's.
+    The same holds for names of parameters, buffers and children. Neither the ``__init_subclass__`` of `original` nor
+    its metaclass hears of the subclass: such code wants arguments, or keeps registers by name.
 
     Args:
         original: the module's class.
-        base: mixed in before it.
+        base: comes before it.
         registered: names of the module's parameters, buffers and children.
     """
     names = _names_taken(base)
@@ -170,7 +170,7 @@ def watched_class(original: type, base: type, registered: frozenset[str] = froze
 def _is_laid_out_like_modules(kind: type) -> bool:
     """Whether instances of `kind` get their ``__dict__`` from nn.Module.
 
-    In ``class Module(abc.ABC, nn.Module)`` they do not: the class itself adds one to `abc.ABC`, which has none.
+    Those of ``class Module(abc.ABC, nn.Module)`` do not: `abc.ABC` has none, and the class adds one.
     """
     base: type | None = kind
     while base is not None and base is not nn.Module:
@@ -179,11 +179,11 @@ def _is_laid_out_like_modules(kind: type) -> bool:
 
 
 def _ordering(kind: type) -> type:
-    """A metaclass like `kind`, whose watched classes look up names in their second base before their first."""
+    """A metaclass like `kind`, whose classes look up names in their second base before their first."""
 
     def mro(cls: type) -> list[type]:
         order = type.mro(cls)
-        if _ORIGINAL not in cls.__dict__:  # a class that someone derives from a watched one
+        if _ORIGINAL not in cls.__dict__:  # a user's class that derives from such a class
             return order
         original, base = cls.__bases__
         return [cls, *(each for each in base.__mro__ if not issubclass(original, each)), *original.__mro__]
@@ -192,7 +192,7 @@ def _ordering(kind: type) -> type:
 
 
 def _names_taken(base: type) -> frozenset[str]:
-    """The public names of `base` that hide another's; ``named_parameters`` goes on to it."""
+    """The public names of `base` that would hide the user's. ``named_parameters`` calls the user's."""
     return frozenset(name for name in vars(base) if not name.startswith("_") and name != "named_parameters")
 
 
@@ -202,7 +202,7 @@ def registered_names(module: nn.Module) -> frozenset[str]:
 
 
 class _Registered:
-    """Where a class of ours has a name that the user's module registered: lets nn.Module find what is registered."""
+    """Stands in a class for a name that the user's module has registered: nn.Module then finds what is registered."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -211,18 +211,18 @@ class _Registered:
         raise AttributeError(self._name)
 
 
-class _AskedOfModels(property):
-    """A property that is False to who looks at the class alone."""
+class _InstanceProperty(property):
+    """A property that is falsy when read on the class."""
 
     def __bool__(self) -> bool:
         return False
 
 
 class Uncopyable(nn.Module):
-    """A module that holds pieces: a copy of it would hold pieces that nobody gathers or reduces."""
+    """Refuses what does not work with a module whose parameters are pieces."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """``type(module)(...)`` is what libraries do to make another module like it: an ordinary one."""
+        """``type(module)(...)`` makes an ordinary module of the user's class: libraries copy modules in this way."""
         if _ORIGINAL not in cls.__dict__:
             raise ShardingError(
                 f"{cls.__name__} derives from StreamShard, or from the class of a sharded model: StreamShard is no "
@@ -248,11 +248,11 @@ class Uncopyable(nn.Module):
         )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module. After an exception in backward this puts the sharded parameters back first."""
+        """As in torch. After a backward that raised, modules hold the sharded parameters again."""
         if (handle := handle_of(self)) is not None:
             handle.engine.recover()
         for name in {"fully_shard", "replicate"}.intersection(_get_registry(self) or ()):
-            # They register themselves before they look at parameters.
+            # torch's wrappers register themselves before they look at parameters.
             self.__dict__.pop(REGISTRY_KEY)
             self.__dict__.pop(STATE_KEY, None)
             self._refuse_wrapper(name)
@@ -272,35 +272,33 @@ class Uncopyable(nn.Module):
     def _refuse_fsdp(self, value: bool) -> None:
         self._refuse_wrapper("FullyShardedDataParallel")
 
-    _is_fsdp_managed_module = _AskedOfModels(_generates_together, _refuse_fsdp)
-    """Whether ``generate`` has to go on until all ranks have finished: what transformers asks of who has it.
+    _is_fsdp_managed_module = _InstanceProperty(_generates_together, _refuse_fsdp)
+    """Whether ``generate`` has to go on until all ranks have finished. transformers reads this.
 
-    It counts those of the default group. torch.compile asks as well (2.15 the class, `inspect.getattr_static`), and
-    would look for what FSDP has in a module. FullyShardedDataParallel sets this on all modules before it changes any.
+    transformers means the ranks of the default group. torch.compile reads the attribute too (2.15 on the class, by
+    `inspect.getattr_static`), and would look for FSDP's attributes. FullyShardedDataParallel sets it on all modules
+    before it changes any.
     """
 
     def _refuse_wrapper(self, name: str) -> NoReturn:
-        raise ShardingError(
-            f"{name} of {type(self).__name__}, which is sharded by StreamShard already: its parameters are pieces, "
-            "gathered and reduced by StreamShard itself. Use one or the other"
-        )
+        raise ShardingError(f"{name} around {type(self).__name__}, which StreamShard has sharded: use one or the other")
 
     def share_memory(self) -> NoReturn:
-        """Not of pieces."""
+        """Refused."""
         raise ShardingError(
             f"{type(self).__name__} is sharded by StreamShard and cannot be put into shared memory: each rank owns a "
             "part of its weights"
         )
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
-        """Not of weights that somebody trains."""
+        """Refused."""
         raise ShardingError(
-            f"{type(self).__name__} is sharded by StreamShard: to_empty() would leave it without its weights. Shard it "
-            "after it is materialised"
+            f"{type(self).__name__} is sharded by StreamShard: to_empty() would leave it without its weights. Call "
+            "to_empty() before StreamShard(model)"
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """What .to(), .half(), .cuda() do to every tensor: to buffers only, if parameters are that way already."""
+        """Called by .to(), .half(), .cuda(). Changes buffers only, if parameters have that dtype and device already."""
         handle = handle_of(self)
         if handle is None:
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # nn.Module leaves it unannotated
@@ -310,9 +308,9 @@ class Uncopyable(nn.Module):
         is_there = probe.device.type == device.type and (device.type == "cpu" or probe.device == device)
         if probe.dtype is not torch.float32 or not is_there:
             raise ShardingError(
-                f"{type(self).__name__} is sharded by StreamShard and cannot be moved or cast: its main weights are "
-                f"fp32 on {device}, asked for was {probe.dtype} on {probe.device}. Precision(param_dtype=...) sets "
-                "what layers compute with"
+                f"{type(self).__name__} is sharded by StreamShard and cannot be moved or cast to {probe.dtype} on "
+                f"{probe.device}: its main weights are fp32 on {device}. Precision(param_dtype=...) sets what layers "
+                "compute with"
             )
         params = [
             param for module in modules_inside(self) for param in module._parameters.values() if param is not None
