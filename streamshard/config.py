@@ -21,10 +21,13 @@ __all__ = [
     "ReductionMode",
     "Settings",
     "SlotCount",
+    "__version__",
     "parse_bytes",
     "parse_path",
     "read_environment",
 ]
+
+__version__ = "0.1.0"  # the packaging reads it here
 
 SlotCount = int | Literal["all"]
 MemoryBudget = int | float | str  # bytes, "70GiB", or a share of the free memory: 0.9
