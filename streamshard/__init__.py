@@ -10,7 +10,7 @@ from streamshard.api import (
 )
 from streamshard.checkpoint.directory import latest
 from streamshard.checkpoint.save import Saving
-from streamshard.config import Precision
+from streamshard.config import Precision, __version__
 from streamshard.engine.hooks import register_forward_method
 from streamshard.errors import (
     CheckpointError,
@@ -27,7 +27,6 @@ from streamshard.errors import (
 from streamshard.optim.distributed import DistributedOptimizer
 from streamshard.optim.local_sgd import LocalSGD
 from streamshard.training_state import Loaded, load_checkpoint, save_checkpoint
-from streamshard.version import __version__
 
 __all__ = [
     "CommunicationError",

@@ -1,7 +1,221 @@
-"""``python -m streamshard``: see `cli.py`."""
+"""The command ``streamshard``: look at checkpoints, export and convert them. Needs no GPU, ranks or model code."""
 
+from __future__ import annotations
+
+import argparse
+import json
+import os
 import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TextIO
 
-from streamshard.cli import main
+from streamshard.checkpoint.directory import checkpoints_in, newest_last, no_checkpoint
+from streamshard.checkpoint.export import export_checkpoint
+from streamshard.checkpoint.manifest import CheckpointFiles, Manifest, TensorRecord, check_sizes, read_manifest
+from streamshard.comm.objects import SingleProcess
+from streamshard.config import __version__
+from streamshard.errors import CheckpointError, ConfigError, StreamShardError
+from streamshard.log import printable
 
-sys.exit(main())
+__all__ = ["main"]
+
+_FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
+_SHOWN_CHARACTERS = 72
+_RUN = "a checkpoint, or a directory of them, whose latest is taken"
+_EXAMPLES = """\
+examples:
+  streamshard inspect runs/llama                     which checkpoints there are
+  streamshard inspect runs/llama/checkpoint-1000     what is in one
+  streamshard export runs/llama llama-hf             for from_pretrained
+  streamshard convert runs/llama llama-dcp --to dcp  for FSDP2: dcp.load
+  streamshard convert fsdp2-run runs/llama --from dcp
+
+Exit codes: 0 all is well, 1 an error (one line on standard error), 2 arguments
+that cannot work. docs/guide/commands.md says more.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: its arguments; None: those of the process.
+
+    Returns:
+        0; 1 after an error, which is on standard error in one line; 2 if the arguments cannot work.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `... | head`, which has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _FAILED
+    except (StreamShardError, OSError) as error:
+        _say(f"streamshard {arguments.command}: {error}", sys.stderr)
+        return _USAGE if isinstance(error, ConfigError) else _FAILED
+    except KeyboardInterrupt:
+        _say(f"streamshard {arguments.command}: interrupted", sys.stderr)
+        return _INTERRUPTED
+    return 0
+
+
+def _say(text: object, stream: TextIO | None = None) -> None:
+    """Print one line. Strangers may have written a part of it: their checkpoint, or names in it."""
+    print(printable(str(text)), file=stream)
+
+
+def _parser() -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("streamshard", description=__doc__, epilog=_EXAMPLES, formatter_class=form)
+    parser.add_argument("--version", action="version", version=f"streamshard {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+
+    inspect = commands.add_parser("inspect", help="what is in a checkpoint, and whether it is as it was written")
+    inspect.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a directory of them")
+    inspect.add_argument("--tensors", action="store_true", help="list all tensors: name, dtype, shape")
+    inspect.add_argument("--no-verify", action="store_true", help="look at the sizes of files, not at the checksums")
+    inspect.set_defaults(run=_inspect)
+
+    export = commands.add_parser("export", help="a checkpoint's weights as a Hugging Face directory")
+    export.add_argument("directory", metavar="DIR", type=Path, help=_RUN)
+    export.add_argument("out", metavar="OUT", type=Path, help="where to; an earlier export there is replaced")
+    export.add_argument("--model", metavar="NAME", help="which one, if several were saved; inspect has their names")
+    export.add_argument("--dtype", help="of floating-point weights, such as bfloat16 (default: as before sharding)")
+    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="split files above (%(default)s)")
+    export.set_defaults(run=_export)
+
+    convert = commands.add_parser("convert", help="a checkpoint into one of FSDP2's (DCP), or back")
+    convert.add_argument("directory", metavar="DIR", type=Path, help=f"with --to: {_RUN}; with --from: FSDP2's")
+    convert.add_argument("out", metavar="OUT", type=Path, help="with --to: a new directory; else one of checkpoints")
+    way = convert.add_mutually_exclusive_group(required=True)
+    way.add_argument("--to", choices=("dcp",), help="write what dcp.load and set_state_dict read")
+    way.add_argument("--from", choices=("dcp",), dest="source", help="add a checkpoint for load_checkpoint to OUT")
+    convert.add_argument("--step", type=int, metavar="N", help="with --from: the checkpoint's number (default: next)")
+    for name in ("model", "optimizer"):
+        about = f"with --from: what keys of the {name} begin with (%(default)s)"
+        convert.add_argument(f"--{name}-key", metavar="KEY", default=name, help=about)
+    convert.set_defaults(run=_convert)
+    return parser
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    root: Path = arguments.directory
+    found = checkpoints_in(root)
+    if not found:
+        raise no_checkpoint(root)
+    if found[0] != root:
+        _inspect_several(found, verifies=not arguments.no_verify)
+        return
+    manifest = read_manifest(root)
+    _say(root)
+    for name, what in _describe(manifest):
+        _say(f"  {name:<16}  {what}")
+    if arguments.tensors:
+        for name, tensor in manifest.tensors.items():
+            _say(f"  {name}  {_dtype_of(tensor)}  {list(tensor.shape)}")
+    sys.stdout.flush()  # before an error follows on the other stream
+    _verify(root, manifest, reads=not arguments.no_verify)
+    _say(
+        "not verified: files have the sizes they should have" if arguments.no_verify else "verified: all is as written"
+    )
+
+
+def _inspect_several(paths: Iterable[Path], *, verifies: bool) -> None:
+    """A line for each checkpoint; the error at the end names what is damaged."""
+    complete: list[tuple[tuple[int, int, bool], Path]] = []
+    lines: dict[Path, str] = {}
+    errors: list[str] = []
+    for path in paths:
+        try:
+            manifest = read_manifest(path)
+            _verify(path, manifest, reads=verifies)
+        except CheckpointError as error:
+            errors.append(str(error))
+            lines[path] = f"{path.name:<20}  damaged"
+        else:
+            complete.append((newest_last(path, manifest), path))
+            what = f"{_saved_at(manifest)}  {manifest.world_size} rank(s)  {_total_bytes(manifest)}"
+            lines[path] = f"{path.name:<20}  {what}  {'verified' if verifies else 'not verified'}"
+    if complete:
+        lines[max(complete)[-1]] += ", latest"
+    for path in sorted(lines, key=_number_and_name):
+        _say(lines[path])
+    if errors:
+        sys.stdout.flush()
+        raise CheckpointError("; ".join(errors))
+
+
+def _describe(manifest: Manifest) -> list[tuple[str, str]]:
+    """Name and content of each part of a checkpoint."""
+    replicas = f" in {manifest.replicas} replicas" if manifest.replicas > 1 else ""
+    rows = [
+        ("number", str(manifest.number)),
+        ("saved", f"{_saved_at(manifest)} by streamshard {manifest.versions['streamshard']}"),
+        ("ranks", f"{manifest.world_size}{replicas}"),
+        ("size", f"{_total_bytes(manifest)} in {len(manifest.files)} file(s)"),
+    ]
+    for name, saved in (*manifest.state["models"].items(), *manifest.state["optimizers"].items()):
+        own = [tensor for each, tensor in manifest.tensors.items() if each.startswith(f"{name}/")]
+        dtypes = ", ".join(dict.fromkeys(map(_dtype_of, own)))
+        rows.append((name, f"{saved['class'] or 'of unknown class'}, {len(own)} tensors ({dtypes})"))
+    for name, tree in manifest.state["trees"].items():
+        differs = "" if "all" in tree else f"differs between {len(tree['ranks'])} ranks; "
+        shown = differs + json.dumps(tree["all"] if "all" in tree else tree["ranks"][0], ensure_ascii=False)
+        rows.append((name, shown if len(shown) <= _SHOWN_CHARACTERS else shown[: _SHOWN_CHARACTERS - 3] + "..."))
+    return rows
+
+
+def _dtype_of(tensor: TensorRecord) -> str:
+    return str(tensor.torch_dtype).removeprefix("torch.")
+
+
+def _saved_at(manifest: Manifest) -> str:
+    """When, to the second, in UTC."""
+    return manifest.versions["saved_at"][: len("2000-01-01T00:00:00")].replace("T", " ") + " UTC"
+
+
+def _total_bytes(manifest: Manifest) -> str:
+    return f"{sum(record.size_bytes for record in manifest.files) / 1e6:,.1f} MB"
+
+
+def _number_and_name(path: Path) -> tuple[int, str]:
+    digits = path.name.rpartition("-")[2]
+    return int(digits) if digits.isdecimal() else -1, path.name
+
+
+def _verify(path: Path, manifest: Manifest, *, reads: bool) -> None:
+    """Raise a CheckpointError that names the file that is missing or damaged; without `reads`, of another size."""
+    check_sizes(path, manifest)
+    if reads:
+        with CheckpointFiles(path, manifest) as files:
+            files.verify_together(SingleProcess())
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    done = export_checkpoint(
+        arguments.directory, arguments.out, arguments.model, arguments.dtype, arguments.max_shard_size
+    )
+    _say(f"{done.path} -> {arguments.out}: {', '.join(done.files)}")
+    if done.custom_code is not None:
+        _say(f"{done.custom_code} has code that is not in transformers, nor here: put its .py files beside the weights")
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    from streamshard.checkpoint.dcp import from_dcp, to_dcp  # here, because torch takes a second to import it
+
+    if arguments.to is not None:
+        _say(f"{to_dcp(arguments.directory, arguments.out)} -> {arguments.out}")
+        return
+    if arguments.step is not None and arguments.step < 0:
+        raise ConfigError(f"--step={arguments.step}: wanted 0 or more")
+    keys = {"model": arguments.model_key, "optimizer": arguments.optimizer_key}
+    done = from_dcp(arguments.directory, arguments.out, **keys, step=arguments.step)
+    _say(f"{arguments.directory} -> {done.path}")
+    if done.left_out:
+        _say(f"left out: {', '.join(done.left_out)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

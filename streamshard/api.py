@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -44,18 +43,6 @@ __all__ = [
 ]
 
 
-class _Options:
-    """What ``inspect.signature`` and ``help`` say of `StreamShard`, and of it alone.
-
-    Its ``__new__`` takes whatever the user's classes take, which derive from it once their models are sharded.
-    """
-
-    def __get__(self, instance: object, owner: type) -> inspect.Signature:
-        if owner is not StreamShard:
-            raise AttributeError("__signature__")
-        return _SIGNATURE
-
-
 class StreamShard(Uncopyable):
     """Shard a model in place and stream its layers through two buffers. Returns the same object.
 
@@ -93,9 +80,6 @@ class StreamShard(Uncopyable):
             taken; ``memory_report()`` says which and why.
         min_unit_size: put consecutive units together until each has at least so many bytes in `param_dtype`, e.g.
             ``"1MiB"``, so that tiny layers do not pay a collective each. 0 leaves units as they are.
-        pad_units_to: make each unit's size a multiple of this many elements, and of N. ``2**16`` gives NCCL messages
-            that all its rings like, for up to that many elements more per unit. What is frozen, or in fp32, in a unit
-            of others counts for itself.
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
             optimizer whose state is kept in blocks (8-bit moments: 4096) sees whole ones. Costs padding.
         broadcast_weights: start from rank 0's weights, whose model may be the only one that is not on the meta device;
@@ -103,35 +87,15 @@ class StreamShard(Uncopyable):
         check_grads: a backward that leaves nan or inf in a gradient on any rank raises `GradientError` on all of them.
             One collective and one wait of the host per backward. Not for fp16 with a loss scaler, which overflows now
             and then on purpose.
-        allow_untested_accelerator: train on an accelerator of another kind than CUDA (or ROCm) ones, which no test of
-            StreamShard has seen: through torch's own streams, events and collectives for it.
 
     Raises:
         ShardingError, UnitError, ConfigError, RankMismatchError: before anything is allocated or changed.
     """
 
-    __signature__ = _Options()
-
-    def __getattr__(self, name: str) -> Any:
-        """What the user's class has."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name != "module":
-                raise
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute 'module': StreamShard shards a model in place and "
-                "returns it, without a wrapper around it. Write model where DistributedDataParallel wants model.module"
-            ) from None
-
     def __new__(cls, *args: Any, **kwargs: Any) -> StreamShard:
         if cls is StreamShard:
-            try:
-                given = _SIGNATURE.bind(*args, **kwargs).arguments  # an error that knows what may be given
-            except TypeError as error:
-                raise TypeError(f"StreamShard(): {error}") from None
             with leave_inference_mode(), leave_meta_device():
-                return cast(StreamShard, shard_model(StreamShard, **given))
+                return cast(StreamShard, shard_model(StreamShard, *args, **kwargs))
         return cast(StreamShard, super().__new__(cls, *args, **kwargs))
 
     def __init__(
@@ -146,11 +110,9 @@ class StreamShard(Uncopyable):
         grad_slots: SlotCount = 2,
         memory_budget: MemoryBudget | None = None,
         min_unit_size: int | str = 0,
-        pad_units_to: int = 1,
         align_pieces_to: int = 1,
         broadcast_weights: bool = True,
         check_grads: bool = False,
-        allow_untested_accelerator: bool = False,
     ) -> None:
         # Python calls this on what __new__ returned, which was complete before it was sharded.
         pass
@@ -320,15 +282,8 @@ class StreamShard(Uncopyable):
     def _ddp_params_and_buffers_to_ignore(self) -> _NotForDDP:
         return _NotForDDP()
 
-    @_ddp_params_and_buffers_to_ignore.setter
-    def _ddp_params_and_buffers_to_ignore(self, names: object) -> None:
-        list(_NotForDDP())
-
     def _fqn_modifiers(self) -> dict[str, str]:
         # torch.distributed.checkpoint asks for this before it gets or sets a state dict.
-        if engine_of(self).is_alone:
-            inherited = getattr(super(), "_fqn_modifiers", dict)
-            return inherited()  # the user's
         raise ShardingError(
             "torch.distributed.checkpoint takes this rank's pieces of a StreamShard model for whole tensors: use "
             "model.full_state_dict() and model.load_state_dict(whole), full_optimizer_state_dict and "
@@ -349,9 +304,6 @@ class _NotForDDP:
             "the wrapper out; with accelerate, use streamshard.integrations.accelerate.StreamShardAccelerator in the "
             "place of Accelerator"
         )
-
-
-_SIGNATURE = inspect.Signature(list(inspect.signature(StreamShard.__init__).parameters.values())[1:])
 
 
 def export_safetensors(

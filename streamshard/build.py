@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,18 +18,18 @@ from streamshard.comm.ranks import Ranks
 from streamshard.comm.shared_memory import share_memory
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.config import Precision, Settings
-from streamshard.device import check_tried, module_of, training_device
+from streamshard.device import module_of, training_device, warn_if_untested
 from streamshard.engine.attach import attach
 from streamshard.engine.buffer_sync import BufferSync, buffers_of, check_buffers, describe_state
 from streamshard.engine.engine import Engine
-from streamshard.engine.handle import handle_of, registered_names
+from streamshard.engine.handle import handle_of
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
-from streamshard.errors import ConfigError, RankMismatchError, ShardingError, warn_user
+from streamshard.errors import RankMismatchError, ShardingError, warn_user
 from streamshard.integrations import huggingface
 from streamshard.integrations.peft import adapt_methods
 from streamshard.plan.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
-from streamshard.plan.layout import ParamLayout, ParamSize
+from streamshard.plan.layout import ParamSize
 from streamshard.plan.memory import (
     Category,
     Sizing,
@@ -61,9 +59,6 @@ from streamshard.unit.shard import SegmentShard
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = ["shard_model"]
-
-_TOGETHER_BYTES = 1 << 20  # of weights in one message: smaller ones take no less time
-_MOST_PADDING = 2  # times the elements that units have without `align_pieces_to`
 
 
 class _Checked(NamedTuple):
@@ -145,9 +140,10 @@ def _make_engine(
     shared, scratch_numel = _share_slots(found), _scratch_numel(ranks)
     sizing = Sizing(layouts, shared, settings.precision, ranks.world_size, scratch_numel, copies)
     plan, reason = _choose_slots(sizing, settings, checked.budget, ranks)
+
     sent = [p.param for parts in checked.parts for _, params in parts for p in params if p.names[0] not in empty]
     most = max((param.nbytes for param in sent if is_meta(param)), default=0)
-    room = torch.empty(most, dtype=torch.uint8, device=ranks.streams.device)  # one for all: allocators make holes
+    room = torch.empty(most, dtype=torch.uint8, device=ranks.streams.device)
 
     def take(unit: int, segments: Sequence[SegmentShard]) -> None:
         for segment, (_, params) in zip(segments, checked.parts[unit], strict=True):
@@ -173,7 +169,7 @@ def _check(
     tie_on_meta(module)
     settings = Settings(**{name: value for name, value in given.items() if name != "precision" or value is not None})
     here = check_params(module)
-    check_tried(here, allows_untested=settings.allow_untested_accelerator)
+    warn_if_untested(here)
     check_buffers(module)
     group = who.shard if who is not None else dist.group.WORLD if dist.is_initialized() else None
     device = training_device(here, group, None if who is None else who.device_type)
@@ -208,21 +204,9 @@ def _check_module(module: nn.Module) -> None:
                 f"{name!r} is TorchScript, which keeps its parameters where they cannot be exchanged: shard the module "
                 "that it was made from. Scripted functions and modules without parameters may stay"
             )
-    _check_names(module)
-
-
-def _check_names(module: nn.Module) -> None:
-    """Refuse what torch itself would take for ours, or we for torch's. Other names stay the user's: `watched_class`."""
-    kind = type(module).__name__
-    for name in ("join_hook", "join_device", "join_process_group"):
-        if inspect.getattr_static(module, name, None) is not None or name in registered_names(module):
-            raise ShardingError(
-                f"{kind} has a {name} of its own, which torch.distributed.algorithms.Join([model]) would call instead "
-                "of StreamShard's: rename it"
-            )
     if ignored := list(getattr(module, "_ddp_params_and_buffers_to_ignore", ())):
         raise ShardingError(
-            f"{kind} has {ignored[0]!r} among the names that DistributedDataParallel shall leave alone "
+            f"{type(module).__name__} has {ignored[0]!r} among the names that DDP leaves alone "
             "(_ddp_params_and_buffers_to_ignore). StreamShard shards every parameter and keeps every buffer equal: "
             "move it out of the model, or delete the attribute"
         )
@@ -246,11 +230,6 @@ def _connect(who: Groups | None, here: torch.device, device: torch.device) -> tu
     """Meet the other ranks, none of which refuses its model."""
     if device != here:
         module_of(device).set_device(device)  # what the user makes from now on is there too
-    if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        warn_user(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 (Megatron's scripts set it) puts all streams of a GPU into one queue: "
-            "nothing that StreamShard communicates will overlap with computation. Unset it"
-        )
     if who is None:
         who = groups_of(resolve_group(device))
     refuse_together(who.all_ranks, None)
@@ -328,17 +307,7 @@ def _plan_layouts(
         [(kind, [ParamSize(p.names[0], tuple(p.param.shape)) for p in params]) for kind, params in own] for own in parts
     ]
 
-    def plan(pieces: int) -> list[UnitLayout]:
-        return plan_units(names, sizes, world_size, pad_numel=settings.pad_units_to, align_pieces_to=pieces)
-
-    layouts = plan(settings.align_pieces_to)
-    wanted, needed = (sum(layout.padded_numel for layout in each) for each in (layouts, plan(1)))
-    if wanted > _MOST_PADDING * needed:
-        raise ConfigError(
-            f"align_pieces_to={settings.align_pieces_to!r} would pad the model's {needed:,} elements to {wanted:,} on "
-            f"{world_size} ranks: wanted a smaller number of elements, or fewer ranks"
-        )
-    return layouts
+    return plan_units(names, sizes, world_size, align_pieces_to=settings.align_pieces_to)
 
 
 def _choose_slots(sizing: Sizing, settings: Settings, budget: int | None, ranks: Ranks) -> tuple[SlotPlan, str]:
@@ -467,39 +436,20 @@ def _take_weights(
     empty: set[str],
     room: torch.Tensor,
 ) -> None:
-    """Cut rank 0's (or this rank's own) weights into pieces, one parameter at a time, or several small ones.
+    """Cut rank 0's (or this rank's own) weights into pieces, one parameter at a time.
 
-    What rank 0 sends of a parameter that is large, and on meta here, goes to `room`.
+    `room` receives what rank 0 sends of a parameter that is on meta here.
     """
-    together: list[tuple[FoundParam, ParamLayout, torch.Tensor]] = []
-    nbytes = 0
-
-    def take() -> None:
-        nonlocal nbytes
-        fulls = [full.view(-1) for *_, full in together]
-        if broadcast and fulls:
-            flat = fulls[0] if len(fulls) == 1 else torch.cat(fulls)  # of several dtypes: in one that holds them all
-            ranks.broadcast(flat)
-            fulls = list(flat.split([full.numel() for full in fulls]))
-        for (found, layout, _), full in zip(together, fulls, strict=True):
-            segment.add(layout, found.names[1:], found.param, full)
-        together.clear()
-        nbytes = 0
-
     for found, layout in zip(params, segment.layout.params, strict=True):
-        if layout.name in empty:
-            take()
-            segment.add(layout, found.names[1:], found.param, None)
-            continue
-        if is_meta(found.param) and found.param.nbytes > _TOGETHER_BYTES:  # and will be sent alone
-            full = room[: found.param.nbytes].view(found.param.dtype).view(found.param.shape)
-        else:
-            full = _room_for(_trainable(found.param.detach()), segment.main.device).contiguous()
-        if nbytes + full.nbytes > _TOGETHER_BYTES:
-            take()
-        together.append((found, layout, full))
-        nbytes += full.nbytes
-    take()
+        full, param = None, found.param.detach()
+        if layout.name not in empty:
+            if is_meta(param):
+                full = room[: param.nbytes].view(param.dtype)
+            else:
+                full = _trainable(param).to(segment.main.device).contiguous().view(-1)
+            if broadcast:
+                ranks.broadcast(full)
+        segment.add(layout, found.names[1:], found.param, full)
 
 
 def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -21,10 +21,13 @@ __all__ = [
     "ReductionMode",
     "Settings",
     "SlotCount",
+    "__version__",
     "parse_bytes",
     "parse_path",
     "read_environment",
 ]
+
+__version__ = "0.1.0"  # the packaging reads it here
 
 SlotCount = int | Literal["all"]
 MemoryBudget = int | float | str  # bytes, "70GiB", or a share of the free memory: 0.9
@@ -145,11 +148,9 @@ class Settings:
     grad_slots: SlotCount = 2
     memory_budget: MemoryBudget | None = None
     min_unit_size: int | str = 0
-    pad_units_to: int = 1
     align_pieces_to: int = 1
     broadcast_weights: bool = True
     check_grads: bool = False
-    allow_untested_accelerator: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.precision, Precision):
@@ -165,11 +166,9 @@ class Settings:
                 raise ConfigError(
                     f"{name}={count!r} and memory_budget={self.memory_budget!r}: the budget chooses the slots"
                 )
-        if not _is_int(self.pad_units_to) or self.pad_units_to < 1:
-            raise ConfigError(f"pad_units_to={self.pad_units_to!r}: wanted a positive number of elements")
         if not _is_int(self.align_pieces_to) or self.align_pieces_to < 1:
             raise ConfigError(f"align_pieces_to={self.align_pieces_to!r}: wanted a positive number of elements")
-        for name in ("broadcast_weights", "check_grads", "allow_untested_accelerator"):
+        for name in ("broadcast_weights", "check_grads"):
             if not isinstance(flag := getattr(self, name), bool):
                 raise ConfigError(f"{name}={flag!r}: wanted True or False")
         parse_bytes("min_unit_size", self.min_unit_size, at_least=0)
@@ -191,46 +190,34 @@ def _is_int(value: object) -> bool:
 _PREFIX = "STREAMSHARD_"
 _NO_SETTINGS = ("SHARED_MEMORY", "TEST_", "BENCHMARK", "COMMIT")  # what else goes by that prefix
 _LISTS = ("units", "resident")  # of names
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-def read_environment(environment: Mapping[str, str], switches: Iterable[str] = ()) -> dict[str, Any]:
+def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """What the environment says of `Settings`, of `Precision` and of units, by name.
 
     ``STREAMSHARD_WEIGHT_SLOTS=4`` is ``weight_slots=4``, ``STREAMSHARD_GRAD_DTYPE=bfloat16`` is
     ``grad_dtype=torch.bfloat16``, ``STREAMSHARD_UNITS=Block,Head`` is ``units=["Block", "Head"]``, and so is
     ``STREAMSHARD_RESIDENT``. `Settings` checks the values.
 
-    Args:
-        environment: such as ``os.environ``.
-        switches: names of the caller's own, each true or false.
-
     Raises:
-        ConfigError: a variable has the prefix and is none of them, or says neither yes nor no to a switch.
+        ConfigError: a variable has the prefix and is none of them.
     """
-    is_switch = {field.name: isinstance(field.default, bool) for field in (*fields(Settings), *fields(Precision))}
-    del is_switch["precision"]
-    is_switch |= dict.fromkeys(switches, True)
+    known = {field.name for field in (*fields(Settings), *fields(Precision))} - {"precision"} | set(_LISTS)
     found: dict[str, Any] = {}
     for variable, text in environment.items():
         name = variable.removeprefix(_PREFIX).lower()
         if not variable.startswith(_PREFIX) or variable.startswith(tuple(_PREFIX + other for other in _NO_SETTINGS)):
             continue
-        if name in _LISTS:
-            found[name] = [part.strip() for part in text.split(",") if part.strip()]
-        elif name not in is_switch:
-            known = ", ".join(sorted(_PREFIX + each.upper() for each in (*_LISTS, *is_switch)))
-            raise ConfigError(f"the environment has {variable}={text!r}, which is no setting: wanted one of {known}")
-        elif is_switch[name]:
-            if text.lower() not in (*_TRUE, *_FALSE):
-                raise ConfigError(f"{variable}={text!r}: wanted true or false")
-            found[name] = text.lower() in _TRUE
-        else:
-            found[name] = _read_value(text)
+        if name not in known:
+            wanted = ", ".join(sorted(_PREFIX + each.upper() for each in known))
+            raise ConfigError(f"the environment has {variable}={text!r}, which is no setting: wanted one of {wanted}")
+        found[name] = [each.strip() for each in text.split(",")] if name in _LISTS else _read_value(text)
     return found
 
 
 def _read_value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
     for read in (int, float):
         try:
             return read(text)

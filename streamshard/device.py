@@ -13,12 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from streamshard.errors import ConfigError, warn_user
+from streamshard.errors import warn_user
 
 __all__ = [
     "TRIED",
     "accelerator",
-    "check_tried",
     "free_bytes",
     "has_streams",
     "module_of",
@@ -26,6 +25,7 @@ __all__ = [
     "serves",
     "stand_ins",
     "training_device",
+    "warn_if_untested",
 ]
 
 TRIED = ("cpu", "cuda")  # cuda is ROCm's name too
@@ -97,16 +97,12 @@ def _own_index(current: int, count: int) -> int:
     return local if current == 0 and local < count else current
 
 
-def check_tried(device: torch.device, *, allows_untested: bool) -> None:
-    """Raise if nothing is known of training on `device`, unless the user has asked for it.
-
-    Raises:
-        ConfigError: names the device.
-    """
-    if device.type not in TRIED and not allows_untested:
-        raise ConfigError(
-            f"the parameters are on {device}: StreamShard has been tried on {' and '.join(TRIED)} devices only. "
-            "allow_untested_accelerator=True trains there all the same, with the collectives of its own backend"
+def warn_if_untested(device: torch.device) -> None:
+    """Warn of an accelerator that no test of StreamShard has seen."""
+    if device.type not in TRIED:
+        warn_user(
+            f"the parameters are on {device}: StreamShard has been tried on {' and '.join(TRIED)} devices only. On "
+            "others it uses torch's streams, events and collectives. Compare the first losses with a run on one process"
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import Precision, StreamShard, export_safetensors, init_weights
+from streamshard import StreamShard, export_safetensors, init_weights
 from streamshard.engine.handle import engine_of
 from streamshard.errors import RankMismatchError, ShardingError
 from tests.models import DIM, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
@@ -106,13 +106,6 @@ def test_it_is_filled_by_state_dicts_of_the_model_and_of_its_parts(context: Rank
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
 
 
-@on_ranks(1)
-def test_buffers_on_meta_are_of_the_dtype_that_was_asked_for(context: RankContext) -> None:
-    """As others are."""
-    model: Any = StreamShard(on_meta(TinyLM), precision=Precision(buffer_dtype=torch.float64))
-    assert model.scale.dtype is torch.float64
-
-
 @on_ranks(1, 2)
 def test_one_layer_on_meta_is_empty_and_the_others_are_taken_over(context: RankContext) -> None:
     """A new head, say, on weights that were loaded."""
@@ -161,20 +154,6 @@ def test_values_that_would_be_lost_are_refused(context: RankContext) -> None:
     StreamShard(model)
 
 
-@on_ranks(2)
-def test_ranks_without_values_have_caches_of_their_own(context: RankContext) -> None:
-    """A buffer of another shape is not rank 0's to give: it stays empty, on the rank that has it from meta."""
-    model: Any = Stack() if context.rank == 0 else on_meta(Stack)
-    device = "cpu" if context.rank == 0 else "meta"
-    model.register_buffer("cache", torch.zeros(2 + context.rank, device=device), persistent=False)
-    model = StreamShard(model, precision=FP32)
-    if context.rank:
-        with pytest.raises(ShardingError, match="buffer 'cache' is empty"):
-            engine_of(model).refuse_empty("a forward")
-    init_weights(model, lambda module: model.cache.zero_())
-    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
-
-
 @on_ranks(4)
 def test_replicas_have_room_alike(context: RankContext) -> None:
     """On a 2-D mesh."""
@@ -203,33 +182,3 @@ def test_weights_that_init_empty_weights_has_untied_are_tied(context: RankContex
     model.load_state_dict(plain.state_dict())
     tokens = token_batch(0, context.rank)
     torch.testing.assert_close(model(tokens), plain(tokens))
-
-
-@on_ranks(1)
-def test_weights_on_meta_that_share_memory_are_refused_as_others_are(context: RankContext) -> None:
-    """Parts of one tensor would be on another device as well."""
-    model: Any = on_meta(Stack)
-    model.layers[1].linear.weight = nn.Parameter(model.layers[0].linear.weight.detach().t())
-    with pytest.raises(ShardingError, match=r"'layers.0.linear.weight' and parameter 'layers.1.linear.weight' share"):
-        StreamShard(model)
-
-
-@on_ranks(1, 2)
-def test_recurrent_layers_keep_weak_references_to_their_weights(context: RankContext) -> None:
-    """cuDNN's list of them, which forward reads."""
-
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.LSTM(DIM, DIM) for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x)[0]
-            return x
-
-    torch.manual_seed(0)
-    plain = Recurrent()
-    model: Any = StreamShard(on_meta(Recurrent), precision=FP32)
-    model.load_state_dict(plain.state_dict())
-    torch.testing.assert_close(model(vector_batch(0, 0)), plain(vector_batch(0, 0)))

@@ -366,7 +366,6 @@ OTHERS = [
     {"weight_slots": "all", "grad_slots": "all"},
     {"min_unit_size": "1GB"},
     {"align_pieces_to": 24},
-    {"pad_units_to": 64},
 ]
 
 

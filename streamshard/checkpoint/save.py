@@ -50,11 +50,11 @@ from streamshard.comm.objects import RankGroup, gather_bytes, gather_from_all_ra
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.watchdog import Guard
 from streamshard.compiling import skip, untraced
+from streamshard.config import __version__
 from streamshard.device import has_streams, module_of, on_device
 from streamshard.engine.engine import Engine
 from streamshard.errors import CheckpointError, CommunicationError, StreamShardError
 from streamshard.log import log, progress
-from streamshard.version import __version__
 
 __all__ = [
     "BackgroundRanks",

@@ -21,10 +21,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from streamshard import StreamShard, load_checkpoint, save_checkpoint
+from streamshard.__main__ import main
 from streamshard.checkpoint.dcp import Source, from_dcp, to_dcp
 from streamshard.checkpoint.directory import open_checkpoint
 from streamshard.checkpoint.manifest import CheckpointFiles
-from streamshard.cli import main
 from streamshard.errors import CheckpointError, ConfigError
 from tests.checkpoint.runs import Counted
 from tests.launched import Launched
@@ -99,7 +99,7 @@ def _go_on_with_fsdp2(context: RankContext, directories: tuple[Path, Path], flat
     return _train(model, optimizer, 3, 6)
 
 
-@pytest.mark.parametrize(("layout", "flatten"), [("dcp", False), ("dcp", True), ("accelerate", False)])
+@pytest.mark.parametrize(("layout", "flatten"), [("dcp", False), ("dcp", True)])
 def test_fsdp2_goes_on_where_we_have_stopped(ranks: RankPool, tmp_path: Path, layout: str, flatten: bool) -> None:
     """Weights, a tied one, buffers, moments, steps and both groups' options: the same losses, however it names them."""
     wanted = ranks(2).run(_train_ours, tmp_path / "run")[0]
@@ -347,7 +347,7 @@ def test_a_directory_that_cannot_be_renamed_to_is_refused(
         to_dcp(tmp_path / "run", ".")
 
 
-@pytest.mark.parametrize("layout", ["dcp", "accelerate"])
+@pytest.mark.parametrize("layout", ["dcp"])
 def test_an_interrupt_is_one_and_leaves_nothing(
     ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], layout: str
 ) -> None:

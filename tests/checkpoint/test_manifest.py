@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from streamshard import StreamShard, latest, save_checkpoint
+from streamshard.__main__ import _describe
 from streamshard.checkpoint.export import export_checkpoint
 from streamshard.checkpoint.json_codec import decode
 from streamshard.checkpoint.manifest import CheckpointFiles, check_sizes, read_manifest
-from streamshard.cli import _describe
 from streamshard.errors import CheckpointError
 from tests.checkpoint.crafted import content_of, rewrite, write_body
 from tests.models import Stack

@@ -232,13 +232,8 @@ def test_a_models_own_names_stay_its_own(context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_names_that_torch_itself_asks_for_are_refused(context: RankContext) -> None:
-    """Join would call the model's join_hook, and what DDP shall ignore would not be ignored."""
+def test_parameters_that_ddp_would_ignore_are_refused(context: RankContext) -> None:
     model: Any = Stack()
-    model.join_device = "mine"
-    with pytest.raises(ShardingError, match=r"Stack has a join_device.*rename"):
-        StreamShard(model, precision=FP32)
-    del model.join_device
     model._ddp_params_and_buffers_to_ignore = ["head.weight"]
     with pytest.raises(ShardingError, match=r"head\.weight.*_ddp_params_and_buffers_to_ignore"):
         StreamShard(model, precision=FP32)

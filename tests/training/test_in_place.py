@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
-import pydoc
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import Precision, StreamShard
-from streamshard.config import Settings
 from streamshard.errors import StreamShardError
 from tests.models import NormStack, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
@@ -37,37 +34,6 @@ def test_the_model_is_the_same_object_of_a_class_of_the_same_name(context: RankC
     assert inspect.signature(type(model).forward) == unbound
     for called in (model, type(model)):
         assert "weight_slots" not in inspect.signature(called).parameters
-
-
-def test_streamshards_signature_has_its_options_and_their_defaults() -> None:
-    """For help() and editors."""
-    parameters = inspect.signature(StreamShard).parameters
-    assert list(parameters)[:4] == ["module", "units", "resident", "mesh"]
-    defaults = {field.name: field.default for field in dataclasses.fields(Settings)} | {"precision": None}
-    options = list(parameters.values())[4:]
-    assert {option.name: option.default for option in options} == defaults
-    assert {option.kind for option in options} == {inspect.Parameter.KEYWORD_ONLY}
-    assert "weight_slots: 'SlotCount' = 2" in pydoc.plain(pydoc.render_doc(StreamShard)).split("Shard a model")[0]
-
-
-class Wrapper(nn.Module):
-    """A model with a child called `module`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = Stack()
-
-
-@on_ranks(1)
-def test_a_sharded_model_has_no_module_inside(context: RankContext) -> None:
-    """The error says where the model is; a model's own child of that name is there."""
-    model = StreamShard(TinyLM(), precision=FP32)
-    assert not hasattr(model, "module")
-    with pytest.raises(AttributeError, match="'TinyLM' object has no attribute 'module': .*in place"):
-        model.module  # noqa: B018  # raises
-    with pytest.raises(AttributeError, match="'TinyLM' object has no attribute 'modul'$"):
-        model.modul  # noqa: B018  # raises
-    assert isinstance(StreamShard(Wrapper(), precision=FP32).module, Stack)
 
 
 @on_ranks(1, 2)
