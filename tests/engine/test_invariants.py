@@ -19,16 +19,14 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import ShardingError, StreamShard
 from streamshard.comm.streams import Collective, Fence, Moment, Observer, Rule
-from streamshard.engine.engine import ROOT_UNIT, Engine
-from streamshard.engine.forward import Forward
+from streamshard.engine.engine import Engine
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from streamshard.plan.program import Schedule
 from streamshard.unit.buffers import WeightSlot
 from streamshard.unit.grads import UnitGrads
-from streamshard.unit.unit import StreamedUnit
-from tests.models import DIM, Layer, Stack, vector_batch
+from tests.models import Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
@@ -178,45 +176,6 @@ def test_no_gather_is_under_way_where_weights_are_cast_or_gathered_again(context
     assert {"cast", "gather"} == set(checks)
 
 
-class _Opaque:
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
-class _Shift(nn.Module):
-    """Nothing of it is saved for backward, and nobody sees what it returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.randn(DIM))
-
-    def forward(self, x: _Opaque) -> _Opaque:
-        return _Opaque(x.value + self.shift)
-
-
-class _Shifts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Shift() for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> the same"""
-        value = _Opaque(x)
-        for layer in self.layers:
-            value = layer(value)
-        return value.value
-
-
-@on_ranks(2)
-def test_a_gradient_that_comes_unannounced_ends_the_turns_before_it(context: RankContext) -> None:
-    """Whose gradients are reduced then; they need not be parked for the next one's."""
-    model = _stack(_Shifts)
-    for number in range(2):
-        with _never_parking():
-            stack_step(model, _call(context, number))
-        _assert_at_rest(engine_inside(model))
-
-
 class _RecomputedInPairs(Stack):
     def order(self) -> Any:
         layers = list(self.layers)
@@ -234,23 +193,6 @@ def test_gradients_that_come_late_are_reduced_where_another_unit_needs_their_slo
         with _never_parking():
             stack_step(model, _call(context, number))
         _assert_at_rest(engine_inside(model))
-
-
-@on_ranks(1, 2)
-def test_backward_begins_anew_in_each_pass(context: RankContext) -> None:
-    """Also where a pass begins with the layer that the one before has ended with."""
-    model = _stack()
-    begun = []
-
-    class _Begins(Observer):
-        def on_moment(self, moment: Moment, unit: int | None) -> None:
-            if moment is Moment.BACKWARD_BEGINS:
-                begun.append(unit)
-
-    losses = [model.layers[2](vector_batch(number, context.rank)).sum() for number in range(2)]
-    with engine_inside(model).streams.observed_by(_Begins()):
-        (losses[0] + losses[1]).backward()
-    assert begun == [ROOT_UNIT, 3, 3]
 
 
 # -- what ranks issue ---------------------------------------------------------------------------------------------
@@ -306,23 +248,6 @@ def test_who_cannot_go_on_issues_nothing_more(context: RankContext, what: str) -
     assert engine.ranks.log._count == counts[0]
     engine.ranks.failure = None
     _assert_at_rest(engine)
-
-
-@on_ranks(1, 2)
-def test_an_interrupt_just_before_a_layers_forward_leaves_nothing_running(context: RankContext) -> None:
-    """It comes where nobody is there to take the layer off again."""
-    model = _stack()
-    engine = engine_inside(model)
-    begin = Forward.pre_forward
-
-    def interrupted(forward: Forward, unit: StreamedUnit) -> Any:
-        begin(forward, unit)
-        raise Stop
-
-    with mock.patch.object(Forward, "pre_forward", interrupted), pytest.raises(Stop):
-        model(vector_batch(0, context.rank))
-    _assert_at_rest(engine)
-    stack_step(model, _call(context, 0))
 
 
 @on_ranks(2)
@@ -486,21 +411,6 @@ def test_gradients_are_on_their_way_while_the_layer_before_is_recomputed(context
     assert log == ["run 0", "run 1", "run 2", "run 3", *turns, "reduce -1"]
 
 
-@on_ranks(1, 2)
-def test_hooks_that_get_gradients_see_the_sharded_parameters(context: RankContext) -> None:
-    """They run inside of autograd's backward, and after ours."""
-    model = _stack()
-    weights = [layer.linear.weight for layer in model.layers]
-    seen = []
-
-    def look(param: nn.Parameter) -> None:
-        seen.append([layer.linear.weight for layer in model.layers])
-
-    model.head.weight.register_post_accumulate_grad_hook(look)
-    stack_step(model, _call(context, 0))
-    assert all(now is was for now, was in zip(seen[0], weights, strict=True))
-
-
 # -- gradients ----------------------------------------------------------------------------------------------------
 
 
@@ -545,7 +455,7 @@ def test_a_gradient_frozen_between_micro_batches_stays_as_it_is(context: RankCon
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("precision", ["fp32", "16-bit wire"])
 def test_clearing_forgets_what_was_reduced_and_what_waits(context: RankContext, precision: str) -> None:
     """A reduced gradient, one that waits, and then both are cleared."""
     settings = {**SLOT_EACH, "precision": PRECISIONS[precision]}
@@ -559,7 +469,7 @@ def test_clearing_forgets_what_was_reduced_and_what_waits(context: RankContext, 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("precision", ["fp32", "16-bit wire"])
 def test_gradients_that_wait_are_not_added_to_those_of_a_step_before(context: RankContext, precision: str) -> None:
     """Which have been stepped with and cleared; their memory is the same."""
     settings = {**SLOT_EACH, "precision": PRECISIONS[precision]}
@@ -591,7 +501,7 @@ class _StackWithoutBias(Stack):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("precision", ["fp32", "16-bit wire"])
 def test_a_reduced_gradient_can_be_cleared_while_others_of_its_layer_wait(context: RankContext, precision: str) -> None:
     """It waits with them, although the micro-batch has none of its own."""
     settings = {**SLOT_EACH, "precision": PRECISIONS[precision]}
@@ -623,24 +533,6 @@ def test_what_was_cleared_and_is_not_used_again_has_no_gradient(context: RankCon
         "layers.2.linear.weight",
         "layers.2.linear.bias",
     }
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("precision", ["fp32", "16-bit wire"])
-def test_a_gradient_put_in_place_of_one_that_waits_is_added_to(context: RankContext, precision: str) -> None:
-    """And counts once, whatever the number of ranks."""
-    settings = {**SLOT_EACH, "precision": PRECISIONS[precision]}
-    model = _stack(**settings)
-    with model.no_sync():
-        stack_step(model, _call(context, 0))
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-    stack_step(model, _call(context, 1))
-    wanted = {name: grad + 1.0 for name, grad in _grads_of(context, 1, **settings).items()}
-    narrow = precision != "fp32"
-    found = full_grads(model)
-    for name, grad in wanted.items():
-        assert torch.allclose(found[name], grad, atol=2e-2 if narrow else 1e-6), name
 
 
 @on_ranks(2)

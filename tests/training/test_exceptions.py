@@ -257,6 +257,18 @@ def test_after_an_exception_parameters_are_the_shards_again(context: RankContext
     optimizer.step()
 
 
+@pytest.mark.xfail(strict=True, reason="a layer keeps its unsharded parameters until the engine is asked for something")
+@on_ranks(1, 2)
+def test_after_an_exception_layers_hold_the_shards_again(context: RankContext) -> None:
+    """The user may edit or freeze a layer's parameters, and the engine hears nothing of it."""
+    model = StreamShard(TinyLM(), precision=FP32)
+    shards = set(model.parameters())
+    modules = list(model.modules())
+    for where in TROUBLES:
+        _fail(model, Call(0, context.rank, context.world_size, 1.0), where)
+        assert {param for module in modules for param in module._parameters.values() if param is not None} <= shards
+
+
 @on_ranks(2)
 def test_the_users_own_exception_is_raised(context: RankContext) -> None:
     """Torch's error for a bad input, not one of the engine's; an exception inside `no_sync` leaves the context."""

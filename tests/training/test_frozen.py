@@ -391,6 +391,7 @@ def test_unfreezing_what_was_frozen_when_the_model_was_sharded_raises(context: R
         ):
             stack_step(model, Call(0, context.rank, context.world_size, 1.0))
         unfreeze.remove()
+        model.zero_grad()
         base.requires_grad_(False)
         base.weight.requires_grad_(name == "bias")
     stack_step(model, Call(1, context.rank, context.world_size, 1.0))

@@ -103,7 +103,6 @@ UNITS_OF: dict[str, Callable[[Any], Any]] = {
     "class by name": lambda model: "Block",
     "modules": lambda model: list(model.blocks),
     "names": lambda model: [f"blocks.{index}" for index in range(4)],
-    "predicate": lambda model: lambda module: isinstance(module, Block),
 }
 
 
