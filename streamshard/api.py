@@ -80,6 +80,8 @@ class StreamShard(Uncopyable):
             taken; ``memory_report()`` says which and why.
         min_unit_size: put consecutive units together until each has at least so many bytes in `param_dtype`, e.g.
             ``"1MiB"``, so that tiny layers do not pay a collective each. 0 leaves units as they are.
+        pad_units_to: make each unit's size a multiple of this many elements, and of N: Megatron's
+            ``pad_buckets_for_high_nccl_busbw`` is ``2**16``, the message size that NCCL's rings like.
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
             optimizer whose state is kept in blocks (8-bit moments: 4096) sees whole ones. Costs padding.
         broadcast_weights: start from rank 0's weights, whose model may be the only one that is not on the meta device;
@@ -110,6 +112,7 @@ class StreamShard(Uncopyable):
         grad_slots: SlotCount = 2,
         memory_budget: MemoryBudget | None = None,
         min_unit_size: int | str = 0,
+        pad_units_to: int = 1,
         align_pieces_to: int = 1,
         broadcast_weights: bool = True,
         check_grads: bool = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -230,6 +231,11 @@ def _connect(who: Groups | None, here: torch.device, device: torch.device) -> tu
     """Meet the other ranks, none of which refuses its model."""
     if device != here:
         module_of(device).set_device(device)  # what the user makes from now on is there too
+    if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        warn_user(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 (Megatron's scripts set it) puts all streams of a GPU into one queue: "
+            "nothing that StreamShard communicates will overlap with computation. Unset it"
+        )
     if who is None:
         who = groups_of(resolve_group(device))
     refuse_together(who.all_ranks, None)
@@ -307,7 +313,9 @@ def _plan_layouts(
         [(kind, [ParamSize(p.names[0], tuple(p.param.shape)) for p in params]) for kind, params in own] for own in parts
     ]
 
-    return plan_units(names, sizes, world_size, align_pieces_to=settings.align_pieces_to)
+    return plan_units(
+        names, sizes, world_size, pad_numel=settings.pad_units_to, align_pieces_to=settings.align_pieces_to
+    )
 
 
 def _choose_slots(sizing: Sizing, settings: Settings, budget: int | None, ranks: Ranks) -> tuple[SlotPlan, str]:

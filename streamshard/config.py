@@ -148,6 +148,7 @@ class Settings:
     grad_slots: SlotCount = 2
     memory_budget: MemoryBudget | None = None
     min_unit_size: int | str = 0
+    pad_units_to: int = 1
     align_pieces_to: int = 1
     broadcast_weights: bool = True
     check_grads: bool = False
@@ -166,8 +167,9 @@ class Settings:
                 raise ConfigError(
                     f"{name}={count!r} and memory_budget={self.memory_budget!r}: the budget chooses the slots"
                 )
-        if not _is_int(self.align_pieces_to) or self.align_pieces_to < 1:
-            raise ConfigError(f"align_pieces_to={self.align_pieces_to!r}: wanted a positive number of elements")
+        for name in ("pad_units_to", "align_pieces_to"):
+            if not _is_int(value := getattr(self, name)) or value < 1:
+                raise ConfigError(f"{name}={value!r}: wanted a positive number of elements")
         for name in ("broadcast_weights", "check_grads"):
             if not isinstance(flag := getattr(self, name), bool):
                 raise ConfigError(f"{name}={flag!r}: wanted True or False")

@@ -61,8 +61,13 @@ class Backward(Phase):
         self._recomputing: list[StreamedUnit] = []  # units of the layers that run forward, one inside the other
         # Autograd holds the callback as long as the backward runs, and drops it when an exception ends the backward.
         at_end = functools.partial(untraced, self.finish)
-        self._at_end = weakref.ref(at_end)
+        self._at_end = weakref.ref(at_end, self._unbind)
         Variable._execution_engine.queue_callback(at_end)
+
+    def _unbind(self, _: object) -> None:
+        """Autograd drops the callback. After an exception layers hold the sharded parameters again. Any thread."""
+        if self._engine.phase is self:
+            self._engine.reshard_all()
 
     @property
     def has_ended(self) -> bool:

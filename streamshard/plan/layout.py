@@ -118,6 +118,7 @@ def plan_segment(
     world_size: int,
     *,
     element_bytes: int = 2,
+    pad_numel: int = 1,
     align_pieces_to: int = 1,
 ) -> SegmentLayout:
     """Lay out one segment. See [Note: flat segments].
@@ -126,6 +127,7 @@ def plan_segment(
         sizes: its parameters in registration order, tied ones once.
         world_size: number of ranks N.
         element_bytes: bytes of the narrowest element that will use the layout; it sets the alignment of starts.
+        pad_numel: the padded size is a multiple of this as well (``lcm(N, 128, 2**16)`` for NCCL bus bandwidth).
         align_pieces_to: parameters are cut at multiples of so many of their elements only.
 
     Returns:
@@ -138,7 +140,7 @@ def plan_segment(
     total = _place(sizes, grain, align, None)[-1]
     least = -(-total // world_size)
     while True:
-        shard_numel = _shard_numel(sizes, grain, least, align)
+        shard_numel = _shard_numel(sizes, grain, least, math.lcm(world_size * align, pad_numel) // world_size)
         *offsets, end = _place(sizes, grain, align, shard_numel)
         missing = end - world_size * shard_numel
         if missing <= 0:

@@ -134,6 +134,7 @@ def plan_units(
     units: Sequence[Sequence[tuple[SegmentKind, Sequence[ParamSize]]]],
     world_size: int,
     *,
+    pad_numel: int,
     align_pieces_to: int,
 ) -> list[UnitLayout]:
     """Lay out all units.
@@ -142,7 +143,7 @@ def plan_units(
         names: of the units.
         units: by unit, its segments: their kinds, and what lies in them.
         world_size: number of ranks N.
-        align_pieces_to: see `plan_segment`.
+        pad_numel, align_pieces_to: see `plan_segment`.
     """
     layouts: list[UnitLayout] = []
     tag = 0
@@ -151,7 +152,9 @@ def plan_units(
         weight_start = grad_start = 0
         for kind, sizes in parts:
             element_bytes = kind.compute_dtype.itemsize
-            layout = plan_segment(sizes, world_size, element_bytes=element_bytes, align_pieces_to=align_pieces_to)
+            layout = plan_segment(
+                sizes, world_size, element_bytes=element_bytes, pad_numel=pad_numel, align_pieces_to=align_pieces_to
+            )
             segment = PlannedSegment(tag, index, kind, layout, weight_start, grad_start)
             segments.append(segment)
             tag += 1

@@ -276,6 +276,9 @@ def test_values_of_options_that_mean_nothing_are_refused(context: RankContext) -
     for budget in (0, 1.5, "much", "-3GB", True):
         with pytest.raises(ConfigError, match="memory_budget="):
             StreamShard(Stack(), memory_budget=budget)
+    for pad in (0, 1.5, True, "64"):
+        with pytest.raises(ConfigError, match="pad_units_to="):
+            StreamShard(Stack(), pad_units_to=pad)
     with pytest.raises(ConfigError, match="weight_slots=3 and memory_budget='1GB': the budget chooses the slots"):
         StreamShard(Stack(), weight_slots=3, memory_budget="1GB")
 
@@ -325,11 +328,11 @@ def test_too_small_a_budget_says_what_is_missing(context: RankContext) -> None:
 # ---------------------------------------------------------------------------------------------- what a rank owns
 
 
-def _ranges(context: RankContext) -> dict[str, tuple[int, int]]:
+def _ranges(context: RankContext, pad: int) -> dict[str, tuple[int, int]]:
     torch.manual_seed(2)
     whole = dict(Stack().named_parameters())
     torch.manual_seed(2)
-    model: Any = StreamShard(Stack(), precision=FP32)
+    model: Any = StreamShard(Stack(), precision=FP32, pad_units_to=pad)
     ranges = model.local_ranges()
     assert list(ranges) == list(whole)
     for name, param in model.named_parameters():
@@ -337,14 +340,15 @@ def _ranges(context: RankContext) -> dict[str, tuple[int, int]]:
         assert torch.equal(param.flatten(), whole[name].flatten()[owned.start : owned.stop])
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
     for unit in engine_inside(model).units:
-        assert unit.layout.padded_numel % context.world_size == 0
+        assert unit.layout.padded_numel % pad == unit.layout.padded_numel % context.world_size == 0
     return {name: (owned.start, owned.stop) for name, owned in ranges.items()}
 
 
+@pytest.mark.parametrize("pad", [1, 1000])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_element_is_owned_by_one_rank(ranks: RankPool, world_size: int) -> None:
-    """`local_ranges` says which."""
-    found = ranks(world_size).run(_ranges)
+def test_every_element_is_owned_by_one_rank(ranks: RankPool, world_size: int, pad: int) -> None:
+    """`local_ranges` says which; padding units moves them."""
+    found = ranks(world_size).run(_ranges, pad)
     for name, param in Stack().named_parameters():
         pieces = sorted(ranges[name] for ranges in found if ranges[name][0] < ranges[name][1])
         assert pieces[0][0] == 0

@@ -257,7 +257,6 @@ def test_after_an_exception_parameters_are_the_shards_again(context: RankContext
     optimizer.step()
 
 
-@pytest.mark.xfail(strict=True, reason="a layer keeps its unsharded parameters until the engine is asked for something")
 @on_ranks(1, 2)
 def test_after_an_exception_layers_hold_the_shards_again(context: RankContext) -> None:
     """The user may edit or freeze a layer's parameters, and the engine hears nothing of it."""
