@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, DynamoBackend, is_compiled_module, recursively_apply
-from accelerate.utils.other import is_repeated_blocks
+from accelerate.utils import DynamoBackend, is_compiled_module, recursively_apply
 from torch import nn
 
 from streamshard.api import StreamShard, export_safetensors
@@ -119,34 +118,22 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             evaluation_mode: the model gets no room for gradients, and cannot be trained.
 
         Returns:
-            The same object. With a dynamo backend, what ``torch.compile`` makes of it; with regional compilation the
-            same object again, whose repeated layers are compiled in place.
+            The same object; with a dynamo backend, what ``torch.compile`` makes of it.
         """
         if next(model.parameters(), None) is None:
             return _module(super().prepare_model(model, device_placement=device_placement, evaluation_mode=True))
-        sharded, was_prepared = sharded_in(model), getattr(model, "_is_accelerate_prepared", False)
+        plugin = self.state.dynamo_plugin
+        if plugin.use_regional_compilation and plugin.backend != DynamoBackend.NO:
+            raise ConfigError(
+                "use_regional_compilation makes another module around the layers, which would not be sharded: leave it "
+                "out, and call layer.compile() for each layer before prepare"
+            )
+        sharded = sharded_in(model)
         if sharded is None:
             self._shard(_uncompiled(model), evaluation_mode)
-        elif not evaluation_mode and (frozen := _names_without_room(sharded)):
-            raise ShardingError(
-                f"{type(sharded).__name__} was prepared with evaluation_mode=True, or sharded while {frozen[0]!r} was "
-                "frozen, so it has no room for gradients: prepare it for training first"
-            )
-        elif not was_prepared:
+        else:
             self._check_dtype(engine_of(sharded).sizing.precision, f"{type(sharded).__name__} was sharded with")
-        plugin = self.state.dynamo_plugin
-        backend = plugin.backend
-        if plugin.use_regional_compilation and backend != DynamoBackend.NO and not was_prepared:
-            # accelerate would make another module around the layers, which is not sharded.
-            for layers in model.modules():
-                if isinstance(layers, nn.ModuleList) and is_repeated_blocks(layers):
-                    for layer in layers:
-                        layer.compile(**plugin.to_kwargs())
-            plugin.backend = DynamoBackend.NO
-        try:
-            return _module(super().prepare_model(model, device_placement=False, evaluation_mode=True))
-        finally:
-            plugin.backend = backend
+        return _module(super().prepare_model(model, device_placement=False, evaluation_mode=True))
 
     def _shard(self, model: nn.Module, evaluation_mode: bool) -> None:
         options = {**self._options, "precision": self._precision_of(_dtype_of(model))}
@@ -334,12 +321,6 @@ def _uncompiled(model: nn.Module) -> nn.Module:
     return _module(model._orig_mod) if is_compiled_module(model) else model
 
 
-def _names_without_room(model: nn.Module) -> list[str]:
-    """Parameters that need gradients, and were frozen when `model` was sharded."""
-    grads = [grad for unit in engine_of(model).units for grad in unit.grads.params]
-    return [grad.shard.name for grad in grads if grad.shard.param.requires_grad and not grad.has_room]
-
-
 def _dtype_of(model: nn.Module) -> torch.dtype:
     """The 16-bit dtype that all parameters have, else fp32."""
     dtypes = {param.dtype for param in model.parameters()}
@@ -371,11 +352,6 @@ def _refuse_plugins(given: dict[str, Any]) -> None:
 
 def _check_launch(accelerator: Accelerator) -> None:
     """Raise if fewer processes train together than were launched."""
-    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise ConfigError(
-            f"accelerate's state was made for {accelerator.distributed_type.value}, which shards models itself: leave "
-            f"it out, and start with {_LAUNCH}"
-        )
     launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     is_one_of_several = not dist.is_initialized() and "RANK" not in os.environ and "MASTER_PORT" in os.environ
     if launched != accelerator.num_processes or (is_one_of_several and "ACCELERATE_MIXED_PRECISION" in os.environ):

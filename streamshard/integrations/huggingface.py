@@ -61,18 +61,12 @@ def check_exportable(model: nn.Module) -> None:
         CheckpointError: the model carries adapters or is quantized.
     """
     adapted = next((name for name, module in model.named_modules() if _is_of_peft(module)), None)
-    if adapted is not None:
-        where = f"module {adapted!r}" if adapted else "the model"
+    if adapted is not None or getattr(model, "_hf_peft_config_loaded", False):
         raise CheckpointError(
-            f"{type(model).__name__} is adapted by PEFT ({where} is a {type(model.get_submodule(adapted)).__name__}), "
-            "and under the names it gives to weights nothing would load them. To save the adapters shard the PeftModel "
-            "itself: export_safetensors(model, directory) or model.save_pretrained(directory), on all ranks. For "
-            "merged weights load those without sharding, and call merge_and_unload()"
-        )
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise CheckpointError(
-            f"{type(model).__name__} has adapters added with add_adapter, of which save_pretrained would save the "
-            "adapters only: merge or remove them before the export"
+            f"{type(model).__name__} has adapters of PEFT{f' ({adapted!r})' if adapted else ''}: nothing loads its "
+            "weights under their names. To save the adapters shard the PeftModel itself: "
+            "export_safetensors(model, directory) or model.save_pretrained(directory), on all ranks. For merged "
+            "weights load those without sharding, and call merge_and_unload()"
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise CheckpointError(f"{type(model).__name__} is quantized; only unquantized weights can be exported")
@@ -129,7 +123,7 @@ def drop_tied_names(model: nn.Module, tied: Sequence[Sequence[str]]) -> set[str]
         `from_pretrained` would not tie them again, so every one needs its values.
     """
     patterns = [
-        f"{prefix}.{key}" if prefix else key
+        join_names(prefix, key)
         for prefix, module in model.named_modules()
         for key in getattr(module, "_tied_weights_keys", None) or ()
     ]
@@ -152,8 +146,7 @@ def ignored_on_load(model: nn.Module, names: Sequence[str]) -> set[str]:
         told = types.SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
         adjust(told)
         return set(names).difference(told.unexpected_keys)
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+    return set()
 
 
 def rearrange_for_saving(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -168,9 +161,6 @@ def rearrange_for_saving(model: nn.Module, tensors: Mapping[str, torch.Tensor]) 
     """
     try:
         loading = importlib.import_module("transformers.core_model_loading")
-    except ImportError:  # before transformers 5 modules were saved as they are
-        return dict(tensors)
-    try:
         return dict(loading.revert_weight_conversion(_Unsharded(model, tensors), dict(tensors)))
     except Exception as error:  # any error means that the layout on disk is not known
         name = type(model).__name__
@@ -258,30 +248,35 @@ def _steps_of(
     return steps, used
 
 
-def write_config(model: Any, directory: Path, dtype: torch.dtype | None) -> None:
+def write_config(model: Any, directory: Path, dtype: torch.dtype | None, *, with_code: bool = True) -> None:
     """What `save_pretrained` writes beside the weights: config, generation config, and the code of custom models.
 
     Args:
         model: a transformers model.
         directory: where to.
         dtype: of the model on disk, for the config; None leaves what the config says.
+        with_code: False: leave out the code.
     """
-    _write_config(model, directory, dtype, with_code=True)
+    config = copy.deepcopy(model.config)
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    if with_code and model.is_remote_code():
+        importlib.import_module("transformers.dynamic_module_utils").custom_object_save(model, directory, config=config)
+    config.save_pretrained(directory)
+    if model.can_generate() and getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(directory)
 
 
 def config_files(model: Any, dtype: torch.dtype | None) -> dict[str, str]:
     """The texts of what `write_config` writes, by file name, without code.
-
-    Args:
-        model: a transformers model.
-        dtype: see there.
 
     Raises:
         CheckpointError: transformers cannot write it.
     """
     try:
         with tempfile.TemporaryDirectory() as directory:
-            _write_config(model, Path(directory), dtype, with_code=False)
+            write_config(model, Path(directory), dtype, with_code=False)
             return {path.name: path.read_text() for path in sorted(Path(directory).glob("*.json"))}
     except Exception as error:  # any error means that there would be no such file
         raise CheckpointError(f"the config of {type(model).__name__} cannot be saved: {error}") from error
@@ -295,21 +290,8 @@ def custom_code_of(model: Any) -> str | None:
 def with_dtype(config: str, dtype: torch.dtype) -> str:
     """The text of a model's config.json, where the model has another dtype on disk."""
     values = json.loads(config)
-    key = "torch_dtype" if "torch_dtype" in values else "dtype"  # so called before transformers 5
-    values[key] = str(dtype).removeprefix("torch.")
+    values["dtype"] = str(dtype).removeprefix("torch.")
     return json.dumps(values, indent=2, sort_keys=True) + "\n"
-
-
-def _write_config(model: Any, directory: Path, dtype: torch.dtype | None, *, with_code: bool) -> None:
-    config = copy.deepcopy(model.config)
-    if dtype is not None:
-        config.dtype = str(dtype).removeprefix("torch.")
-    config.architectures = [type(model).__name__]
-    if with_code and model.is_remote_code():
-        importlib.import_module("transformers.dynamic_module_utils").custom_object_save(model, directory, config=config)
-    config.save_pretrained(directory)
-    if model.can_generate() and getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(directory)
 
 
 class _Unsharded:

@@ -39,7 +39,6 @@ from streamshard.unit.sharded_tensor import ShardedTensor
 __all__ = [
     "adapt_methods",
     "called_on_all_ranks",
-    "find_piece",
     "forget_sums",
     "has_adapters",
     "plain_classes",
@@ -164,20 +163,13 @@ def refuse_pieces(state_dict: Mapping[str, Any], what: str) -> None:
     Raises:
         CheckpointError: names the first tensor that is a piece.
     """
-    if (name := find_piece(state_dict)) is not None:
-        raise CheckpointError(
-            f"{what}: {name!r} in the state dict is one rank's piece, as model.state_dict() gives it. Let all ranks "
-            "call accelerator.get_state_dict(model) or model.full_state_dict() and give what rank 0 gets, or let all "
-            "ranks save without state_dict: trainer.save_model(directory), model.save_pretrained(directory)"
-        )
-
-
-def find_piece(state_dict: Mapping[str, Any]) -> str | None:
-    """The name of the first tensor in `state_dict` that is one rank's piece; None if all are full."""
     for name, value in state_dict.items():
         if isinstance(value, ShardedTensor) or (isinstance(value, torch.Tensor) and holds_pieces(value)):
-            return name
-    return None
+            raise CheckpointError(
+                f"{what}: {name!r} in the state dict is one rank's piece, from model.state_dict(). Let all ranks "
+                "call accelerator.get_state_dict(model) or model.full_state_dict() and give what rank 0 gets, or let "
+                "all ranks save without state_dict: trainer.save_model(directory), model.save_pretrained(directory)"
+            )
 
 
 @contextlib.contextmanager

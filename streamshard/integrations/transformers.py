@@ -136,15 +136,19 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             return create(*args, **kwargs)
         if given is None:
             name = f'optim="{self.args.optim.value}"'
-            _refuse_optimizer(name)
+            if "lomo" in name or "layerwise" in name:
+                raise ConfigError(
+                    f"{name} steps each parameter within backward, before its gradient is averaged over ranks: take "
+                    'one that steps afterwards, such as optim="adafactor" or optim="galore_adamw"'
+                )
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
         else:
             name, (kind, options) = "optimizer_cls_and_kwargs", given
-        if _steps_whole_parameters(kind):
-            if options.get("optim_bits") == 8:
+        is_class = isinstance(kind, type) and issubclass(kind, Optimizer)  # else it makes one
+        if is_class and not issubclass(kind, WholeParameterOptimizer) and not is_elementwise_class(kind):
+            if options.get("optim_bits") == 8:  # its moments of embeddings have 32 bits, by their modules
                 raise ConfigError(
-                    f"{name} has 8-bit moments, but those of embeddings in 32 bits, which it knows by their modules, "
-                    "and WholeParameterOptimizer steps other tensors: take the 32-bit one, or adamw_8bit"
+                    f"{name} with 8-bit moments steps whole parameters: take the 32-bit one, or adamw_8bit"
                 )
             kind, options = WholeParameterOptimizer, {**options, "optimizer_class": kind}
         self.optimizer_cls_and_kwargs = kind, options
@@ -418,23 +422,6 @@ def _refuse(args: Any) -> None:
             f"one process sees {args.n_gpu} GPUs: wanted one process for each, as `torchrun --nproc-per-node "
             f"{args.n_gpu}` starts them"
         )
-
-
-def _refuse_optimizer(name: str) -> None:
-    """Optimizers that step within backward, before gradients are averaged over ranks."""
-    if "lomo" in name or "layerwise" in name:
-        raise ConfigError(
-            f"{name} steps each parameter within backward, before its gradient is averaged over ranks: take one that "
-            'steps afterwards, such as optim="adafactor" or optim="galore_adamw". StreamShard keeps 1/N of all '
-            "gradients on each rank"
-        )
-
-
-def _steps_whole_parameters(kind: object) -> bool:
-    """Whether `kind` is the class of an optimizer, not a factory of one, that may depend on all of a parameter."""
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        return False
-    return not (issubclass(kind, WholeParameterOptimizer) or is_elementwise_class(kind))
 
 
 def _engine(model: nn.Module) -> Engine | None:

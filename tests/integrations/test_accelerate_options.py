@@ -41,7 +41,7 @@ def test_options_are_arguments_or_variables(context: RankContext) -> None:
         assert engine.precision == Precision(grad_dtype=torch.bfloat16)
         assert [unit.name for unit in engine.units[1:]] == ["blocks.0", "blocks.1", "blocks.2", "last"]
         assert [unit.is_streamed for unit in engine.units[1:]] == [True, False, True, False]
-        assert engine.reductions.check is not None
+        assert engine.reductions._checks_finite
     with launched(context, STREAMSHARD_UNITS="Block,lost"), pytest.raises(UnitError, match=r"'lost'.*'last'"):
         StreamShardAccelerator().prepare(make_model())
     with launched(context, STREAMSHARD_MEMORY_BUDGET="0.5"):
@@ -54,7 +54,7 @@ def test_options_are_arguments_or_variables(context: RankContext) -> None:
     ("environment", "settings", "message"),
     [
         ({"STREAMSHARD_WEIGHTS_SLOTS": "3"}, {}, "STREAMSHARD_WEIGHT_SLOTS"),
-        ({"STREAMSHARD_CHECK_GRADS": "maybe"}, {}, "true or false"),
+        ({"STREAMSHARD_CHECK_GRADS": "maybe"}, {}, "wanted True or False"),
         ({"STREAMSHARD_WEIGHT_SLOTS": "1"}, {}, "weight_slots=1"),
         ({}, {"weight_slots": 1}, "weight_slots=1"),
         ({}, {"mixed_precision": "bf16", "precision": Precision(param_dtype=torch.float16)}, "mixed_precision='fp16'"),

@@ -575,7 +575,7 @@ def _with_deepspeed(**arguments: Any) -> Any:
         ({"optim": "lomo"}, 'optim="lomo" steps each parameter within backward.* optim="adafactor"'),
         (
             {"given": {"optimizer_cls_and_kwargs": (torch.optim.Adafactor, {"optim_bits": 8})}},
-            "optimizer_cls_and_kwargs has 8-bit moments, but those of embeddings in 32 bits",
+            "optimizer_cls_and_kwargs with 8-bit moments steps whole parameters",
         ),
         (
             {"given": {"optimizer_cls_and_kwargs": (torch.optim.LBFGS, {})}},
