@@ -53,10 +53,9 @@ from streamshard.plan.structure import (
     refuse_transforms,
     tie_on_meta,
 )
-from streamshard.unit.buffers import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.unit.grads import SegmentGrads, UnitGrads
 from streamshard.unit.optimizer_hooks import watch_optimizers
-from streamshard.unit.shard import SegmentShard
+from streamshard.unit.shard import GradSlot, Ledger, Scratch, SegmentShard, WeightSlot
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = ["shard_model"]

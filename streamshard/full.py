@@ -17,9 +17,9 @@ from streamshard.comm.objects import raise_if
 from streamshard.engine.engine import Engine
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.unit.global_ops import global_norm
-from streamshard.unit.pieces import piece_of
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_parameter import be_piece, be_whole, data_of, grad_of, refuse_unreduced
+from streamshard.unit.sharded_tensor import piece_of
 
 __all__ = ["clip_grads", "gather_state_dict", "summon", "under_params"]
 

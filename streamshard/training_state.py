@@ -44,7 +44,7 @@ from streamshard.engine.engine import Engine
 from streamshard.errors import CheckpointError, ConfigError, RankMismatchError, StreamShardError, warn_user
 from streamshard.initialise import compute_buffers
 from streamshard.log import log, progress
-from streamshard.unit.unreduced_grad import UnreducedGrad
+from streamshard.unit.sharded_parameter import is_unreduced
 
 __all__ = ["Loaded", "load_checkpoint", "save_checkpoint"]
 
@@ -279,8 +279,8 @@ def _write_in_background(
 def _say_what_is_lost(parts: Parts) -> None:
     """Gradients that are certain to wait for more: elsewhere they may be those that a step has used."""
     for name, (_, engine) in parts.models.items():
-        grads = [shard.param.grad for shard in engine.param_shards if shard.param.grad is not None]
-        if grads and (not engine.casts.is_synced or any(isinstance(grad, UnreducedGrad) for grad in grads)):
+        params = [shard.param for shard in engine.param_shards if shard.param.grad is not None]
+        if params and (not engine.casts.is_synced or any(map(is_unreduced, params))):
             warn_user(
                 f"{name}: a checkpoint has no gradients, and some have been accumulated for the next step (no_sync()): "
                 "a run that goes on from it begins that step's micro-batches with none; save after optimizer.step()"

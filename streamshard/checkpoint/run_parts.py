@@ -43,8 +43,8 @@ from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.integrations import huggingface
 from streamshard.plan.structure import params_of
 from streamshard.unit.optimizer_hooks import sees_steps, take_over_state
-from streamshard.unit.pieces import piece_of
 from streamshard.unit.shard import ParamShard
+from streamshard.unit.sharded_tensor import piece_of
 
 __all__ = [
     "Collected",
@@ -376,7 +376,7 @@ class _OptimizerState:
             for param in self._numbers
             if param not in sharded
         }
-        packed = optimizer.state_dict()
+        packed = dict(optimizer.state_dict())
         saved_groups = packed.pop("param_groups")
         del packed["state"]
         self._groups = []

@@ -24,12 +24,9 @@ from streamshard.engine.hooks import compute_in_fp32, watch
 from streamshard.errors import ShardingError
 from streamshard.plan.discovery import FoundUnit, owners_of
 from streamshard.plan.structure import InFp32, Structure, join_names, modules_inside, modules_of, params_of
-from streamshard.unit.absent_weight import advice, let_be_absent
-from streamshard.unit.pieces import piece_of
-from streamshard.unit.sharded_parameter import be_sharded
-from streamshard.unit.sharded_tensor import ShardedTensor
-from streamshard.unit.sharding import Sharding
+from streamshard.unit.sharded_tensor import ShardedTensor, piece_of
 from streamshard.unit.unit import StreamedUnit
+from streamshard.unit.unsharded_parameter import advice, let_be_absent
 
 __all__ = ["attach"]
 
@@ -56,7 +53,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             place = places[shard.param] = Place(streamed.index, param_index)
             if streamed is not engine.root_unit:
                 be_asked = functools.partial(ask, weakref.ref(engine), place, shard.name)
-                let_be_absent(views[shard.param], shard.param, shard.name, be_asked)
+                let_be_absent(views[shard.param], be_asked)
     for module in modules_inside(root):
         if any(param is not None for param in module._parameters.values()):
             module.__dict__["_parameters"] = OutsideParameters(module._parameters, places, engine)
@@ -221,10 +218,7 @@ class OutsideParameters(dict[str, Any]):
         place = self._places.get(self.get(key))
         if place is not None and engine is not None and engine.current is not None:
             return _read(engine, place)
-        param = super().__getitem__(key)
-        if param is not None and engine is not None and not (engine.is_computing or engine.is_whole):
-            be_sharded(param)  # if a step has failed
-        return param
+        return super().__getitem__(key)
 
     def __setitem__(self, key: str, value: Any) -> None:
         """What was looked up may be put back (``torch.func.functional_call`` does): as the sharded parameter again."""
@@ -280,9 +274,6 @@ class BeforeSaving:
                 "beside one: layers hold gathered weights, in memory that takes turns. Call it between steps"
             )
         self._engine.refuse_empty("state_dict()")
-        for param in module._parameters.values():
-            if param is not None:
-                be_sharded(param)  # if a step has failed
 
 
 class LoadWhole:
@@ -329,12 +320,12 @@ class LoadWhole:
             if param.shape == value.shape:
                 self._engine.fill([shard.name])
                 if piece_of(param) is not None and not isinstance(value, ShardedTensor):
-                    state_dict[name] = ShardedTensor.wrap(what.cut(value), Sharding.of_piece(what, is_weight=True))
+                    state_dict[name] = ShardedTensor.wrap(what.cut(value), what)
                 continue
             if tuple(value.shape) == what.local_shape and piece_of(param) is not None:
                 self._engine.fill([shard.name])
                 piece = value.as_subclass(torch.Tensor).detach()
-                state_dict[name] = ShardedTensor.wrap(piece, Sharding.of_piece(what, is_weight=True))
+                state_dict[name] = ShardedTensor.wrap(piece, what)
                 continue
             errors.append(
                 f"StreamShard: {shard.name!r} has shape {what.shape}, in the state dict it has {tuple(value.shape)}. "

@@ -31,9 +31,9 @@ from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use, in_b
 from streamshard.errors import ShardingError
 from streamshard.log import log
 from streamshard.plan.program import Op, OpKind, Schedule
-from streamshard.unit.absent_weight import be_present
-from streamshard.unit.asked_grads import graph_is_reached
+from streamshard.unit.optimizer_hooks import graph_is_reached
 from streamshard.unit.unit import StreamedUnit
+from streamshard.unit.unsharded_parameter import be_present
 
 __all__ = ["Backward", "begin_backward", "pre_backward", "run_empty_backward", "take_gradients", "watch_node"]
 

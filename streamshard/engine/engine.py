@@ -22,8 +22,7 @@ from streamshard.errors import ShardingError, warn_user
 from streamshard.plan.memory import Sizing, SlotPlan
 from streamshard.plan.structure import refuse_transforms
 from streamshard.plan.unit_order import UnitOrder
-from streamshard.unit.buffers import Ledger
-from streamshard.unit.shard import ParamShard, SegmentShard
+from streamshard.unit.shard import Ledger, ParamShard, SegmentShard
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = ["ROOT_UNIT", "Engine", "Graph", "Inputs", "Phase", "Use", "in_backward"]

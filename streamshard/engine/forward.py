@@ -12,9 +12,9 @@ from streamshard.comm.streams import Moment
 from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.errors import ShardingError
 from streamshard.plan.program import Op, Schedule
-from streamshard.unit.absent_weight import be_absent, be_present
-from streamshard.unit.asked_grads import graph_is_made
+from streamshard.unit.optimizer_hooks import graph_is_made
 from streamshard.unit.unit import StreamedUnit
+from streamshard.unit.unsharded_parameter import be_absent, be_present
 
 __all__ = ["Forward", "begin_forward"]
 

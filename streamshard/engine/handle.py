@@ -19,7 +19,6 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, _get
 from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
 from streamshard.plan.structure import modules_inside
-from streamshard.unit.sharded_parameter import end_step
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = [
@@ -256,9 +255,7 @@ class Uncopyable(nn.Module):
             self.__dict__.pop(REGISTRY_KEY)
             self.__dict__.pop(STATE_KEY, None)
             self._refuse_wrapper(name)
-        for name, param in super().named_parameters(*args, **kwargs):
-            end_step((param,))
-            yield name, param
+        yield from super().named_parameters(*args, **kwargs)
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         self._refuse_wrapper("DataParallel")

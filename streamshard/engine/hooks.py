@@ -26,8 +26,8 @@ from streamshard.engine.engine import Engine, Graph, Use
 from streamshard.engine.forward import Forward, begin_forward
 from streamshard.engine.handle import HANDLE, Handle, Uncopyable, handle_of, registered_names, watched_class
 from streamshard.errors import ConfigError, ShardingError
-from streamshard.unit.absent_weight import advice, name_of
 from streamshard.unit.unit import StreamedUnit
+from streamshard.unit.unsharded_parameter import advice, name_of_weight
 
 __all__ = [
     "call_shell",
@@ -196,7 +196,7 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
         if first_byte <= address < last_byte:
             if id(tensor) in own:
                 return tensor, use
-            if (base := tensor._base) is not None and id(base) not in own and name_of(base) is not None:
+            if (base := tensor._base) is not None and id(base) not in own and name_of_weight(base) is not None:
                 _refuse_stale(tensor, use.unit)
             return tensor.detach(), use
         if lowest <= address < highest and any(first <= address < last for first, last in spans):
@@ -227,7 +227,7 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
 
 def _refuse_stale(tensor: torch.Tensor, unit: StreamedUnit) -> NoReturn:
     """A layer of `unit` computes with `tensor`, which is, or was, a weight of another unit."""
-    name = name_of(tensor if tensor._base is None else tensor._base)
+    name = name_of_weight(tensor if tensor._base is None else tensor._base)
     what, where = ("a weight", "") if name is None else (repr(name), f", {advice(name)}")
     raise ShardingError(
         f"a layer of {unit.name!r} computes with {what} of another layer, in a buffer that layers take turns in: give "

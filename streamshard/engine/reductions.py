@@ -18,7 +18,7 @@ from streamshard.comm.streams import AllWork, Fence, Rule, StreamName, Work
 from streamshard.engine.replicas import Replicas
 from streamshard.errors import GradientError
 from streamshard.plan.memory import Category
-from streamshard.unit.buffers import Ledger
+from streamshard.unit.shard import Ledger
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = ["Reductions", "UsedParams"]

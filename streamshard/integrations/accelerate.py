@@ -22,8 +22,7 @@ from streamshard.errors import ConfigError, ShardingError
 from streamshard.full import clip_grads
 from streamshard.integrations.accelerate_state import load_run, save_run
 from streamshard.integrations.peft import called_on_all_ranks
-from streamshard.unit.pieces import holds_pieces
-from streamshard.unit.sharded_tensor import ShardedTensor
+from streamshard.unit.sharded_tensor import is_piece
 
 __all__ = ["StreamShardAccelerator"]
 
@@ -193,7 +192,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     def _refuse_pieces(self, data: Any, what: str) -> None:
         def check(tensor: torch.Tensor) -> torch.Tensor:
-            if isinstance(tensor, ShardedTensor) or holds_pieces(tensor):
+            if is_piece(tensor):
                 raise ShardingError(
                     f"{what} of a parameter or gradient of a sharded model, {tuple(tensor.shape)} here: each rank has "
                     "another piece of it. accelerator.get_state_dict(model) gives full tensors; for accelerate's "

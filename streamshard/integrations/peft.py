@@ -32,9 +32,8 @@ from streamshard.errors import CheckpointError, CommunicationError, ShardingErro
 from streamshard.full import under_params
 from streamshard.integrations.huggingface import is_transformers_model
 from streamshard.plan.structure import modules_inside
-from streamshard.unit.pieces import holds_pieces
 from streamshard.unit.shard import ParamShard
-from streamshard.unit.sharded_tensor import ShardedTensor
+from streamshard.unit.sharded_tensor import is_piece
 
 __all__ = [
     "adapt_methods",
@@ -164,7 +163,7 @@ def refuse_pieces(state_dict: Mapping[str, Any], what: str) -> None:
         CheckpointError: names the first tensor that is a piece.
     """
     for name, value in state_dict.items():
-        if isinstance(value, ShardedTensor) or (isinstance(value, torch.Tensor) and holds_pieces(value)):
+        if isinstance(value, torch.Tensor) and is_piece(value):
             raise CheckpointError(
                 f"{what}: {name!r} in the state dict is one rank's piece, from model.state_dict(). Let all ranks "
                 "call accelerator.get_state_dict(model) or model.full_state_dict() and give what rank 0 gets, or let "

@@ -46,7 +46,7 @@ from streamshard.integrations.peft import (
     save_on_first,
 )
 from streamshard.optim.whole import WholeParameterOptimizer
-from streamshard.unit.elementwise import is_elementwise_class
+from streamshard.unit.optimizer_hooks import is_elementwise_class
 
 __all__ = ["StreamShardTrainer", "StreamShardTrainerMixin"]
 

@@ -13,8 +13,8 @@ from streamshard.optim.inner import NO_OPTIONS, InnerOptimizer
 from streamshard.optim.rounds import Rounds, WholeParam
 from streamshard.optim.separable import random_states, refuse_draws
 from streamshard.plan.owners import plan_rounds
-from streamshard.unit.elementwise import is_elementwise_class
-from streamshard.unit.pieces import piece_of
+from streamshard.unit.optimizer_hooks import is_elementwise_class
+from streamshard.unit.sharded_tensor import piece_of
 
 __all__ = ["GroupClass", "InnerOptimizers", "params_in"]
 

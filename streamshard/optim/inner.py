@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from streamshard.errors import ConfigError, StreamShardError
 from streamshard.optim.rounds import stand_in
-from streamshard.unit.pieces import piece_of
+from streamshard.unit.sharded_tensor import piece_of
 
 __all__ = ["NO_OPTIONS", "Constructed", "InnerOptimizer", "constructor_options", "try_constructor"]
 

@@ -31,9 +31,9 @@ from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Fence, Rule, StreamName
 from streamshard.comm.transport import AllToAll
 from streamshard.plan.memory import Category
-from streamshard.unit.buffers import Ledger
-from streamshard.unit.pieces import Piece
+from streamshard.unit.shard import Ledger
 from streamshard.unit.sharded_parameter import data_of
+from streamshard.unit.sharded_tensor import Piece
 
 __all__ = ["Rounds", "Verdict", "WholeParam", "stand_in"]
 

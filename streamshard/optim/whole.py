@@ -19,9 +19,9 @@ from streamshard.optim.inner import NO_OPTIONS, constructor_options, try_constru
 from streamshard.optim.rounds import WholeParam, stand_in
 from streamshard.optim.separable import check_separable
 from streamshard.plan.owners import assign_owners, rank_loads
-from streamshard.unit.elementwise import is_elementwise_class
-from streamshard.unit.pieces import mark_state, piece_of, unmark_state
+from streamshard.unit.optimizer_hooks import PiecesOfState, is_elementwise_class
 from streamshard.unit.sharded_parameter import refuse_unreduced
+from streamshard.unit.sharded_tensor import piece_of
 
 __all__ = ["WholeParameterOptimizer"]
 
@@ -218,17 +218,16 @@ class WholeParameterOptimizer(Optimizer):
         self.bound.refuse_extras()
         self.bound.link(self.state)
         state = super().state_dict()
-        return mark_state(state) if self._owners else state
+        return PiecesOfState(state) if self._owners else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """This rank's part, or on every rank the whole, of which it takes its part.
 
         The whole that rank 0 alone has is loaded by `streamshard.load_optimizer_state_dict`.
         """
-        plain = unmark_state(state_dict)
-        state: dict[Any, Any] = plain["state"]
-        super().load_state_dict({**plain, "state": {}})  # only the classes inside know the dtypes of their state
-        numbers = [number for group in plain["param_groups"] for number in group["params"]]
+        state: dict[Any, Any] = dict(state_dict["state"])
+        super().load_state_dict({**state_dict, "state": {}})  # only the classes inside know the dtypes of their state
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         by_number = dict(zip(numbers, params_in(self.param_groups), strict=True))
         self.state = defaultdict(dict, {by_number.get(number, number): values for number, values in state.items()})
         self._bind(is_loaded=True)

@@ -1,65 +1,94 @@
-"""Sums, norms and extremes over the elements of all ranks.
+"""Numbers of all elements: sums, norms and extremes over ranks; and the names of functions that need no elements.
 
-All ranks get the same number. Sums and norms may be part of a loss: a penalty. Each rank's loss may weigh the penalty
-differently, and a parameter's gradient is the mean over ranks of what each loss has for it, as under
-DistributedDataParallel. A piece lies on one rank only, so backward averages what flows back to the number over ranks (a
-collective), and passes the average on to this rank's elements.
+All ranks get the same number.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map_only
 
 from streamshard.comm.ranks import Ranks
+from streamshard.compiling import skip, untraced
 
-__all__ = ["global_extreme", "global_norm", "global_sum"]
+__all__ = [
+    "NORMS",
+    "SHAPE",
+    "PartialNorm",
+    "answers_without_values",
+    "extreme",
+    "flat",
+    "full_norms",
+    "global_extreme",
+    "global_norm",
+    "global_sum",
+    "is_metadata",
+    "name_of",
+    "names",
+    "order_of",
+]
+
+_AsTensors = torch._C.DisableTorchFunctionSubclass
+NORMS = frozenset((torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm))
+
+# -- functions that need no elements ----------------------------------------------------------------------------------
 
 
-def global_sum(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The sum of `local`, any shape, over the ranks of the shard group. Collective, in backward as well."""
-    total: torch.Tensor = _GlobalSum.apply(local, ranks)  # type: ignore[no-untyped-call]
-    return total
+def names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
-def global_norm(local: torch.Tensor, order: float, ranks: Ranks) -> torch.Tensor:
-    """The norm over all ranks from each rank's own.
-
-    Args:
-        local: norms of order `order` over this rank's elements, any shape.
-        order: any real number; ``inf`` is the maximum, ``0`` counts nonzeros.
-        ranks: its shard group is summed over. One collective, and another one in backward.
-
-    Returns:
-        Norms of the same shape, equal on all ranks. Those of order 0 and ``inf`` are not differentiated.
+# Functions and attributes that a piece answers for the full tensor.
+SHAPE = names("__len__ dim is_same_size nbytes ndim ndimension nelement numel shape size stride")
+# Functions that a piece answers for itself: dtype, device, autograd. None of them reads values.
+_METADATA = names(
     """
-    if math.isinf(order):
-        return global_extreme(local.detach(), largest=order > 0, ranks=ranks)
-    powers = local.to(torch.promote_types(local.dtype, torch.float32))  # 16 bits do not hold squares
-    if order == 0:
-        return global_sum(powers.detach(), ranks).to(local.dtype)
-    total = global_sum(powers.pow(order), ranks)
-    if order > 0 and total.requires_grad:  # torch's gradient of a norm of zeros is zero
-        is_zero = total == 0.0
-        return total.masked_fill(is_zero, 1.0).pow(1.0 / order).masked_fill(is_zero, 0.0).to(local.dtype)
-    return total.pow(1.0 / order).to(local.dtype)
+    __dir__ __hash__ _has_compatible_shallow_copy_type _is_view _is_zerotensor dim_order element_size get_device
+    has_names is_coalesced is_complex is_conj is_contiguous is_floating_point is_inference is_neg is_pinned is_set_to
+    is_shared is_signed new_empty new_full new_ones new_zeros record_stream register_post_accumulate_grad_hook
+    result_type retain_grad storage_offset untyped_storage
+    """
+)
+_TENSORS = names("H T data grad imag mH mT real")  # attributes that are tensors
+_ACCESS = ("__get__", "__set__", "__delete__")
 
 
-def global_extreme(local: torch.Tensor, *, largest: bool, ranks: Ranks) -> torch.Tensor:
-    """The largest or smallest of `local`, any shape, over ranks. Collective. NaN wins on every backend, as in torch."""
-    signed = local if largest else -local
-    is_nan = signed.isnan()
-    both = torch.stack([signed.masked_fill(is_nan, -math.inf), is_nan.to(signed.dtype)])
-    ranks.all_reduce(both, maximum=True)
-    found = both[0].masked_fill(both[1] > 0, math.nan)
-    return found if largest else -found
+def name_of(func: Callable[..., Any]) -> str:
+    """The name of a function that ``__torch_function__`` gets; of an attribute's getter or setter, the attribute's."""
+    name: str = getattr(func, "__name__", "")
+    return str(getattr(getattr(func, "__self__", None), "__name__", "")) if name in _ACCESS else name
+
+
+def is_metadata(func: Callable[..., Any]) -> bool:
+    """Whether a piece answers for itself; every attribute that is neither a tensor nor about the shape is metadata."""
+    name = name_of(func)
+    is_attribute = getattr(func, "__name__", "") in _ACCESS
+    return name in _METADATA or is_attribute and name not in SHAPE | _TENSORS
+
+
+@functools.cache
+def answers_without_values(func: Callable[..., Any]) -> bool:
+    """Whether a tensor's shape, dtype, device and place in autograd answer `func`."""
+    return is_metadata(func) or name_of(func) in SHAPE
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
 
 
 class _GlobalSum(Function):
+    """The sum over ranks, which may be part of a loss.
+
+    Each rank's loss may weigh a penalty differently, and a parameter's gradient is the mean over ranks of what each
+    loss has for it. A piece lies on one rank only, so backward averages what flows back to the number over ranks.
+    """
+
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         ctx.ranks = ranks
@@ -75,3 +104,138 @@ def _sum_over_ranks(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     total = local.clone(memory_format=torch.contiguous_format)
     ranks.all_reduce(total)
     return total
+
+
+def global_sum(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    total: torch.Tensor = _GlobalSum.apply(local, ranks)  # type: ignore[no-untyped-call]
+    return total
+
+
+def global_norm(local: torch.Tensor, order: float, ranks: Ranks) -> torch.Tensor:
+    """The norm over all ranks from each rank's own. One collective, and another one in backward.
+
+    Args:
+        local: norms of order `order` over this rank's elements, any shape.
+        order: any real number; ``inf`` is the maximum, ``0`` counts nonzeros. Both have no gradient.
+        ranks: its shard group is summed over.
+    """
+    if math.isinf(order):
+        return global_extreme(local.detach(), largest=order > 0, ranks=ranks)
+    powers = local.to(torch.promote_types(local.dtype, torch.float32))  # 16 bits do not hold squares
+    if order == 0:
+        return global_sum(powers.detach(), ranks).to(local.dtype)
+    total = global_sum(powers.pow(order), ranks)
+    if order > 0 and total.requires_grad:  # torch's gradient of a norm of zeros is zero
+        is_zero = total == 0.0
+        return total.masked_fill(is_zero, 1.0).pow(1.0 / order).masked_fill(is_zero, 0.0).to(local.dtype)
+    return total.pow(1.0 / order).to(local.dtype)
+
+
+def global_extreme(local: torch.Tensor, *, largest: bool, ranks: Ranks) -> torch.Tensor:
+    """The largest or smallest of `local`, any shape, over ranks. NaN wins on every backend, as in torch."""
+    signed = local if largest else -local
+    is_nan = signed.isnan()
+    both = torch.stack([signed.masked_fill(is_nan, -math.inf), is_nan.to(signed.dtype)])
+    ranks.all_reduce(both, maximum=True)
+    found = both[0].masked_fill(both[1] > 0, math.nan)
+    return found if largest else -found
+
+
+def extreme(values: torch.Tensor, *, largest: bool, ranks: Ranks) -> torch.Tensor:
+    """The largest or smallest of `values`, [n] on each rank. Elements that are equal to it share the gradient."""
+    worst = values.new_full((), -math.inf if largest else math.inf)
+    own = values.detach()
+    own = (own.amax() if largest else own.amin()) if own.numel() else worst
+    found = global_extreme(own, largest=largest, ranks=ranks)
+    if not (values.requires_grad and torch.is_grad_enabled()):
+        return found
+    is_found = values.detach() == found
+    count = global_sum(is_found.sum(), ranks)
+    return global_sum(torch.where(is_found, values, 0.0).sum(), ranks) / count
+
+
+def order_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The order that a norm of all elements was asked for; None for any other norm."""
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
+    others = (*args[2:], *(value for key, value in kwargs.items() if key not in ("input", "A", "x", "ord", "p")))
+    if any(value is not None and value is not False for value in others):
+        return None
+    return 2.0 if order in (None, "fro") else order
+
+
+class PartialNorm(torch.Tensor):
+    """The norm of one or more pieces on this rank. Reading its value makes it the norm over all ranks: a collective.
+
+    So `torch.nn.utils.clip_grad_norm_`, which stacks the norms of all gradients, takes one collective. Shape [] for one
+    piece, [k] for k stacked ones. Its memory is nan, for what would read it without asking.
+    """
+
+    local: torch.Tensor
+    order: float
+    ranks: Ranks
+    _full: torch.Tensor | None
+
+    @classmethod
+    def wrap(cls, local: torch.Tensor, order: float, ranks: Ranks) -> PartialNorm:
+        """`local`, of order `order` over this rank's elements, still to be reduced over ranks."""
+        partial = _nan(local.dtype, local.device).expand(local.shape).as_subclass(cls)
+        partial.local, partial.order, partial.ranks, partial._full = local, order, ranks, None
+        return partial
+
+    @classmethod
+    @skip  # compiled functions break here: what other ranks have is not in their graphs
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Stacks and moves stay partial. The norm of norms is reduced once. Anything else sees the reduced value."""
+        return untraced(cls._answer, func, args, kwargs or {})
+
+    @classmethod
+    def _answer(cls, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        with _AsTensors():
+            if answers_without_values(func):
+                return func(*args, **kwargs)
+            parts = list(args[0]) if func is torch.stack else args[:1]
+            first = parts[0] if parts else None
+            if isinstance(first, cls) and all(isinstance(part, cls) and part._adds_to(first) for part in parts):
+                if func in (torch.stack, torch.Tensor.to, torch.Tensor.detach):
+                    return cls.wrap(func(*tree_map_only(cls, _local_of, args), **kwargs), first.order, first.ranks)
+                if func in NORMS and order_of(args, kwargs) == first.order != 0:
+                    return global_norm(torch.linalg.vector_norm(first.local, first.order), first.order, first.ranks)
+            args, kwargs = full_norms(args), full_norms(kwargs)
+        return func(*args, **kwargs)  # other arguments may be pieces
+
+    def _adds_to(self, other: PartialNorm) -> bool:
+        return self._full is None and self.order == other.order and self.ranks.group is other.ranks.group
+
+
+@functools.cache
+def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(mode=False):
+        return torch.full((), math.nan, dtype=dtype, device=device)
+
+
+def _local_of(norm: PartialNorm) -> torch.Tensor:
+    return norm.local
+
+
+def _full_of(norm: PartialNorm) -> torch.Tensor:
+    """Reduced once: what is written into it stays there."""
+    if norm._full is None:
+        norm._full = global_norm(norm.local, norm.order, norm.ranks)
+    return norm._full
+
+
+def full_norms(values: Any) -> Any:
+    """`values` with norms over all ranks in the place of each `PartialNorm`."""
+    if any(isinstance(value, PartialNorm) for value in flat(values.values() if isinstance(values, dict) else values)):
+        return tree_map_only(PartialNorm, _full_of, values)
+    return values
+
+
+def flat(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from flat(value)
+        else:
+            yield value

@@ -2,13 +2,12 @@
 
     autograd -write-> grad slot -start_reduce-> main grads -finish-> ``.grad`` of the sharded parameters
 
-Where a unit's slot has to go to another unit in between, gradients are parked; where a backward is not to reduce
-(``no_sync()`` with a grad slot each), they are left in the slot, and ``.grad`` is an `UnreducedGrad`.
+Where a unit's slot has to go to another unit in between, gradients are parked. Where a backward is not to reduce
+(``no_sync()`` with a grad slot each), they are left in the slot, and ``.grad`` raises where it is used.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -21,13 +20,16 @@ from streamshard.errors import ShardingError
 from streamshard.plan.layout import SegmentLayout
 from streamshard.plan.memory import Category
 from streamshard.plan.segments import PlannedSegment
-from streamshard.unit.buffers import GradSlot, Ledger
-from streamshard.unit.shard import ParamShard
-from streamshard.unit.sharded_parameter import end_step, end_wait, let_wait
+from streamshard.unit.shard import GradSlot, Ledger, ParamShard
+from streamshard.unit.sharded_parameter import drop_unreduced, keep_unreduced
 from streamshard.unit.sharded_tensor import ShardedTensor
-from streamshard.unit.sharding import Sharding
 
 __all__ = ["ParamGrad", "SegmentGrads", "UnitGrads"]
+
+_WHY_EARLIER = (
+    "was kept from an earlier backward, and a later one writes to its memory: keep p.grad.clone() where a gradient is "
+    "needed behind zero_grad()"
+)
 
 
 class ParamGrad:
@@ -38,7 +40,7 @@ class ParamGrad:
         view: the parameter's compute view; gradients are of its shape.
         has_room: there is room for it; not for what was frozen when the model was sharded.
         in_slot: [shape of the view] grad_dtype, its place in the grad slot; with one rank, in the main grads.
-        in_main: fp32, its piece of the main grads.
+        in_main: fp32, its piece of the main grads. It becomes ``.grad``.
         is_written: this backward has something in `in_slot`.
         is_used: this rank's graphs have made a gradient, to be told to the other ranks.
         is_kept: `in_main` holds what ``.grad`` held before this backward, which is added to.
@@ -46,18 +48,6 @@ class ParamGrad:
         parked: a copy of what was in the slot when that went to another unit.
     """
 
-    __slots__ = (
-        "has_room",
-        "in_main",
-        "in_slot",
-        "is_kept",
-        "is_used",
-        "is_written",
-        "parked",
-        "shard",
-        "view",
-        "waits",
-    )
     in_slot: torch.Tensor
     in_main: ShardedTensor
 
@@ -70,27 +60,21 @@ class ParamGrad:
         self.is_kept = False
         self.waits = False
         self.parked: torch.Tensor | None = None
+        self._is_given = False  # `in_main` has been ``.grad``
 
     def take(self) -> None:
-        """Move what ``.grad`` holds into the main grads.
-
-        One that the user replaced is copied. One that was cleared and is kept elsewhere becomes its keeper's own: main
-        grads are about to be written.
-        """
-        piece, grad = self.in_main, self.shard.param.grad
-        if sys.getrefcount(piece) > _OWN_REFERENCES and grad is not piece and self.shard.local.numel:
-            self.disown()
+        """Move what ``.grad`` holds into the main grads. A gradient kept elsewhere raises from now on."""
+        grad = self.shard.param.grad
         self.is_kept = grad is not None
-        if grad is not None:
-            self.shard.param.grad = None
-            if not grad.is_set_to(self.in_main):
+        if grad is not self.in_main:
+            if self._is_given:
+                kept, self._is_given = self.in_main, False
+                piece = kept.piece
+                self.in_main = ShardedTensor.wrap(kept.as_subclass(torch.Tensor).detach(), piece)
+                kept.piece = piece._replace(why_unusable=_WHY_EARLIER)
+            if grad is not None:
                 self.in_main.copy_(grad)
-
-    def disown(self) -> None:
-        """Whoever has the gradient keeps it as it is; `in_main` is another tensor from now on, on the same memory."""
-        kept = self.in_main
-        self.in_main = ShardedTensor.wrap(kept.as_subclass(torch.Tensor).detach(), kept.sharding)
-        kept.data = kept.clone()
+        self.shard.param.grad = None
 
     def give(self) -> nn.Parameter:
         """The piece of the main grads becomes ``.grad``, with what autograd has put there meanwhile (a penalty)."""
@@ -98,6 +82,7 @@ class ParamGrad:
         if param.grad is not None:
             self.in_main.add_(param.grad)
         param.grad = self.in_main
+        self._is_given = True
         return param
 
     def forget(self) -> None:
@@ -169,9 +154,7 @@ class SegmentGrads:
         layout = grad.shard.layout
         flat = self.main if self.all is None else self.all
         grad.in_slot = flat.narrow(0, layout.offset, layout.numel).view(layout.shape)
-        grad.in_main = ShardedTensor.wrap(
-            grad.shard.shaped(self.main), Sharding.of_piece(grad.shard.what(self._ranks), is_weight=False)
-        )
+        grad.in_main = ShardedTensor.wrap(grad.shard.shaped(self.main), grad.shard.what(self._ranks).of_grad())
         grad.has_room = True
         self.params.append(grad)
 
@@ -270,7 +253,6 @@ class UnitGrads:
         """
         is_first, self._has_taken = not self._has_taken, True
         if is_first:
-            end_step(grad.shard.param for grad in self.params)
             for segment in self.segments:
                 segment.take()
         slot = self.slot
@@ -316,7 +298,6 @@ class UnitGrads:
         Only where layers of one unit run on both sides of another's: what came first is kept in memory of its own.
         """
         assert self.slot is not None
-        self.slot.flush()
         self.slot.content = None
         for grad in self.params:
             if grad.is_written:
@@ -364,7 +345,7 @@ class UnitGrads:
         """Whether some rank may have a gradient of the parameter: it trains now, or did when gradients were left."""
         if not grad.has_room:
             return False
-        with torch._C.DisableTorchFunctionSubclass():  # it may be absent
+        with torch._C.DisableTorchFunctionSubclass():  # the view may be absent
             return grad.view.requires_grad or self.waits
 
     def give_up(self) -> None:
@@ -377,7 +358,6 @@ class UnitGrads:
         self.reductions = 0
         self.has_unreduced = self._has_taken = self.waits = False
         if self.slot is not None and self.slot.content == self._index:
-            self.slot.flush()
             self.slot.content = None
 
     # -- gradients that wait ----------------------------------------------------------------------------------------
@@ -391,8 +371,6 @@ class UnitGrads:
         self.waits = self.waits or has_trained
         if not self._has_taken:
             return
-        if self.slot is not None:
-            self.slot.flush()
         for segment in self.segments:
             if not segment.is_main_in_slot and not segment.adds:
                 segment.main.zero_()
@@ -404,34 +382,17 @@ class UnitGrads:
                     param.grad = None
                 if grad.is_used or grad.is_kept:
                     grad.waits = True
-                    let_wait(param, grad.shard.name)
+                    keep_unreduced(param)
 
     def resume(self) -> None:
         """A backward begins: add to what waits, and forget what the user has dropped meanwhile."""
-        end_step(grad.shard.param for grad in self.params)
         for segment in self.segments:
             for grad in segment.params:
                 if not grad.waits:
                     continue
                 grad.waits = False
-                if not end_wait(grad.shard.param):
+                if not drop_unreduced(grad.shard.param):
                     grad.forget()
                 own, grad.shard.param.grad = grad.shard.param.grad, None
                 if own is not None:  # autograd's, of a penalty, or the user's in the place of what was dropped
                     segment.add_own(grad, own)
-
-
-def _own_references() -> int:
-    """What `sys.getrefcount` says of what only an attribute and a local name have: Python's versions differ."""
-
-    class Holder:
-        __slots__ = ("held",)
-        held: object
-
-    holder = Holder()
-    holder.held = object()
-    held = holder.held
-    return sys.getrefcount(held)
-
-
-_OWN_REFERENCES = _own_references()

@@ -1,7 +1,9 @@
-"""What one rank owns of one segment's weights: the main weights, and the compute shard that its gathers send.
+"""The memory of one rank, all of it allocated once: slots of units, and this rank's shard of each segment.
 
-The user's Parameter objects stay what they were, so an optimizer built before sharding keeps working; their data become
-pieces of the main weights. See [Note: segments] in `streamshard.plan.segments`.
+`Ledger` allocates. `WeightSlot` and `GradSlot` hold whole units. `SegmentShard` is what one rank owns of a segment's
+weights: the main weights, and the compute shard that its gathers send. The user's Parameter objects stay what they
+were, so an optimizer built before sharding keeps working; their data become pieces of the main weights. See
+[Note: slots] in `streamshard.plan.slots`, [Note: segments] in `streamshard.plan.segments`.
 """
 
 from __future__ import annotations
@@ -9,22 +11,204 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack
 
 from streamshard.comm.ranks import Ranks
+from streamshard.comm.streams import Fence, Rule, StreamName, Streams
 from streamshard.errors import ShardingError
 from streamshard.plan.layout import LocalRange, ParamLayout, SegmentLayout
 from streamshard.plan.memory import Category
 from streamshard.plan.segments import PlannedSegment
-from streamshard.plan.structure import is_meta
-from streamshard.unit.buffers import Ledger
-from streamshard.unit.pieces import Piece, refuse_saving
+from streamshard.plan.structure import is_meta, leave_inference_mode
 from streamshard.unit.sharded_parameter import be_piece, data_of
+from streamshard.unit.sharded_tensor import Piece
 
-__all__ = ["ParamShard", "SegmentShard"]
+__all__ = ["GradSlot", "Ledger", "ParamShard", "Scratch", "SegmentShard", "WeightSlot"]
+
+
+class Ledger:
+    """Allocates buffers and knows them all. Owns every buffer of the engine.
+
+    Args:
+        streams: both use them; they live on its device.
+        allocate_visible: allocates what other ranks may read, see `Transport.allocate_visible`.
+
+    Attributes:
+        buffers: all of them, with what each is for.
+        rounds_bytes: what the plans of optimizers of whole parameters take, for the memory report.
+    """
+
+    def __init__(self, streams: Streams, allocate_visible: Callable[..., torch.Tensor] | None = None) -> None:
+        self._streams = streams
+        self._allocate_visible = allocate_visible
+        self.buffers: list[tuple[Category, torch.Tensor]] = []
+        self.rounds_bytes = 0
+
+    def allocate(
+        self,
+        category: Category,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        is_visible: bool = False,
+        is_users: bool = False,
+    ) -> torch.Tensor:
+        """A new buffer [numel] of zeros, so that padding never holds a NaN.
+
+        Args:
+            category, numel, dtype: what, how much, of which type.
+            is_visible: whether other ranks may read it (compute shards, grad slots).
+            is_users: whether the user sees it too (main weights, main grads), if other ranks may read it.
+        """
+        with leave_inference_mode():
+            if is_visible and self._allocate_visible is not None:
+                buffer = self._allocate_visible(numel, dtype, is_users=is_users)
+            else:
+                buffer = torch.zeros(numel, dtype=dtype, device=self._streams.device)
+            self._streams.keep(buffer)
+        self.buffers.append((category, buffer))
+        return buffer
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Forget `buffer`, which nobody needs any more."""
+        self.buffers = [(kind, held) for kind, held in self.buffers if held is not buffer]
+
+    def held_bytes(self, category: Category) -> int:
+        """Bytes held under `category`, counted on the live tensors."""
+        return sum(buffer.untyped_storage().nbytes() for kind, buffer in self.buffers if kind is category)
+
+
+class WeightSlot:
+    """A buffer for the weights of a whole unit. Owns its two fences.
+
+    Attributes:
+        buffer: [bytes of its largest unit] uint8; with one rank, the compute shard of its unit's first segment.
+        content: index of the unit whose weights it holds or is receiving; None if nobody's.
+        arrived: rule 1, set after the gather.
+        released: rule 2, set after a unit's last use.
+        is_shared: whether several units take turns in it.
+    """
+
+    def __init__(self, buffer: torch.Tensor, streams: Streams, what: str, *, is_shared: bool) -> None:
+        self.buffer = buffer
+        self.is_shared = is_shared
+        self.content: int | None = None
+        self.arrived = Fence(streams, Rule.WEIGHTS_ARRIVED, StreamName.COMM, what)
+        self.released = Fence(streams, Rule.SLOT_RELEASED, StreamName.COMPUTE, what)
+
+    @property
+    def first_byte(self) -> int:
+        """Its address."""
+        return self.buffer.data_ptr()
+
+    @property
+    def last_byte(self) -> int:
+        """The address behind it."""
+        return self.buffer.data_ptr() + self.buffer.numel() * self.buffer.element_size()
+
+
+class Scratch:
+    """What reductions need beside a grad slot.
+
+    Args:
+        n_bytes: what the most demanding of its units needs.
+        ledger: allocates.
+
+    Attributes:
+        buffer: [n_bytes] uint8.
+        drained: the fence behind the last reductions that use it, a grad slot's.
+    """
+
+    def __init__(self, n_bytes: int, ledger: Ledger) -> None:
+        self.drained: Fence | None = None
+        self.buffer = ledger.allocate(Category.SCRATCH, n_bytes, torch.uint8)
+
+    def take(self) -> None:
+        """Return once nobody uses it any more. On CUDA reductions come one after the other anyway."""
+        drained, self.drained = self.drained, None
+        if drained is not None:
+            drained.complete()
+
+
+class GradSlot:
+    """Room for the gradients of a whole unit. Owns its two fences.
+
+    Args:
+        n_bytes: of its largest unit.
+        ledger, streams: see there.
+        scratch: what reductions from this slot need beside it.
+        what: names it in messages.
+        holds_main_grads: the user sees this rank's ranges of it: they are main grads of the one unit that it serves.
+
+    Attributes:
+        buffer: [n_bytes] uint8.
+        content: index of the unit whose unreduced gradients it holds; None if nobody's.
+        has_streams: gradients may come on several streams of a device, which `join`; elsewhere nobody has to.
+        written: rule 4, set after a unit's last gradient.
+        drained: rule 3, set after the reduction.
+    """
+
+    def __init__(
+        self,
+        n_bytes: int,
+        ledger: Ledger,
+        streams: Streams,
+        scratch: Scratch,
+        what: str,
+        *,
+        holds_main_grads: bool,
+    ) -> None:
+        self.buffer = ledger.allocate(
+            Category.GRAD_SLOTS, n_bytes, torch.uint8, is_visible=True, is_users=holds_main_grads
+        )
+        self.content: int | None = None
+        self.written = Fence(streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what)
+        self.drained = Fence(streams, Rule.GRADS_DRAINED, StreamName.COMM, what)
+        self.scratch = scratch
+        self.has_streams = streams.has_streams
+        self._streams = streams
+        self._writers: list[Any] = []  # streams of the device on which gradients have been written
+
+    def open(self, unit: int) -> None:
+        """It is `unit`'s from here on (rule 3)."""
+        self._writers.clear()
+        self.drained.wait()
+        if self.has_streams:
+            self._writers.append(self._streams.device_stream(StreamName.COMPUTE))
+        self.content = unit
+
+    def join(self) -> None:
+        """The current stream of the device is about to write: it waits as the first one has.
+
+        autograd makes a gradient on the stream of the forward, which a layer may change (shared experts, say), and
+        lets that of the caller wait for all of them at the end of backward only.
+        """
+        stream = self._streams.device_stream(StreamName.COMPUTE)
+        if stream not in self._writers:
+            self.drained.wait()  # rule 3
+            self._writers.append(stream)
+
+    def write(self, place: torch.Tensor, grad: torch.Tensor, *, adds: bool) -> None:
+        """Copy a gradient to its place, or add it to what is there. The current stream.
+
+        Args:
+            place: what of it is the parameter's, of its shape.
+            grad: of that shape, any dtype.
+            adds: to a gradient that is there.
+        """
+        if self.has_streams:
+            self.join()
+        place.add_(grad) if adds else place.copy_(grad)
+
+    def finish_writing(self) -> None:
+        """Nothing is written any more: the comm stream goes on after what was, on whatever stream (rule 4)."""
+        for stream in self._writers or (None,):
+            self.written.record(stream=stream)
+            self.written.wait()
 
 
 class ParamShard(NamedTuple):
@@ -109,8 +293,6 @@ class SegmentShard:
             self.compute = ledger.allocate(category, numel, dtype, is_visible=True, is_users=not is_cast)
         self.weights = self.compute if weights is None else weights
         self.main = ledger.allocate(kept_as, numel, main_dtype) if is_cast else self.compute
-        if ranks.world_size > 1 and numel:
-            refuse_saving(self.main)
 
     @property
     def gathers_main(self) -> bool:
@@ -135,6 +317,8 @@ class SegmentShard:
             piece.fill_(math.nan)
         else:
             piece.view(-1).copy_(full[local.start : local.stop])
+        if self._ranks.world_size == 1:  # a storage of its own, or accelerate and safetensors take parameters for tied
+            piece = from_dlpack(piece)
         ledger_of = weakref.ref(self._ledger)
         shard = ParamShard(layout.name, aliases, param, layout, local, param.dtype, piece, self.layout, ledger_of)
         param.grad = None

@@ -1,75 +1,60 @@
-"""Sharded parameters outside of passes: the user's own Parameter objects, of which this rank has a piece each.
-
-A sharded parameter is a `ShardedTensor`. While an elementwise optimizer steps, its parameters and their gradients are
-plain: torch has fast kernels for plain tensors only.
-"""
+"""Sharded parameters: the user's own Parameter objects, of which this rank has a piece each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Iterable, MutableMapping
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from streamshard.compiling import skip, untraced
+from streamshard.compiling import skip
 from streamshard.errors import ShardingError
-from streamshard.unit.pieces import Piece, forget_piece, piece_of, refuse_pickle, remember_piece
-from streamshard.unit.sharded_tensor import ShardedTensor
-from streamshard.unit.sharding import Sharding
-from streamshard.unit.unreduced_grad import UnreducedGrad
+from streamshard.unit.sharded_tensor import Piece, ShardedTensor, piece_of
 
 __all__ = [
     "ShardedParameter",
     "be_piece",
-    "be_sharded",
     "be_whole",
     "data_of",
-    "end_step",
-    "end_wait",
+    "drop_unreduced",
     "grad_of",
-    "let_wait",
+    "is_unreduced",
+    "keep_unreduced",
     "refuse_unreduced",
-    "show_plain",
 ]
 
 _AsTensors = torch._C.DisableTorchFunctionSubclass
-# Each attribute goes through __torch_function__ unless it is looked up here; this one everybody asks for in each step.
+# Each attribute goes through __torch_function__ unless it is looked up here.
 _grad: Any = torch._C.TensorBase.grad
 _data: Any = torch._C.TensorBase.data
-# What `.grad` gives of those whose gradients wait in their slots.
-_unreduced: MutableMapping[torch.Tensor, UnreducedGrad] = WeakIdKeyDictionary()
+
+# What ``.grad`` gives of parameters whose gradients wait in their slots (``no_sync()``, ``grad_slots="all"``). Under
+# FSDP2 it is None, which Optimizer.zero_grad() passes over: a micro-batch that the user drops would be stepped with.
+_unreduced: MutableMapping[torch.Tensor, ShardedTensor] = WeakIdKeyDictionary()
+_WHY_UNREDUCED = (
+    "was accumulated inside no_sync() and has not been reduced over ranks. Run the last backward outside of no_sync() "
+    "before you step, clip or read gradients; zero_grad(set_to_none=True) drops what was accumulated"
+)
 
 
 class ShardedParameter(ShardedTensor, nn.Parameter):
     """The user's own Parameter, of which this rank has a piece."""
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]  # no piece
-        """Somebody else's, made by ``type(param)(data)``."""
+        """An ordinary Parameter, for code that calls ``type(param)(data)``."""
         return nn.Parameter(data, requires_grad)
-
-    @property
-    def sharding(self) -> Sharding:  # type: ignore[override]  # others are told
-        """What it is a piece of."""
-        return Sharding.of_piece(self.piece, is_weight=True)
-
-    @property
-    def piece(self) -> Piece:
-        """See `streamshard.unit.pieces`."""
-        piece = piece_of(self)
-        assert piece is not None
-        return piece
 
     @property
     @skip
     def data(self) -> torch.Tensor:
-        """Its values, as in torch; but what is written into them counts as a change of the parameter.
+        """The values, as in torch; but a write into them counts as a change of the parameter.
 
-        Else nobody would notice that passes under way compute with some weights from before it.
+        So a backward through weights that were changed after its forward raises.
         """
         with _AsTensors():
-            return ShardedTensor.wrap(self.detach(), untraced(_sharding_of, self))
+            return ShardedTensor.wrap(self.detach(), self.piece)
 
     @data.setter
     @skip
@@ -87,139 +72,92 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         with _AsTensors():
             grad: torch.Tensor | None = _grad.__get__(self)
             if type(grad) is torch.Tensor:
-                ShardedTensor.wrap(grad, Sharding.of_piece(self.piece, is_weight=False))
+                ShardedTensor.wrap(grad, self.piece.of_grad())
             return grad
 
     @grad.setter
     @skip
     def grad(self, grad: torch.Tensor | None) -> None:
-        if isinstance(grad, UnreducedGrad):
-            grad.refuse("param.grad = ...")
         if isinstance(grad, torch.Tensor):
             self._check("grad", grad)
-        end_wait(self)
+        drop_unreduced(self)
         with _AsTensors():
             _grad.__set__(self, grad)
 
     @grad.deleter
     def grad(self) -> None:
-        end_wait(self)
-        with _AsTensors():
-            _grad.__delete__(self)
+        self.grad = None
 
     def _check(self, name: str, value: torch.Tensor) -> None:
         """Raise unless `value` is a piece of the same elements."""
-        sharding = self.sharding
         with _AsTensors():
-            fits = value.sharding.is_like(sharding) if isinstance(value, ShardedTensor) else sharding.takes(value)
+            if isinstance(value, ShardedTensor):
+                fits = value.piece.is_like(self.piece) and not value.piece.why_unusable
+            else:
+                fits = self.piece.takes(value)
         if not fits:
             raise ShardingError(
                 f".{name} of parameter {self.piece.name!r} was set to a tensor of shape {tuple(value.shape)}, which is "
-                f"not this rank's {sharding}. torch.zeros_like(param) is a piece to write to. For full weights use "
+                f"not this rank's {self.piece}. torch.zeros_like(param) is a piece to write to. For full weights use "
                 "load_state_dict, for full tensors of any kind `with model.summon_full_params(writeback=True):`"
             )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Not saved as if it were full."""
-        refuse_pickle(self.piece)
-
-
-def _sharding_of(param: ShardedParameter) -> Sharding:
-    return param.sharding
-
 
 def be_piece(param: nn.Parameter, piece: Piece) -> None:
-    """`param` holds `piece` from now on, and knows it, unless that is all of it."""
+    """Make `param`, whose data are `piece`, a ShardedParameter, unless the piece is all of it."""
     if piece.ranks.world_size > 1:
-        remember_piece(param, piece)
         param.__class__ = ShardedParameter
+        cast(ShardedParameter, param).piece = piece
 
 
 def be_whole(param: nn.Parameter) -> None:
-    """`param` is an ordinary one, for a while."""
-    forget_piece(param)
-    _be_plain(param)
-
-
-def _be_plain(param: torch.Tensor) -> None:
-    if type(param) is ShardedParameter:
+    """Make `param`, whose data are about to be full, an ordinary Parameter for a while."""
+    if isinstance(param, ShardedParameter):
+        del param.piece
         param.__class__ = nn.Parameter  # type: ignore[assignment]  # of which it was made
 
 
-def be_sharded(param: torch.Tensor) -> None:
-    """If it is a piece, it knows it again."""
-    if type(param) is nn.Parameter and piece_of(param) is not None:
-        param.__class__ = ShardedParameter
-
-
 def data_of(param: torch.Tensor) -> torch.Tensor:
-    """``param.data`` as torch has it: what is written into it is no change of the parameter."""
+    """``param.data`` as torch has it: a write into it is no change of the parameter."""
     with _AsTensors():
         data: torch.Tensor = _data.__get__(param)
         return data
 
 
 def grad_of(param: torch.Tensor) -> torch.Tensor | None:
-    """``param.grad`` as autograd has it, whatever waits beside it."""
+    """``param.grad`` as autograd has it, whatever waits in a slot."""
     with _AsTensors():
         grad: torch.Tensor | None = _grad.__get__(param)
         return grad
 
 
-def let_wait(param: nn.Parameter, name: str) -> None:
-    """The gradient of `param` waits in its grad slot until `end_wait`. Setting ``.grad`` drops it."""
-    _unreduced[param] = UnreducedGrad.of(name)
+# -- gradients that wait in their slots -------------------------------------------------------------------------------
 
 
-def end_wait(param: torch.Tensor) -> bool:
-    """Whether a gradient of `param` waited, and nobody has dropped it; it does no longer."""
+def keep_unreduced(param: nn.Parameter) -> None:
+    """The gradient of `param` waits in its grad slot until `drop_unreduced`, which setting ``.grad`` calls too."""
+    piece = piece_of(param)
+    assert piece is not None
+    marker = piece.of_grad()._replace(why_unusable=_WHY_UNREDUCED)
+    _unreduced[param] = ShardedTensor.wrap(torch.empty(0), marker)
+
+
+def drop_unreduced(param: torch.Tensor) -> bool:
+    """Whether a gradient of `param` waited until now."""
     return bool(_unreduced) and _unreduced.pop(param, None) is not None
 
 
+def is_unreduced(param: torch.Tensor) -> bool:
+    """Whether a gradient of `param` waits."""
+    return bool(_unreduced) and param in _unreduced
+
+
 def refuse_unreduced(params: Iterable[torch.Tensor], what: str) -> None:
-    """Raise if the gradient of one of `params` waits: `what` needs it reduced."""
-    if _unreduced:
-        for param in params:
-            if (unreduced := _unreduced.get(param)) is not None:
-                unreduced.refuse(what)
+    """Raise if the gradient of one of `params` waits: `what` needs the reduced gradient."""
+    for param in params if _unreduced else ():
+        if (unreduced := _unreduced.get(param)) is not None:
+            _refuse(unreduced, what)
 
 
-# -- during a step ----------------------------------------------------------------------------------------------------
-
-# Of steps under way: gradients that are plain, and those of parameters without elements, which have none meanwhile.
-_plain: list[torch.Tensor] = []
-_hidden: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
-
-
-def show_plain(params: Sequence[torch.Tensor]) -> None:
-    """Make `params` and their gradients plain, for an optimizer's step.
-
-    Kernels over lists of tensors (apex, DeepSpeed, Transformer Engine) skip what stands before an empty tensor, or
-    write beside it, and most pieces are empty where there are many ranks. So a piece without elements has no gradient
-    during a step. At all other times it has an empty one: ranks must take the same number of norms. See decision 14.
-    """
-    written = []
-    for param in params:
-        grad = param.grad
-        _be_plain(param)
-        if not isinstance(grad, ShardedTensor):
-            continue
-        written.append(param)
-        grad.__class__ = torch.Tensor  # type: ignore[assignment]  # of which it was made
-        _plain.append(grad)
-        if not param.numel() and piece_of(param) is not None:
-            _hidden[param] = grad
-            param.grad = None
-    torch.autograd.graph.increment_version(written)
-
-
-def end_step(params: Iterable[torch.Tensor]) -> None:
-    """Parameters and gradients are pieces again: after the step, and if the step has failed, when somebody asks."""
-    while _plain:
-        _plain.pop().__class__ = ShardedTensor
-    for param in params:
-        if type(param) is nn.Parameter:
-            grad = _hidden.pop(param, None) if _hidden else None
-            if grad is not None:
-                param.grad = grad
-            be_sharded(param)
+def _refuse(unreduced: ShardedTensor, what: str) -> NoReturn:
+    raise ShardingError(f"{what}: {unreduced.piece.what} {unreduced.piece.why_unusable}")

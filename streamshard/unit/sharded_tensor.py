@@ -1,60 +1,149 @@
-"""Parameters and gradients of which this rank has one piece, and the closed list of operations on them.
+"""Tensors of which each rank has one piece, and the closed list of operations on them.
 
 A piece answers questions about shape for the full tensor. Elementwise operations give pieces again. Sums, norms and
-extremes of all elements are those of the full tensor: collectives, which all ranks must call. Every other operation
-raises and names the parameter. So nothing takes a piece for the full tensor, and `torch.nn.utils.clip_grad_norm_`,
-penalties in a loss, averages of weights and log lines are right.
+extremes are those of the full tensor: collectives, which all ranks must call. Every other operation raises and names
+the parameter. So nothing takes a piece for the full tensor, and `torch.nn.utils.clip_grad_norm_`, penalties in a loss,
+averages of weights and log lines are right.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
-from torch.autograd import Function
 
+from streamshard.comm.ranks import Ranks
 from streamshard.compiling import skip, untraced
 from streamshard.errors import ShardingError
-from streamshard.unit.asked_grads import refuse_grad
-from streamshard.unit.global_ops import global_extreme, global_norm, global_sum
-from streamshard.unit.norms import NORMS, PartialNorm, full_norms, order_of
-from streamshard.unit.pieces import StatePiece, holds_pieces, piece_of
-from streamshard.unit.questions import SHAPE, is_metadata, name_of, names
-from streamshard.unit.sharding import Sharding
-from streamshard.unit.unreduced_grad import UnreducedGrad, flat
+from streamshard.plan.layout import LocalRange, ParamLayout, SegmentLayout
+from streamshard.unit.global_ops import (
+    NORMS,
+    SHAPE,
+    PartialNorm,
+    extreme,
+    flat,
+    full_norms,
+    global_extreme,
+    global_norm,
+    global_sum,
+    is_metadata,
+    name_of,
+    names,
+    order_of,
+)
 
-__all__ = ["ShardedTensor", "is_piece"]
+__all__ = ["CALL_BACKWARD", "Piece", "ShardedTensor", "is_piece", "piece_of"]
 
 _AsTensors = torch._C.DisableTorchFunctionSubclass
 _Answer = Callable[[Callable[..., Any], "ShardedTensor", tuple[Any, ...], Mapping[str, Any]], Any]
 
 
+class Piece(NamedTuple):
+    """What a `ShardedTensor` is a piece of.
+
+    Attributes:
+        name: of the parameter.
+        shape: of the full parameter.
+        start, stop: which elements of the flattened parameter this rank has.
+        local_shape: of this rank's elements.
+        ranks: of the shard group. Each has other elements; norms and sums are collectives of these ranks.
+        segment, place: the layout, which says what the other ranks have.
+        ledger_of: the model's `Ledger` (see `streamshard.unit.slots`), None once the model is gone.
+        is_weight: the tensor is the parameter, or computed from it; else its gradient. All are cut at the same places.
+        is_flat: the full tensor is flattened.
+        why_unusable: why no operation may use the values; empty if operations may.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    local_shape: tuple[int, ...]
+    ranks: Ranks
+    segment: SegmentLayout
+    place: ParamLayout
+    ledger_of: Callable[[], Any]
+    is_weight: bool = True
+    is_flat: bool = False
+    why_unusable: str = ""
+
+    @property
+    def full(self) -> torch.Tensor:
+        """[full shape] fp32, meta: answers questions about the shape."""
+        return _meta((self.place.numel,) if self.is_flat else self.shape)
+
+    @property
+    def what(self) -> str:
+        """The tensor's name in errors."""
+        return f"{'parameter' if self.is_weight else 'the gradient of parameter'} {self.name!r}"
+
+    def __str__(self) -> str:
+        flat = " flattened" if self.is_flat else ""
+        rank, size = self.ranks.rank, self.ranks.world_size
+        return f"piece {self.start}:{self.stop} of {self.shape}{flat}, rank {rank} of {size}"
+
+    def of_grad(self) -> Piece:
+        """The same elements of the gradient."""
+        return self._replace(is_weight=False)
+
+    def range_of(self, rank: int) -> LocalRange:
+        """Which elements of the flattened parameter `rank` of the shard group has."""
+        return self.segment.local_range(self.place, rank)
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of `whole`, in new memory: [local_shape]."""
+        return whole.detach().reshape(-1)[self.start : self.stop].clone().view(self.local_shape)
+
+    def is_like(self, other: Piece) -> bool:
+        """Whether each rank has the same elements of both. All ranks get the same answer."""
+        return self.full.shape == other.full.shape and self._cuts() == other._cuts()
+
+    def _cuts(self) -> tuple[int, ...]:
+        shard_numel, place, size = max(self.segment.shard_numel, 1), self.place, self.ranks.world_size
+        first, last = place.offset // shard_numel, (place.offset + place.numel - 1) // shard_numel
+        return (size, first) if first == last else (size, shard_numel, place.offset)
+
+    def takes(self, local: torch.Tensor) -> bool:
+        """Whether a plain tensor of the piece's shape can only be a piece. Optimizers keep such tensors.
+
+        A plain tensor that is as long as a row could be a row, which torch would broadcast.
+        """
+        if self.is_flat:
+            return tuple(local.shape) == (self.stop - self.start,)
+        row = self.shape[-1] if len(self.shape) > 1 else 0
+        is_row = self.stop - self.start == row and self.start % max(row, 1) != 0
+        return tuple(local.shape) == self.local_shape and not is_row
+
+
+@functools.lru_cache(maxsize=4096)
+def _meta(shape: tuple[int, ...]) -> torch.Tensor:
+    with torch.inference_mode(mode=False):
+        return torch.empty(shape, device="meta")
+
+
 class ShardedTensor(torch.Tensor):
     """This rank's piece of a gradient, a weight, or of what was computed from them.
 
-    A gradient is fp32, of the shape of the sharded parameter, a view of the main grads.
-
     Attributes:
-        sharding: what it is a piece of.
+        piece: what the tensor is a piece of.
     """
 
-    sharding: Sharding
+    piece: Piece
 
     @classmethod
-    def wrap(cls, piece: torch.Tensor, sharding: Sharding) -> ShardedTensor:
-        """`piece`, the same object, is a ShardedTensor from now on.
+    def wrap(cls, local: torch.Tensor, piece: Piece) -> ShardedTensor:
+        """Make `local`, the same object, a ShardedTensor.
 
         Another object would be another node of the graph, where that of ``p.expand_as(p)`` is expected.
         """
-        if type(piece) is not torch.Tensor:
-            piece = piece.as_subclass(torch.Tensor)
-        piece.__class__ = ShardedTensor
-        tensor = cast(ShardedTensor, piece)
-        tensor.sharding = sharding
+        if type(local) is not torch.Tensor:
+            local = local.as_subclass(torch.Tensor)
+        local.__class__ = ShardedTensor
+        tensor = cast(ShardedTensor, local)
+        tensor.piece = piece
         return tensor
 
     @classmethod
@@ -69,240 +158,208 @@ class ShardedTensor(torch.Tensor):
         if answer is None:
             with _AsTensors():
                 return func(*args, **(kwargs or {}))
-        if UnreducedGrad in types or PartialNorm in types:
-            return NotImplemented  # they answer: an unreduced gradient raises, a norm is reduced first
+        if PartialNorm in types:
+            return NotImplemented  # a norm is reduced first
         return untraced(_run, answer, func, args, kwargs or {})
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch allows contents
-        """Its values here, and what they are a piece of."""
+        """The values on this rank, and what they are a piece of."""
         with _AsTensors():
             values = repr(self.as_subclass(torch.Tensor))
-        if self.sharding.ranks.world_size == 1:
-            return values
-        return f"{values}\n({self.sharding.what}, {self.sharding})"
+        return values if self.piece.ranks.world_size == 1 else f"{values}\n({self.piece.what}, {self.piece})"
 
     def __deepcopy__(self, memo: Any) -> ShardedTensor:
-        """A piece of the same: optimizers keep clones of weights and gradients, and people copy their state."""
+        """A piece of the same. People copy averages of weights and optimizer state."""
         with _AsTensors():
             copied = self.as_subclass(torch.Tensor).detach().clone().requires_grad_(self.requires_grad)
-        memo[id(self)] = ShardedTensor.wrap(copied, self.sharding)
+        memo[id(self)] = ShardedTensor.wrap(copied, self.piece)
         return cast(ShardedTensor, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """One rank's is full and saved as a tensor; a piece is not saved as if it were the full tensor."""
-        if self.sharding.ranks.world_size == 1:
+        """One rank's tensor is full, and is saved as a tensor. A piece raises."""
+        if self.piece.ranks.world_size == 1:
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
-        self.as_subclass(StatePiece).refuse()
+        _refuse_saving(torch.save, self, (), {})
+
+
+def piece_of(tensor: torch.Tensor) -> Piece | None:
+    """What `tensor` is a piece of, where other ranks hold the rest; None if `tensor` is full."""
+    if isinstance(tensor, ShardedTensor) and tensor.piece.ranks.world_size > 1:
+        return tensor.piece
+    return None
 
 
 def is_piece(tensor: torch.Tensor) -> bool:
     """Whether `tensor` holds one rank's part of something, and other ranks hold the rest."""
-    if isinstance(tensor, ShardedTensor):
-        return tensor.sharding.ranks.world_size > 1
-    return isinstance(tensor, PartialNorm | StatePiece) or piece_of(tensor) is not None or holds_pieces(tensor)
+    return isinstance(tensor, PartialNorm) or piece_of(tensor) is not None
 
 
 def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """All behind this runs without __torch_function__."""
-    piece = next(value for value in flat((*args, *kwargs.values())) if isinstance(value, ShardedTensor))
+    """All that this calls runs without __torch_function__."""
+    tensors = [value for value in flat((*args, *kwargs.values())) if isinstance(value, ShardedTensor)]
+    for piece in (tensor.piece for tensor in tensors if tensor.piece.why_unusable and answer is not _shape):
+        raise ShardingError(f"{name_of(func)}: {piece.what} {piece.why_unusable}")
     with _AsTensors():
-        if piece.sharding.ranks.world_size == 1:
+        if tensors[0].piece.ranks.world_size == 1:
             return func(*args, **kwargs)
-        return answer(func, piece, full_norms(args), full_norms(kwargs))  # a norm may be a number, such as ``alpha``
+        return answer(func, tensors[0], full_norms(args), full_norms(kwargs))  # ``alpha`` may be a norm
 
 
 # -- elementwise ------------------------------------------------------------------------------------------------------
 
 
-def _elementwise(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _elementwise(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Of numbers, and of tensors that have an element for each of this rank's. New tensors are pieces."""
     values = (*args, *kwargs.values())
     if not func.__name__.startswith("_foreach_"):
-        sharding = _common(func, values)
-        return _wrapped(func(*args, **kwargs), sharding, values)
+        piece = _common(func, values)
+        return _wrapped(func(*args, **kwargs), piece, values)
     lists = [value for value in values if isinstance(value, list | tuple)]
     others = [value for value in values if not isinstance(value, list | tuple)]
     rows = [(*row, *others) for row in zip(*lists, strict=True)]
-    shardings = [_common(func, row) for row in rows]
+    pieces = [_common(func, row) for row in rows]
     results = func(*args, **kwargs)
     if not isinstance(results, list | tuple):
         return results
-    return type(results)(_wrapped(*each) for each in zip(results, shardings, rows, strict=True))
+    return type(results)(_wrapped(*each) for each in zip(results, pieces, rows, strict=True))
 
 
-def _wrapped(result: Any, sharding: Sharding | None, values: Iterable[Any]) -> Any:
+def _wrapped(result: Any, piece: Piece | None, values: Iterable[Any]) -> Any:
     is_new = isinstance(result, torch.Tensor) and not any(result is value for value in flat(values))
-    if sharding is None or not is_new or isinstance(result, ShardedTensor):
+    if piece is None or not is_new or isinstance(result, ShardedTensor):
         return result
-    return ShardedTensor.wrap(result, sharding)
+    return ShardedTensor.wrap(result, piece)
 
 
-def _common(func: Callable[..., Any], values: Iterable[Any]) -> Sharding | None:
-    """What all pieces in `values` are pieces of; None if there are none.
+def _common(func: Callable[..., Any], values: Iterable[Any]) -> Piece | None:
+    """What all ShardedTensors in `values` are pieces of; None if there are none.
 
     Raises:
-        ShardingError: two pieces have other elements on some rank, or a tensor is no piece and no number.
+        ShardingError: two pieces have other elements on some rank, or a tensor is neither a piece nor a number.
     """
     tensors = [value for value in flat(values) if isinstance(value, torch.Tensor)]
-    pieces = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
-    for tensor in tensors if pieces else ():
+    first = next((tensor for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
+    if first is None:
+        return None
+    for tensor in tensors:
         if isinstance(tensor, ShardedTensor):
-            if not tensor.sharding.is_like(pieces[0].sharding):
-                _refuse(func, pieces[0], f"{tensor.sharding.what} is cut at other places ({tensor.sharding})")
+            if not tensor.piece.is_like(first.piece):
+                _refuse(func, first, f"{tensor.piece.what} is cut at other places ({tensor.piece})")
         elif tensor.ndim == 0:
             if tensor.requires_grad and torch.is_grad_enabled():
-                _refuse(func, pieces[0], "The other number needs a gradient, which no rank has in full: detach() it")
-        elif not pieces[0].sharding.takes(tensor):
+                _refuse(func, first, "The other number needs a gradient, which no rank has in full: detach() it")
+        elif not first.piece.takes(tensor):
             shape = tuple(tensor.shape)
             made = "p.detach().clone() and torch.zeros_like(p) are pieces"
-            _refuse(func, pieces[0], f"The other tensor, {shape}, is no piece of the same elements: {made}")
-    return pieces[0].sharding if pieces else None
+            _refuse(func, first, f"The other tensor, {shape}, is no piece of the same elements: {made}")
+    return first.piece
 
 
-def _draw(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Random numbers: those of the full tensor, of which this rank keeps its own.
-
-    If each rank drew for its piece, ranks with one seed would get the same numbers for different elements.
-    """
-    sharding = piece.sharding
-    full = torch.empty(sharding.whole.shape, dtype=piece.dtype, device=piece.device)
-    args = [full if value is piece else value for value in args]
-    drawn = func(*args, **{key: full if value is piece else value for key, value in kwargs.items()})
-    mine = drawn.detach().view(-1)[sharding.piece.start : sharding.piece.stop].view(piece.shape)
-    if not func.__name__.endswith("_"):
-        return ShardedTensor.wrap(mine.clone().requires_grad_(drawn.requires_grad), sharding)
-    with torch.no_grad() if getattr(func, "__module__", "") == "torch.nn.init" else contextlib.nullcontext():
-        piece.copy_(mine)
-    return piece
-
-
-def _flatten(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _flatten(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     if kwargs or args[1:] not in ((), (-1,), ((-1,),), ([-1],)) or (len(args) == 1) != (func.__name__ in _FLATTENS):
-        _refuse(func, piece)
-    return ShardedTensor.wrap(piece.view(-1), piece.sharding._replace(is_flat=True))
+        _refuse(func, tensor)
+    return ShardedTensor.wrap(tensor.view(-1), tensor.piece._replace(is_flat=True))
 
 
-# -- questions --------------------------------------------------------------------------------------------------------
+# -- numbers of all elements ------------------------------------------------------------------------------------------
 
 
-def _shape(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _shape(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     def full(value: Any) -> Any:
-        return value.sharding.whole.to(value.dtype) if isinstance(value, ShardedTensor) else value
+        return value.piece.full.to(value.dtype) if isinstance(value, ShardedTensor) else value
 
     return func(*map(full, args), **{key: full(value) for key, value in kwargs.items()})
 
 
-def _number(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _number(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The value of a parameter that is one number: one rank has it. Collective."""
-    if piece.sharding.piece.place.numel != 1:
+    if tensor.piece.place.numel != 1:
         if func.__name__ == "__format__":
-            return format(repr(piece), *args[1:])
-        _refuse(func, piece)
-    return func(_total(piece.as_subclass(torch.Tensor).detach(), piece), *args[1:], **kwargs)
+            return format(repr(tensor), *args[1:])
+        _refuse(func, tensor)
+    return func(_total(tensor.as_subclass(torch.Tensor).detach(), tensor), *args[1:], **kwargs)
 
 
-def _total(local: torch.Tensor, piece: ShardedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return global_sum(local.sum(dtype=dtype), piece.sharding.ranks)
+def _total(local: torch.Tensor, tensor: ShardedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return global_sum(local.sum(dtype=dtype), tensor.piece.ranks)
 
 
-def _norm(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    given = order_of(args, kwargs)
-    is_of_matrix = func is torch.linalg.norm and not piece.sharding.is_flat and len(piece.sharding.piece.shape) > 1
-    if given is None or given == "nuc" or is_of_matrix and (len(args) > 1 or kwargs.get("ord") not in (None, "fro")):
-        _refuse(func, piece, _ALONG if given is None else _RIGHT)
-    return _norm_of(func, piece, float(given))
+def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    order = order_of(args, kwargs)
+    is_of_matrix = func is torch.linalg.norm and not tensor.piece.is_flat and len(tensor.piece.shape) > 1
+    if order is None or order == "nuc" or is_of_matrix and (len(args) > 1 or kwargs.get("ord") not in (None, "fro")):
+        _refuse(func, tensor, _ALONG if order is None else _RIGHT)
+    return _norm_of(func, tensor, float(order))
 
 
-def _foreach_norm(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _foreach_norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     order = order_of(args, kwargs)
     if order is None:
-        _refuse(func, piece)
+        _refuse(func, tensor)
     norm = torch.linalg.vector_norm
     return [_norm_of(func, each, order) if isinstance(each, ShardedTensor) else norm(each, order) for each in args[0]]
 
 
-def _norm_of(func: Callable[..., Any], piece: ShardedTensor, order: float) -> torch.Tensor:
+def _norm_of(func: Callable[..., Any], tensor: ShardedTensor, order: float) -> torch.Tensor:
     if order < 0:
-        _refuse(func, piece)
-    local, ranks = piece.as_subclass(torch.Tensor), piece.sharding.ranks
-    norm = torch.linalg.vector_norm(local, order) if local.numel() else local.sum()
-    if not norm.requires_grad:
+        _refuse(func, tensor)
+    local, ranks = tensor.as_subclass(torch.Tensor), tensor.piece.ranks
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        norm = torch.linalg.vector_norm(local, order) if local.numel() else local.sum()
         return PartialNorm.wrap(norm, order, ranks)
-    found = global_norm(norm, order, ranks)
-    return _without_gradient(found, func, piece) if order in (0, math.inf) else found
+    if math.isinf(order):
+        return extreme(local.abs(), largest=True, ranks=ranks)
+    return global_norm(torch.linalg.vector_norm(local, order) if local.numel() else local.sum(), order, ranks)
 
 
-def _reduce(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _reduce(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """One number of all elements. Collective."""
-    name, ranks, local = func.__name__, piece.sharding.ranks, piece.as_subclass(torch.Tensor)
+    name, ranks, local = func.__name__, tensor.piece.ranks, tensor.as_subclass(torch.Tensor)
     if name in _OF_TWO:
         _common(func, (*args, *kwargs.values()))
         if name == "dot":
-            return _total(torch.mul(*args, **kwargs), piece)
-        holds = func(*args, **kwargs)  # of no elements it does
-        return bool(global_extreme(torch.tensor(float(holds), device=piece.device), largest=False, ranks=ranks))
+            return _total(torch.mul(*args, **kwargs), tensor)
+        holds = torch.tensor(float(func(*args, **kwargs)), device=tensor.device)  # of no elements it does
+        return bool(global_extreme(holds, largest=False, ranks=ranks))
     dtype = kwargs.get("dtype")
     others = (*args[1:], *(value for key, value in kwargs.items() if key not in ("input", "dtype")))
     if any(value is not None and value is not False for value in others):
-        _refuse(func, piece, _ALONG)
-    if name in ("sum", "nansum"):
-        return _total(local.nan_to_num(0.0) if name == "nansum" else local, piece, dtype)
-    if name == "mean":
-        return _total(local, piece, dtype) / piece.sharding.piece.place.numel
-    if name == "count_nonzero":
-        return _total(local != 0, piece)
-    values = local.detach().to(torch.promote_types(local.dtype, torch.float32))
+        _refuse(func, tensor, _ALONG)
+    if name in ("sum", "mean"):
+        total = _total(local, tensor, dtype)
+        return total if name == "sum" else total / tensor.piece.place.numel
     if name in ("any", "all"):
-        values = (local != 0).float()
-    largest = name in ("max", "amax", "any")
-    worst = -math.inf if largest else math.inf
-    own = (values.amax() if largest else values.amin()) if values.numel() else values.new_full((), worst)
-    found = global_extreme(own, largest=largest, ranks=ranks)
-    if name in ("any", "all"):
-        return found > 0 if name == "any" else found != 0
-    return _without_gradient(found.to(local.dtype), func, piece)
-
-
-class _NoGradient(Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, local: torch.Tensor, refuse: Callable[[], NoReturn]) -> torch.Tensor:
-        ctx.refuse = refuse
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.refuse()
-
-
-def _without_gradient(value: torch.Tensor, func: Callable[..., Any], piece: ShardedTensor) -> torch.Tensor:
-    """`value`; a backward through it raises."""
-    refuse = functools.partial(_refuse, func, piece, "Only sums, means and norms of order 1 and above have gradients")
-    result: torch.Tensor = _NoGradient.apply(value, piece.as_subclass(torch.Tensor), refuse)  # type: ignore[no-untyped-call]
-    return result
+        return extreme((local != 0).float(), largest=name == "any", ranks=ranks) > 0
+    values = local.to(torch.promote_types(local.dtype, torch.float32))
+    return extreme(values, largest=name in ("max", "amax"), ranks=ranks).to(local.dtype)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
-def _check_finite(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """A loss scaler's check saw this rank's pieces only; an overflow anywhere must skip the step everywhere."""
+def _check_finite(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """A loss scaler's check saw this rank's pieces only. An overflow on any rank must skip the step on all."""
     result = func(*args, **kwargs)
-    piece.sharding.ranks.all_reduce(args[1], maximum=True, with_replicas=True)
+    tensor.piece.ranks.all_reduce(args[1], maximum=True, with_replicas=True)
     return result
 
 
-def _hook(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """``register_hook``: a hook on a parameter is the engine's to refuse."""
-    if not isinstance(piece, torch.nn.Parameter):
-        _refuse(func, piece)
+def _hook(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """``register_hook``: the engine refuses hooks on parameters in the next forward."""
+    if not isinstance(tensor, torch.nn.Parameter):
+        _refuse(func, tensor)
     return func(*args, **kwargs)
 
 
-def _gradients(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> NoReturn:
-    """``torch.autograd.grad``, with respect to a parameter or to what was computed from one."""
-    refuse_grad(args[1] if len(args) > 1 else kwargs["inputs"])
-    _refuse(func, piece)
+def _gradients(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> NoReturn:
+    """``torch.autograd.grad`` with respect to a parameter, or to what was computed from one."""
+    _refuse(func, tensor, "Layers compute with gathered copies, so no graph has a sharded parameter: " + CALL_BACKWARD)
 
+
+CALL_BACKWARD = (
+    "call loss.backward() without inputs= and read .grad afterwards; set requires_grad_(False) before the forward on "
+    "parameters that are to get no gradient"
+)
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
@@ -311,25 +368,30 @@ _ALONG = "Along a dimension it needs full rows or columns, and this rank may hav
 _VARIANCE = "With d = p.detach(), (d - d.mean()).square().sum() / (d.numel() - 1) is the variance of all elements"
 
 
-def _refuse(func: Callable[..., Any], piece: ShardedTensor, why: str = _RIGHT) -> NoReturn:
-    name, sharding = name_of(func).strip("_"), piece.sharding
+def _refuse(func: Callable[..., Any], tensor: ShardedTensor, why: str = _RIGHT) -> NoReturn:
+    name, piece = name_of(func).strip("_"), tensor.piece
     why = _VARIANCE if name in ("std", "var", "std_mean", "var_mean") else why
-    with_grads = "" if sharding.is_weight else "with_grads=True"
+    with_grads = "" if piece.is_weight else "with_grads=True"
     raise ShardingError(
-        f"{name}() of {sharding.what} outside of its model's forward: this rank has only {sharding}. {why}. Call the "
+        f"{name}() of {piece.what} outside of its model's forward: this rank has only {piece}. {why}. Call the "
         f"model instead, or compute inside `with model.summon_full_params({with_grads}):`, where tensors are full"
     )
 
 
-def _refuse_saving(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> NoReturn:
-    piece.as_subclass(StatePiece).refuse()
+def _refuse_saving(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> NoReturn:
+    raise ShardingError(
+        f"{tensor.piece.what} is one rank's piece of {tensor.piece.shape} and is not saved as if it were full. Call on "
+        "all ranks instead, to save a run, streamshard.save_checkpoint(directory, model, optimizer); for full weights, "
+        "model.full_state_dict() or streamshard.export_safetensors(model, directory)"
+    )
 
 
-def _refuse_op(func: Callable[..., Any], piece: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> NoReturn:
-    _refuse(func, piece)
+def _refuse_op(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> NoReturn:
+    _refuse(func, tensor)
 
 
 # -- the closed list --------------------------------------------------------------------------------------------------
+
 
 # Functions, methods, attributes and, without the prefix ``_foreach_``, functions of lists. Underscores are stripped, so
 # a name stands for the in-place operation and the operator too.
@@ -346,23 +408,18 @@ _ELEMENTWISE = names(
     zeros zeros_like
     """
 )
-_RANDOM = names("kaiming_normal_ kaiming_uniform_ normal_ rand_like randn_like uniform_")
 _FLATTENS = ("flatten", "ravel")
 _OF_TWO = ("allclose", "dot", "equal")
 _ANSWERS: Mapping[str, _Answer] = {
     **dict.fromkeys(SHAPE, _shape),
-    **dict.fromkeys(_RANDOM, _draw),
     **dict.fromkeys((*_FLATTENS, "reshape", "view"), _flatten),
-    **dict.fromkeys(names("all amax amin any count_nonzero max mean min nansum sum"), _reduce),
-    **dict.fromkeys(_OF_TWO, _reduce),
+    **dict.fromkeys((*_OF_TWO, *names("all amax amin any max mean min sum")), _reduce),
     **dict.fromkeys(names("__bool__ __float__ __format__ __index__ __int__ item"), _number),
     "data_ptr": _refuse_saving,  # safetensors writes to files what is there, and asks for nothing else
     "_foreach_norm": _foreach_norm,
     "register_hook": _hook,
     "_amp_foreach_non_finite_check_and_unscale_": _check_finite,
 }
-
-
 # What answers each function; None for a question about metadata, which the local tensor answers.
 _answers: dict[Callable[..., Any], _Answer | None] = {torch.autograd.backward: None, torch.autograd.grad: _gradients}
 _answers.update(dict.fromkeys(NORMS, _norm))

@@ -20,11 +20,9 @@ from streamshard.comm.streams import as_one
 from streamshard.errors import ShardingError
 from streamshard.plan.segments import UnitLayout
 from streamshard.plan.structure import refuse_marks
-from streamshard.unit.absent_weight import be_absent, be_present
-from streamshard.unit.buffers import WeightSlot
-from streamshard.unit.compute_view import ComputeView, Writes
 from streamshard.unit.grads import UnitGrads
-from streamshard.unit.shard import ParamShard, SegmentShard
+from streamshard.unit.shard import ParamShard, SegmentShard, WeightSlot
+from streamshard.unit.unsharded_parameter import ComputeView, Writes, be_absent, be_present
 
 __all__ = ["StreamedUnit"]
 
@@ -94,8 +92,6 @@ class StreamedUnit:
         self._bindings: list[_Binding] = []
         self.is_trainable = False
         self._ranks = ranks
-        if grads.slot is None:
-            self._lie_in_shards()
 
     # -- construction ---------------------------------------------------------------------------------------------
 
@@ -112,7 +108,7 @@ class StreamedUnit:
                 self.params.append(param)
                 self.views.append(view)
                 self.grads.add(param, view)
-                self.writes.watch(view, alias, param.name)
+                self.writes.watch(view, alias, param.param, param.name)
         self._sharded = [param.param for param in self.params]
         self.view_ids = frozenset(map(id, self.views))
 
@@ -183,11 +179,6 @@ class StreamedUnit:
                 ComputeView.move(view, _whole(segment.compute.data, param))  # it may be absent
         for segment in self.segments:
             segment.weights = segment.compute
-        self._lie_in_shards()
-
-    def _lie_in_shards(self) -> None:
-        """One rank: what is computed with are the compute shards."""
-        self.weight_slot.buffer, *self.weight_slot.more = (segment.compute for segment in self.segments)
 
     def start_gather(self) -> None:
         """Compute shards to weight slot. Comm stream; the slot is this unit's from here on."""

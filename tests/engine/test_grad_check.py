@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamshard import ConfigError, GradientError, Precision, RankMismatchError, StreamShard
-from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM, vector_batch
+from streamshard import GradientError, Precision, RankMismatchError, StreamShard
+from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
@@ -26,7 +26,6 @@ from tests.reference import (
     assert_trains_like_plain,
     full_grads,
     full_weights,
-    lm_step,
     stack_step,
 )
 
@@ -127,23 +126,6 @@ def test_one_bad_element_on_one_rank_raises_on_all(
     assert "first of 1 such gradients, of 10 in all" in message
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("slots", SLOTS)
-def test_opposite_infinities_are_found_as_nan(context: RankContext, slots: str) -> None:
-    """Their mean is not a number."""
-    model = _model(**SLOTS[slots])
-    model.spoil("layers.0", 3, INF if context.rank else -INF)
-    assert "holds nan" in _error(model, context)
-
-
-@on_ranks(2)
-def test_a_parameter_that_holds_both_is_said_to_hold_nan(context: RankContext) -> None:
-    """In two ranks' pieces of it."""
-    model = _model()
-    model.spoil("layers.0", 0 if context.rank else -1, NAN if context.rank else INF)
-    assert "holds nan" in _error(model, context)
-
-
 @on_ranks()
 @EACH_SETTING
 def test_training_goes_on_after_an_error(context: RankContext, slots: str) -> None:
@@ -206,26 +188,6 @@ def test_parameters_without_gradients_are_passed_over(context: RankContext) -> N
 
 
 @on_ranks(2)
-def test_a_tied_parameter_goes_by_its_first_name(context: RankContext) -> None:
-    """A loss that is nan spoils everything; what comes first is the embedding."""
-    torch.manual_seed(7)
-    model = StreamShard(TinyLM(TinyConfig(tied=True)), precision=FP32, check_grads=True)
-    weight = NAN if context.rank else 1.0
-    with pytest.raises(GradientError, match=f"'positions' holds nan .* of {len(list(model.parameters()))} in all"):
-        lm_step(model, Call(0, context.rank, 2, weight))
-    assert [name for name, _ in model.named_parameters()][:2] == ["positions", "embedding.weight"]
-
-
-@on_ranks(1, 2)
-def test_an_overflow_of_fp16_is_found(context: RankContext) -> None:
-    """Gradients are widened to fp32 on their way, inf stays inf (or becomes nan on the way back)."""
-    torch.manual_seed(7)
-    model = StreamShard(Stack(), precision=Precision(param_dtype=torch.float16), check_grads=True)
-    with pytest.raises(GradientError, match=r"'head\.weight' holds (inf|nan)"):
-        (model(vector_batch(0, context.rank)).float().sum() * 2.0**20).backward()
-
-
-@on_ranks(2)
 def test_no_hook_sees_gradients_that_are_refused(context: RankContext) -> None:
     """An optimizer that steps inside backward must not step, here with gradients that were found to be bad."""
     model = _model()
@@ -271,13 +233,6 @@ def test_the_check_is_one_collective_and_costs_nothing_when_off(context: RankCon
     assert {name: n for name, n in (on - off).items() if name.startswith("all") or "reduce" in name} == collective
     assert off - on == Counter()
     assert not {"_foreach_norm", "isnan", "isinf", "_local_scalar_dense", "allreduce_"} & set(off)
-
-
-@on_ranks(1, 2)
-def test_check_grads_is_a_bool(context: RankContext) -> None:
-    """Not a number of steps or so."""
-    with pytest.raises(ConfigError, match=r"check_grads=1: wanted True or False"):
-        StreamShard(Stack(), check_grads=1)  # type: ignore[arg-type]  # on purpose
 
 
 @on_ranks(2)
@@ -330,21 +285,6 @@ def test_steps_above_the_threshold_are_skipped_as_plain_pytorch_would(
 
 
 @on_ranks(2)
-def test_an_infinite_threshold_skips_only_what_is_not_finite(context: RankContext) -> None:
-    """Also where the norm is inf, which is not above it."""
-    model = _model(check_grads=False)
-    optimizer = adamw(model)
-    stack_step(model, Call(0, context.rank, 2, 1e9))
-    assert math.isfinite(model.clip_grad_norm_(1.0, skip_above=INF))
-    assert all(p.grad is not None for p in model.parameters())
-    optimizer.zero_grad()
-    model.spoil("layers.0", 0, INF)
-    _step(model, context)
-    assert model.clip_grad_norm_(1.0, skip_above=INF) == INF
-    assert all(p.grad is None for p in model.parameters())
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_skipped_step_is_nothing_to_the_loss_scaler(context: RankContext, fused: bool) -> None:
     """Too large but finite: the scale goes on as after any step. Not finite: it backs off."""
@@ -362,38 +302,3 @@ def test_a_skipped_step_is_nothing_to_the_loss_scaler(context: RankContext, fuse
         assert scaler.get_scale() == scale
         assert_same(full_weights(model), before, "weights after a skipped step", EXACT)
         assert not optimizer.state
-
-
-@on_ranks(2)
-def test_only_a_threshold_makes_the_host_wait(context: RankContext) -> None:
-    """Reading one number of the device, once."""
-    for settings, reads in (({}, 0), ({"skip_above": 10.0}, 1)):
-        model = _model(check_grads=False)
-        _step(model, context)
-        with _Ops() as ops:
-            model.clip_grad_norm_(1.0, **settings)
-        assert ops.counts["_local_scalar_dense"] == reads
-        assert ops.counts["allreduce_"] == 1
-
-
-@on_ranks(1)
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"max_norm": -1.0}, "max_norm=-1.0"),
-        ({"max_norm": NAN}, "max_norm=nan"),
-        ({"max_norm": 1.0, "skip_above": 0.0}, "skip_above=0.0"),
-        ({"max_norm": 1.0, "skip_above": -2.0}, "skip_above=-2.0"),
-        ({"max_norm": 1.0, "skip_above": NAN}, "skip_above=nan"),
-    ],
-)
-def test_a_threshold_that_cannot_work_is_refused(
-    context: RankContext, arguments: dict[str, float], message: str
-) -> None:
-    """By name, with gradients left alone."""
-    model = _model()
-    _step(model, context)
-    before = full_grads(model)
-    with pytest.raises(ConfigError, match=message):
-        model.clip_grad_norm_(**arguments)
-    assert_same(full_grads(model), before, "gradients", EXACT)

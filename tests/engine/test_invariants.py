@@ -24,8 +24,8 @@ from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from streamshard.plan.program import Schedule
-from streamshard.unit.buffers import WeightSlot
 from streamshard.unit.grads import UnitGrads
+from streamshard.unit.shard import WeightSlot
 from tests.models import Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from streamshard import (
-    Precision,
     StreamShard,
-    export_safetensors,
     full_optimizer_state_dict,
     load_optimizer_state_dict,
-    load_safetensors,
 )
-from streamshard.errors import ConfigError, RankMismatchError
+from streamshard.errors import RankMismatchError
 from streamshard.inspect import engine_inside
 from streamshard.optim import elementwise
 from tests.models import Stack, TinyLM
@@ -185,29 +181,6 @@ def test_state_moves_between_alignments_and_numbers_of_ranks(ranks: RankPool, be
     assert list(collected["state"]) == list(state["state"])
     for number, values in state["state"].items():
         assert_same(collected["state"][number], values, f"state of {number}", EXACT)
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("pieces", [24])
-def test_exports_do_not_depend_on_it(context: RankContext, pieces: int, tmp_path: Path) -> None:
-    """Written with one alignment, read with another."""
-    torch.manual_seed(5)
-    model: Any = StreamShard(_stack(), precision=Precision(), align_pieces_to=pieces)
-    export_safetensors(model, tmp_path)
-    torch.manual_seed(6)
-    other: Any = StreamShard(_stack(), precision=Precision())
-    load_safetensors(other, tmp_path)
-    assert_same(full_weights(other), full_weights(model), "weights", EXACT)
-    load_safetensors(model, tmp_path)
-    assert_same(full_weights(other), full_weights(model), "weights", EXACT)
-
-
-@on_ranks(1)
-@pytest.mark.parametrize("pieces", [0, -1, 1.5, True, "row", None])
-def test_alignments_that_mean_nothing_are_refused(context: RankContext, pieces: Any) -> None:
-    """By name."""
-    with pytest.raises(ConfigError, match="align_pieces_to="):
-        StreamShard(Stack(), align_pieces_to=pieces)
 
 
 @on_ranks(4)

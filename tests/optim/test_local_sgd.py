@@ -27,7 +27,7 @@ from streamshard import (
     load_optimizer_state_dict,
 )
 from streamshard.optim import elementwise
-from tests.models import Stack, TinyLM, vector_batch
+from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
@@ -38,7 +38,6 @@ from tests.reference import (
     adamw,
     assert_same,
     full_weights,
-    lm_step,
     sgd,
     stack_step,
 )
@@ -111,18 +110,6 @@ def _differ_between_ranks(weights: dict[str, Tensor]) -> bool:
 
 
 @on_ranks(4)
-def test_a_language_model_in_bf16_with_all_slots_does_too(context: RankContext) -> None:
-    """Main weights are averaged, and what is cast from them is the same on all replicas afterwards."""
-    torch.manual_seed(SEED)
-    model = StreamShard(TinyLM(), mesh=_mesh(2, 2), weight_slots="all", grad_slots="all")
-    optimizer = LocalSGD(adamw(model), model, warmup_steps=1, period=4)
-    _train(model, optimizer, lm_step, context, 0, 5)
-    assert _differ_between_ranks(full_weights(model))
-    _train(model, optimizer, lm_step, context, 5, 1)
-    assert not _differ_between_ranks(full_weights(model))
-
-
-@on_ranks(4)
 def test_the_counter_survives_a_checkpoint(context: RankContext) -> None:
     """Its own state dict, the whole state, and that of PostLocalSGDOptimizer: training goes on as if never stopped."""
     settings: dict[str, Any] = {"warmup_steps": 3, "period": 4}
@@ -148,18 +135,6 @@ def test_the_counter_survives_a_checkpoint(context: RankContext) -> None:
         _train(model, optimizer, stack_step, context, 4, 5)
         _train(again, other, stack_step, context, 4, 5)
         assert_same(full_weights(again), full_weights(model), way, EXACT)
-
-
-@on_ranks(4)
-def test_a_state_without_counter_warns(context: RankContext) -> None:
-    """As PostLocalSGDOptimizer does; gradients are averaged again."""
-    model = _model(mesh=_mesh(2, 2))
-    inner = adamw(model)
-    optimizer = LocalSGD(inner, model, warmup_steps=2, period=4)
-    _train(model, optimizer, stack_step, context, 0, 3)
-    with pytest.warns(UserWarning, match="no step counter"):
-        optimizer.load_state_dict(copy.deepcopy(inner.state_dict()))
-    assert optimizer.step_count == 0 and optimizer.replicas.averages_grads
 
 
 @on_ranks(4)

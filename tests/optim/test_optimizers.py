@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from streamshard import StreamShard, full_optimizer_state_dict, load_optimizer_state_dict
-from streamshard.errors import ConfigError, ShardingError
-from streamshard.unit.optimizer_hooks import _moved
+from streamshard.errors import ShardingError
 from tests.models import Stack
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import (
@@ -79,31 +77,6 @@ def test_an_optimizer_trains_like_on_the_unsharded_model(context: RankContext, n
     options = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}[way]
     assert_trains_like_plain(
         context, Stack, stack_step, optimizer=_two_groups(name, **options), tolerance=NEAR, checked=(2,)
-    )
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("name", ["AdamW", "SGD, nesterov"])
-def test_groups_can_be_added_later(context: RankContext, name: str) -> None:
-    """`add_param_group` for layers that are unfrozen later."""
-    made: list[Optimizer] = []
-
-    def first(model: nn.Module) -> Optimizer:
-        for part, params in (("layers", False), ("head", True)):
-            model.get_submodule(part).requires_grad_(params)
-        kind, settings = OPTIMIZERS[name]
-        made.append(kind(model.get_submodule("head").parameters(), **settings))  # type: ignore[call-arg]
-        return made[-1]
-
-    def unfreeze(model: nn.Module, number: int) -> None:
-        layers = model.get_submodule("layers")
-        if number == 2:
-            layers.requires_grad_(True)
-            mine = next(o for o in made if o.param_groups[0]["params"][0] is model.get_submodule("head").weight)
-            mine.add_param_group({"params": list(layers.parameters()), "lr": 0.003})
-
-    assert_trains_like_plain(
-        context, Stack, stack_step, steps=5, checked=(1, 4), optimizer=first, prepare=unfreeze, tolerance=NEAR
     )
 
 
@@ -171,21 +144,6 @@ def test_one_rank_has_whole_parameters(context: RankContext, name: str) -> None:
     stack_step(model, Call(0, 0, 1, 1.0))
     optimizer.step(lambda: 0.0)
     assert all(weight.isfinite().all() for weight in full_weights(model).values())
-
-
-@on_ranks(2)
-def test_what_is_derived_from_a_gradient_has_a_global_norm(context: RankContext) -> None:
-    """Users scale gradients out of place and clip afterwards."""
-    model = _model(context)
-    stack_step(model, Call(0, 0, 1, 1.0))
-    wanted = float(model.clip_grad_norm_(1e9))
-    for param in model.parameters():
-        param.grad = param.grad * 2.0
-    assert float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)) == pytest.approx(2 * wanted)
-    largest = [float(param.grad.abs().flatten().norm(float("inf"))) for param in model.parameters()]
-    heard: list[Any] = [None] * context.world_size
-    dist.all_gather_object(heard, largest)
-    assert heard[0] == heard[1]
 
 
 # -- the whole state ----------------------------------------------------------------------------------------------
@@ -336,40 +294,6 @@ def test_state_that_does_not_fit_is_refused_on_all_ranks(context: RankContext) -
 
 
 @on_ranks(2)
-def test_what_is_no_state_is_refused_on_all_ranks(context: RankContext) -> None:
-    """A checkpoint that has the state somewhere inside, an optimizer of another model."""
-    model = _model(context)
-    optimizer = _two_groups("AdamW")(model)
-    for wrong, said in (({"optimizer": {}, "epoch": 3}, r"a dict of \['epoch', 'optimizer'\]"), ([1], "a list")):
-        with pytest.raises(ShardingError, match=f"the optimizer state is {said}: wanted"):
-            load_optimizer_state_dict(model, optimizer, wrong if context.rank == 0 else None)  # type: ignore[arg-type]
-    other = _two_groups("AdamW")(_model(context))
-    with pytest.raises(ConfigError, match="AdamW has no parameter of this model"):
-        load_optimizer_state_dict(model, other, None)
-    with pytest.raises(ConfigError, match="AdamW has no parameter of this model"):
-        full_optimizer_state_dict(model, other)
-    _train(model, optimizer, context, 0, steps=1)
-
-
-@on_ranks(1)
-@pytest.mark.parametrize("name", STATEFUL)
-def test_one_rank_saves_its_optimizer_like_plain_torch(context: RankContext, name: str) -> None:
-    """State that began as a clone of a gradient too."""
-    model, (plain, theirs) = _model(context), _plain(name)
-    ours = _two_groups(name)(model)
-    _train(model, ours, context, 0)
-    _train(plain, theirs, context, 0)
-    found, wanted = _unpacked(_packed(ours.state_dict())), _unpacked(_packed(theirs.state_dict()))
-    copied = copy.deepcopy(ours.state_dict())
-    for number, values in wanted["state"].items():
-        for key, value in values.items():
-            if torch.is_tensor(value):
-                assert type(found["state"][number][key]) is Tensor
-                assert_same({key: found["state"][number][key]}, {key: value}, f"state of {number}", NEAR)
-                assert_same({key: copied["state"][number][key]}, {key: value}, f"state of {number}", NEAR)
-
-
-@on_ranks(2)
 def test_pieces_of_state_are_not_saved_as_if_they_were_whole(context: RankContext) -> None:
     """`accelerator.save_state` writes rank 0's state for all; copies of a state dict can still be loaded again."""
     model = _model(context)
@@ -436,16 +360,6 @@ def test_state_from_before_sharding_is_taken_over(context: RankContext, name: st
         assert_same({key: whole["state"][number][key] for key in tensors}, tensors, f"state of {number}", NEAR)
 
 
-@pytest.mark.parametrize("kernel", [{}, {"fused": True}, {"capturable": True}])
-def test_state_goes_where_the_parameters_have_gone(kernel: dict[str, bool]) -> None:
-    """All of it, but for what torch reads on the host."""
-    values = {name: torch.zeros(()) for name in ("step", "mu_product", "eta")} | {"exp_avg": torch.zeros(3)}
-    moved = _moved(values, kernel, torch.device("meta"))
-    assert set(moved) == (set(values) if kernel else {"eta", "exp_avg"})
-    assert all(value.is_meta for value in moved.values())
-    assert _moved(values, kernel, torch.device("cpu")) == {}
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_state_that_is_neither_whole_nor_a_piece_raises(context: RankContext, has_stepped: bool) -> None:
@@ -458,7 +372,7 @@ def test_state_that_is_neither_whole_nor_a_piece_raises(context: RankContext, ha
     for param in other.param_groups[0]["params"]:
         param.grad = torch.ones(5)
     other.step()
-    said = r"'exp_avg' of 'layers.0.linear.weight' has shape \(5,\): wanted \(16, 16\), the whole"
+    said = r"'exp_avg' of 'layers.0.linear.weight' has shape \(5,\): wanted .*load_optimizer_state_dict"
     if has_stepped:
         with pytest.raises(ShardingError, match=said):
             optimizer.load_state_dict(other.state_dict())

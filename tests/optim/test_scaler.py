@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -123,22 +122,6 @@ def test_an_overflow_in_one_piece_skips_the_step_on_all_ranks(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("slots", SLOTS)
-def test_a_loss_that_overflows_on_one_rank_skips_the_step_on_all(context: RankContext, slots: str) -> None:
-    """fp16 itself overflows here: the scale is too large for one rank's batch."""
-    model = _sharded(Stack, **SLOTS[slots])
-    optimizer, scaler = adamw(model), GradScaler("cpu", init_scale=2.0**10)
-    before = full_weights(model)
-    large = 1e3 if context.rank == 0 else 1e-3
-    scaler.scale(model(vector_batch(0, context.rank)).square().mean().float() * large).backward()  # type: ignore[no-untyped-call]
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0**9
-    assert_same(full_weights(model), before, "weights after a skipped step", EXACT)
-    assert not optimizer.state
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", [0, 3])
 def test_gradients_that_wait_in_slots_are_not_unscaled(context: RankContext, way: str, place: int) -> None:
@@ -159,40 +142,6 @@ def test_gradients_that_wait_in_slots_are_not_unscaled(context: RankContext, way
 
 
 # -- the scale's history ------------------------------------------------------------------------------------------
-
-
-def _overflows(seed: int, steps: int) -> list[bool]:
-    choose = random.Random(seed)
-    return [choose.random() < 0.3 for _ in range(steps)]
-
-
-@on_ranks(2)
-def test_the_scale_has_the_history_it_has_without_sharding(context: RankContext) -> None:
-    """Thirty steps, overflows now and then on some rank: equal to the bit, and so what is trained."""
-    settings: dict[str, Any] = {"init_scale": 1000.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 2}
-    size = context.world_size
-    torch.manual_seed(7)
-    plain = Stack()
-    model = _sharded(Stack, precision=FP32)
-    optimizer, plain_optimizer = adamw(model), adamw(plain)
-    scaler, plain_scaler = GradScaler("cpu", **settings), GradScaler("cpu", **settings)
-    history = [scaler.get_scale()]
-    for number, overflows in enumerate(_overflows(2, 30)):
-        factors = [math.inf if overflows and rank == number % size else 1.0 for rank in range(size)]
-        for rank in range(size):
-            loss = plain(vector_batch(number, rank)).square().mean() * factors[rank] / size
-            plain_scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        loss = model(vector_batch(number, context.rank)).square().mean() * factors[context.rank]
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        for its_scaler, its_optimizer in ((scaler, optimizer), (plain_scaler, plain_optimizer)):
-            its_scaler.step(its_optimizer)
-            its_scaler.update()
-            its_optimizer.zero_grad()
-        assert scaler.get_scale() == plain_scaler.get_scale(), f"step {number}"
-        history.append(scaler.get_scale())
-    changes = [after - before for before, after in zip(history[:-1], history[1:], strict=True)]
-    assert min(changes) < 0.0 < max(changes)
-    assert_same(full_weights(model), full_weights(plain), "weights", Tolerance(1e-4, 1e-6))
 
 
 # -- in use -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from streamshard import StreamShard
-from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamName
+from streamshard.comm.streams import Collective, Observer, StreamName
 from streamshard.errors import ConfigError, OptimizerError, RankMismatchError, ShardingError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
@@ -143,19 +143,6 @@ def test_whole_matrices_train_like_on_the_unsharded_model(
     assert_trains_like_plain(context, Mixed, stack_step, optimizer=build, tolerance=NEAR, steps=4, checked=(1, 3))
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("round_size", [1, "1GiB"])
-def test_the_size_of_rounds_changes_no_number(context: RankContext, round_size: int | str) -> None:
-    """One parameter of each owner at a time, or all at once; to the bit."""
-    trained = []
-    for size in (round_size, 1024):
-        model = _sharded()
-        optimizer = WholeParameterOptimizer(_matrices(model), torch.optim.Muon, lr=0.02, round_size=size)
-        _train(model, optimizer, context)
-        trained.append(full_weights(model))
-    assert_same(trained[0], trained[1], "weights", EXACT)
-
-
 @on_ranks(2, 3)
 @pytest.mark.parametrize("on_a_device", [False, True])
 def test_exchanges_are_ordered_and_may_be_late(context: RankContext, on_a_device: bool) -> None:
@@ -223,47 +210,6 @@ class _Exchanges(Observer):
     ) -> None:
         if collective is Collective.ALL_TO_ALL:
             self.sent.append(sum(tensor.numel() for tensor in reads))
-
-
-class _Logged(torch.optim.SGD):
-    """Says when it steps."""
-
-    log: list[str] = []
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        self.log.append("step")
-        return super().step(closure)
-
-
-class _Schedule(Observer):
-    """Says when an exchange starts and when its result is waited for: both in the same order."""
-
-    def on_collective(
-        self, stream: StreamName, collective: Collective, tag: int | None, reads: Any, writes: Any
-    ) -> None:
-        if collective is Collective.ALL_TO_ALL:
-            _Logged.log.append("start")
-
-    def on_wait(self, fence: Fence) -> None:
-        if fence.rule is Rule.RESULTS_ARRIVED:
-            _Logged.log.append("wait")
-
-
-@on_ranks(2)
-def test_each_exchange_but_the_first_and_the_last_travels_while_a_round_is_stepped(context: RankContext) -> None:
-    """To owners while the round before is stepped, and back while the next one is."""
-    model = _sharded()
-    optimizer = WholeParameterOptimizer(_matrices(model), _Logged, lr=0.02, round_size=1)
-    _train(model, optimizer, context, steps=1)
-    stack_step(model, Call(1, context.rank, context.world_size, 1.0))
-    _Logged.log.clear()
-    with engine_inside(model).streams.observed_by(_Schedule()):
-        optimizer.step()
-    places = {what: [at for at, each in enumerate(_Logged.log) if each == what] for what in ("start", "wait", "step")}
-    exchanges = list(zip(places["start"], places["wait"], strict=True))
-    assert len(exchanges) >= 4
-    if len(places["step"]) == len(exchanges) // 2:  # this rank owns something in each round; one of them does
-        assert all(any(start < at < wait for at in places["step"]) for start, wait in exchanges[1:-1])
 
 
 @on_ranks(2)
@@ -350,21 +296,6 @@ def test_ranks_that_disagree_about_gradients_hear_which(context: RankContext) ->
 
 
 @on_ranks(2)
-def test_on_a_device_the_next_step_names_the_gradient_about_which_ranks_disagreed(context: RankContext) -> None:
-    """No host waits for other ranks in a step. The next step has gradients about which they agree."""
-    with simulated_device():
-        model = _sharded()
-        optimizer = WholeParameterOptimizer(_matrices(model), torch.optim.Muon, lr=0.02, round_size=1)
-        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
-        if context.rank == 1:
-            model.get_submodule("head").weight.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-        with pytest.raises(RankMismatchError, match=r"'head.weight' has a gradient on ranks \[0\] only"):
-            _train(model, optimizer, context, steps=1)
-
-
-@on_ranks(2)
 def test_a_backward_through_weights_that_were_stepped_raises(context: RankContext) -> None:
     """On all ranks, whatever they have of a parameter."""
     model = _sharded()
@@ -423,11 +354,6 @@ def test_optimizers_that_cannot_be_separated_are_refused(kind: type[Optimizer], 
     with pytest.raises(ConfigError, match=message) as caught:
         WholeParameterOptimizer([nn.Parameter(torch.ones(4, 4))], kind, lr=0.1)
     assert kind.__name__ in str(caught.value)
-
-
-def test_optimizers_of_parameters_without_values_are_tried_on_the_cpu() -> None:
-    """Of a model on the meta device, which is sharded and filled afterwards."""
-    WholeParameterOptimizer([nn.Parameter(torch.ones(4, 4, device="meta"))], torch.optim.Adafactor)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, torch.optim.SGD, torch.optim.AdamW])

@@ -16,8 +16,6 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.utils._pytree import tree_leaves
 
 from streamshard import (
-    DistributedOptimizer,
-    LocalSGD,
     Precision,
     StreamShard,
     full_optimizer_state_dict,
@@ -27,8 +25,8 @@ from streamshard import (
 )
 from streamshard.errors import ConfigError, OptimizerError, ShardingError
 from streamshard.optim import WholeParameterOptimizer
-from tests.models import DIM, NormStack, vector_batch
-from tests.optim.test_whole_parameters import NEAR, Both, Mixed, _matrices, _muon_and_adamw, _others
+from tests.models import NormStack, vector_batch
+from tests.optim.test_whole_parameters import NEAR, Both, Mixed, _matrices, _muon_and_adamw
 from tests.optim.test_whole_state import Odd
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -43,7 +41,6 @@ from tests.reference import (
     seed,
     stack_step,
 )
-from tests.test_meta_device import on_meta
 
 STEPS = 4
 Backward = Callable[[int], Any]
@@ -105,13 +102,6 @@ def _clips(model: Any, optimizer: Any, backward: Backward) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _keeps_zeros(model: Any, optimizer: Any, backward: Backward) -> None:
-    for number in range(STEPS):
-        backward(number)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=number % 2 == 0)
 
 
 def _calls_closures(model: Any, optimizer: Any, backward: Backward) -> None:
@@ -201,7 +191,6 @@ def _of_first_matrices(model: Any, **options: Any) -> Any:
 
 PROGRAMS: dict[str, tuple[Any, ...]] = {
     "clipping": (_clips,),
-    "gradients of zeros": (_keeps_zeros,),
     "closures": (_calls_closures,),
     "StepLR": (_schedules(lr_scheduler.StepLR, step_size=1, gamma=0.5),),
     "OneCycleLR": (_schedules(lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=STEPS),),
@@ -304,69 +293,6 @@ def test_accumulated_gradients_are_stepped_once(context: RankContext, slots: dic
     _assert_like_plain(context, program, **slots)
 
 
-@on_ranks(1, 2)
-def test_hooks_run_once_for_each_step(context: RankContext) -> None:
-    """Before and after it, and are given the optimizer that the user has."""
-    model = _model()
-    optimizer = _muon_and_adamw(model)
-    seen: list[Any] = []
-    optimizer.register_step_pre_hook(lambda given, args, kwargs: seen.append(("before", given)))
-    optimizer.register_step_post_hook(lambda given, args, kwargs: seen.append(("after", given)))
-    _train(model, optimizer, _backward(model, context), 2)
-    assert seen == [("before", optimizer), ("after", optimizer)] * 2
-
-
-@on_ranks(4)
-def test_local_sgd_averages_weights_of_replicas(context: RankContext) -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    model = _model(mesh=mesh)
-    optimizer = LocalSGD(_muon_and_adamw(model), model, period=2)
-    _train(model, optimizer, _backward(model, context), 3)
-    weights: list[Any] = [None] * 4
-    torch.distributed.all_gather_object(weights, full_weights(model))
-    assert_same(weights[2], weights[0], "weights of the other replica", EXACT)
-
-
-@on_ranks(2)
-def test_it_may_be_inside_a_distributed_optimizer(context: RankContext) -> None:
-    _assert_like_plain(
-        context,
-        _train,
-        lambda model: (
-            DistributedOptimizer(_optimizer(model), model) if isinstance(model, StreamShard) else _optimizer(model)
-        ),
-    )
-
-
-class _Routed(nn.Module):
-    """Each step uses one expert, the second one from step 2 on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The next expert's output."""
-        self.calls += 1
-        return torch.tanh(self.experts[self.calls > self.first](x))  # type: ignore[no-any-return]
-
-
-@on_ranks(2)
-def test_experts_without_gradients_are_not_stepped(context: RankContext) -> None:
-    """Weight decay and momentum leave them alone, as plain PyTorch does."""
-
-    def build() -> nn.Module:
-        model = _Routed()
-        return model
-
-    found, wanted = _model(_Routed), _model(_Routed, sharded=False)
-    found.first, wanted.first = 2, 2 * context.world_size
-    for model in (wanted, found):
-        _train(model, _optimizer(model, weight_decay=0.5), _backward(model, context))
-    assert_same(full_weights(found), full_weights(wanted), "weights", NEAR)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Odd])
 def test_parameters_of_a_plain_module_are_stepped_by_every_rank(
@@ -438,23 +364,6 @@ def test_models_may_be_sharded_after_the_optimizer_was_made(context: RankContext
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("sharded_first", [True, False])
-def test_models_may_come_from_the_meta_device(context: RankContext, sharded_first: bool) -> None:
-    wanted = _model()
-    _train(wanted, _optimizer(wanted), _backward(wanted, context))
-    module = on_meta(Mixed)
-    if sharded_first:
-        found = StreamShard(module, precision=FP32)
-        optimizer = _optimizer(found)
-    else:
-        optimizer = WholeParameterOptimizer(_matrices(module), torch.optim.Muon, lr=0.02)
-        found = StreamShard(module, precision=FP32)
-    found.load_state_dict(full_weights(_model()))
-    _train(found, optimizer, _backward(found, context))
-    assert_same(full_weights(found), full_weights(wanted), "weights", EXACT)
-
-
-@on_ranks(2)
 def test_whole_parameters_can_be_looked_at_and_not_be_stepped(context: RankContext) -> None:
     """Inside `summon_full_params`."""
     model = _model()
@@ -492,21 +401,11 @@ def test_state_in_the_memory_of_gradients_is_refused(context: RankContext) -> No
         _train(model, optimizer, _backward(model, context), 1)
 
 
-class _Needs(torch.optim.SGD):
-    """Is made of at least two parameters."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options)
-        if len(self.param_groups[0]["params"]) < 2:
-            raise ValueError("two, at least")
-
-
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
         (torch.optim.Muon, {"beta": 0.9}, "torch.optim.Muon cannot be made .* 'beta'"),
-        (_Needs, {"lr": 0.1}, "_Needs .*two, at least"),
         (torch.optim.Muon([nn.Parameter(torch.ones(2, 2))]), {}, "wanted a subclass of torch.optim.Optimizer"),
     ],
 )
@@ -558,27 +457,6 @@ def test_groups_have_the_options_of_their_own_class(context: RankContext) -> Non
     assert options[1] == options[2] == set(inner[1].param_groups[0]) - {"params"}
     with pytest.raises(ValueError, match="momentum"):  # a scheduler that would cycle one class's alone
         lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=3)
-
-
-@on_ranks(2)
-def test_two_optimizers_share_out_one_model(context: RankContext, tmp_path: Path) -> None:
-    """As one optimizer of two groups trains it, also after a checkpoint."""
-    model, wanted = _model(), _model()
-    one, two = _optimizer(model), _optimizer(model, _others(model), torch.optim.AdamW, lr=0.01)
-    both, backward = _muon_and_adamw(wanted), _backward(model, context)
-    for number in range(2):
-        backward(number)
-        one.step(), two.step()
-        model.zero_grad()
-    save_checkpoint(tmp_path, model, {"one": one, "two": two})
-    one, two = _optimizer(model), _optimizer(model, _others(model), torch.optim.AdamW, lr=0.01)
-    load_checkpoint(tmp_path, model, {"one": one, "two": two})
-    for number in range(2, 4):
-        backward(number)
-        one.step(), two.step()
-        model.zero_grad()
-    _train(wanted, both, _backward(wanted, context))
-    assert_same(full_weights(model), full_weights(wanted), "weights", EXACT)
 
 
 # -- slices ---------------------------------------------------------------------------------------------------------

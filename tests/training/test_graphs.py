@@ -361,29 +361,6 @@ def test_gradients_that_wait_can_be_cleared_and_added_to(context: RankContext) -
     assert_trains_like_ddp(context, Stack, step, **SETTINGS["a slot each"])
 
 
-@on_ranks()
-@each_setting
-def test_a_gradient_that_the_user_keeps_is_not_written_again(context: RankContext, settings: str) -> None:
-    """Multi-task methods keep one task's gradients while they compute the next one's."""
-    model = StreamShard(Stack(), precision=FP32, **SETTINGS[settings])
-    params = list(model.parameters())
-    kept, copies = [], []
-    for number in range(3):
-        stack_step(model, Call(number, context.rank, context.world_size, 1.0))
-        kept.append([param.grad for param in params])
-        copies.append([param.grad.clone() for param in params])
-        model.zero_grad()
-    for grads, wanted in zip(kept, copies, strict=True):
-        assert all(torch.equal(grad, copy) for grad, copy in zip(grads, wanted, strict=True))
-    for param, *grads in zip(params, *kept, strict=True):
-        param.grad = grads[0] + grads[1] + grads[2]
-    found = full_grads(model)
-    model.zero_grad()
-    for number in range(3):
-        stack_step(model, Call(number, context.rank, context.world_size, 1.0))
-    assert_same(found, full_grads(model), "the sum of kept gradients")
-
-
 # ---------------------------------------------------------------------------------------------- backward in a forward
 
 

@@ -1,0 +1,211 @@
+"""Compute views: the weights that layers compute with, and what they are while their unit is not in place.
+
+A slot goes to another layer, and is gathered anew, so what is written to it would be lost: it raises. Version counters
+tell. What is written through ``.data`` leaves no trace in them, so a weight that is asked for it is compared with a
+copy: transformers' Gemma 3n clamps there in every forward, and as good as never changes anything.
+
+[Note: absent weights]
+A unit that takes turns has its weights in a slot only while one of its layers runs. Between two turns its compute views
+are of another class, `AbsentWeight`: whoever has looked one up, or kept one, can ask for its shape, dtype and device.
+Everything else needs the unit, and asks for it: a unit that takes turns refuses, by the weight's name; a resident one
+arrives. A compute view stays one object, in graphs and in Python, so whoever keeps one never has another layer's
+weight. Swapping the class costs an assignment per parameter and turn, 30 ns. torch has no other way: a tensor whose
+storage is exchanged still reads whatever lies there, and no storage raises where it is read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from streamshard.compiling import skip, untraced
+from streamshard.errors import ShardingError
+from streamshard.unit.global_ops import answers_without_values, name_of
+
+__all__ = [
+    "AbsentWeight",
+    "ComputeView",
+    "Writes",
+    "advice",
+    "be_absent",
+    "be_present",
+    "let_be_absent",
+    "name_of_weight",
+]
+
+_AsTensors = torch._C.DisableTorchFunctionSubclass
+_data: Any = torch._C.TensorBase.data
+
+
+class ComputeView(nn.Parameter):
+    """A weight in its slot. See `Writes`."""
+
+    @property
+    @skip
+    def data(self) -> torch.Tensor:
+        """As in torch. What it holds now is remembered until its layer is released."""
+        if (known := _known.get(self)) is not None and (writes := known.writes_of()) is not None:
+            untraced(writes.remember, known.place)
+        data: torch.Tensor = _data.__get__(self)
+        return data
+
+    @data.setter
+    @skip
+    def data(self, data: torch.Tensor) -> None:
+        if (known := _known.get(self)) is not None and data.data_ptr() != self.data_ptr():
+            _refuse(known.name, "was given other memory (param.data = ...)")
+        _data.__set__(self, data)
+
+    @skip
+    def set_(self, *source: Any) -> torch.Tensor:
+        """As in torch. torch's parametrizations, and so PEFT's adapters of experts, set a weight to itself."""
+        if len(source) == 1 and isinstance(source[0], torch.Tensor) and source[0].data_ptr() == self.data_ptr():
+            return self
+        return super().set_(*source)
+
+    def move(self, memory: torch.Tensor) -> None:
+        """Lie in `memory`, of the same shape and dtype, from now on."""
+        _data.__set__(self, memory)
+
+
+class AbsentWeight(nn.Parameter):
+    """A compute view whose unit is not in place. See [Note: absent weights]."""
+
+    @classmethod
+    @skip  # compiled functions break here: a unit that is asked for is no graph
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer what needs no values. Anything else asks for the unit first."""
+        kwargs, called, name = kwargs or {}, getattr(func, "__name__", ""), name_of(func)
+        if name in ("requires_grad", "requires_grad_") or (name == "grad" and called == "__get__"):
+            param: Any = _known[args[0]].param_of()  # whose the view has only while its unit is in place
+            if called == "__get__":
+                return getattr(param, name)
+            return setattr(param, name, args[1]) if called == "__set__" else param.requires_grad_(*args[1:], **kwargs)
+        if answers_without_values(func) and name != "untyped_storage":
+            with _AsTensors():
+                return func(*args, **kwargs)
+        if name == "__repr__":
+            with _AsTensors():
+                return f"AbsentWeight({_known[args[0]].name!r}, {tuple(args[0].shape)}, {args[0].dtype})"
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, AbsentWeight):
+                untraced(_known[value].ask)
+        if called == "__get__":
+            return getattr(args[0], name)
+        return setattr(args[0], name, args[1]) if called == "__set__" else func(*args, **kwargs)
+
+
+class Writes:
+    """Notices what forwards write to the compute views of one unit."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._views: list[ComputeView] = []
+        self._aliases: list[torch.Tensor] = []  # of the same version counters: a view may be absent
+        self._versions: list[int] = []
+        self._before: dict[int, torch.Tensor] = {}  # of weights that were asked for their .data
+
+    def watch(self, view: ComputeView, alias: torch.Tensor, param: nn.Parameter, name: str) -> None:
+        """`view` is the weight of `param`, called `name`; `alias` has its version counter."""
+        _known[view] = _Known(name, weakref.ref(param), None, weakref.ref(self), len(self._names))
+        self._names.append(name)
+        self._views.append(view)
+        self._aliases.append(alias)
+        self._versions.append(alias._version)
+
+    def forget(self) -> None:
+        """A layer is about to compute with the views: earlier writes do not count."""
+        self._versions = [alias._version for alias in self._aliases]
+        self._before.clear()
+
+    def remember(self, index: int) -> None:
+        """Copy the weight at `index`, which its forward may be about to write."""
+        if index not in self._before:
+            self._before[index] = self._bytes(index).clone()
+
+    def refuse(self) -> None:
+        """Raise if a view was written to since `forget`.
+
+        Raises:
+            ShardingError: names the parameter.
+        """
+        now, seen, before = [alias._version for alias in self._aliases], self._versions, dict(self._before)
+        if now == seen and not before:
+            return
+        self.forget()
+        for index, name in enumerate(self._names):
+            if now[index] != seen[index] or index in before and not torch.equal(before[index], self._bytes(index)):
+                _refuse(name, "was changed in place")
+
+    def _bytes(self, index: int) -> torch.Tensor:
+        """What is compared: NaN is like NaN, 0 is unlike -0."""
+        with _AsTensors():
+            flat: torch.Tensor = _data.__get__(self._views[index]).reshape(-1)
+        return flat.view(torch.uint8)
+
+
+class _Known(NamedTuple):
+    """What is known of a compute view.
+
+    Attributes:
+        name: fully qualified.
+        param_of: the sharded parameter.
+        ask: puts its unit in place, so that the view is an ordinary one, or raises; None: the view is never absent.
+        writes_of: notices writes to it.
+        place: its index there.
+    """
+
+    name: str
+    param_of: Callable[[], nn.Parameter | None]
+    ask: Any
+    writes_of: Callable[[], Writes | None]
+    place: int
+
+
+_known: MutableMapping[torch.Tensor, _Known] = WeakIdKeyDictionary()
+
+
+def let_be_absent(view: ComputeView, ask: Callable[[], None]) -> None:
+    """Make `view` absent, until `be_present`. `ask` puts its unit in place, or raises."""
+    _known[view] = _known[view]._replace(ask=ask)
+    be_absent((view,))
+
+
+def name_of_weight(view: torch.Tensor) -> str | None:
+    """The fully qualified name of the weight that `view` is; None if it is no compute view that may be absent."""
+    known = _known.get(view)
+    return None if known is None or known.ask is None else known.name
+
+
+def advice(name: str) -> str:
+    """How to keep the layer of weight `name` in place, for messages."""
+    return f"StreamShard(model, resident=[{name.rpartition('.')[0]!r}])"
+
+
+def be_absent(views: Iterable[ComputeView]) -> None:
+    """The unit of `views` has left its slot, or may leave it."""
+    for view in views:
+        view.__class__ = AbsentWeight  # type: ignore[assignment]  # of the same memory layout
+
+
+def be_present(views: Iterable[ComputeView]) -> None:
+    """The unit of `views` is in place."""
+    for view in views:
+        view.__class__ = ComputeView
+
+
+def _refuse(name: str, what: str) -> NoReturn:
+    raise ShardingError(
+        f"parameter {name!r} {what} inside a forward, which computes with a copy of the weights: the change would be "
+        "lost. Change weights between steps, on all ranks alike, for example after optimizer.step(), under "
+        "torch.no_grad(); make what a forward updates, such as an EMA codebook, a buffer; renormalise the rows of "
+        "nn.Embedding(max_norm=...) between steps"
+    )
