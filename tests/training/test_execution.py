@@ -60,7 +60,6 @@ def same_on_all_ranks(*plans: list[int]) -> dict[tuple[int, int], list[int]]:
 ALIKE = {
     "a layer never used": same_on_all_ranks(*[[0, 1, 3]] * 3),
     "no layer used": same_on_all_ranks(*[[]] * 3),
-    "a layer used now and then": same_on_all_ranks([0, 1, 2, 3], [0, 1, 3], [0, 3]),
     "all layers twice": same_on_all_ranks(*[[0, 1, 2, 3, 0, 1, 2, 3]] * 3),
     "more repeats each step": same_on_all_ranks([0, 1], [0, 1, 1], [0, 1, 1, 1, 2]),
     "order, repeats and gaps change": same_on_all_ranks([2, 1], [0, 3, 0], [3, 3, 1, 2, 0]),
@@ -73,15 +72,6 @@ def test_layers_run_in_any_order_any_number_of_times(context: RankContext) -> No
     for name, plans in ALIKE.items():
         with case(name):
             assert_trains_like_plain(context, Planned, planned_step(plans), checked=(0, 2))
-
-
-@on_ranks(2)
-def test_zeroed_gradients_of_unused_layers_stay_zero(context: RankContext) -> None:
-    """With `zero_grad(set_to_none=False)` momentum goes on for layers that later steps skip."""
-    plans = same_on_all_ranks([0, 1, 2, 3], [0, 3], [0, 1, 3], [1])
-    assert_trains_like_plain(
-        context, Planned, planned_step(plans), steps=4, set_to_none=False, checked=(0, 1, 2, 3), optimizer=adamw
-    )
 
 
 # ---------------------------------------------------------------------------------------------- ranks differ
@@ -101,10 +91,6 @@ DIFFERENT = {
         **same_on_all_ranks([2, 0, 3, 1], [2, 0, 3, 1]),
         **{(2, 0): [2, 0], (2, 1): [0, 3, 1], (3, 0): [3], (3, 1): [2, 1]},
     },
-    "another order, of which no rank runs all at first": {
-        **same_on_all_ranks(*[[3, 1, 0, 2]] * 4),
-        **{(0, 0): [3, 0], (0, 1): [1, 0], (1, 0): [0, 2], (1, 1): [3, 1]},
-    },
     "ranks contradict each other at first": {
         **same_on_all_ranks(*[[1, 3]] * 4),
         **{(0, 0): [3, 2, 1, 0, 1], (0, 1): [1, 0, 3, 3, 2]},
@@ -113,18 +99,13 @@ DIFFERENT = {
 }
 
 
-@on_ranks(2)
+@on_ranks(2, 3)
 def test_ranks_may_run_different_layers(context: RankContext) -> None:
     """A rank without a gradient contributes zeros; the numbers are those of DDP with `find_unused_parameters`."""
     for name, plans in DIFFERENT.items():
-        with case(name):
-            assert_trains_like_ddp(context, Planned, planned_step(plans))
-
-
-@on_ranks(3)
-def test_three_ranks_may_run_different_layers(context: RankContext) -> None:
-    """As above; the third rank drops other layers."""
-    assert_trains_like_ddp(context, Planned, planned_step(DIFFERENT["dropped layers"]), optimizer=adamw)
+        if context.world_size == 2 or name == "dropped layers":
+            with case(name):
+                assert_trains_like_ddp(context, Planned, planned_step(plans))
 
 
 class Tower(Planned):
@@ -211,7 +192,6 @@ def branching_step(choose: Any) -> Any:
 
 
 BRANCHES: dict[str, Any] = {
-    "the same branch always": lambda step, rank, index: 0,
     "by layer, step and rank": lambda step, rank, index: (step + rank + index) % 2,
     "none on rank 0": lambda step, rank, index: rank if rank else None,
     "none in step 1": lambda step, rank, index: None if step == 1 else 1,

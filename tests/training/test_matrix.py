@@ -16,15 +16,14 @@ from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, Tolerance, assert_same, full_weights
-from tests.scenarios import ADDING, BF16, SCENARIOS, over_sockets, reference, sharded, sharded_in_pairs, train
+from tests.scenarios import ADDING, BF16, SCENARIOS, over_sockets, reference, sharded, train
 
 
 class Setting(NamedTuple):
-    """How the scenario's model is sharded; with `in_pairs`, a model of twice its layers, two of them a unit."""
+    """How the scenario's model is sharded."""
 
     precision: Precision
-    slots: dict[str, Any] = {}
-    in_pairs: bool = False
+    settings: dict[str, Any] = {}
 
 
 WAYS: dict[str, type] = {"memory": SharedMemoryTransport, "sockets": PairwiseTransport}
@@ -37,12 +36,12 @@ SETTINGS: dict[str, Setting] = {
     "ZeRO-1, fp32": Setting(FP32, ZERO_1),
     "ZeRO-1": Setting(BF16, ZERO_1),
     "3 and 4 slots": Setting(BF16, {"weight_slots": 3, "grad_slots": 4}),
-    "pairs": Setting(BF16, {}, in_pairs=True),
+    "several layers": Setting(BF16, {"min_unit_size": 600}),  # two layers of 16 x 16 in bf16
 }
 # Settings differ in how gradients are added: these scenarios run at all of them, the others at two, in turn.
 EVERYWHERE = ("plain", "no_sync", "a kept graph")
 IN_MEMORY = ("ZeRO-3", "ZeRO-3, fp32", "ZeRO-1, fp32")
-OVER_SOCKETS = ("ZeRO-1", "3 and 4 slots", "pairs")
+OVER_SOCKETS = ("ZeRO-1", "3 and 4 slots", "several layers")
 # fp32 weights that are somewhere else cannot be in their slot as well: test_dial has the error.
 IMPOSSIBLE = ("weights elsewhere", "ZeRO-1, fp32")
 
@@ -56,9 +55,9 @@ def _cells() -> Iterator[tuple[str, str, str]]:
 
 def _tolerance(scenario: str, setting: Setting) -> Tolerance:
     """None, but where the same numbers are added up in another order."""
-    if scenario in ADDING and setting.slots.get("grad_slots") == "all":
+    if scenario in ADDING and setting.settings.get("grad_slots") == "all":
         return Tolerance(1e-5, 1e-5)
-    if scenario == "clipping" and setting.in_pairs:  # the norm is the sum of other units' norms
+    if scenario == "clipping" and setting.settings.get("min_unit_size"):  # the norm is the sum of other units' norms
         return Tolerance(1e-5, 1e-6)
     return EXACT
 
@@ -67,14 +66,13 @@ def _tolerance(scenario: str, setting: Setting) -> Tolerance:
 @pytest.mark.parametrize(("scenario", "setting", "way"), list(_cells()))
 def test_it_trains_like_the_default_without_races(context: RankContext, scenario: str, setting: str, way: str) -> None:
     """Bit by bit, although the transport is as late as the rules allow; what is read too early is NaN."""
-    precision, slots, in_pairs = SETTINGS[setting]
+    precision, settings = SETTINGS[setting]
     with over_sockets() if way == "sockets" else contextlib.nullcontext():
-        model = (sharded_in_pairs if in_pairs else sharded)(scenario, precision, **slots)
+        model = sharded(scenario, precision, **settings)
     assert type(engine_inside(model).ranks.transport) is WAYS[way]
-    assert in_pairs == any(" .. " in unit.name for unit in engine_inside(model).units)
     with detect_races(model) as races, make_adversarial(model):
         train(model, scenario, context)
         found = full_weights(model)
     assert races.accesses > 50
-    wanted = reference(context, scenario, precision, in_pairs=in_pairs)
+    wanted = reference(context, scenario, precision)
     assert_same(found, wanted, "weights", _tolerance(scenario, SETTINGS[setting]))
