@@ -55,25 +55,6 @@ def same_on_all_ranks(*plans: list[int]) -> dict[tuple[int, int], list[int]]:
     return {(step, rank): plan for step, plan in enumerate(plans) for rank in range(4)}
 
 
-# ---------------------------------------------------------------------------------------------- alike on all ranks
-
-ALIKE = {
-    "a layer never used": same_on_all_ranks(*[[0, 1, 3]] * 3),
-    "no layer used": same_on_all_ranks(*[[]] * 3),
-    "all layers twice": same_on_all_ranks(*[[0, 1, 2, 3, 0, 1, 2, 3]] * 3),
-    "more repeats each step": same_on_all_ranks([0, 1], [0, 1, 1], [0, 1, 1, 1, 2]),
-    "order, repeats and gaps change": same_on_all_ranks([2, 1], [0, 3, 0], [3, 3, 1, 2, 0]),
-}
-
-
-@on_ranks(2, 3)
-def test_layers_run_in_any_order_any_number_of_times(context: RankContext) -> None:
-    """All ranks do the same; gradients of layers that did not run are None, as in plain PyTorch."""
-    for name, plans in ALIKE.items():
-        with case(name):
-            assert_trains_like_plain(context, Planned, planned_step(plans), checked=(0, 2))
-
-
 # ---------------------------------------------------------------------------------------------- ranks differ
 
 

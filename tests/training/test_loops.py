@@ -64,11 +64,6 @@ def _switch(model: Any, call: Call) -> Tensor:
     return total
 
 
-def _without_no_sync(model: Any, call: Call) -> Tensor:
-    """Several backwards, no context."""
-    return _micro(model, call, 0, 3) + _micro(model, call, 1, 3) + _micro(model, call, 2, 3)
-
-
 def _forwards_first(model: Any, call: Call) -> Tensor:
     """All forwards inside one `no_sync`, then all backwards."""
     with _no_sync(model):
@@ -91,7 +86,6 @@ def _skipping(model: Any, call: Call) -> Tensor:
 ACCUMULATIONS: dict[str, Callable[[Any, Call], Tensor]] = {
     "no_sync for all but the last": _no_sync_but_last,
     "set_requires_gradient_sync": _switch,
-    "without no_sync": _without_no_sync,
     "forwards first": _forwards_first,
     "a layer in the first micro-batch only": _skipping,
 }

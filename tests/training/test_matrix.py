@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from streamshard import Precision
 from streamshard.comm.gloo import PairwiseTransport
@@ -15,8 +17,18 @@ from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Tolerance, assert_same, full_weights
-from tests.scenarios import ADDING, BF16, SCENARIOS, over_sockets, reference, sharded, train
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    Tolerance,
+    adamw,
+    assert_same,
+    assert_trains_like_plain,
+    case,
+    full_weights,
+)
+from tests.scenarios import ADDING, BF16, SCENARIOS, Scenario, over_sockets, reference, sharded, train
 
 
 class Setting(NamedTuple):
@@ -60,6 +72,30 @@ def _tolerance(scenario: str, setting: Setting) -> Tolerance:
     if scenario == "clipping" and setting.settings.get("min_unit_size"):  # the norm is the sum of other units' norms
         return Tolerance(1e-5, 1e-6)
     return EXACT
+
+
+# Scenarios whose steps run on plain PyTorch too, where one process plays all ranks.
+PLAIN = (
+    *("plain", "tied", "two layers", "unequal layers", "a unit of another kind", "micro-batches", "no_sync"),
+    *("checkpointing", "reentrant checkpointing", "unused layers", "layers unused on some ranks", "layers used twice"),
+    *("repeats under checkpointing", "an order that changes", "two forwards", "two backwards", "a kept graph"),
+    *("freezing", "weights read elsewhere", "layers in layers"),
+)
+
+
+@on_ranks(1, 2, 3)
+def test_the_default_trains_like_plain_pytorch(context: RankContext) -> None:
+    """Gradients, None where no rank has one, and weights, in fp32."""
+    for name in PLAIN:
+        scenario = SCENARIOS[name]
+
+        def step(model: nn.Module, call: Call, scenario: Scenario = scenario) -> Tensor:
+            scenario.step(model, call)
+            return torch.zeros(())
+
+        with case(name):
+            settings = {"resident": scenario.resident, "optimizer": adamw, "checked": (0, 2)}
+            assert_trains_like_plain(context, scenario.build, step, **settings)
 
 
 @on_ranks(2)

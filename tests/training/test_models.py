@@ -142,10 +142,6 @@ def test_a_model_without_repeated_layers_is_one_unit_and_warns(context: RankCont
 # ---------------------------------------------------------------------------------------------- shapes and sharing
 
 
-def _sequential() -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(16), *(Layer() for _ in range(4)), nn.Linear(16, 1))
-
-
 def _smaller_than_ranks() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 1), *(Layer(1, 1, bias=False) for _ in range(3)), nn.LayerNorm(1))
 
@@ -158,14 +154,6 @@ class WeightShared(Stack):
         layers: Any = self.layers
         layers[3].linear.weight = layers[0].linear.weight
         layers[2].linear = layers[1].linear
-
-
-class ActivationShared(nn.Sequential):
-    """All layers have the same activation module, which has no parameters."""
-
-    def __init__(self) -> None:
-        activation = nn.Tanh()
-        super().__init__(*(nn.Sequential(nn.Linear(16, 16), activation) for _ in range(4)))
 
 
 class RootUsesParts(nn.Module):
@@ -217,33 +205,14 @@ class Detaching(Stack):
         return out
 
 
-class Dropping(Stack):
-    """A layer runs for nothing; another's output is used twice; a hook replaces a third's output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1].register_forward_hook(lambda module, args, out: out * 1.5)
-        self.layers[2].register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, 16] -> [rows, 1]"""
-        self.layers[3](x)
-        y = self.layers[0](x)
-        out: Tensor = self.head(self.layers[1](y) * y + self.layers[2](y.detach()))
-        return out
-
-
 SHAPES: dict[str, Callable[[], nn.Module]] = {
     "unequal layers": lambda: Stack((16, 3, 40, 1, 24, 16)),
     "largest layer first": lambda: Stack((16, 64, 8)),
-    "sequential": _sequential,
     "layers smaller than the number of ranks": _smaller_than_ranks,
     "a weight of two layers": WeightShared,
-    "an activation of all layers": ActivationShared,
     "parameters that the root reads": RootUsesParts,
     "a model in a model": Wrapper,
     "detached inputs": Detaching,
-    "dropped outputs": Dropping,
 }
 
 

@@ -29,7 +29,6 @@ from tests.reference import (
     sgd,
     stack_step,
 )
-from tests.scenarios import SCENARIOS, RoutedStack
 
 # ---------------------------------------------------------------------------------------------- recomputation
 
@@ -158,13 +157,6 @@ def _two_losses(model: nn.Module, call: Call) -> Tensor:
     return call.backward(out.abs().mean())
 
 
-def _two_forwards(model: nn.Module, call: Call) -> Tensor:
-    """Two forwards, one backward through both."""
-    a = model(vector_batch(call.step, call.rank))
-    b = model(vector_batch(call.step + 100, call.rank, rows=3))
-    return call.backward(a.square().mean() + b.abs().mean())
-
-
 def _backwards_in_reverse(model: nn.Module, call: Call) -> Tensor:
     """Two forwards, then their backwards in reverse order."""
     first = model(vector_batch(call.step, call.rank)).square().mean()
@@ -201,7 +193,6 @@ def _partial_backward(model: Any, call: Call) -> Tensor:
 
 BACKWARDS: dict[str, Callable[[Any, Call], Tensor]] = {
     "two losses": _two_losses,
-    "two forwards, one backward": _two_forwards,
     "backwards in reverse": _backwards_in_reverse,
     "a kept forward without backward": _kept_without_backward,
     "evaluation between forward and backward": _evaluation_between,
@@ -231,20 +222,9 @@ def test_recomputed_layers_with_several_forwards_and_backwards(context: RankCont
             out: Tensor = self.head(x)
             return out
 
-    for name in ("two forwards, one backward", "two losses"):
+    for name in ("backwards in reverse", "two losses"):
         with case(name):
             assert_trains_like_plain(context, CheckpointedStack, BACKWARDS[name])
-
-
-@on_ranks(1, 2)
-def test_a_kept_graph_can_join_a_later_backward(context: RankContext) -> None:
-    """Gradients of one unit come in several parts: of the later forward first, then of the kept one."""
-
-    def step(model: nn.Module, call: Call) -> Tensor:
-        SCENARIOS["a kept graph"].step(model, call)
-        return torch.zeros(())
-
-    assert_trains_like_plain(context, RoutedStack, step)
 
 
 def _gradient_penalty(model: nn.Module, call: Call) -> Tensor:

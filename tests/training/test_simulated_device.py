@@ -300,17 +300,6 @@ def test_the_host_never_waits_in_a_steady_step(context: RankContext, slots: dict
 
 
 @on_ranks(2)
-def test_a_unit_needs_one_launch_for_its_small_gradients(context: RankContext) -> None:
-    """However many parameters it has."""
-    with simulated_device():
-        model = sharded("unequal layers", BF16)
-        train(model, "unequal layers", context, steps=1)
-        with _Operators() as operators:
-            train(model, "unequal layers", context, steps=1)
-    assert operators.counts["aten._foreach_copy_.default"] == len(engine_inside(model).units)
-
-
-@on_ranks(2)
 def test_gradients_that_are_parked_are_all_there(context: RankContext) -> None:
     """Small ones have been collected, not copied, when another unit needs the slot."""
     there_and_back = {(step, rank): [0, 2, 4, 6, 7, 5, 3, 1] for step in range(3) for rank in range(2)}

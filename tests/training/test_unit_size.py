@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from streamshard import Precision, StreamShard
@@ -16,7 +13,6 @@ from streamshard.comm.streams import Rule
 from streamshard.errors import ConfigError, RaceError, RankMismatchError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.races import detect_races
-from streamshard.plan.discovery import FoundUnit, coalesce
 from tests.models import Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -43,30 +39,6 @@ def _names(model: nn.Module) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------- which layers
-
-
-@given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 100))
-def test_units_are_put_together_until_they_are_large_enough(sizes: list[int], at_least: int) -> None:
-    """Consecutive ones and no more than it takes; the rest is part of the last unit."""
-    layers = [nn.Linear(1, 1) for _ in sizes]
-    found = coalesce([FoundUnit(str(k), (layer,)) for k, layer in enumerate(layers)], sizes, at_least)
-    assert [layer for unit in found for layer in unit.modules] == layers
-    place = 0
-    for unit in found:
-        own = sizes[place : place + len(unit.modules)]
-        place += len(unit.modules)
-        assert sum(own) >= at_least or len(found) == 1
-        assert sum(own[:-1]) < at_least or unit is found[-1] and _first_enough(own, at_least) > sum(own) - at_least
-
-
-def _first_enough(sizes: Sequence[int], at_least: int) -> int:
-    """The size of the shortest start of `sizes` that is large enough."""
-    total = 0
-    for size in sizes:
-        total += size
-        if total >= at_least:
-            break
-    return total
 
 
 def _layers(size: int | str, precision: Precision = FP32) -> list[str]:
@@ -200,18 +172,6 @@ def test_recomputed_activations_give_the_same_numbers(context: RankContext) -> N
     for name, build in RECOMPUTED.items():
         with case(name):
             assert_trains_like_plain(context, build, lm_step, min_unit_size="10KB", checked=(0, 2))  # two layers
-
-
-@on_ranks(2)
-def test_a_layer_can_be_called_by_itself(context: RankContext) -> None:
-    """Outside of the root's forward: its unit is gathered, and the layers beside it stay as they are."""
-    torch.manual_seed(1)
-    plain = Stack()
-    torch.manual_seed(1)
-    model: Any = StreamShard(Stack(), precision=FP32, min_unit_size=PAIRS)
-    x = vector_batch(0, 0)
-    for number in (1, 0, 3):
-        assert torch.equal(model.layers[number](x), plain.layers[number](x))
 
 
 @on_ranks(2)

@@ -22,7 +22,6 @@ from tests.reference import (
     assert_trains_like_plain,
     case,
     full_weights,
-    sgd,
     stack_step,
 )
 from tests.scenarios import BF16
@@ -47,19 +46,10 @@ def _data_replaced(model: nn.Module) -> None:
         p.data = p.data.clone() * 0.5
 
 
-def _foreach(model: nn.Module) -> None:
-    with torch.no_grad():
-        torch._foreach_mul_(list(model.parameters()), 0.5)
-
-
 def _one_layer(model: Any) -> None:
     with torch.no_grad():
         model.layers[1].linear.weight.mul_(0.5)
         model.head.bias.add_(0.25)
-
-
-def _own_state_dict(model: nn.Module) -> None:
-    model.load_state_dict({name: value.clone() * 0.5 for name, value in model.state_dict().items()})
 
 
 def _full_state_dict(model: nn.Module) -> None:
@@ -92,9 +82,7 @@ EDITS: dict[str, Callable[[Any], None]] = {
     "in place": _in_place,
     "through .data": _through_data,
     ".data replaced": _data_replaced,
-    "foreach": _foreach,
     "one layer only": _one_layer,
-    "load_state_dict of its own": _own_state_dict,
     "load_state_dict of the whole": _full_state_dict,
     "load_state_dict of a submodule": _submodules_state_dict,
     "summoned and written back": _summoned,
@@ -241,25 +229,6 @@ def test_load_state_dict_raises_torchs_own_errors(context: RankContext) -> None:
     with pytest.raises(RuntimeError, match="assign"):
         model.load_state_dict(full, assign=True)
     stack_step(model, Call(0, context.rank, 2, 1.0))
-
-
-@on_ranks(2)
-def test_the_next_backward_adds_to_a_gradient_that_the_user_replaced(context: RankContext) -> None:
-    """The user's own tensor in `p.grad` is what the next backward adds to."""
-    torch.manual_seed(7)
-    plain = Stack()
-    torch.manual_seed(7)
-    model = StreamShard(Stack(), precision=FP32)
-    for number in range(2):
-        for rank in range(2):
-            stack_step(plain, Call(number, rank, 2, 0.5))
-        stack_step(model, Call(number, context.rank, 2, 1.0))
-        for p in (*plain.parameters(), *model.parameters()):
-            assert p.grad is not None
-            p.grad = p.grad.clone() * 0.5
-    sgd(plain).step()
-    sgd(model).step()
-    assert_same(full_weights(model), plain.state_dict(), "weights")
 
 
 @on_ranks(2)
