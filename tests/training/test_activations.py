@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from streamshard import StreamShard
-from tests.models import Layer, Stack, TinyLM, vector_batch
+from tests.models import Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_trains_like_plain, case, lm_step, stack_step
+from tests.reference import Call, assert_trains_like_plain, case, stack_step
 
 # ---------------------------------------------------------------------------------------------- inputs and outputs
 
@@ -193,36 +192,3 @@ def test_activations_may_be_modified_hooked_and_moved(context: RankContext) -> N
                 lambda layer=layer, call=call: Calling(layer, call),
                 stack_step,  # type: ignore[misc]
             )
-
-
-@on_ranks(1, 2)
-def test_an_activation_that_is_modified_after_it_was_saved_raises(context: RankContext) -> None:
-    """As in torch: the layer's backward would compute with the modified values."""
-
-    class Overwriting(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x)
-            z = y * y
-            y.add_(1.0)
-            return z
-
-    model = StreamShard(Calling(Overwriting, lambda layer, x: layer(x)), precision=FP32)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
-
-
-@on_ranks(2)
-def test_full_backward_hooks_of_the_user_run(context: RankContext) -> None:
-    """Module backward hooks on a layer and on a part of it."""
-    calls: list[str] = []
-
-    def build() -> nn.Module:
-        model = TinyLM()
-        for name in ("blocks.1", "blocks.2.up"):
-            model.get_submodule(name).register_full_backward_hook(
-                lambda module, grad_in, grad_out, name=name: calls.append(name)  # type: ignore[misc]
-            )
-        return model
-
-    assert_trains_like_plain(context, build, lm_step, steps=2)
-    assert calls.count("blocks.1") == calls.count("blocks.2.up") == 2 * (2 + 1)  # plain plays both ranks

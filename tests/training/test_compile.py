@@ -25,7 +25,6 @@ from tests.reference import (
     Call,
     adamw,
     assert_trains_like_plain,
-    case,
     let_dynamo_look,
     lm_step,
     only_sharded,
@@ -72,39 +71,17 @@ def test_compiled_layers_and_models_train_like_plain_pytorch(context: RankContex
 
 
 @on_ranks(2)
-def test_compiled_functions_around_the_model_train_like_plain_pytorch(context: RankContext) -> None:
-    """`torch.compile(model)`, forward and loss in one function, and a whole training step."""
+def test_torch_compile_of_the_model_trains_like_plain_pytorch(context: RankContext) -> None:
+    """`torch.compile(model)` is another module around the sharded one."""
     let_dynamo_look()
+    compiled: dict[int, Any] = {}
 
-    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        out: Tensor = model(x * 2.0).square().mean()
-        return out
-
-    def train(model: nn.Module, x: Tensor, weight: float) -> Tensor:
-        loss: Tensor = model(x).square().mean()
-        (loss * weight).backward()
-        return loss.detach()
-
-    compiled_model: dict[int, Any] = {}
-    compiled_loss = torch.compile(loss_of, backend=BACKEND)
-    compiled_train = torch.compile(train, backend=BACKEND)
-
-    def with_model(model: nn.Module, call: Call) -> Tensor:
+    def step(model: nn.Module, call: Call) -> Tensor:
         if isinstance(model, StreamShard):
-            model = compiled_model.setdefault(id(model), torch.compile(model, backend=BACKEND))
+            model = compiled.setdefault(id(model), torch.compile(model, backend=BACKEND))
         return stack_step(model, call)
 
-    def with_loss(model: nn.Module, call: Call) -> Tensor:
-        run = compiled_loss if isinstance(model, StreamShard) else loss_of
-        return call.backward(run(model, vector_batch(call.step, call.rank)))
-
-    def with_train(model: nn.Module, call: Call) -> Tensor:
-        run = compiled_train if isinstance(model, StreamShard) else train
-        return run(model, vector_batch(call.step, call.rank), call.weight)
-
-    for step in (with_model, with_loss, with_train):
-        with case(step.__name__):
-            assert_trains_like_plain(context, lambda: Stack(SMALL), step)
+    assert_trains_like_plain(context, lambda: Stack(SMALL), step)
 
 
 class _Products(Stack):

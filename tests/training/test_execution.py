@@ -89,29 +89,6 @@ def test_ranks_may_run_different_layers(context: RankContext) -> None:
                 assert_trains_like_ddp(context, Planned, planned_step(plans))
 
 
-class Tower(Planned):
-    """Frozen layers, as of a vision tower, run under `no_grad` on ranks that have an image."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, 16] -> [rows, 1]"""
-        if 3 in self.plan:
-            with torch.no_grad():
-                for layer in (self.layers[3], self.layers[1]):
-                    x = layer(x)
-        return super().forward(x)
-
-    def order(self) -> Iterable[nn.Module]:
-        """The layers that train."""
-        return self.layers[::2]
-
-
-@on_ranks(2)
-def test_one_rank_alone_may_run_layers_without_gradients(context: RankContext) -> None:
-    """No rank has an image in the first pass, from which the order is learnt."""
-    plans = {(step, rank): [3] if step % 2 != rank else [] for step in range(4) for rank in range(2)}
-    assert_trains_like_ddp(context, Tower, planned_step(plans))
-
-
 def _train_with_one_rank_in_reverse(context: RankContext) -> None:
     assert_trains_like_ddp(context, Planned, planned_step({(step, 1): [3, 2, 1, 0] for step in range(4)}))
 
@@ -185,16 +162,6 @@ def test_branches_inside_a_layer_train_like_ddp(context: RankContext) -> None:
     for name, choose in BRANCHES.items():
         with case(name):
             assert_trains_like_ddp(context, BranchingStack, branching_step(choose))
-
-
-@on_ranks(2)
-def test_the_gradient_of_a_parameter_that_no_rank_used_is_none(context: RankContext) -> None:
-    """On every rank, so that optimizers skip it."""
-    model = StreamShard(BranchingStack(), precision=FP32)
-    branching_step(lambda step, rank, index: 0)(model, Call(0, context.rank, 2, 1.0))
-    for name, param in model.named_parameters():
-        is_unused = any(part in name for part in ("branches.1", "spare", "unused"))
-        assert (param.grad is None) is is_unused, name
 
 
 class Experts(nn.Module):

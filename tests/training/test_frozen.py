@@ -19,15 +19,13 @@ from streamshard.errors import ShardingError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
-from tests.models import DIM, Adapter, Stack, TinyLM, next_token_loss, token_batch, vector_batch
+from tests.models import DIM, Adapter, Stack, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
-    FP32,
     SETTINGS,
     Call,
     assert_same,
-    assert_trains_like_ddp,
     assert_trains_like_plain,
     case,
     full_weights,
@@ -98,14 +96,6 @@ def test_frozen_parameters_get_no_gradient_and_the_others_the_right_one(context:
                 )
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_model_that_is_frozen_in_part_trains_like_ddp(context: RankContext, way: str) -> None:
-    """Through shared memory and over sockets."""
-    with WAYS[way]():
-        assert_trains_like_ddp(context, lambda: freeze(TinyLM(), *FROZEN["units of every kind"]), lm_step)
-
-
 SCHEDULES: dict[str, dict[int, tuple[str, ...]]] = {
     "unfreeze a block": {0: ("blocks.1.",), 2: ()},
     "move up the stack": {0: ("blocks.0.",), 1: ("blocks.1.",), 2: ("blocks.2.",), 3: ("blocks.3.",)},
@@ -128,20 +118,6 @@ def test_what_trained_when_it_was_sharded_can_be_frozen_and_unfrozen(context: Ra
             assert_trains_like_plain(
                 context, TinyLM, lm_step, prepare=prepare, steps=5, checked=(1, 2, 4), **SETTINGS[settings]
             )
-
-
-@on_ranks(1, 2)
-def test_a_model_frozen_throughout_says_so_at_backward(context: RankContext) -> None:
-    """The error is PyTorch's own, and training goes on once something is unfrozen."""
-    model = freeze(StreamShard(TinyLM(), precision=FP32), "")
-    tokens = token_batch(0, context.rank)
-    loss = next_token_loss(model(tokens), tokens)
-    assert not loss.requires_grad
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        loss.backward()  # type: ignore[no-untyped-call]
-    model.requires_grad_(True)
-    lm_step(model, Call(0, context.rank, context.world_size, 1.0))
-    assert all(p.grad is not None for p in model.parameters())
 
 
 class Checkpointed(TinyLM):

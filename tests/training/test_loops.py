@@ -18,15 +18,12 @@ from streamshard import StreamShard
 from tests.models import Stack, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
-    EXACT,
     FP32,
     Call,
     adamw,
-    assert_same,
     assert_trains_like_plain,
     case,
     counted_collectives,
-    full_weights,
     lm_step,
     piece_of,
     sgd,
@@ -43,15 +40,6 @@ def _micro(model: nn.Module, call: Call, number: int, of: int) -> Tensor:
 
 def _no_sync(model: Any) -> Any:
     return model.no_sync() if isinstance(model, StreamShard) else contextlib.nullcontext()
-
-
-def _no_sync_but_last(model: Any, call: Call) -> Tensor:
-    """DDP's idiom: each micro-batch but the last inside a `no_sync`."""
-    total = torch.zeros(())
-    for number in range(3):
-        with _no_sync(model) if number < 2 else contextlib.nullcontext():
-            total = total + _micro(model, call, number, 3)
-    return total
 
 
 def _switch(model: Any, call: Call) -> Tensor:
@@ -84,7 +72,6 @@ def _skipping(model: Any, call: Call) -> Tensor:
 
 
 ACCUMULATIONS: dict[str, Callable[[Any, Call], Tensor]] = {
-    "no_sync for all but the last": _no_sync_but_last,
     "set_requires_gradient_sync": _switch,
     "forwards first": _forwards_first,
     "a layer in the first micro-batch only": _skipping,
@@ -268,34 +255,3 @@ def test_parameter_groups_and_schedulers_train_like_plain_pytorch(context: RankC
     for name, make in OPTIMIZERS.items():
         with case(name):
             assert_trains_like_plain(context, TinyLM, lm_step, optimizer=make, steps=4, checked=(2,))
-
-
-@on_ranks(2)
-def test_an_optimizers_state_is_sharded_and_loads_into_a_new_optimizer(context: RankContext) -> None:
-    """Two moments of the shard's size; saved and restored on the same rank, training goes on the same."""
-    torch.manual_seed(7)
-    model = StreamShard(Stack(), precision=FP32)
-    optimizer = adamw(model)
-
-    def run(first: int, optimizer: Optimizer) -> dict[str, Tensor]:
-        for number in range(first, first + 2):
-            stack_step(model, Call(number, context.rank, 2, 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
-        return full_weights(model)
-
-    run(0, optimizer)
-    for p, entry in optimizer.state.items():
-        assert entry["exp_avg"].shape == entry["exp_avg_sq"].shape == piece_of(p).shape
-    weights = [p.detach().clone() for p in model.parameters()]
-    state = optimizer.state_dict()
-    state["state"] = {
-        index: {name: value.clone() for name, value in entry.items()} for index, entry in state["state"].items()
-    }
-    wanted = run(2, optimizer)
-    with torch.no_grad():
-        for p, value in zip(model.parameters(), weights, strict=True):
-            p.copy_(value)
-    other = adamw(model)
-    other.load_state_dict(state)
-    assert_same(run(2, other), wanted, "weights", EXACT)

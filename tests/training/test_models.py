@@ -81,21 +81,6 @@ def test_transformers_models_train_like_plain_pytorch(context: RankContext, fami
     assert [unit.name for unit in engine_inside(model).units[1:] if unit.is_streamed] == streamed
 
 
-@on_ranks(2)
-def test_an_encoder_decoder_trains_with_a_frozen_encoder(context: RankContext) -> None:
-    """Half of the units have nothing to reduce."""
-
-    def build() -> nn.Module:
-        model: Any = families.t5()
-        model.encoder.block.requires_grad_(False)
-        return model  # type: ignore[no-any-return]
-
-    def step(model: nn.Module, call: Call) -> Tensor:
-        return call.backward(model(**_text_inputs(call.step, call.rank)).loss)
-
-    assert_trains_like_plain(context, build, step, steps=3, checked=(0, 2))
-
-
 # ---------------------------------------------------------------------------------------------- units
 
 UNITS_OF: dict[str, Callable[[Any], Any]] = {

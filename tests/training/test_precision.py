@@ -85,23 +85,6 @@ def test_bf16_trains_like_bf16_with_fp32_main_weights_in_plain_pytorch(context: 
 
 
 @on_ranks(2)
-def test_bf16_stays_near_fp32(context: RankContext) -> None:
-    """The loss after ten steps is that of fp32 training, to bf16's precision, and everything is finite."""
-    losses = {}
-    for name, precision in PRECISIONS.items():
-        torch.manual_seed(7)
-        model = StreamShard(TinyLM(), precision=precision)
-        optimizer = adamw(model)
-        for _ in range(10):
-            losses[name] = lm_step(model, Call(0, context.rank, 2, 1.0)).float()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert all(value.isfinite().all() for value in full_weights(model).values())
-    wanted = losses.pop("fp32")
-    assert_same(losses, dict.fromkeys(losses, wanted), "loss", Tolerance(relative=2e-2))
-
-
-@on_ranks(2)
 def test_gradients_are_cast_to_fp32_before_they_are_summed_over_micro_batches(context: RankContext) -> None:
     """256 + 1 is 257 in the main grads; in bf16 it would be 256."""
     model = StreamShard(nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(2))), precision=REDUCTIONS["bf16"])

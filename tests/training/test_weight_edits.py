@@ -26,9 +26,6 @@ from tests.reference import (
 )
 from tests.scenarios import BF16
 
-PRECISIONS = {"fp32": FP32, "bf16": BF16}
-NEAR = {"fp32": Tolerance(), "bf16": Tolerance(relative=3e-2, absolute=1e-3)}
-
 
 def _in_place(model: nn.Module) -> None:
     with torch.no_grad():
@@ -145,44 +142,6 @@ def test_edits_after_an_evaluation_do_not_reach_ranks_that_still_compute(context
     for param in model.parameters():
         param.data.zero_()
     assert torch.equal(found, wanted)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_an_ema_swap_is_seen_and_undone(context: RankContext, precision: str) -> None:
-    """An average kept beside the shards, swapped in for evaluation, swapped out again for training."""
-    torch.manual_seed(7)
-    plain = Stack()
-    torch.manual_seed(7)
-    model = StreamShard(Stack(), precision=PRECISIONS[precision])
-    averages = {id(m): {n: p.detach().clone() for n, p in m.named_parameters()} for m in (plain, model)}
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (plain, model)]
-    x = vector_batch(50, context.rank)
-
-    def swap(m: nn.Module) -> None:
-        for name, p in m.named_parameters():
-            average = averages[id(m)][name]
-            held = p.data.clone()
-            p.data.copy_(average)
-            average.copy_(held)
-
-    for number in range(3):
-        for rank in range(2):
-            stack_step(plain, Call(number, rank, 2, 0.5))
-        model(vector_batch(number, context.rank)).float().square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for m in (plain, model):
-            for name, p in m.named_parameters():
-                averages[id(m)][name].lerp_(p.detach(), 0.1)
-            swap(m)
-        with torch.no_grad():
-            assert_same({"out": model(x)}, {"out": plain(x)}, f"average after step {number}", NEAR[precision])
-        for m in (plain, model):
-            swap(m)
-        with torch.no_grad():
-            assert_same({"out": model(x)}, {"out": plain(x)}, f"weights after step {number}", NEAR[precision])
 
 
 @on_ranks(2)
