@@ -7,7 +7,6 @@ public API is used, but for counting collectives.
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -234,7 +232,6 @@ def assert_trains_like_plain(
     units_of: Callable[[nn.Module], Any] | None = None,
     set_to_none: bool = True,
     tolerance: Tolerance = ROUNDING,
-    plain_everywhere: bool = False,
     **settings: Any,
 ) -> nn.Module:
     """Train `build()` with StreamShard on all ranks and with plain PyTorch on all batches; compare.
@@ -251,25 +248,13 @@ def assert_trains_like_plain(
         units_of: gives `units` for the model, where they are its own modules.
         set_to_none: for ``zero_grad``.
         tolerance: for losses, gradients and weights.
-        plain_everywhere: plain PyTorch is trained by every rank, where arguments note what they see of it. Otherwise
-            rank 0 alone does, and tells the others, unless `context` is of a part of all ranks. In either case it is
-            trained before the sharded model is built.
         **settings: for `StreamShard`; fp32 throughout unless `precision` is given.
 
     Returns:
         The sharded model.
     """
     settings.setdefault("precision", FP32)
-    wanted = None
-    are_told = not plain_everywhere and context.world_size == dist.get_world_size()
-    if context.rank == 0 or not are_told:
-        wanted = _train_plain(context, build, step, steps, checked, optimizer, prepare, set_to_none)
-    if are_told and context.world_size > 1:
-        told = [None if wanted is None else _packed(wanted)]
-        dist.broadcast_object_list(told, device=context.device)
-        assert told[0] is not None
-        wanted = _unpacked(*told[0])
-    assert wanted is not None
+    wanted = _train_plain(context, build, step, steps, checked, optimizer, prepare, set_to_none)
     sharded = _built(build).to(context.device)
     if units_of is not None:
         settings["units"] = units_of(sharded)
@@ -323,43 +308,6 @@ def _train_plain(
             course.weights.update(full_weights(model))
         its_optimizer.zero_grad(set_to_none=set_to_none)
     return course
-
-
-def _packed(course: _Course) -> tuple[bytes, bytes]:
-    """Tensors one by one take pickle longer than training them does: their bytes, and everything else."""
-    tensors: list[Tensor] = []
-
-    def place(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            tensors.append(value.contiguous().reshape(-1).view(torch.uint8))
-            return _Place(value.dtype, value.shape)
-        if isinstance(value, dict):
-            return {key: place(each) for key, each in value.items()}
-        return [place(each) for each in value] if isinstance(value, list) else value
-
-    places = [place(each) for each in course]
-    return pickle.dumps(places), torch.cat(tensors).numpy().tobytes()
-
-
-def _unpacked(places: bytes, values: bytes) -> _Course:
-    left = torch.frombuffer(bytearray(values), dtype=torch.uint8)
-
-    def tensor_of(value: Any) -> Any:
-        nonlocal left
-        if isinstance(value, _Place):
-            size = value.shape.numel() * value.dtype.itemsize
-            own, left = left[:size], left[size:]
-            return own.clone().view(value.dtype).view(value.shape)
-        if isinstance(value, dict):
-            return {key: tensor_of(each) for key, each in value.items()}
-        return [tensor_of(each) for each in value] if isinstance(value, list) else value
-
-    return _Course(*tensor_of(pickle.loads(places)))
-
-
-class _Place(NamedTuple):
-    dtype: torch.dtype
-    shape: torch.Size
 
 
 def _on_cpu(named: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:

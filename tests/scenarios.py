@@ -38,7 +38,6 @@ __all__ = [
     "over_sockets",
     "reference",
     "sharded",
-    "sharded_in_pairs",
     "train",
     "trained",
 ]
@@ -140,8 +139,7 @@ def _micro_batches(model: nn.Module, call: Call) -> None:
 
 
 def _no_sync(model: nn.Module, call: Call) -> None:
-    assert isinstance(model, StreamShard)
-    with model.no_sync():
+    with model.no_sync() if isinstance(model, StreamShard) else contextlib.nullcontext():
         for part in range(2):
             stack_step(model, call._replace(step=3 * call.step + part))
     stack_step(model, call._replace(step=3 * call.step + 2))
@@ -354,40 +352,6 @@ def sharded(scenario: str, precision: Precision, **settings: Any) -> nn.Module:
     return model
 
 
-class Doubled(RoutedStack):
-    """Two layers for each of a `RoutedStack`'s, so that pairs of them stream like its layers do."""
-
-    def order(self) -> Iterator[Any]:
-        places, self.route = self.route, [layer for place in self.route for layer in (2 * place, 2 * place + 1)]
-        try:
-            yield from super().order()
-        finally:
-            self.route = places
-
-
-def _doubled(scenario: str) -> nn.Module:
-    model = SCENARIOS[scenario].build()
-    if isinstance(model, RoutedStack):
-        depth = len(model.layers)
-        model = Doubled(2 * depth, model.reentrant)
-        model.route = range(depth)
-    elif isinstance(model, TinyLM):
-        model = TinyLM(TinyConfig(depth=8, tied=model.config.tied))
-    return model
-
-
-def sharded_in_pairs(scenario: str, precision: Precision, **settings: Any) -> nn.Module:
-    """The scenario's model with twice as many layers, two of them a unit unless `settings` have another size."""
-    seed(23)
-    model = _doubled(scenario)
-    layers: Any = model.blocks if isinstance(model, TinyLM) else model.layers if isinstance(model, Stack) else model
-    size = 1 + sum(param.numel() for param in layers[1].parameters()) * precision.param_dtype.itemsize
-    settings = {"min_unit_size": size, **settings}
-    resident = SCENARIOS[scenario].resident
-    result: nn.Module = StreamShard(model, resident=resident, precision=precision, **settings)
-    return result
-
-
 @contextlib.contextmanager
 def over_sockets() -> Iterator[None]:
     """Models that are sharded inside exchange everything through gloo, as between machines."""
@@ -415,30 +379,16 @@ def trained(context: RankContext, scenario: str, precision: Precision, **setting
 
 
 # Of this process, which serves many tests.
-_references: dict[tuple[str, Precision, int, bool], dict[str, Tensor]] = {}
+_references: dict[tuple[str, Precision, int], dict[str, Tensor]] = {}
 
 
-def reference(
-    context: RankContext, scenario: str, precision: Precision, *, in_pairs: bool = False
-) -> dict[str, Tensor]:
-    """What training with the default settings gives, trained once per set of rank processes. Collective.
-
-    Args:
-        context: the rank.
-        scenario: which.
-        precision: of the model.
-        in_pairs: of the model that `sharded_in_pairs` makes, each layer a unit.
-    """
-    key = (scenario, precision, context.world_size, in_pairs)
+def reference(context: RankContext, scenario: str, precision: Precision) -> dict[str, Tensor]:
+    """What training with the default settings gives, trained once per set of rank processes. Collective."""
+    key = (scenario, precision, context.world_size)
     is_known = torch.tensor(key in _references)
     dist.all_reduce(is_known, dist.ReduceOp.MIN)  # processes are replaced when a test fails, not all of them
     if not is_known:
-        if in_pairs:
-            model = sharded_in_pairs(scenario, precision, min_unit_size=0)
-            train(model, scenario, context)
-            _references[key] = full_weights(model)
-        else:
-            _references[key] = trained(context, scenario, precision)
+        _references[key] = trained(context, scenario, precision)
     return _references[key]
 
 

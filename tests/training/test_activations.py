@@ -6,23 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from streamshard import StreamShard
-from tests.models import Layer, Stack, TinyLM, next_token_loss, token_batch, vector_batch
+from tests.models import Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_trains_like_plain, case, lm_step, stack_step
+from tests.reference import Call, assert_trains_like_plain, case, stack_step
 
 # ---------------------------------------------------------------------------------------------- inputs and outputs
-
-
-class Pair(NamedTuple):
-    """Two tensors with names."""
-
-    first: Tensor
-    second: Tensor
 
 
 @dataclass
@@ -62,12 +54,9 @@ class Container(NamedTuple):
 
 
 PACKINGS = {
-    "tuple": Container(lambda y: (y, None, 3), lambda out: out[0]),
     "nested": Container(lambda y: ({"a": [(y, y * 2)]}, "text"), lambda out: out[0]["a"][0][0] + out[0]["a"][0][1]),
-    "named tuple": Container(lambda y: Pair(y, y * 0.5), lambda out: out.first + out.second),
     "dataclass in a dict": Container(lambda y: {"r": Record(y)}, lambda out: out["r"].value),
     "model output": Container(_model_output, lambda out: out.last_hidden_state + out.hidden_states[0]),
-    "only the second": Container(lambda y: (y * 3, y), lambda out: out[1]),
 }
 
 
@@ -89,22 +78,13 @@ class Calling(nn.Module):
 
 
 @on_ranks(2)
-def test_layers_and_the_root_may_take_and_return_containers(context: RankContext) -> None:
-    """Dicts, dataclasses, named and nested tuples reach the caller as they were made."""
+def test_layers_may_take_and_return_containers(context: RankContext) -> None:
+    """Dicts, dataclasses and nested tuples reach the caller as they were made."""
     for name, (pack, unpack) in PACKINGS.items():
 
         def call(layer: nn.Module, x: Tensor, unpack: Any = unpack) -> Tensor:
             out: Tensor = unpack(layer(mask=torch.ones(16), inputs={"x": [x]}))
             return out
-
-        class Root(Stack):
-            def forward(self, x: Tensor, pack: Any = pack) -> Any:
-                return pack(super().forward(x).expand(-1, 2))
-
-        def step(model: nn.Module, call: Call, pack: Any = pack, unpack: Any = unpack) -> Tensor:
-            out = model(vector_batch(call.step, call.rank))
-            assert type(out) is type(pack(torch.zeros(1, 2)))
-            return call.backward(unpack(out).square().mean())
 
         with case(name):
             assert_trains_like_plain(
@@ -112,20 +92,6 @@ def test_layers_and_the_root_may_take_and_return_containers(context: RankContext
                 lambda pack=pack, call=call: Calling(lambda: Packing(pack), call),
                 stack_step,  # type: ignore[misc]
             )
-            assert_trains_like_plain(context, Root, step, steps=2)
-
-
-@on_ranks(2)
-def test_attention_masks_need_no_gradient(context: RankContext) -> None:
-    """An input that needs no gradient beside one that does."""
-
-    def step(model: nn.Module, call: Call) -> Tensor:
-        tokens = token_batch(call.step, call.rank)
-        allowed = torch.ones(6, 6, dtype=torch.bool).tril()
-        mask = allowed if call.step % 2 else torch.zeros(6, 6).masked_fill(~allowed, float("-inf"))
-        return call.backward(next_token_loss(model(tokens, mask=mask), tokens))
-
-    assert_trains_like_plain(context, TinyLM, step)
 
 
 @on_ranks(1, 2)
@@ -169,7 +135,7 @@ def test_the_loss_may_use_activations_from_inside_layers(context: RankContext) -
         return Calling(Stashing, lambda layer, x: layer(x))
 
     for use_output in (True, False):
-        for which in ((0,), (2,), (0, 1, 2, 3)):
+        for which in ((2,), (0, 1, 2, 3)):
 
             def step(model: Any, call: Call, use_output: bool = use_output, which: Any = which) -> Tensor:
                 out = model(vector_batch(call.step, call.rank))
@@ -209,36 +175,8 @@ def _save_on_cpu(layer: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
-class ReturnsView(nn.Module):
-    """Its output is a view of what it computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The first half of sin(W x)"""
-        return torch.sin(self.linear(x)).view(-1, 2, 16)[:, 0]
-
-
-class Writing(nn.Module):
-    """Writes to its input: the residual stream is one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x + sin(W x)"""
-        x = x if x.requires_grad else x.clone()
-        x += torch.sin(self.linear(x.clone()))
-        return x
-
-
 CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
     "outputs overwritten": (Layer, _overwrite),
-    "views overwritten": (ReturnsView, _overwrite),
-    "inputs overwritten": (Writing, lambda layer, x: layer(x)),
     "hooks on activations": (Layer, _hook),
     "activations saved elsewhere": (Layer, _save_on_cpu),
 }
@@ -246,7 +184,7 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Te
 
 @on_ranks(2)
 def test_activations_may_be_modified_hooked_and_moved(context: RankContext) -> None:
-    """In place, where the output is a view too; by tensor hooks; by saved-tensor hooks."""
+    """In place, by tensor hooks, by saved-tensor hooks."""
     for name, (layer, call) in CALLS.items():
         with case(name):
             assert_trains_like_plain(
@@ -254,36 +192,3 @@ def test_activations_may_be_modified_hooked_and_moved(context: RankContext) -> N
                 lambda layer=layer, call=call: Calling(layer, call),
                 stack_step,  # type: ignore[misc]
             )
-
-
-@on_ranks(1, 2)
-def test_an_activation_that_is_modified_after_it_was_saved_raises(context: RankContext) -> None:
-    """As in torch: the layer's backward would compute with the modified values."""
-
-    class Overwriting(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x)
-            z = y * y
-            y.add_(1.0)
-            return z
-
-    model = StreamShard(Calling(Overwriting, lambda layer, x: layer(x)), precision=FP32)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
-
-
-@on_ranks(2)
-def test_full_backward_hooks_of_the_user_run(context: RankContext) -> None:
-    """Module backward hooks on a layer and on a part of it."""
-    calls: list[str] = []
-
-    def build() -> nn.Module:
-        model = TinyLM()
-        for name in ("blocks.1", "blocks.2.up"):
-            model.get_submodule(name).register_full_backward_hook(
-                lambda module, grad_in, grad_out, name=name: calls.append(name)  # type: ignore[misc]
-            )
-        return model
-
-    assert_trains_like_plain(context, build, lm_step, steps=2, plain_everywhere=True)
-    assert calls.count("blocks.1") == calls.count("blocks.2.up") == 2 * (2 + 1)  # plain plays both ranks

@@ -24,9 +24,7 @@ from tests.reference import (
     FP32,
     Call,
     adamw,
-    assert_same,
     assert_trains_like_plain,
-    case,
     let_dynamo_look,
     lm_step,
     only_sharded,
@@ -44,12 +42,6 @@ def _compile_layers(model: Any) -> None:
         layer.compile(backend=BACKEND)
 
 
-def _compiled_before() -> nn.Module:
-    model = Stack(SMALL)
-    _compile_layers(model)
-    return model
-
-
 class Recomputed(Stack):
     """Checkpoints around layers."""
 
@@ -64,7 +56,6 @@ class Recomputed(Stack):
 
 WAYS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
     "layers": (lambda: Stack(SMALL), _compile_layers),
-    "layers before sharding": (_compiled_before, lambda model: None),
     "checkpointed layers": (Recomputed, _compile_layers),
     "model in place": (lambda: Stack(SMALL), lambda model: model.compile(backend=BACKEND)),
 }
@@ -73,46 +64,24 @@ WAYS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
 @on_ranks(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_compiled_layers_and_models_train_like_plain_pytorch(context: RankContext, way: str) -> None:
-    """Compiled before and after sharding, in checkpoints, and the whole model, whose graphs break at units."""
+    """By themselves, in checkpoints, and the whole model, whose graphs break at units."""
     let_dynamo_look()
     build, compile_it = WAYS[way]
     assert_trains_like_plain(context, build, stack_step, prepare=only_sharded(compile_it))
 
 
 @on_ranks(2)
-def test_compiled_functions_around_the_model_train_like_plain_pytorch(context: RankContext) -> None:
-    """`torch.compile(model)`, forward and loss in one function, and a whole training step."""
+def test_torch_compile_of_the_model_trains_like_plain_pytorch(context: RankContext) -> None:
+    """`torch.compile(model)` is another module around the sharded one."""
     let_dynamo_look()
+    compiled: dict[int, Any] = {}
 
-    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        out: Tensor = model(x * 2.0).square().mean()
-        return out
-
-    def train(model: nn.Module, x: Tensor, weight: float) -> Tensor:
-        loss: Tensor = model(x).square().mean()
-        (loss * weight).backward()
-        return loss.detach()
-
-    compiled_model: dict[int, Any] = {}
-    compiled_loss = torch.compile(loss_of, backend=BACKEND)
-    compiled_train = torch.compile(train, backend=BACKEND)
-
-    def with_model(model: nn.Module, call: Call) -> Tensor:
+    def step(model: nn.Module, call: Call) -> Tensor:
         if isinstance(model, StreamShard):
-            model = compiled_model.setdefault(id(model), torch.compile(model, backend=BACKEND))
+            model = compiled.setdefault(id(model), torch.compile(model, backend=BACKEND))
         return stack_step(model, call)
 
-    def with_loss(model: nn.Module, call: Call) -> Tensor:
-        run = compiled_loss if isinstance(model, StreamShard) else loss_of
-        return call.backward(run(model, vector_batch(call.step, call.rank)))
-
-    def with_train(model: nn.Module, call: Call) -> Tensor:
-        run = compiled_train if isinstance(model, StreamShard) else train
-        return run(model, vector_batch(call.step, call.rank), call.weight)
-
-    for step in (with_model, with_loss, with_train):
-        with case(step.__name__):
-            assert_trains_like_plain(context, lambda: Stack(SMALL), step)
+    assert_trains_like_plain(context, lambda: Stack(SMALL), step)
 
 
 class _Products(Stack):
@@ -208,29 +177,6 @@ def test_dynamo_takes_no_module_for_one_of_fsdp(context: RankContext) -> None:
         assert not inspect.getattr_static(module, "_is_fsdp_managed_module", False)
     explained = torch._dynamo.explain(model.layers[1])(vector_batch(0, 0))
     assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained
-
-
-@on_ranks(2)
-def test_compiled_units_see_changed_weights_and_shapes(context: RankContext) -> None:
-    """Evaluation with other batch sizes between steps; graphs bake no weights in."""
-    let_dynamo_look()
-    torch.manual_seed(7)
-    plain = Stack(SMALL)
-    torch.manual_seed(7)
-    model: Any = StreamShard(Stack(SMALL), precision=FP32)
-    _compile_layers(model)
-    for number in range(3):
-        x = vector_batch(number + 20, context.rank, rows=1 + number)
-        with torch.no_grad():
-            assert_same({"out": model(x)}, {"out": plain(x)}, f"evaluation before step {number}")
-        for rank in range(2):
-            stack_step(plain, Call(number, rank, 2, 0.5))
-        stack_step(model, Call(number, context.rank, 2, 1.0))
-        for trained in (plain, model):
-            for p in trained.parameters():
-                if p.grad is not None:
-                    p.data.add_(p.grad, alpha=-0.1)
-                    p.grad = None
 
 
 @on_ranks(2)

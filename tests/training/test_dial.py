@@ -182,7 +182,7 @@ def test_clearing_gradients_inside_no_sync_drops_them(context: RankContext, how:
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world_size", "precision"), [(2, "16-bit wire"), (2, "16-bit"), (3, "bf16")])
+@pytest.mark.parametrize(("world_size", "precision"), [(2, "16-bit wire"), (3, "bf16")])
 def test_waiting_gradients_are_added_to_those_that_were_there(context: RankContext, precision: str) -> None:
     """A reduced gradient, two that wait, and a last one: four micro-batches in all."""
     grads = []

@@ -115,17 +115,6 @@ def test_a_listed_module_takes_fp32_and_returns_the_dtype_of_its_input(context: 
     assert_same(full_grads(model), full_grads(single), "gradients", NEAR)
 
 
-@on_ranks(2)
-def test_a_unit_in_fp32_gives_fp32(context: RankContext) -> None:
-    """A head's outputs are not rounded."""
-    units = ["layers.0", "layers.1", "layers.2", "layers.3", "head"]
-    model = StreamShard(Gated(), units, precision=Precision(fp32_modules=["head", "layers.1"]))
-    assert model(vector_batch(0, context.rank)).dtype is torch.float32
-    layers: Any = model.layers
-    assert [layer.seen[0] for layer in layers] == [HALF, torch.float32, HALF, HALF]
-    stack_step(model, Call(0, context.rank, 2, 1.0))
-
-
 @on_ranks(1, 2)
 @pytest.mark.parametrize("precision", ["bf16", "16-bit wire", "16-bit"])
 def test_mixed_units_train_alike_whenever_messages_arrive(context: RankContext, precision: str) -> None:

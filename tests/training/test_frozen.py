@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,21 +13,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from streamshard import StreamShard, load_checkpoint, save_checkpoint
+from streamshard import StreamShard
 from streamshard.comm.streams import Collective, Observer, StreamName
-from streamshard.errors import GradientError, ShardingError
+from streamshard.errors import ShardingError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
-from tests.models import DIM, Adapter, Stack, TinyLM, next_token_loss, token_batch, vector_batch
-from tests.ranks import RankContext, RankPool, on_ranks
+from tests.models import DIM, Adapter, Stack, TinyLM, vector_batch
+from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
-    FP32,
     SETTINGS,
     Call,
     assert_same,
-    assert_trains_like_ddp,
     assert_trains_like_plain,
     case,
     full_weights,
@@ -99,14 +96,6 @@ def test_frozen_parameters_get_no_gradient_and_the_others_the_right_one(context:
                 )
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_model_that_is_frozen_in_part_trains_like_ddp(context: RankContext, way: str) -> None:
-    """Through shared memory and over sockets."""
-    with WAYS[way]():
-        assert_trains_like_ddp(context, lambda: freeze(TinyLM(), *FROZEN["units of every kind"]), lm_step)
-
-
 SCHEDULES: dict[str, dict[int, tuple[str, ...]]] = {
     "unfreeze a block": {0: ("blocks.1.",), 2: ()},
     "move up the stack": {0: ("blocks.0.",), 1: ("blocks.1.",), 2: ("blocks.2.",), 3: ("blocks.3.",)},
@@ -129,20 +118,6 @@ def test_what_trained_when_it_was_sharded_can_be_frozen_and_unfrozen(context: Ra
             assert_trains_like_plain(
                 context, TinyLM, lm_step, prepare=prepare, steps=5, checked=(1, 2, 4), **SETTINGS[settings]
             )
-
-
-@on_ranks(1, 2)
-def test_a_model_frozen_throughout_says_so_at_backward(context: RankContext) -> None:
-    """The error is PyTorch's own, and training goes on once something is unfrozen."""
-    model = freeze(StreamShard(TinyLM(), precision=FP32), "")
-    tokens = token_batch(0, context.rank)
-    loss = next_token_loss(model(tokens), tokens)
-    assert not loss.requires_grad
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        loss.backward()  # type: ignore[no-untyped-call]
-    model.requires_grad_(True)
-    lm_step(model, Call(0, context.rank, context.world_size, 1.0))
-    assert all(p.grad is not None for p in model.parameters())
 
 
 class Checkpointed(TinyLM):
@@ -335,46 +310,6 @@ def test_a_frozen_weight_that_is_changed_between_steps_is_computed_with(
             assert_same({"outputs": found.detach()}, {"outputs": wanted}, f"step {number}", EXACT)
 
 
-def _run(seed: int) -> tuple[Any, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = StreamShard(adapted(), precision=BF16)
-    return model, trainable_adamw(model)
-
-
-def _save_a_run(context: RankContext, path: Path) -> dict[str, Tensor]:
-    model, optimizer = _run(1)
-    for number in range(2):
-        stack_step(model, Call(number, context.rank, context.world_size, 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-    save_checkpoint(path, model, optimizer)
-    return full_weights(model)
-
-
-def _load_a_run(context: RankContext, path: Path, wanted: dict[str, Tensor], *, trains: bool) -> None:
-    torch.manual_seed(2)
-    model: Any = adapted()
-    if trains:
-        model.requires_grad_(True)
-    model = StreamShard(model, precision=BF16)
-    optimizer = trainable_adamw(model)
-    load_checkpoint(path, model, optimizer if not trains else None)
-    found = full_weights(model)
-    assert {value.dtype for value in found.values()} == ({torch.float32} if trains else {HALF, torch.float32})
-    assert_same(found, wanted, "weights", EXACT)
-    stack_step(model, Call(2, context.rank, context.world_size, 1.0))
-    optimizer.step()
-
-
-def test_a_checkpoint_with_a_frozen_base_is_loaded_on_other_ranks(
-    ranks: Callable[[int], RankPool], tmp_path: Path
-) -> None:
-    """By one, from two; also into a model where what was frozen trains."""
-    wanted = ranks(2).run(_save_a_run, tmp_path)[0]
-    for trains in (False, True):
-        ranks(1).run(_load_a_run, tmp_path, wanted, trains=trains)
-
-
 # ---------------------------------------------------------------------------------------------- unfreezing
 
 
@@ -396,24 +331,3 @@ def test_unfreezing_what_was_frozen_when_the_model_was_sharded_raises(context: R
         base.weight.requires_grad_(name == "bias")
     stack_step(model, Call(1, context.rank, context.world_size, 1.0))
     assert base.weight.grad is None and model.layers[1].linear.up.grad is not None
-
-
-@on_ranks(2)
-def test_the_host_is_not_asked_which_rank_used_a_frozen_parameter(context: RankContext) -> None:
-    """Only what counts makes the host wait for a device."""
-    model: Any = StreamShard(adapted(), precision=BF16, **SETTINGS["a slot each"])
-    with model.no_sync():
-        stack_step(model, Call(0, context.rank, 2, 1.0))
-    grads = [(unit.grads, grad) for unit in engine_inside(model).units for grad in unit.grads.params]
-    assert any(unit_grads.waits for unit_grads, _ in grads)
-    assert all(unit_grads.counts(grad) is grad.shard.param.requires_grad for unit_grads, grad in grads)
-    stack_step(model, Call(1, context.rank, 2, 1.0))
-
-
-@on_ranks(2)
-def test_the_gradient_check_names_a_parameter_that_trains(context: RankContext) -> None:
-    """The first that is not finite; frozen ones have none."""
-    model: Any = StreamShard(adapted(), precision=BF16, check_grads=True)
-    stack_step(model, Call(0, context.rank, 2, 1.0))
-    with pytest.raises(GradientError, match=r"layers\.0\.linear\.down"):
-        (model(vector_batch(0, context.rank)) * float("inf")).sum().backward()

@@ -22,7 +22,6 @@ from tests.reference import (
     SETTINGS,
     Call,
     assert_same,
-    assert_trains_like_ddp,
     assert_trains_like_plain,
     case,
     counted_collectives,
@@ -54,14 +53,6 @@ def _frozen(module: nn.Module) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- what trains
 
 
-def _frozen_between(model: Any, call: Call) -> Tensor:
-    """The forward of a reference model, with everything frozen, comes between forward and backward."""
-    loss = _loss(model, call)
-    with _frozen(model), torch.no_grad():
-        model(vector_batch(call.step, call.rank))
-    return call.backward(loss)
-
-
 def _frozen_in_backward(model: Any, call: Call) -> Tensor:
     """Torch gives a parameter no gradient if it is frozen when the backward runs."""
     loss = _loss(model, call)
@@ -88,7 +79,6 @@ def _discriminating(model: Any, call: Call) -> Tensor:
 
 
 TRAINABILITY: dict[str, Callable[[Any, Call], Tensor]] = {
-    "frozen for another forward": _frozen_between,
     "frozen in the backward": _frozen_in_backward,
     "frozen in the forward": _frozen_in_forward,
     "frozen while gradients accumulate": _discriminating,
@@ -114,11 +104,6 @@ def _accumulated_before_two(model: Any, call: Call) -> Tensor:
     return call.backward(first) + call.backward(second)
 
 
-def _accumulated_before_two_at_once(model: Any, call: Call) -> Tensor:
-    call.backward(_loss(model, call))
-    return call.backward(_loss(model, call, 1) + _loss(model, call, 2))
-
-
 def _first_in_first_out(model: Any, call: Call) -> Tensor:
     """Micro-batches as a pipeline has them: two forwards ahead."""
     losses = [_loss(model, call, part) for part in range(3)]
@@ -127,17 +112,9 @@ def _first_in_first_out(model: Any, call: Call) -> Tensor:
     return total + sum(call.backward(loss) for loss in losses[1:])
 
 
-def _one_of_two(model: Any, call: Call) -> Tensor:
-    """The other graph is kept alive and dropped only in the next step."""
-    model.kept = [_loss(model, call), _loss(model, call, 1)]
-    return call.backward(model.kept[call.step % 2])
-
-
 GRAPHS: dict[str, Callable[[Any, Call], Tensor]] = {
     "two in flight": _accumulated_before_two,
-    "two in one backward": _accumulated_before_two_at_once,
     "first in, first out": _first_in_first_out,
-    "one of two": _one_of_two,
 }
 
 
@@ -203,15 +180,6 @@ def _dropped(model: Any) -> None:
     model(vector_batch(0, 0))
 
 
-def _not_all_used(model: Any) -> None:
-    """The loss is made of a layer in the middle."""
-    hidden: list[Tensor] = []
-    hook = model.layers[1].register_forward_hook(lambda module, args, out: hidden.append(out))
-    model(vector_batch(0, 0))
-    hook.remove()
-    hidden[0].sum().backward()
-
-
 def _raised(model: Any) -> None:
     """A batch that is skipped, as after an out-of-memory error."""
     hook = model.layers[2].register_forward_pre_hook(lambda module, args: 1 / 0)
@@ -228,7 +196,7 @@ def test_a_graph_is_freed_with_the_last_reference_to_it(context: RankContext, se
     _Canary.alive.clear()
     gc.disable()
     try:
-        for step in (_dropped, _not_all_used, _raised):
+        for step in (_dropped, _raised):
             for _ in range(3):
                 step(model)
                 assert not list(_Canary.alive), step
@@ -325,7 +293,7 @@ def _penalty(model: nn.Module) -> Tensor:
 @each_setting
 def test_penalties_on_the_parameters_accumulate_with_everything_else(context: RankContext, settings: str) -> None:
     """A term that autograd adds to the sharded parameters themselves, beside gradients that wait in their slots."""
-    for where in ("in all", "in the first", "in the second", "before each", "alone"):
+    for where in ("in all", "in the second", "before each", "alone"):
 
         def step(model: Any, call: Call, where: str = where) -> Tensor:
             losses = []
@@ -342,23 +310,6 @@ def test_penalties_on_the_parameters_accumulate_with_everything_else(context: Ra
 
         with case(where):
             assert_trains_like_plain(context, Stack, step, checked=(0, 2), **SETTINGS[settings])
-
-
-@on_ranks(2)
-def test_gradients_that_wait_can_be_cleared_and_added_to(context: RankContext) -> None:
-    """Cleared gradients stay away until something is added, a penalty too."""
-
-    def step(model: Any, call: Call) -> Tensor:
-        inner = model if isinstance(model, StreamShard) else model.module
-        with model.no_sync():
-            call.backward(_loss(model, call))
-            inner.layers[1].zero_grad()
-            call.backward(_penalty(inner.layers))
-            inner.layers[2].zero_grad()
-            inner.head.zero_grad()
-        return call.backward(_loss(model, call, 1))
-
-    assert_trains_like_ddp(context, Stack, step, **SETTINGS["a slot each"])
 
 
 # ---------------------------------------------------------------------------------------------- backward in a forward

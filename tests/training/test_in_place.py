@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import StreamShardError
-from tests.models import NormStack, Stack, TinyConfig, TinyLM, vector_batch
+from tests.models import Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, assert_same, counted_collectives, full_grads, lm_step, piece_of, sgd, stack_step
 
@@ -91,19 +91,6 @@ def test_the_type_of_a_sharded_model_builds_an_ordinary_one(context: RankContext
     second.load_state_dict(model.full_state_dict(rank0_only=False))
     assert torch.equal(lm_step(model, call), lm_step(second, call))
     assert_same(full_grads(model), full_grads(second), "gradients")
-
-
-@on_ranks(2)
-def test_train_and_eval_modes_are_kept_and_can_be_changed(context: RankContext) -> None:
-    """The mode of every module is the user's."""
-    model = NormStack()
-    model.norms[1].eval()
-    StreamShard(model, precision=FP32)
-    assert model.training and not model.norms[1].training
-    model.eval()
-    assert not any(module.training for module in model.modules())
-    model.train()
-    assert all(module.training for module in model.modules())
 
 
 @on_ranks(2)

@@ -23,15 +23,11 @@ from tests.reference import (
     FP32,
     SETTINGS,
     Call,
-    assert_same,
     assert_trains_like_plain,
     case,
-    full_grads,
-    full_weights,
     heard_collectives,
     let_dynamo_look,
     only_sharded,
-    seed,
 )
 from tests.scenarios import assert_does_not_depend_on_time
 
@@ -98,15 +94,6 @@ def test_large_modules_beside_the_layers_are_units(context: RankContext) -> None
     assert _units(StreamShard(LargeLM(), units=Block, precision=FP32)) == BLOCKS
 
 
-@on_ranks(1)
-def test_large_is_what_has_half_a_layer(context: RankContext) -> None:
-    """Of the largest layer."""
-    layer = sum(p.numel() for p in Block().parameters())
-    for rows, is_large in ((layer // 2 // DIM, False), (layer // 2 // DIM + 1, True)):
-        model = StreamShard(TinyLM(TinyConfig(vocabulary=rows)), precision=FP32)
-        assert ("embedding" in _units(model)) is is_large
-
-
 # ---------------------------------------------------------------------------------------------- order
 
 
@@ -162,15 +149,6 @@ class Recomputed(Chunked):
         return out  # type: ignore[no-any-return]
 
 
-class HeadRecomputed(LargeLM):
-    """The head is called inside a checkpoint."""
-
-    def logits(self, x: Tensor) -> Tensor:
-        """See `LargeLM`."""
-        out: Any = checkpoint(lambda y: self.head(y).tanh(), x, use_reentrant=False)
-        return out  # type: ignore[no-any-return]
-
-
 class _FusedLinear(torch.autograd.Function):
     """Gradients are made by hand, as fused losses do: the weight itself has to be in the graph."""
 
@@ -220,7 +198,6 @@ USES: dict[str, Callable[[], nn.Module]] = {
     "called": LargeLM,
     "read": Chunked,
     "recomputed": Recomputed,
-    "head recomputed": HeadRecomputed,
     "fused": Fused,
     "tied by reading": TiedByReading,
     "between layers": Supervised,
@@ -279,26 +256,6 @@ def test_the_head_can_be_called_by_itself(context: RankContext) -> None:
         return call.backward(next_token_loss(model.head(model(tokens)), tokens))
 
     assert_trains_like_plain(context, Headless, step)
-
-
-@on_ranks(2)
-def test_sparse_gradients_of_the_embedding_are_reduced_as_dense_ones(context: RankContext) -> None:
-    """The whole gradient travels."""
-
-    class Sparse(LargeLM):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(VOCABULARY, DIM, sparse=True)
-
-    seed(5)
-    plain, sharded = Sparse(), StreamShard(Sparse(), precision=FP32)
-    plain.load_state_dict(full_weights(sharded))
-    for rank in range(2):
-        large_step(plain, Call(0, rank, 2, 0.5))
-    large_step(sharded, Call(0, context.rank, 2, 1.0))
-    wanted = {name: None if grad is None else grad.to_dense() for name, grad in full_grads(plain).items()}
-    assert_same(full_grads(sharded), wanted, "gradients")
-    torch.optim.SGD(sharded.parameters(), lr=0.1).step()
 
 
 @on_ranks(2)

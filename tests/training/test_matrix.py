@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from streamshard import Precision
 from streamshard.comm.gloo import PairwiseTransport
@@ -15,16 +17,25 @@ from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Tolerance, assert_same, full_weights
-from tests.scenarios import ADDING, BF16, SCENARIOS, over_sockets, reference, sharded, sharded_in_pairs, train
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    Tolerance,
+    adamw,
+    assert_same,
+    assert_trains_like_plain,
+    case,
+    full_weights,
+)
+from tests.scenarios import ADDING, BF16, SCENARIOS, Scenario, over_sockets, reference, sharded, train
 
 
 class Setting(NamedTuple):
-    """How the scenario's model is sharded; with `in_pairs`, a model of twice its layers, two of them a unit."""
+    """How the scenario's model is sharded."""
 
     precision: Precision
-    slots: dict[str, Any] = {}
-    in_pairs: bool = False
+    settings: dict[str, Any] = {}
 
 
 WAYS: dict[str, type] = {"memory": SharedMemoryTransport, "sockets": PairwiseTransport}
@@ -37,12 +48,12 @@ SETTINGS: dict[str, Setting] = {
     "ZeRO-1, fp32": Setting(FP32, ZERO_1),
     "ZeRO-1": Setting(BF16, ZERO_1),
     "3 and 4 slots": Setting(BF16, {"weight_slots": 3, "grad_slots": 4}),
-    "pairs": Setting(BF16, {}, in_pairs=True),
+    "several layers": Setting(BF16, {"min_unit_size": 600}),  # two layers of 16 x 16 in bf16
 }
 # Settings differ in how gradients are added: these scenarios run at all of them, the others at two, in turn.
 EVERYWHERE = ("plain", "no_sync", "a kept graph")
 IN_MEMORY = ("ZeRO-3", "ZeRO-3, fp32", "ZeRO-1, fp32")
-OVER_SOCKETS = ("ZeRO-1", "3 and 4 slots", "pairs")
+OVER_SOCKETS = ("ZeRO-1", "3 and 4 slots", "several layers")
 # fp32 weights that are somewhere else cannot be in their slot as well: test_dial has the error.
 IMPOSSIBLE = ("weights elsewhere", "ZeRO-1, fp32")
 
@@ -56,25 +67,48 @@ def _cells() -> Iterator[tuple[str, str, str]]:
 
 def _tolerance(scenario: str, setting: Setting) -> Tolerance:
     """None, but where the same numbers are added up in another order."""
-    if scenario in ADDING and setting.slots.get("grad_slots") == "all":
+    if scenario in ADDING and setting.settings.get("grad_slots") == "all":
         return Tolerance(1e-5, 1e-5)
-    if scenario == "clipping" and setting.in_pairs:  # the norm is the sum of other units' norms
+    if scenario == "clipping" and setting.settings.get("min_unit_size"):  # the norm is the sum of other units' norms
         return Tolerance(1e-5, 1e-6)
     return EXACT
+
+
+# Scenarios whose steps run on plain PyTorch too, where one process plays all ranks.
+PLAIN = (
+    *("plain", "tied", "two layers", "unequal layers", "a unit of another kind", "micro-batches", "no_sync"),
+    *("checkpointing", "reentrant checkpointing", "unused layers", "layers unused on some ranks", "layers used twice"),
+    *("repeats under checkpointing", "an order that changes", "two forwards", "two backwards", "a kept graph"),
+    *("freezing", "weights read elsewhere", "layers in layers"),
+)
+
+
+@on_ranks(1, 2, 3)
+def test_the_default_trains_like_plain_pytorch(context: RankContext) -> None:
+    """Gradients, None where no rank has one, and weights, in fp32."""
+    for name in PLAIN:
+        scenario = SCENARIOS[name]
+
+        def step(model: nn.Module, call: Call, scenario: Scenario = scenario) -> Tensor:
+            scenario.step(model, call)
+            return torch.zeros(())
+
+        with case(name):
+            settings = {"resident": scenario.resident, "optimizer": adamw, "checked": (0, 2)}
+            assert_trains_like_plain(context, scenario.build, step, **settings)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(("scenario", "setting", "way"), list(_cells()))
 def test_it_trains_like_the_default_without_races(context: RankContext, scenario: str, setting: str, way: str) -> None:
     """Bit by bit, although the transport is as late as the rules allow; what is read too early is NaN."""
-    precision, slots, in_pairs = SETTINGS[setting]
+    precision, settings = SETTINGS[setting]
     with over_sockets() if way == "sockets" else contextlib.nullcontext():
-        model = (sharded_in_pairs if in_pairs else sharded)(scenario, precision, **slots)
+        model = sharded(scenario, precision, **settings)
     assert type(engine_inside(model).ranks.transport) is WAYS[way]
-    assert in_pairs == any(" .. " in unit.name for unit in engine_inside(model).units)
     with detect_races(model) as races, make_adversarial(model):
         train(model, scenario, context)
         found = full_weights(model)
     assert races.accesses > 50
-    wanted = reference(context, scenario, precision, in_pairs=in_pairs)
+    wanted = reference(context, scenario, precision)
     assert_same(found, wanted, "weights", _tolerance(scenario, SETTINGS[setting]))

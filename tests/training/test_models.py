@@ -81,21 +81,6 @@ def test_transformers_models_train_like_plain_pytorch(context: RankContext, fami
     assert [unit.name for unit in engine_inside(model).units[1:] if unit.is_streamed] == streamed
 
 
-@on_ranks(2)
-def test_an_encoder_decoder_trains_with_a_frozen_encoder(context: RankContext) -> None:
-    """Half of the units have nothing to reduce."""
-
-    def build() -> nn.Module:
-        model: Any = families.t5()
-        model.encoder.block.requires_grad_(False)
-        return model  # type: ignore[no-any-return]
-
-    def step(model: nn.Module, call: Call) -> Tensor:
-        return call.backward(model(**_text_inputs(call.step, call.rank)).loss)
-
-    assert_trains_like_plain(context, build, step, steps=3, checked=(0, 2))
-
-
 # ---------------------------------------------------------------------------------------------- units
 
 UNITS_OF: dict[str, Callable[[Any], Any]] = {
@@ -142,10 +127,6 @@ def test_a_model_without_repeated_layers_is_one_unit_and_warns(context: RankCont
 # ---------------------------------------------------------------------------------------------- shapes and sharing
 
 
-def _sequential() -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(16), *(Layer() for _ in range(4)), nn.Linear(16, 1))
-
-
 def _smaller_than_ranks() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 1), *(Layer(1, 1, bias=False) for _ in range(3)), nn.LayerNorm(1))
 
@@ -158,14 +139,6 @@ class WeightShared(Stack):
         layers: Any = self.layers
         layers[3].linear.weight = layers[0].linear.weight
         layers[2].linear = layers[1].linear
-
-
-class ActivationShared(nn.Sequential):
-    """All layers have the same activation module, which has no parameters."""
-
-    def __init__(self) -> None:
-        activation = nn.Tanh()
-        super().__init__(*(nn.Sequential(nn.Linear(16, 16), activation) for _ in range(4)))
 
 
 class RootUsesParts(nn.Module):
@@ -217,33 +190,14 @@ class Detaching(Stack):
         return out
 
 
-class Dropping(Stack):
-    """A layer runs for nothing; another's output is used twice; a hook replaces a third's output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1].register_forward_hook(lambda module, args, out: out * 1.5)
-        self.layers[2].register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, 16] -> [rows, 1]"""
-        self.layers[3](x)
-        y = self.layers[0](x)
-        out: Tensor = self.head(self.layers[1](y) * y + self.layers[2](y.detach()))
-        return out
-
-
 SHAPES: dict[str, Callable[[], nn.Module]] = {
     "unequal layers": lambda: Stack((16, 3, 40, 1, 24, 16)),
     "largest layer first": lambda: Stack((16, 64, 8)),
-    "sequential": _sequential,
     "layers smaller than the number of ranks": _smaller_than_ranks,
     "a weight of two layers": WeightShared,
-    "an activation of all layers": ActivationShared,
     "parameters that the root reads": RootUsesParts,
     "a model in a model": Wrapper,
     "detached inputs": Detaching,
-    "dropped outputs": Dropping,
 }
 
 

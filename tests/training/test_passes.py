@@ -9,18 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
-    CheckpointPolicy,
     checkpoint,
     checkpoint_sequential,
-    create_selective_checkpoint_contexts,
 )
 
 from streamshard import StreamShard
 from tests import families
-from tests.models import Block, Layer, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
+from tests.models import Block, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
-    EXACT,
     FP32,
     Call,
     assert_same,
@@ -32,7 +29,6 @@ from tests.reference import (
     sgd,
     stack_step,
 )
-from tests.scenarios import SCENARIOS, RoutedStack
 
 # ---------------------------------------------------------------------------------------------- recomputation
 
@@ -53,12 +49,6 @@ class RecomputedInside(Block):
         x = x + mixed
         out: Tensor = x + self.dropout(self.down(torch.relu(self.up(self.mlp_norm(x)))))
         return out
-
-
-class RecomputedInsideReentrant(RecomputedInside):
-    """The same with the old kind of checkpoint."""
-
-    reentrant = True
 
 
 class Recomputed(TinyLM):
@@ -96,7 +86,6 @@ def _recomputed(**attributes: Any) -> type[Recomputed]:
 
 RECOMPUTED: dict[str, Callable[[], nn.Module]] = {
     "inside a unit": _recomputed(span=0, inside=RecomputedInside),
-    "inside a unit, reentrant": _recomputed(span=0, inside=RecomputedInsideReentrant),
     "each unit": _recomputed(),
     "each unit, reentrant": _recomputed(reentrant=True),
     "two units at a time": _recomputed(span=2),
@@ -113,25 +102,6 @@ def test_recomputed_activations_give_the_same_numbers(context: RankContext) -> N
             assert_trains_like_plain(context, build, lm_step)
 
 
-def _keep_matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_matmul = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class Selective(Stack):
-    """Matmuls are kept, the rest is recomputed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> [rows, 1]"""
-        for layer in self.layers:
-            y: Any = checkpoint(
-                layer, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(_keep_matmuls)
-            )
-            x = y
-        out: Tensor = self.head(x)
-        return out
-
-
 class Segments(Stack):
     """PyTorch's own helper over the layers."""
 
@@ -142,32 +112,16 @@ class Segments(Stack):
         return out
 
 
-class Sometimes(Stack):
-    """Which layers are checkpointed changes from call to call."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> [rows, 1]"""
-        self.calls += 1
-        for index, layer in enumerate(self.layers):
-            x = checkpoint(layer, x, use_reentrant=False) if (index + self.calls) % 2 else layer(x)  # type: ignore[assignment]
-        out: Tensor = self.head(x)
-        return out
-
-
 @on_ranks(2)
 def test_other_ways_to_checkpoint_give_the_same_numbers(context: RankContext) -> None:
-    """Selective checkpoints, `checkpoint_sequential`, layers recomputed now and then, and the whole model."""
+    """`checkpoint_sequential`, and the whole model."""
 
     def whole(model: nn.Module, call: Call) -> Tensor:
         x = vector_batch(call.step, call.rank).requires_grad_()
         out: Any = checkpoint(model, x, use_reentrant=False)
         return call.backward(out.square().mean())
 
-    for build in (Selective, Segments, Sometimes):
-        with case(build.__name__):
-            assert_trains_like_plain(context, build, stack_step)
+    assert_trains_like_plain(context, Segments, stack_step)
     assert_trains_like_plain(context, Stack, whole)
 
 
@@ -201,21 +155,6 @@ def _two_losses(model: nn.Module, call: Call) -> Tensor:
     out = model(vector_batch(call.step, call.rank))
     call.backward(out.square().mean(), retain_graph=True)
     return call.backward(out.abs().mean())
-
-
-def _three_forwards(model: nn.Module, call: Call) -> Tensor:
-    """Each forward takes the former's output, one backward through all."""
-    x = vector_batch(call.step, call.rank)
-    for _ in range(3):
-        x = x * 0.5 + model(x)
-    return call.backward(x.square().mean())
-
-
-def _two_forwards(model: nn.Module, call: Call) -> Tensor:
-    """Two forwards, one backward through both."""
-    a = model(vector_batch(call.step, call.rank))
-    b = model(vector_batch(call.step + 100, call.rank, rows=3))
-    return call.backward(a.square().mean() + b.abs().mean())
 
 
 def _backwards_in_reverse(model: nn.Module, call: Call) -> Tensor:
@@ -254,8 +193,6 @@ def _partial_backward(model: Any, call: Call) -> Tensor:
 
 BACKWARDS: dict[str, Callable[[Any, Call], Tensor]] = {
     "two losses": _two_losses,
-    "two forwards, one backward": _two_forwards,
-    "three forwards, one backward": _three_forwards,
     "backwards in reverse": _backwards_in_reverse,
     "a kept forward without backward": _kept_without_backward,
     "evaluation between forward and backward": _evaluation_between,
@@ -285,20 +222,9 @@ def test_recomputed_layers_with_several_forwards_and_backwards(context: RankCont
             out: Tensor = self.head(x)
             return out
 
-    for name in ("two forwards, one backward", "two losses"):
+    for name in ("backwards in reverse", "two losses"):
         with case(name):
             assert_trains_like_plain(context, CheckpointedStack, BACKWARDS[name])
-
-
-@on_ranks(1, 2)
-def test_a_kept_graph_can_join_a_later_backward(context: RankContext) -> None:
-    """Gradients of one unit come in several parts: of the later forward first, then of the kept one."""
-
-    def step(model: nn.Module, call: Call) -> Tensor:
-        SCENARIOS["a kept graph"].step(model, call)
-        return torch.zeros(())
-
-    assert_trains_like_plain(context, RoutedStack, step)
 
 
 def _gradient_penalty(model: nn.Module, call: Call) -> Tensor:
@@ -383,34 +309,6 @@ def test_generate_gives_the_tokens_of_plain_pytorch(context: RankContext, how: s
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-@on_ranks(2)
-def test_an_encoder_decoder_generates(context: RankContext) -> None:
-    """`generate` calls the encoder by itself, outside the root's forward."""
-    torch.manual_seed(7)
-    plain: Any = families.t5().eval()
-    torch.manual_seed(7)
-    model: Any = StreamShard(families.t5().eval(), precision=FP32)
-    prompt = token_batch(0, context.rank, rows=1, length=4)
-    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 4, "min_new_tokens": 4}
-    wanted, found = (each.generate(input_ids=prompt, **options) for each in (plain, model))
-    assert torch.equal(found, wanted)
-
-
-@on_ranks(2)
-def test_the_same_input_gives_the_same_bits_and_draws_no_random_numbers(context: RankContext) -> None:
-    """Whatever was in the slots before; sharding, forward and backward leave the random state alone."""
-    built = Stack((16, 8, 32, 16, 16))
-    before = torch.get_rng_state()
-    model = StreamShard(built, precision=FP32, units=[Layer])
-    x = vector_batch(0, context.rank)
-    with torch.no_grad():
-        first = model(x)
-        model(vector_batch(1, context.rank))
-        assert_same({"out": model(x)}, {"out": first}, "second time", EXACT)
-    stack_step(model, Call(0, context.rank, 2, 1.0))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @on_ranks(2)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamshard import LocalSGD, Precision
+from streamshard import Precision
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Collective, Observer, Rule, StreamName
 from streamshard.engine.backward import Backward
@@ -30,7 +30,6 @@ from tests.reference import (
     FP32,
     Call,
     Tolerance,
-    adamw,
     assert_same,
     assert_trains_like_plain,
     full_grads,
@@ -120,31 +119,6 @@ def test_averages_are_ordered_by_events(context: RankContext, shape: tuple[int, 
             with detect_races(model) as races:
                 train(model, scenario, context)
         assert races.accesses > 50
-
-
-@on_ranks(4)
-def test_local_sgd_averages_in_time(context: RankContext) -> None:
-    """On the stream of replicas too: without the wait for it weights are those of before the average."""
-    mesh = _mesh(2, 2)
-
-    def weights_after(model: Any, *dropped: str) -> dict[str, Tensor]:
-        optimizer = LocalSGD(adamw(model), model, period=2)
-        with dropping(model, *dropped):
-            for number in range(3):
-                stack_step(model, Call(number, context.rank, 4, 1.0))
-                optimizer.step()
-                optimizer.zero_grad()
-        return full_weights(model)
-
-    wanted = weights_after(sharded("unequal layers", FP32, mesh=mesh))
-    found = []
-    with simulated_device():
-        for dropped in ([], ["averaged main grads", "everybody's flags"]):
-            model = sharded("unequal layers", FP32, mesh=mesh)
-            with late(model):
-                found.append(weights_after(model, *dropped))
-    assert_same(found[0], wanted, "weights", NEAR)
-    assert any(not torch.allclose(found[1][name], wanted[name], 1e-4, 1e-5) for name in wanted)
 
 
 @on_ranks(4)

@@ -22,13 +22,9 @@ from tests.reference import (
     assert_trains_like_plain,
     case,
     full_weights,
-    sgd,
     stack_step,
 )
 from tests.scenarios import BF16
-
-PRECISIONS = {"fp32": FP32, "bf16": BF16}
-NEAR = {"fp32": Tolerance(), "bf16": Tolerance(relative=3e-2, absolute=1e-3)}
 
 
 def _in_place(model: nn.Module) -> None:
@@ -47,19 +43,10 @@ def _data_replaced(model: nn.Module) -> None:
         p.data = p.data.clone() * 0.5
 
 
-def _foreach(model: nn.Module) -> None:
-    with torch.no_grad():
-        torch._foreach_mul_(list(model.parameters()), 0.5)
-
-
 def _one_layer(model: Any) -> None:
     with torch.no_grad():
         model.layers[1].linear.weight.mul_(0.5)
         model.head.bias.add_(0.25)
-
-
-def _own_state_dict(model: nn.Module) -> None:
-    model.load_state_dict({name: value.clone() * 0.5 for name, value in model.state_dict().items()})
 
 
 def _full_state_dict(model: nn.Module) -> None:
@@ -92,9 +79,7 @@ EDITS: dict[str, Callable[[Any], None]] = {
     "in place": _in_place,
     "through .data": _through_data,
     ".data replaced": _data_replaced,
-    "foreach": _foreach,
     "one layer only": _one_layer,
-    "load_state_dict of its own": _own_state_dict,
     "load_state_dict of the whole": _full_state_dict,
     "load_state_dict of a submodule": _submodules_state_dict,
     "summoned and written back": _summoned,
@@ -160,44 +145,6 @@ def test_edits_after_an_evaluation_do_not_reach_ranks_that_still_compute(context
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_an_ema_swap_is_seen_and_undone(context: RankContext, precision: str) -> None:
-    """An average kept beside the shards, swapped in for evaluation, swapped out again for training."""
-    torch.manual_seed(7)
-    plain = Stack()
-    torch.manual_seed(7)
-    model = StreamShard(Stack(), precision=PRECISIONS[precision])
-    averages = {id(m): {n: p.detach().clone() for n, p in m.named_parameters()} for m in (plain, model)}
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (plain, model)]
-    x = vector_batch(50, context.rank)
-
-    def swap(m: nn.Module) -> None:
-        for name, p in m.named_parameters():
-            average = averages[id(m)][name]
-            held = p.data.clone()
-            p.data.copy_(average)
-            average.copy_(held)
-
-    for number in range(3):
-        for rank in range(2):
-            stack_step(plain, Call(number, rank, 2, 0.5))
-        model(vector_batch(number, context.rank)).float().square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for m in (plain, model):
-            for name, p in m.named_parameters():
-                averages[id(m)][name].lerp_(p.detach(), 0.1)
-            swap(m)
-        with torch.no_grad():
-            assert_same({"out": model(x)}, {"out": plain(x)}, f"average after step {number}", NEAR[precision])
-        for m in (plain, model):
-            swap(m)
-        with torch.no_grad():
-            assert_same({"out": model(x)}, {"out": plain(x)}, f"weights after step {number}", NEAR[precision])
-
-
-@on_ranks(2)
 def test_averaged_model_is_refused(context: RankContext) -> None:
     """`AveragedModel` copies the model."""
     with pytest.raises(RuntimeError, match="full_state_dict|summon_full_params"):
@@ -241,25 +188,6 @@ def test_load_state_dict_raises_torchs_own_errors(context: RankContext) -> None:
     with pytest.raises(RuntimeError, match="assign"):
         model.load_state_dict(full, assign=True)
     stack_step(model, Call(0, context.rank, 2, 1.0))
-
-
-@on_ranks(2)
-def test_the_next_backward_adds_to_a_gradient_that_the_user_replaced(context: RankContext) -> None:
-    """The user's own tensor in `p.grad` is what the next backward adds to."""
-    torch.manual_seed(7)
-    plain = Stack()
-    torch.manual_seed(7)
-    model = StreamShard(Stack(), precision=FP32)
-    for number in range(2):
-        for rank in range(2):
-            stack_step(plain, Call(number, rank, 2, 0.5))
-        stack_step(model, Call(number, context.rank, 2, 1.0))
-        for p in (*plain.parameters(), *model.parameters()):
-            assert p.grad is not None
-            p.grad = p.grad.clone() * 0.5
-    sgd(plain).step()
-    sgd(model).step()
-    assert_same(full_weights(model), plain.state_dict(), "weights")
 
 
 @on_ranks(2)
