@@ -52,8 +52,8 @@ _METADATA = names(
     """
     __dir__ __hash__ _has_compatible_shallow_copy_type _is_view _is_zerotensor dim_order element_size get_device
     has_names is_coalesced is_complex is_conj is_contiguous is_floating_point is_inference is_neg is_pinned is_set_to
-    is_shared is_signed new_empty new_full new_ones new_zeros record_stream register_post_accumulate_grad_hook
-    result_type retain_grad storage_offset untyped_storage
+    is_shared is_signed new_empty new_full new_ones new_tensor new_zeros record_stream
+    register_post_accumulate_grad_hook result_type retain_grad storage_offset untyped_storage
     """
 )
 _TENSORS = names("H T data grad imag mH mT real")  # attributes that are tensors

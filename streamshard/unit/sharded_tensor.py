@@ -261,6 +261,18 @@ def _flatten(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs:
     return ShardedTensor.wrap(tensor.view(-1), tensor.piece._replace(is_flat=True))
 
 
+def _random(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """This rank's elements of the random numbers that the full tensor would get. Takes memory for the full tensor."""
+    if any(isinstance(value, torch.Tensor) for value in (*args[1:], *kwargs.values()) if value is not tensor):
+        _refuse(func, tensor)
+    given = {key: value for key, value in kwargs.items() if value is not tensor}
+    full = torch.empty(tensor.piece.full.shape, dtype=tensor.dtype, device=tensor.device)
+    numbers = tensor.piece.cut(func(full, *args[1:], **given))
+    if func.__name__.endswith("_"):
+        return tensor.copy_(numbers)
+    return ShardedTensor.wrap(numbers, tensor.piece)
+
+
 # -- numbers of all elements ------------------------------------------------------------------------------------------
 
 
@@ -414,6 +426,7 @@ _ANSWERS: Mapping[str, _Answer] = {
     **dict.fromkeys(SHAPE, _shape),
     **dict.fromkeys((*_FLATTENS, "reshape", "view"), _flatten),
     **dict.fromkeys((*_OF_TWO, *names("all amax amin any max mean min sum")), _reduce),
+    **dict.fromkeys(names("kaiming_normal_ kaiming_uniform_ normal_ rand_like randn_like uniform_"), _random),
     **dict.fromkeys(names("__bool__ __float__ __format__ __index__ __int__ item"), _number),
     "data_ptr": _refuse_saving,  # safetensors writes to files what is there, and asks for nothing else
     "_foreach_norm": _foreach_norm,

@@ -230,6 +230,28 @@ def test_the_text_of_a_parameter_says_that_it_is_a_piece(context: RankContext) -
     assert re.search(told, f"{weight.detach() * 2.0}")
 
 
+@on_ranks(1, 2)
+def test_random_numbers_are_those_that_the_full_tensor_would_get(context: RankContext) -> None:
+    """A layer that is initialised again after sharding, and noise on gradients."""
+    draws: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        nn.init.normal_,
+        nn.init.kaiming_uniform_,
+        nn.init.xavier_uniform_,
+        nn.init.trunc_normal_,
+        lambda w: w.data.uniform_(-1.0, 2.0),
+        lambda w: w.data.add_(torch.randn_like(w)),
+    ]
+    for draw in draws:
+        model, plain = sharded(), nn.Linear(DIM, DIM)
+        with torch.no_grad():
+            plain.weight.zero_()
+            model[0].linear.weight.zero_()
+            for weight in (plain.weight, model[0].linear.weight):
+                torch.manual_seed(5)
+                draw(weight)
+        assert torch.equal(model.full_state_dict(rank0_only=False)["0.linear.weight"], plain.weight)
+
+
 # -- what raises ------------------------------------------------------------------------------------------------------
 
 _X = torch.ones(4, DIM)
@@ -257,8 +279,6 @@ REFUSED: dict[str, Callable[[Any, Any, dict[str, Any]], object]] = {
     "one vector": lambda w, b, named: nn.utils.parameters_to_vector([w, b]),
     "largest along": lambda w, b, named: w.max(dim=0),
     "dropout": lambda w, b, named: F.dropout(w),
-    "noise": lambda w, b, named: torch.randn_like(w),
-    "initialised": lambda w, b, named: nn.init.uniform_(w),
     "noise by its values": lambda w, b, named: torch.bernoulli(w.detach().abs()),
     "eye": lambda w, b, named: nn.init.eye_(w),
     "numpy": lambda w, b, named: w.detach().numpy(),
