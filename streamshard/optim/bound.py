@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from streamshard.errors import OptimizerError, RankMismatchError
 from streamshard.optim.inner import NO_OPTIONS, InnerOptimizer
 from streamshard.optim.rounds import Rounds, WholeParam
-from streamshard.optim.separable import random_states, refuse_draws
 from streamshard.plan.owners import plan_rounds
 from streamshard.unit.optimizer_hooks import is_elementwise_class
 from streamshard.unit.sharded_tensor import piece_of
@@ -138,10 +137,8 @@ class InnerOptimizers:
         try:
             if self._error is None and self._rounds is not None:
                 for inner in self._by_round[number]:
-                    before = random_states(self._ranks.streams.device)
                     inner.optimizer.step()
                     inner.refuse_aliases(self._rounds.address)
-                    refuse_draws(type(inner.optimizer), before, self._ranks.streams.device)
         except Exception as error:  # all ranks hear of it when the exchanges are over
             self._error = error
         return self._error is None

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from streamshard.device import module_of
 from streamshard.errors import ConfigError
 
-__all__ = ["check_separable", "random_states", "refuse_draws"]
+__all__ = ["check_separable"]
 
 _STEPS = 4
 _LARGEST_DIM = 16
@@ -85,7 +85,7 @@ def _changes(
     starts = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
     params = [nn.Parameter(start.clone()) for start in starts]
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=_fork_type(device)):
-        before = random_states(device)
+        before = _random_states(device)
         groups = [[param] for param in params] if separately else [params]
         optimizers = [kind(group, **options) for group in groups]
         for step in range(_STEPS):
@@ -94,7 +94,11 @@ def _changes(
                 param.grad = scale * torch.randn(param.shape, generator=generator).to(device)
             for optimizer in optimizers:
                 optimizer.step()
-        refuse_draws(kind, before, device)
+        if not all(map(torch.equal, before, _random_states(device))):
+            raise ConfigError(
+                f"{kind.__module__}.{kind.__qualname__} draws random numbers: parameters that are stepped on several "
+                "ranks would get others than under plain PyTorch. WholeParameterOptimizer needs one that draws none"
+            )
     return [param.detach() - start for param, start in zip(params, starts, strict=True)]
 
 
@@ -102,20 +106,7 @@ def _fork_type(device: torch.device) -> str:
     return "cuda" if device.type == "cpu" else device.type  # of no devices, for the CPU's generator is always forked
 
 
-def refuse_draws(kind: type[Optimizer], before: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Raise if random numbers were drawn since the generators were as in `before`.
-
-    Raises:
-        ConfigError: some were.
-    """
-    if not all(map(torch.equal, before, random_states(device))):
-        raise ConfigError(
-            f"{kind.__module__}.{kind.__qualname__} draws random numbers: parameters that are stepped on several ranks "
-            "would get others than under plain PyTorch. WholeParameterOptimizer runs optimizers that draw none"
-        )
-
-
-def random_states(device: torch.device) -> list[torch.Tensor]:
+def _random_states(device: torch.device) -> list[torch.Tensor]:
     """The states of torch's default generators, of the CPU and of `device`."""
     states = [torch.get_rng_state()]
     return states if device.type == "cpu" else [*states, module_of(device).get_rng_state(device)]

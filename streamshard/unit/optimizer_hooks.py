@@ -48,8 +48,6 @@ __all__ = [
 
 NUMBERS = ("step", "mu_product", "eta", "mu")  # of a parameter that is one number itself, state that is no moment
 
-_SHARDING_OPTIMIZERS = ("ZeroRedundancyOptimizer", "DistributedFusedAdam", "DistributedFusedLAMB")
-
 # -- optimizers that work element by element --------------------------------------------------------------------------
 
 
@@ -65,16 +63,6 @@ _KNOWN = {
     "schedulefree.adamw_schedulefree.AdamWScheduleFree",
     "schedulefree.radam_schedulefree.RAdamScheduleFree",
     "lion_pytorch.lion_pytorch.Lion",
-    "apex.optimizers.fused_adam.FusedAdam",
-    "apex.optimizers.fused_sgd.FusedSGD",
-    "apex.optimizers.fused_adagrad.FusedAdagrad",
-    "deepspeed.ops.adam.fused_adam.FusedAdam",
-    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam",
-    "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad",
-    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion",
-    "deepspeed.ops.lion.fused_lion.FusedLion",
-    "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
-    "transformer_engine.pytorch.optimizers.fused_sgd.FusedSGD",
     *_in("bitsandbytes.optim.sgd", "SGD", "SGD32bit"),
     *_in("bitsandbytes.optim.adam", "Adam", "Adam32bit", "PagedAdam", "PagedAdam32bit"),
     *_in("bitsandbytes.optim.adamw", "AdamW", "AdamW32bit", "PagedAdamW", "PagedAdamW32bit"),
@@ -211,17 +199,13 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
     """Raise unless every element's update is known to depend on that element alone, or on its block."""
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if any(each.__name__ in _SHARDING_OPTIMIZERS for each in kind.__mro__):
-        raise ShardingError(
-            f"{name} shares out whole parameters, and those of a StreamShard model are shared out already: use its "
-            "inner optimizer, such as torch.optim.AdamW(model.parameters()), which holds 1/N of the state here"
-        )
     run = f"streamshard.optim.WholeParameterOptimizer(model.parameters(), {kind.__name__}, ..)"
     if not is_elementwise_class(kind):
         raise ShardingError(
             f"{name} is not known to work element by element, and each rank has pieces of parameters. To step whole "
             f"parameters, each on one rank, write optimizer = {run}. If the update of each element depends on that "
-            f"element's gradient, weight and state alone, declare it: streamshard.optim.elementwise({kind.__name__})"
+            f"element's gradient, weight and state alone, declare it: streamshard.optim.elementwise({kind.__name__}). "
+            "An optimizer that shards its state, such as ZeroRedundancyOptimizer, is not needed: use its inner class"
         )
     if _takes_norms(optimizer):
         raise ShardingError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from streamshard import Precision, StreamShard, register_forward_method
 from streamshard.errors import ShardingError
@@ -69,11 +67,6 @@ def _writes_all(model: Any, x: Tensor) -> None:
         torch._foreach_mul_([_weight(model)], 2.0)
 
 
-def _recomputes(model: Any, x: Tensor) -> Tensor:
-    out: Any = checkpoint(lambda y: F.linear(y, _weight(model)), x.clone().requires_grad_(), use_reentrant=False)
-    return out  # type: ignore[no-any-return]
-
-
 READERS: dict[str, Callable[[Any, Tensor], Any]] = {
     "linear": lambda model, x: F.linear(x, _weight(model), model.layers[1].linear.bias),
     "a module in the layer": lambda model, x: model.layers[1].linear(x),
@@ -82,7 +75,6 @@ READERS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a view": lambda model, x: _weight(model).view(-1)[:DIM] * x,
     "detach": lambda model, x: _weight(model).detach() @ x.t(),
     "data": lambda model, x: _weight(model).data.sum() * x,
-    "a checkpoint": _recomputes,
 }
 REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
     "in place": _writes,
@@ -233,45 +225,30 @@ def test_a_weight_that_a_layer_gives_to_another_raises(
 # ---------------------------------------------------------------------------------------------- that are kept
 
 
-class Box:
-    """What a library may keep a weight in."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-
-
-# How a weight is kept, and what gives it back.
-KEEPERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
-    "object": (Box, lambda box: box.weight),
-    "closure": (lambda weight: lambda: weight, lambda read: read()),
-    "weak reference": (weakref.ref, lambda read: read()),
-}
-
-
 class Keeping(Layer):
     """Leaves its weight on a shelf, and gives a layer two or one places later to it."""
 
-    def __init__(self, shelf: list[Any], keeper: str, distance: int) -> None:
+    def __init__(self, shelf: list[Any], distance: int) -> None:
         super().__init__()
-        self.shelf, self.keeper, self.distance = shelf, keeper, distance
+        self.shelf, self.distance = shelf, distance
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, DIM] -> the same"""
         x = super().forward(x)
         if len(self.shelf) >= self.distance:
-            x = F.linear(x, KEEPERS[self.keeper][1](self.shelf[-self.distance]))
-        self.shelf.append(KEEPERS[self.keeper][0](self.linear.weight))
+            x = F.linear(x, self.shelf[-self.distance]())
+        weight = self.linear.weight
+        self.shelf.append(lambda: weight)
         return x
 
 
 @on_ranks()
 @each_slots
-@pytest.mark.parametrize("keeper", KEEPERS)
-def test_a_weight_that_is_kept_raises_when_its_layer_is_over(context: RankContext, keeper: str, slots: Any) -> None:
+def test_a_weight_that_is_kept_raises_when_its_layer_is_over(context: RankContext, slots: Any) -> None:
     """In the layers that follow, in the pass that follows, and outside; with gradients and without."""
     model: Any = Stack()
     shelf: list[Any] = []
-    model.layers = nn.ModuleList(Keeping(shelf, keeper, 1) for _ in range(4))
+    model.layers = nn.ModuleList(Keeping(shelf, 1) for _ in range(4))
     model = StreamShard(model, precision=FP32, weight_slots=slots)
     for has_grad in (True, False):
         for distance in (1, 2):
@@ -283,7 +260,7 @@ def test_a_weight_that_is_kept_raises_when_its_layer_is_over(context: RankContex
     for layer in model.layers:
         layer.distance = 100
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
-    kept = KEEPERS[keeper][1](shelf[1])
+    kept = shelf[1]()
     assert kept.shape == (16, 16) and isinstance(kept, nn.Parameter)
     with pytest.raises(ShardingError, match="was read inside a forward and is used after it"):
         kept.norm()

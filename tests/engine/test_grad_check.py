@@ -172,21 +172,6 @@ def test_accumulated_gradients_are_checked_when_they_are_reduced(context: RankCo
     _step(model, context, 3)
 
 
-@on_ranks(2, 3)
-def test_parameters_without_gradients_are_passed_over(context: RankContext) -> None:
-    """Frozen ones, unused ones, and those whose pieces here are empty."""
-    model = _model()
-    model.layers[1].requires_grad_(False)
-    order = [model.layers[0], model.layers[1], model.layers[3]]
-    model.order = lambda: order
-    _step(model, context)
-    if context.rank == 1:
-        model.spoil("layers.3", 0, INF)
-        model.spoil("layers.2", 0, NAN)
-    assert _error(model, context).startswith("the gradient of 'layers.3.linear.bias' holds inf ")
-    assert model.layers[2].linear.bias.grad is None
-
-
 @on_ranks(2)
 def test_no_hook_sees_gradients_that_are_refused(context: RankContext) -> None:
     """An optimizer that steps inside backward must not step, here with gradients that were found to be bad."""

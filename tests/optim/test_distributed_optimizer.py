@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
-import streamshard
 from streamshard import DistributedOptimizer, StreamShard
 from streamshard.errors import CommunicationError, ConfigError, OptimizerError, ShardingError
 from streamshard.optim import elementwise
@@ -26,7 +25,6 @@ from tests.reference import (
     EXACT,
     FP32,
     SEED,
-    Call,
     assert_same,
     assert_trains_like_plain,
     full_weights,
@@ -286,32 +284,6 @@ def test_param_groups_are_the_inner_ones_after_loading_state(context: RankContex
     optimizer.param_groups = copy.copy(inner.param_groups)
     assert optimizer.param_groups is inner.param_groups
     assert repr(inner) in repr(optimizer)
-
-
-@on_ranks(2)
-def test_the_whole_state_travels_through_the_wrapper(context: RankContext) -> None:
-    """Collected from one wrapped optimizer and loaded into another, training goes on to the bit."""
-
-    def train(model: nn.Module, optimizer: Optimizer, first: int) -> None:
-        for number in range(first, first + 2):
-            stack_step(model, Call(number, context.rank, 2, 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def make(model: nn.Module) -> Optimizer:
-        return DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model)
-
-    model, resumed = _sharded(context), _sharded(context)
-    optimizer = make(model)
-    train(model, optimizer, 0)
-    resumed.load_state_dict(full_weights(model))
-    resumed_optimizer = make(resumed)
-    state = streamshard.full_optimizer_state_dict(model, optimizer)
-    assert context.rank or state["state"][0]["exp_avg"].shape == _plain().state_dict()["layers.0.linear.weight"].shape
-    streamshard.load_optimizer_state_dict(resumed, resumed_optimizer, state)
-    train(model, optimizer, 2)
-    train(resumed, resumed_optimizer, 2)
-    assert_same(full_weights(resumed), full_weights(model), "weights", EXACT)
 
 
 @on_ranks(2)

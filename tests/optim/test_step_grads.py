@@ -228,12 +228,7 @@ UNKNOWN: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
     "a subclass of a declared one": (_Undeclared, "_Undeclared is not known to work element by element"),
     "a subclass of torch's": (lambda params: _OwnGroup(params, lr=0.1), "_OwnGroup is not known"),
     "another of a known package": (_named("lion_pytorch.cautious_lion", "Lion"), "cautious_lion.Lion is not known"),
-    "of a known package that takes norms": (
-        _named("apex.optimizers.fused_lamb", "FusedLAMB"),
-        "FusedLAMB is not known",
-    ),
     "blocks that are cut": (_named("torchao.optim.adam", "AdamW8bit"), "align_pieces_to=4096"),
-    "one that shards": (_named("apex.contrib.optimizers", "DistributedFusedAdam"), "shares out whole parameters"),
 }
 
 

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from streamshard import StreamShard
 from streamshard.comm.streams import Collective, Observer, StreamName
-from streamshard.errors import ConfigError, OptimizerError, RankMismatchError, ShardingError
+from streamshard.errors import ConfigError, OptimizerError, RankMismatchError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from streamshard.optim import WholeParameterOptimizer
 from streamshard.plan.memory import Category
-from tests.models import DIM, Layer, vector_batch
+from tests.models import DIM, Layer
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
@@ -295,18 +295,6 @@ def test_ranks_that_disagree_about_gradients_hear_which(context: RankContext) ->
     _train(model, optimizer, context, steps=1)
 
 
-@on_ranks(2)
-def test_a_backward_through_weights_that_were_stepped_raises(context: RankContext) -> None:
-    """On all ranks, whatever they have of a parameter."""
-    model = _sharded()
-    optimizer = WholeParameterOptimizer(_matrices(model), torch.optim.Muon, lr=0.02)
-    _train(model, optimizer, context, steps=1, clears=False)
-    loss = model(vector_batch(0, context.rank)).sum()
-    optimizer.step()
-    with pytest.raises((RuntimeError, ShardingError)):
-        loss.backward()
-
-
 class _Coupled(torch.optim.SGD):
     """Divides by a norm over all gradients, as LAMB of timm does."""
 
@@ -399,21 +387,3 @@ def _train(
         optimizer.step()
         if clears:
             optimizer.zero_grad()
-
-
-class _NoisyLater(_Noisy):
-    """Draws random numbers for wide parameters only, which are not among those that are tried."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        is_wide = any(max(param.shape) > 16 for group in self.param_groups for param in group["params"])
-        return super().step(closure) if is_wide else torch.optim.SGD.step(self, closure)
-
-
-@on_ranks(2)
-def test_random_numbers_in_a_step_are_refused(context: RankContext) -> None:
-    """Whenever they are drawn, on all ranks."""
-    model = StreamShard(nn.Sequential(nn.Linear(DIM, 32), nn.Linear(32, DIM)), precision=FP32)
-    optimizer = WholeParameterOptimizer(_matrices(model), _NoisyLater, lr=0.1)
-    with pytest.raises(OptimizerError, match="_NoisyLater draws random numbers"):
-        _train(model, optimizer, context, steps=1)

@@ -30,13 +30,11 @@ from tests.optim.test_whole_parameters import NEAR, Both, Mixed, _matrices, _muo
 from tests.optim.test_whole_state import Odd
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
-    EXACT,
     FP32,
     Call,
     Tolerance,
     assert_same,
     full_weights,
-    let_dynamo_look,
     piece_of,
     seed,
     stack_step,
@@ -363,27 +361,6 @@ def test_models_may_be_sharded_after_the_optimizer_was_made(context: RankContext
     assert not kept, "state of parameters that other ranks own"
 
 
-@on_ranks(2)
-def test_whole_parameters_can_be_looked_at_and_not_be_stepped(context: RankContext) -> None:
-    """Inside `summon_full_params`."""
-    model = _model()
-    optimizer, backward = _muon_and_adamw(model), _backward(model, context)
-    _train(model, optimizer, backward, 1)
-    backward(1)
-    owner = optimizer.owner_of(model.get_submodule("head").weight)
-    with model.summon_full_params():
-        optimizer.state_dict()
-        assert optimizer.owner_of(model.get_submodule("head").weight) == owner
-        with pytest.raises(ShardingError, match=r"step\(\) inside summon_full_params"):
-            optimizer.step()
-    optimizer.step()
-    optimizer.zero_grad()
-    _train(model, optimizer, backward, 2, 2)
-    wanted = _model()
-    _train(wanted, _muon_and_adamw(wanted), _backward(wanted, context))
-    assert_same(full_weights(model), full_weights(wanted), "weights", EXACT)
-
-
 @on_ranks(1, 2)
 @pytest.mark.parametrize("copies", [copy.deepcopy, pickle.dumps])
 def test_it_is_not_copied_or_pickled(context: RankContext, copies: Callable[[Any], Any]) -> None:
@@ -415,20 +392,6 @@ def test_what_cannot_be_made_is_refused_when_it_is_given(
     """And not in the first step, on those ranks that own something."""
     with pytest.raises(ConfigError, match=message):
         WholeParameterOptimizer(_matrices(_model()), kind, **options)
-
-
-@on_ranks(2)
-def test_a_step_can_be_compiled(context: RankContext) -> None:
-    """It is run as it is."""
-    let_dynamo_look()
-
-    def compiled(model: Any) -> Any:
-        optimizer = _optimizer(model)
-        if isinstance(model, StreamShard):
-            optimizer.step = torch.compile(optimizer.step, backend="eager")
-        return optimizer
-
-    _assert_like_plain(context, _train, compiled)
 
 
 @on_ranks(2)

@@ -190,28 +190,6 @@ def test_other_operations_raise_by_the_parameters_name(context: RankContext) -> 
 # -- tensors of the user's own ----------------------------------------------------------------------------------------
 
 
-def _clip(model: Any, way: str) -> Tensor:
-    if way == "the model's":
-        return model.clip_grad_norm_(0.5)  # type: ignore[no-any-return]
-    return nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=way == "torch's")
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("way", ["torch's", "torch's, one by one", "the model's"])
-def test_gradients_of_the_users_own_are_clipped_by_their_global_norm(context: RankContext, way: str) -> None:
-    """Plain tensors put in their place; in some, or in all parameters."""
-    model, plain = _pair()
-    for every in (1, 2):
-        norms = []
-        for each in (model, plain):
-            for number, param in enumerate(each.parameters()):
-                if number % every == 0:
-                    param.grad = torch.full_like(param, 0.3)
-        norms = [float(_clip(model, way)), float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))]
-        assert norms[0] == pytest.approx(norms[1])
-        assert_same(full_grads(model), full_grads(plain), "gradients")
-
-
 @on_ranks(2)
 def test_a_gradient_of_the_users_own_is_a_piece_or_refused(context: RankContext) -> None:
     """Nobody cuts a full tensor, or takes another parameter's elements."""
@@ -224,20 +202,6 @@ def test_a_gradient_of_the_users_own_is_a_piece_or_refused(context: RankContext)
     assert weight.grad is kept
     weight.grad = kept.as_subclass(Tensor).clone()  # of the shape of the piece
     assert type(weight.grad) is ShardedTensor and torch.equal(weight.grad, kept)
-
-
-@on_ranks(2, 3)
-def test_gradients_of_penalties_alone_are_clipped_by_their_global_norm(context: RankContext) -> None:
-    """Autograd puts them there by itself, and adds up what it has of several terms."""
-    model, plain = _pair()
-    norms = []
-    for each in (model, plain):
-        each.zero_grad()
-        params = list(each.parameters())
-        (sum(p.square().sum() for p in params) + sum(p.abs().sum() for p in params)).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(params, 0.5)))
-    assert norms[0] == pytest.approx(norms[1])
-    assert_same(full_grads(model), full_grads(plain), "gradients")
 
 
 @on_ranks(2)
@@ -357,7 +321,7 @@ def test_zero_redundancy_optimizer_of_pieces_raises(context: RankContext) -> Non
 
     model, _ = _pair()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-    with pytest.raises(ShardingError, match="ZeroRedundancyOptimizer shares out whole parameters"):
+    with pytest.raises(ShardingError, match="ZeroRedundancyOptimizer is not known to work .*its inner class"):
         optimizer.step()
 
 
