@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import signal
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import (
-    CommunicationError,
     ConfigError,
     RankMismatchError,
     ShardingError,
@@ -30,7 +28,7 @@ from streamshard.errors import (
 from tests.launched import Launched, run_script
 from tests.models import Block, Layer, Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_same, full_grads, lm_step, stack_step
+from tests.reference import FP32, Call, full_grads, lm_step, stack_step
 
 
 class _Snapshot:
@@ -126,26 +124,6 @@ def test_parameters_of_other_dtypes_are_refused_by_name(context: RankContext, dt
     assert_trains(context, model)
 
 
-@on_ranks(2)
-def test_sparse_gradients_are_right_or_refused_by_name(context: RankContext) -> None:
-    """`nn.Embedding(sparse=True)`: at the latest backward says so."""
-    size = context.world_size
-    torch.manual_seed(7)
-    plain = TinyLM()
-    torch.manual_seed(7)
-    model = TinyLM()
-    model.embedding.sparse = True
-    try:
-        StreamShard(model, precision=FP32)
-        lm_step(model, Call(0, context.rank, size, 1.0))
-    except RuntimeError as error:
-        assert "embedding" in str(error)
-        return
-    for rank in range(size):
-        lm_step(plain, Call(0, rank, size, 1 / size))
-    assert_same(full_grads(model), full_grads(plain), "gradients")
-
-
 # ---------------------------------------------------------------------------------------------- the units
 
 BAD_UNITS: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -190,34 +168,6 @@ def test_bad_settings_are_refused_by_name(context: RankContext, what: str) -> No
     model = TinyLM()
     assert_refused(model, ConfigError, match, **settings)
     assert_trains(context, model)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"param_dtype": torch.int8},
-        {"param_dtype": torch.float64},
-        {"param_dtype": "bfloat16"},
-        {"reduce_dtype": torch.float16},
-        {"reduce_dtype": torch.complex64},
-        {"grad_dtype": torch.float16},
-        {"output_dtype": torch.int32},
-        {"buffer_dtype": "float32"},
-    ],
-    ids=str,
-)
-def test_a_bad_precision_is_refused_when_it_is_made(settings: dict[str, Any]) -> None:
-    """The field and its value are in the message, which is also a ValueError's."""
-    (name,) = settings
-    with pytest.raises(ConfigError, match=name) as caught:
-        Precision(**settings)
-    assert isinstance(caught.value, ValueError)
-
-
-def test_unknown_arguments_are_refused() -> None:
-    """A misspelt argument is a TypeError."""
-    with pytest.raises(TypeError, match="weight_slot"):
-        StreamShard(TinyLM(), weight_slot=2)  # type: ignore[call-arg]
 
 
 # ---------------------------------------------------------------------------------------------- ranks that differ
@@ -396,17 +346,3 @@ def test_when_a_rank_stands_still_the_others_stop_with_an_error(tmp_path: Path) 
     assert code == 1, output
     assert "Error" in output
     assert stopped is None
-
-
-@on_ranks(2)
-def test_a_group_can_be_destroyed_while_the_model_is_alive(context: RankContext) -> None:
-    """Its threads must end before Python does; the model then says what it misses."""
-    group = dist.new_group([0, 1])
-    model = StreamShard(Stack(), mesh=group, precision=FP32)
-    stack_step(model, Call(0, context.rank, 2, 1.0))
-    ref = weakref.ref(group)
-    dist.destroy_process_group(group)
-    del group
-    assert ref() is None
-    with pytest.raises(CommunicationError, match="process group was destroyed"):
-        model.full_state_dict()

@@ -16,9 +16,7 @@ import torch
 import streamshard
 from streamshard import StreamShard, export_safetensors, save_checkpoint
 from streamshard.__main__ import main
-from streamshard.checkpoint import export
 from streamshard.checkpoint.export import export_checkpoint
-from streamshard.checkpoint.manifest import CheckpointFiles, Read
 from streamshard.errors import CheckpointError
 from tests import families
 from tests.checkpoint.crafted import rewrite
@@ -133,22 +131,6 @@ def test_export_is_what_the_live_model_exports(
     assert_same_files(out, tmp_path / "live")
 
 
-def test_export_reads_and_writes_chunk_by_chunk(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the size of a tensor."""
-    sizes: list[int] = []
-    read = CheckpointFiles.read_tensor
-
-    def watched(self: CheckpointFiles, what: Read) -> None:
-        sizes.append(what.target.nbytes)
-        read(self, what)
-
-    monkeypatch.setattr(export, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(CheckpointFiles, "read_tensor", watched)
-    export_checkpoint(saved, tmp_path / "out", dtype="bfloat16")
-    assert max(sizes) == 64
-    assert len(sizes) > 100
-
-
 def _save_two(context: RankContext, directory: Path) -> None:
     torch.manual_seed(0)
     policy, value = (StreamShard(Stack(), precision=FP32) for _ in range(2))
@@ -166,18 +148,6 @@ def test_one_of_several_models_is_named(ranks: RankPool, tmp_path: Path, capsys:
     assert not out.exists()
     assert main(["export", str(tmp_path / "run"), str(out), "--model", "value"]) == 0
     assert_same_files(out, tmp_path / "live")
-
-
-def test_export_of_a_damaged_checkpoint_writes_nothing(
-    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It is verified before the first file is made."""
-    ranks(2).run(_save, tmp_path / "run", 1)
-    file = tmp_path / "run" / "checkpoint-1" / "rank-00000-of-00002.safetensors"
-    _flip(file)
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 1
-    assert f"{file} is damaged" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def _save_what_cannot_be_exported(context: RankContext, directory: Path) -> None:

@@ -20,8 +20,8 @@ from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Streams
 from streamshard.device import free_bytes, serves, training_device, warn_if_untested
 from tests.models import Stack
-from tests.ranks import RankContext, RankPool, on_ranks
-from tests.reference import FP32, Call, assert_trains_like_plain, stack_step
+from tests.ranks import RankContext, on_ranks
+from tests.reference import FP32, assert_trains_like_plain, stack_step
 
 CPU = torch.device("cpu")
 
@@ -166,24 +166,3 @@ def test_hosts_talk_although_the_group_serves_devices_only(context: RankContext,
     else:
         with pytest.raises(ShardingError, match="rank 1 refused its model: ValueError: no"):
             refuse_together(group, None)
-
-
-def test_models_started_by_a_launcher_have_a_group_for_the_cpu_too(ranks: RankPool, tmp_path: Path) -> None:
-    """Made from its environment; a model alone needs none."""
-    ranks(2).run(_start_from_environment, str(tmp_path))
-
-
-def _start_from_environment(context: RankContext, place: str) -> None:
-    _leave_group()
-    with pytest.MonkeyPatch.context() as patch:
-        real = dist.init_process_group
-
-        def init(backend: str, **settings: Any) -> None:
-            assert backend == "gloo"
-            real(backend, init_method=f"file://{place}/store", rank=context.rank, world_size=context.world_size)
-
-        patch.setattr(dist, "init_process_group", init)
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            patch.setenv(name, "0")
-        model = StreamShard(Stack(), precision=FP32)
-        stack_step(model, Call(0, context.rank, 2, 1.0))

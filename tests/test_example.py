@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -98,23 +97,3 @@ def test_the_main_job_goes_on_after_it_was_killed(tmp_path: Path) -> None:
     assert f"loaded {killed / 'model'}: LlamaForCausalLM" in told
     assert _curve(killed) == _curve(whole)
     assert len(list((killed / "checkpoints").iterdir())) == 2
-
-
-@pytest.mark.ranks
-def test_muon_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
-    """Two ranks save, three go on; one run of two takes as many steps."""
-
-    def run(name: str, world_size: int, *arguments: str) -> dict[int, float]:
-        outputs = tmp_path / f"{name} on {world_size}"
-        outputs.mkdir()
-        job = ["docs/examples/train_muon.py", "--directory", str(tmp_path / name), *arguments]
-        told = Launched(world_size, outputs, run_file, job).end(timeout_s=120.0)
-        assert [code for code, _ in told] == [0] * world_size, told
-        return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", told[0][1])}
-
-    first = run("parted", 2, "--steps", "5")
-    second = run("parted", 3, "--steps", "5", "--resume")
-    whole = run("whole", 2, "--steps", "10")
-    assert {**first, **second} == pytest.approx(whole, abs=2e-3)
-    assert list(second) == [6, 7, 8, 9, 10]
-    assert second[10] < first[1] - 1.0

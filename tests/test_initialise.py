@@ -9,21 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import StreamShard, init_weights, load_safetensors
 from streamshard.engine.handle import engine_of
-from streamshard.errors import ConfigError, RankMismatchError, ShardingError
+from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.integrations import huggingface
-from tests.families import bert, dinov2, gpt2, llama, mixtral, qwen3_vl_moe, t5
+from tests.families import gpt2, llama, mixtral, t5
 from tests.models import DIM, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import EXACT, FP32, Call, assert_same, full_weights, lm_step
 from tests.test_meta_device import on_meta
 
-MODELS: list[Callable[[], Any]] = [Stack, NormStack, llama, gpt2, bert, t5, mixtral, dinov2, qwen3_vl_moe]
+MODELS: list[Callable[[], Any]] = [NormStack, llama, gpt2, t5, mixtral]
 
 
 def _reset(model: nn.Module) -> None:
@@ -97,8 +95,8 @@ def test_numbers_are_the_models_own_distribution_and_equal_on_any_number_of_rank
     assert_alike(first, {**model.state_dict(), **dict(model.named_buffers())})
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", [{}, {"weight_slots": "all", "min_unit_size": "1MiB"}, {"units": [nn.LayerNorm]}])
+@on_ranks(2)
+@pytest.mark.parametrize("settings", [{}, {"weight_slots": "all", "min_unit_size": "1MiB"}])
 def test_a_function_writes_to_whole_weights_of_whatever_module(context: RankContext, settings: dict[str, Any]) -> None:
     """As with ``apply``: in place, through views and ``.data``, also to weights of modules inside, or beside."""
     for config in (TinyConfig(), TinyConfig(tied=True)):
@@ -174,7 +172,7 @@ class Titan(nn.Module):
         return x
 
 
-@on_ranks(1, 3)
+@on_ranks(3)
 def test_a_models_own_init_weights_is_called_and_no_other(context: RankContext) -> None:
     """Not the ``reset_parameters`` of its parts. What it leaves out is named."""
     model: Any = StreamShard(on_meta(Titan), precision=FP32)
@@ -191,7 +189,7 @@ def test_a_models_own_init_weights_is_called_and_no_other(context: RankContext) 
         init_weights(incomplete)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_an_init_weights_that_takes_arguments_is_refused(context: RankContext) -> None:
     """NanoGPT's constructor applies it to each module, and does more: nobody else knows."""
 
@@ -209,38 +207,10 @@ def test_an_init_weights_that_takes_arguments_is_refused(context: RankContext) -
         init_weights(layers)
 
 
-@on_ranks(2)
-def test_without_a_seed_it_is_rank_0s(context: RankContext) -> None:
-    """Which ranks may have set to different ones."""
-    torch.manual_seed(40 + context.rank)
-    model: Any = StreamShard(on_meta(Stack), precision=FP32)
-    init_weights(model)
-    other: Any = StreamShard(on_meta(Stack), precision=FP32)
-    init_weights(other, seed=40)
-    assert_same(full_weights(model), full_weights(other), "weights", EXACT)
-    init_weights(another := StreamShard(on_meta(Stack), precision=FP32), seed=41)
-    assert not torch.equal(full_weights(another)["head.weight"], full_weights(model)["head.weight"])
-
-
-@on_ranks(1, 2)
-def test_weights_are_drawn_in_the_dtype_that_they_had(context: RankContext) -> None:
-    """Random numbers of 16 bits are others."""
-    model: Any = StreamShard(on_meta(lambda: Stack().to(torch.bfloat16)), precision=FP32)
-    dtypes = []
-
-    def init(module: nn.Module) -> None:
-        _reset(module)
-        dtypes.extend(param.dtype for param in module.parameters())
-
-    init_weights(model, init)
-    assert set(dtypes) == {torch.bfloat16}
-    assert all(torch.equal(value, value.bfloat16().float()) for value in full_weights(model).values())
-
-
 # ---------------------------------------------------------------------------------------------- what has values
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_what_has_values_keeps_them(context: RankContext) -> None:
     """Loaded weights, statistics of batch norm, layers that were never on meta; a second call changes nothing."""
     torch.manual_seed(0)
@@ -258,7 +228,7 @@ def test_what_has_values_keeps_them(context: RankContext) -> None:
     assert_same(full_weights(model), found, "weights after a second call", EXACT)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_an_initialisation_that_reads_another_units_weight_is_refused(context: RankContext) -> None:
     """Which is on the meta device. It may read those of its unit that it has written to."""
 
@@ -286,8 +256,8 @@ def test_an_initialisation_that_reads_another_units_weight_is_refused(context: R
     torch.testing.assert_close(found["3.bias"], found["3.weight"].norm(dim=1))
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("make", [llama, gpt2, bert, t5, mixtral])
+@on_ranks(2)
+@pytest.mark.parametrize("make", [llama, t5, mixtral])
 def test_tables_that_no_file_has_are_computed(context: RankContext, make: Callable[[], Any], tmp_path: Path) -> None:
     """What a model that was loaded without being sharded computes; it trains on the same."""
     torch.manual_seed(0)
@@ -307,78 +277,7 @@ def test_tables_that_no_file_has_are_computed(context: RankContext, make: Callab
     loss.backward()
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("make", [llama, bert, t5])
-def test_init_empty_weights_is_as_good_as_the_meta_device(
-    context: RankContext, make: Callable[[], Any], tmp_path: Path
-) -> None:
-    """It unties weights, has modules say that they are initialised, and keeps buffers."""
-    from accelerate import init_empty_weights
-
-    torch.manual_seed(0)
-    reference = make()
-    if context.rank == 0:
-        reference.save_pretrained(tmp_path)
-    with init_empty_weights():
-        model = make()
-    model = StreamShard(model, precision=FP32)
-    load_safetensors(model, tmp_path)
-    assert_same(full_weights(model), reference.state_dict(), "weights", EXACT)
-    with init_empty_weights():
-        model = make()
-    model = StreamShard(model, precision=FP32)
-    init_weights(model, seed=5)
-    assert_alike(model.full_state_dict(rank0_only=False), plain(make).state_dict())
-    assert_same(dict(model.named_buffers()), dict(reference.named_buffers()), "buffers", EXACT)
-
-
-class Rotated(nn.Module):
-    """Layers, and a table that is not saved; computed when the module is made, and by a method if `resets`."""
-
-    def __init__(self, *, resets: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
-        self.register_buffer("table", torch.arange(DIM).float(), persistent=False)
-        self.register_buffer("kept", torch.ones(2))
-        if resets:
-            self.reset_parameters = self.reset
-
-    def reset(self) -> None:
-        """The table; and what has been loaded."""
-        self.table = torch.arange(DIM).float()
-        self.kept.zero_()
-        for param in self.parameters():
-            nn.init.zeros_(param)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> the same"""
-        for layer in self.layers:
-            x = layer(x) * self.table
-        return x
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("resets", [True, False])
-def test_tables_of_other_models_are_computed_by_their_reset_parameters(
-    context: RankContext, resets: bool, tmp_path: Path
-) -> None:
-    """Which leaves what was loaded alone. Without one, a function computes them."""
-    torch.manual_seed(0)
-    reference = Rotated(resets=resets)
-    if context.rank == 0:
-        save_file(reference.state_dict(), tmp_path / "model.safetensors")
-    model: Any = StreamShard(on_meta(lambda: Rotated(resets=resets)), precision=FP32)
-    load_safetensors(model, tmp_path)
-    if not resets:
-        with pytest.raises(ShardingError, match="buffer 'table' is empty"):
-            model(vector_batch(0, 0))
-        init_weights(model, lambda module: model.reset() if module is model else None)
-    assert_same(full_weights(model), reference.state_dict(), "weights", EXACT)
-    x = vector_batch(0, context.rank)
-    torch.testing.assert_close(model(x), reference(x))
-
-
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_what_a_base_model_lacks_is_initialised_after_it_is_loaded(context: RankContext, tmp_path: Path) -> None:
     """A head on a base model's file: what ``from_pretrained`` does by itself."""
     torch.manual_seed(0)
@@ -397,29 +296,10 @@ def test_what_a_base_model_lacks_is_initialised_after_it_is_loaded(context: Rank
     )
 
 
-@on_ranks(1, 2)
-def test_a_model_of_transformers_may_be_part_of_another(context: RankContext) -> None:
-    """It initialises itself, what is around it does as well."""
-
-    class Scorer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.backbone = llama().model
-            self.score = nn.Linear(16, 1)
-
-    model: Any = StreamShard(on_meta(Scorer), precision=FP32)
-    init_weights(model, seed=5)
-    found = full_weights(model)
-    assert bool((found["backbone.norm.weight"] == 1).all())
-    assert bool((found["backbone.layers.0.self_attn.q_proj.weight"].abs() < 0.2).all())
-    assert float(found["score.weight"].abs().max()) > 0.1
-    assert not model.backbone.rotary_emb.inv_freq.isnan().any()
-
-
 # ---------------------------------------------------------------------------------------------- what is refused
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_what_nothing_initialises_is_named(context: RankContext) -> None:
     """With the function that would help. Then all is empty still."""
     model: Any = StreamShard(on_meta(TinyLM), precision=FP32)
@@ -452,16 +332,11 @@ IMPOSSIBLE: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda model: setattr(model.head.weight, "data", torch.ones(3, device=model.head.weight.device)),
         r"gives parameter 'head.weight' the shape \(3,\), which was \(1, 16\)",
     ),
-    "no parameter": (lambda model: setattr(model.head, "bias", None), "in the place of 'head.bias'"),
-    "a new one": (
-        lambda model: model.head.register_parameter("scale", nn.Parameter(torch.ones(3))),
-        "in the place of 'head.scale'",
-    ),
     "its own error": (lambda model: 1 / 0, "division by zero"),
 }
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize("what", IMPOSSIBLE)
 def test_what_an_initialisation_cannot_do_is_named(context: RankContext, what: str) -> None:
     """What it should have written to is empty still, and can be initialised."""
@@ -481,10 +356,6 @@ def test_ranks_that_differ_are_heard_of_on_all(context: RankContext) -> None:
     model: Any = StreamShard(on_meta(Stack), precision=FP32)
     with pytest.raises(RankMismatchError, match="seed="):
         init_weights(model, seed=context.rank)
-    with pytest.raises(ConfigError, match="seed='a'"):
-        init_weights(model, seed="a")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="init=3"):
-        init_weights(model, 3)  # type: ignore[arg-type]
 
     def fail(module: nn.Module) -> None:
         _reset(module)
@@ -502,55 +373,6 @@ def test_ranks_that_differ_are_heard_of_on_all(context: RankContext) -> None:
         model(vector_batch(0, 0))
     init_weights(model, draw)  # a unit's numbers are those of one rank
     model.check_weights()
-
-
-@on_ranks(2)
-def test_what_failed_on_one_rank_is_undone_on_all(context: RankContext) -> None:
-    """Weights and buffers are empty again, also where everything went well."""
-    model: Any = StreamShard(on_meta(NormStack), precision=FP32)
-
-    def fail(module: nn.Module) -> None:
-        _reset(module)
-        if isinstance(module, nn.BatchNorm1d):
-            module.running_var = torch.ones(DIM)
-        if module is model and context.rank == 1:
-            raise KeyError("mine")
-
-    with pytest.raises((ShardingError, KeyError), match="mine"):
-        init_weights(model, fail)
-    with pytest.raises(ShardingError, match=r"'layers.0.linear.weight', and 22 more, is empty"):
-        model(vector_batch(0, 0))
-    init_weights(model, seed=5)
-    model.check_weights()
-    assert_alike(full_weights(model), plain(NormStack).state_dict())
-
-
-@on_ranks(2)
-def test_all_of_it_may_be_inside_the_meta_device(context: RankContext, tmp_path: Path) -> None:
-    """Whose context one forgets to leave: nothing of ours is on it."""
-    if context.rank == 0:
-        save_file(NormStack().state_dict(), tmp_path / "model.safetensors")
-    with torch.device("meta"):
-        model: Any = StreamShard(NormStack(), precision=FP32)
-        init_weights(model, seed=5)
-        other: Any = StreamShard(NormStack(), precision=FP32)
-        load_safetensors(other, tmp_path)
-    assert_alike(full_weights(model), plain(NormStack).state_dict())
-    saved = load_file(tmp_path / "model.safetensors")
-    found = full_weights(other)
-    assert_same(found, {name: saved[name] for name in found}, "loaded weights", EXACT)
-
-
-@on_ranks(4)
-def test_replicas_have_the_same_numbers(context: RankContext) -> None:
-    """On a 2-D mesh."""
-    model: Any = StreamShard(on_meta(Stack), mesh=init_device_mesh("cpu", (2, 2)), precision=FP32)
-    with torch.inference_mode():
-        init_weights(model, seed=5)
-    model.check_weights()
-    other: Any = StreamShard(on_meta(Stack), mesh=init_device_mesh("cpu", (1, 4)), precision=FP32)
-    init_weights(other, seed=5)
-    assert_same(full_weights(model), full_weights(other), "weights", EXACT)
 
 
 @on_ranks(1)
@@ -577,15 +399,3 @@ def test_adapters_on_meta_are_refused(context: RankContext) -> None:
     model = StreamShard(model, precision=FP32)
     with pytest.raises(ShardingError, match=r"q_proj.lora_B' is an adapter that was made on"):
         init_weights(model)
-
-
-@on_ranks(1, 2)
-def test_inside_a_forward_or_whole_parameters_it_is_refused(context: RankContext) -> None:
-    """As whatever works with pieces."""
-    model: Any = StreamShard(on_meta(Stack), precision=FP32)
-    with pytest.raises(ShardingError, match="not sharded"):
-        init_weights(Stack())
-    init_weights(model)
-    with model.summon_full_params(), pytest.raises(ShardingError, match="init_weights inside summon_full_params"):
-        init_weights(model)
-    model(vector_batch(0, 0)).sum().backward()

@@ -175,26 +175,6 @@ def test_buffers_are_those_of_a_rank_with_inputs(context: RankContext, lengths: 
     _assert_equal(context, found, wanted)
 
 
-@on_ranks(3)
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_gradients_may_be_cleared_at_the_start_of_a_step(context: RankContext, accumulates: bool) -> None:
-    """Those of a rank's own last step do not get into the first that it shadows."""
-    lengths = LENGTHS["all differ"]
-    wanted, found = _ddp(Stack), _sharded(Stack)
-    for model in (wanted, found):
-        optimizer = sgd(getattr(model, "module", model))
-        with Join([model], repeat=optimizer.step):  # type: ignore[list-item]
-            for number in range(2 * lengths[context.rank]):
-                is_first = number % 2 == 0 or not accumulates
-                if is_first:
-                    optimizer.zero_grad()
-                with model.no_sync() if is_first and accumulates else contextlib.nullcontext():
-                    stack_step(model, Call(number, context.rank, context.world_size, 1.0))
-                if not is_first or not accumulates:
-                    optimizer.step()
-    _assert_equal(context, found, wanted)
-
-
 @on_ranks(2)
 def test_training_without_repeat_is_refused_on_all_ranks(context: RankContext) -> None:
     """At the first forward that trains, before anybody has run out, and if it is one rank that forgot it."""
@@ -212,29 +192,6 @@ def test_training_without_repeat_is_refused_on_all_ranks(context: RankContext) -
     with Join([model], others_argument=3), torch.no_grad():
         for _ in range(1 + context.rank):
             assert model(torch.ones(2, 16)).isfinite().all()
-
-
-@on_ranks(2)
-def test_other_joinables_can_join_too(context: RankContext) -> None:
-    """A DDP model in front, which tells that this rank still has inputs, or behind."""
-    length = (4, 2)[context.rank]
-    for first in ("ddp", "ours"):
-        weights = []
-        for shard in (False, True):
-            mine = _sharded(Stack) if shard else _ddp(Stack)
-            other = _ddp(lambda: Stack((16, 4, 16)))
-            optimizers = [sgd(getattr(model, "module", model)) for model in (other, mine)]
-            models: Any = [other, mine] if first == "ddp" else [mine, other]
-            with Join(models, repeat=optimizers[1].step):
-                for number in range(length):
-                    for model in models:
-                        stack_step(model, Call(number, context.rank, 2, 1.0))
-                    for optimizer in optimizers:
-                        optimizer.step()
-                        optimizer.zero_grad()
-            weights.append([full_weights(getattr(model, "module", model)) for model in (other, mine)])
-        for found, wanted in zip(weights[1], weights[0], strict=True):
-            assert_same(found, wanted, first, NEAR)
 
 
 @on_ranks(3)

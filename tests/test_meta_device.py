@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import StreamShard, export_safetensors, init_weights
 from streamshard.engine.handle import engine_of
@@ -152,19 +151,6 @@ def test_values_that_would_be_lost_are_refused(context: RankContext) -> None:
         StreamShard(model, broadcast_weights=False)
     assert not isinstance(model, StreamShard)
     StreamShard(model)
-
-
-@on_ranks(4)
-def test_replicas_have_room_alike(context: RankContext) -> None:
-    """On a 2-D mesh."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    torch.manual_seed(0)
-    plain = Stack()
-    model: Any = StreamShard(on_meta(Stack), mesh=mesh, precision=FP32)
-    model.load_state_dict(plain.state_dict())
-    model.check_weights()
-    model = StreamShard(plain if context.rank == 0 else on_meta(Stack), mesh=mesh, precision=FP32)
-    model.check_weights()
 
 
 @on_ranks(1, 2)

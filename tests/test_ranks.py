@@ -20,7 +20,6 @@ from tests.ranks import (
     RankContext,
     RankFailure,
     RankPool,
-    on_ranks,
     open_pool,
 )
 
@@ -56,10 +55,6 @@ def _warn(context: RankContext) -> None:
     warnings.warn("somebody should hear this", stacklevel=1)
 
 
-def _process_id(context: RankContext) -> int:
-    return os.getpid()
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_world_size_has_a_group_of_its_own(ranks: RankPool, world_size: int) -> None:
     """The default group has as many ranks as were asked for, also when sizes alternate."""
@@ -67,11 +62,6 @@ def test_every_world_size_has_a_group_of_its_own(ranks: RankPool, world_size: in
     assert ranks(world_size).run(_sum_of_ranks, 10) == [total] * world_size
     assert ranks(1).run(_sum_of_ranks, 10) == [10]
     assert ranks(world_size).run(_sum_of_ranks, 10) == [total] * world_size
-
-
-def test_processes_are_reused(ranks: RankPool) -> None:
-    """Two runs in a row are served by the same processes."""
-    assert ranks(2).run(_process_id) == ranks(2).run(_process_id)
 
 
 def test_an_exception_on_a_rank_comes_back_with_its_traceback(ranks: RankPool) -> None:
@@ -104,25 +94,6 @@ def test_a_warning_on_a_rank_is_an_error(ranks: RankPool) -> None:
     """Ranks hold to the same rule as the tests themselves."""
     with pytest.raises(RankFailure, match="somebody should hear this"):
         ranks(1).run(_warn)
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("number", [3])
-def test_the_decorator_runs_the_body_on_ranks(context: RankContext, number: int) -> None:
-    """A decorated test gets its context and its own parameters."""
-    assert number == 3
-    assert dist.get_world_size() == context.world_size
-    assert dist.get_rank() == context.rank
-
-
-def _skip(context: RankContext) -> None:
-    pytest.skip("this machine lacks it")
-
-
-def test_a_skip_on_the_ranks_is_a_skip_of_the_test(ranks: RankPool) -> None:
-    """The reason comes back with it."""
-    with pytest.raises(pytest.skip.Exception, match="this machine lacks it"):
-        ranks(2).run(_skip)
 
 
 _REFUSING = """

@@ -119,24 +119,15 @@ def test_what_a_rank_holds_is_what_the_formula_says(size: int) -> None:
 
 EXCHANGED = Precision(grad_dtype=torch.bfloat16)
 SUMMED = Precision(reduce_dtype=torch.bfloat16)
-SUMMED_FP16 = Precision(param_dtype=torch.float16, reduce_dtype=torch.float16)
 
 
 @pytest.mark.parametrize(
     ("precision", "size", "per_machine", "warning"),
     [
-        (Precision(), 4096, 8, None),
         (EXCHANGED, 8, 8, None),  # one machine
         (EXCHANGED, 16, 8, r"16 ranks, 8 on a machine, is about 2.0 times .* \(2, 8\)"),
-        (EXCHANGED, 512, 8, "about 3.9 times"),
-        (EXCHANGED, 8, 4, None),  # as many as fp32 sends
-        (EXCHANGED, 12, 4, r"about 1.3 times .* \(3, 4\)"),
-        (EXCHANGED, 4096, 2, None),
-        (EXCHANGED, 4096, 1, None),
         (SUMMED, 256, 8, None),
         (SUMMED, 257, 8, "bfloat16 on 257 ranks: .* more than 256 gradients"),
-        (SUMMED_FP16, 2048, 8, None),
-        (SUMMED_FP16, 2049, 8, "float16 on 2049 ranks: .* more than 2048 gradients"),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
@@ -148,13 +139,3 @@ def test_who_sends_16_bits_to_too_many_ranks_hears_of_it(
     told = pytest.warns(UserWarning, match=warning) if warning and rank == 0 else contextlib.nullcontext()
     with _one_of(size, rank), simulated_device(), told:
         StreamShard(Stack((8,) * 3), precision=precision)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_sums_stop_growing_where_it_says(dtype: torch.dtype) -> None:
-    """The number of ranks that is named is that of arithmetic."""
-    limit = int(2 / torch.finfo(dtype).eps)
-    total = torch.zeros((), dtype=dtype)
-    for _ in range(limit + 100):
-        total += 1.0
-    assert int(total) == limit

@@ -33,26 +33,6 @@ def _make(name: str, **sizes: Any) -> Any:
     return kind(kind.config_class(**sizes))
 
 
-def _deepseek() -> Any:
-    return _make(
-        "DeepseekV3ForCausalLM",
-        **{**_DECODER, "num_key_value_heads": 4},
-        **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4},
-        **{"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-        **{"moe_intermediate_size": 8, "first_k_dense_replace": 1},
-    )
-
-
-def _whisper() -> Any:
-    return _make(
-        "WhisperForConditionalGeneration",
-        **{"vocab_size": 61, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 4},
-        **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
-        **{"max_source_positions": 8, "max_target_positions": 16, "pad_token_id": 0, "bos_token_id": 1},
-        **{"eos_token_id": 2, "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None},
-    )
-
-
 def _llava() -> Any:
     import transformers
 
@@ -71,8 +51,6 @@ def _llava() -> Any:
 FAMILIES: dict[str, Any] = {
     "llama": lambda **sizes: families.llama(**{"bos_token_id": 1, "eos_token_id": 2, **sizes}),
     "llama-tied": lambda **sizes: families.llama(tie_word_embeddings=True, **sizes),
-    "qwen3": lambda: _make("Qwen3ForCausalLM", **_DECODER, head_dim=4),
-    "gemma3": lambda: _make("Gemma3ForCausalLM", **_DECODER, head_dim=4, sliding_window=8),
     "gpt2": lambda: families.gpt2(**_GPT2),
     "bert": lambda: _make(
         "BertForSequenceClassification",
@@ -80,13 +58,7 @@ FAMILIES: dict[str, Any] = {
         **{"intermediate_size": 24, "num_labels": 3},  # with dropout
     ),
     "t5": families.t5,
-    "whisper": _whisper,
     "mixtral": lambda **sizes: families.mixtral(pad_token_id=0, **sizes),
-    "deepseek": _deepseek,
-    "mamba": lambda: _make(
-        "MambaForCausalLM",
-        **{"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4},
-    ),
     "llava": _llava,
 }
 
@@ -107,8 +79,6 @@ def make_rows(family: str, count: int = 16, length: int = 12) -> list[dict[str, 
             row["labels"] = tokens[0] % 3
         elif family == "t5":
             row["labels"] = tokens[:6]
-        elif family == "whisper":
-            row = {"input_features": torch.randn(4, 16, generator=generator), "labels": tokens[:6]}
         elif family == "llava":
             row["input_ids"] = torch.cat([torch.full((4,), _IMAGE_TOKEN), tokens[4:]])
             row["labels"] = torch.cat([torch.full((4,), -100), tokens[4:]])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -89,26 +88,6 @@ def test_checkpointing_and_going_on_within_an_epoch(context: RankContext, tmp_pa
             losses.append(_run(context, "checkpointing", make, **again))
             assert len(losses[-1]) == len(losses[-1 - done // 2]) - done
     torch.testing.assert_close(losses[3:], losses[:3], rtol=1e-4, atol=1e-5)
-
-
-@on_ranks(2)
-def test_profiling(context: RankContext, tmp_path: Path) -> None:
-    _same_as_ddp(context, "profiler", traces=str(tmp_path))
-    assert len(list(tmp_path.glob("*.json"))) == 2
-
-
-@on_ranks(2)
-def test_tracking(context: RankContext, tmp_path: Path) -> None:
-    directories = [tmp_path / name for name in ("theirs", "ours")]
-    for directory in directories:
-        directory.mkdir(exist_ok=True)
-    theirs = _run(context, "tracking", stock, directory=str(directories[0]))
-    ours = _run(context, "tracking", StreamShardAccelerator, directory=str(directories[1]))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    if context.rank == 0:
-        lines = [json.loads(line) for line in (directories[1] / "log.jsonl").read_text().splitlines()]
-        assert lines[0] == {"epochs": 2, "learning_rate": 5e-3, "step": None}
-        assert [line["loss"] for line in lines[1:]] == ours[::2]
 
 
 @on_ranks(2)

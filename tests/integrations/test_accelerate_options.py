@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,12 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import Precision, StreamShard, init_weights
+from streamshard import Precision, StreamShard
 from streamshard.engine.handle import engine_of
 from streamshard.errors import ConfigError, UnitError
 from streamshard.integrations.accelerate import StreamShardAccelerator
-from streamshard.integrations.huggingface import is_transformers_model
 from tests.integrations.accelerating import Trained, launched, make_model, on_ranks, same, stock
 from tests.ranks import RankContext
 
@@ -112,20 +109,6 @@ def test_an_accelerator_of_someone_elses_is_taken_over(context: RankContext) -> 
     same(ours, theirs)
 
 
-@on_ranks(2)
-def test_a_model_without_values_is_prepared_and_filled(context: RankContext) -> None:
-    with launched(context):
-        accelerator = StreamShardAccelerator()
-        with torch.device("meta"):
-            model = make_model()
-        optimizer = torch.optim.AdamW(model.parameters())
-        model, optimizer = accelerator.prepare(model, optimizer)
-        init_weights(model, seed=5)
-        model(torch.ones(2, 5, device=context.device)).sum().backward()
-        optimizer.step()
-        assert accelerator.get_state_dict(model)["first.weight"].shape == (12, 5)
-
-
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "accelerate.md"
 
 
@@ -143,13 +126,6 @@ def test_other_libraries_are_imported_only_when_their_integration_is() -> None:
     code = f"import streamshard, sys; print([name for name in {others} if name in sys.modules])"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
     assert told.stdout == "[]\n"
-
-
-def test_a_model_of_no_such_library_imports_no_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers imports them all, which takes seconds, when it is asked for the class that they have in common."""
-    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))  # that knows of none
-    monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
-    assert not is_transformers_model(nn.Linear(1, 1))
 
 
 # -- how processes are started -----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 import warnings
@@ -45,24 +44,14 @@ def _lora(**options: Any) -> Any:
     return peft.LoraConfig(**{**defaults, **options})
 
 
-EVERY_LINEAR = {"target_modules": "all-linear"}
-
 CONFIGS: dict[str, Callable[[], Any]] = {
     "lora": _lora,
-    "rslora": functools.partial(_lora, use_rslora=True),
     "dora": functools.partial(_lora, use_dora=True),
-    "all linear": functools.partial(_lora, **EVERY_LINEAR),
-    "biases": functools.partial(_lora, bias="all"),
     "modules to save": functools.partial(_lora, modules_to_save=["lm_head"]),
     "embedding": functools.partial(_lora, target_modules=["embed_tokens", "q_proj"]),
-    "tokens beside lora": functools.partial(_lora, trainable_token_indices=[1, 5, 7]),
     "tokens": lambda: peft.TrainableTokensConfig(token_indices=[1, 5, 7], task_type="CAUSAL_LM"),
-    "ia3": lambda: peft.IA3Config(
-        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
-    ),
     "vera": lambda: peft.VeraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
     "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
-    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
     "projected prefix": lambda: peft.PrefixTuningConfig(
         num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8, task_type="CAUSAL_LM"
     ),
@@ -107,32 +96,6 @@ def _two_adapters() -> Any:
     model = _build()
     model.add_adapter("other", _lora(r=2))
     return model
-
-
-@contextlib.contextmanager
-def _toggled(model: Any, how: str) -> Any:
-    if how == "disable_adapter":
-        with model.disable_adapter():
-            yield
-    else:
-        model.set_adapter("other")
-        yield
-        model.set_adapter("default")
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("how", ["disable_adapter", "set_adapter"])
-def test_adapters_may_be_toggled_between_forward_and_backward(context: RankContext, how: str) -> None:
-    """As a trainer does whose reference model is the policy without its adapter."""
-
-    def step(model: nn.Module, call: Call) -> Tensor:
-        tokens = _tokens(model, call.step, call.rank)
-        loss = model(input_ids=tokens, labels=tokens).loss
-        with _toggled(model, how), torch.no_grad():
-            reference = model(input_ids=tokens, labels=tokens).loss
-        return call.backward((loss - reference) ** 2 + loss)
-
-    assert_trains_like_plain(context, _two_adapters, step, steps=3, checked=(0, 2))
 
 
 @on_ranks(2)
@@ -295,17 +258,6 @@ def test_what_needs_full_weights_says_what_to_do(context: RankContext) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- loading and changing
-
-
-@on_ranks(2)
-def test_an_adapter_is_loaded_into_a_sharded_model(context: RankContext, tmp_path: Path) -> None:
-    """By PEFT's load_adapter, under the name of one that is there."""
-    model = _trained(context)
-    model.save_pretrained(tmp_path / "ours")
-    fresh: Any = StreamShard(_build(), precision=FP32)
-    fresh.load_adapter(tmp_path / "ours", "default", is_trainable=True)
-    assert_same(full_weights(fresh), full_weights(model), "weights")
-    _step(fresh, Call(2, context.rank, context.world_size, 1.0))
 
 
 @on_ranks(2)

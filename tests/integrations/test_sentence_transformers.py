@@ -86,35 +86,18 @@ def _train(each: Any, model: Any, out: Path, data: Any, loss: Any, *, given: Any
     )
 
 
-def _static(directory: Path) -> Any:
-    torch.manual_seed(0)
-    return st.SentenceTransformer(
-        modules=[modules.StaticEmbedding(make_tokenizer()._tokenizer, embedding_dim=16)], device="cpu"
-    )
-
-
 def _with_dense(directory: Path) -> Any:
     torch.manual_seed(0)
     return _sentences(directory, modules.Dense(16, 8))
 
 
-_SCORES = [number / 15 for number in range(16)]
 _CLASSES = [number % 3 for number in range(16)]
 _CASES: dict[str, tuple[Callable[[Path], Any], Any, Callable[[Any], Any]]] = {
     "pairs": (_sentences, None, lambda model: losses.MultipleNegativesRankingLoss(model)),
-    "pairs of all ranks": (
-        *(_sentences, None),
-        lambda model: losses.MultipleNegativesRankingLoss(model, gather_across_devices=True),
-    ),
     "cached": (
         *(_with_dense, None),
         lambda model: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=1),
     ),
-    "matryoshka": (
-        *(_static, None),
-        lambda model: losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [16, 8]),
-    ),
-    "scores": (_sentences, _SCORES, lambda model: losses.CoSENTLoss(model)),
     "a head in the loss": (_sentences, _CLASSES, lambda model: losses.SoftmaxLoss(model, 16, 3)),
 }
 
@@ -178,29 +161,3 @@ def test_a_run_evaluates_saves_and_goes_on_as_with_ddp(context: RankContext, tmp
     for directory in (ours, ours / "checkpoint-4"):
         other = theirs / directory.relative_to(ours)
         assert {path.name for path in directory.iterdir()} == {path.name for path in other.iterdir()}
-
-
-@on_ranks(2)
-def test_a_cross_encoder_trains_as_with_ddp(context: RankContext, tmp_path: Path) -> None:
-    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
-
-    runs = []
-    with launched(context), _quiet():
-        for each in _trainers("CrossEncoderTrainer"):
-            bert = _bert(tmp_path)
-            torch.manual_seed(0)  # for the head
-            model = st.CrossEncoder(bert, num_labels=1, device="cpu")
-            runs.append(
-                train(
-                    *(each, model, tmp_path / each.__name__, _data(_SCORES)),
-                    given={"loss": BinaryCrossEntropyLoss(model)},
-                    arguments_class=st.CrossEncoderTrainingArguments,
-                    ddp_find_unused_parameters=False,  # with which DDP raises
-                )
-            )
-            runs[-1].trainer.save_model()
-            dist.barrier()
-            pairs = list(zip(_words(3, 4), _words(3, 5), strict=True))
-            found = st.CrossEncoder(str(tmp_path / each.__name__), device="cpu")
-            torch.testing.assert_close(found.predict(pairs), runs[-1].trainer.model.predict(pairs))
-    assert_equal(runs[1], runs[0])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import warnings
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,10 +17,10 @@ from safetensors.torch import load_file
 from streamshard import StreamShard, load_safetensors
 from streamshard.comm import watchdog
 from streamshard.comm.ranks import Ranks
-from streamshard.errors import CheckpointError, CommunicationError, ConfigError, ShardingError
+from streamshard.errors import CheckpointError, CommunicationError, ConfigError
 from streamshard.optim import WholeParameterOptimizer
 from tests.integrations.accelerating import on_ranks
-from tests.integrations.models import FAMILIES, make_model, make_rows, make_tokenizer
+from tests.integrations.models import FAMILIES, make_model, make_rows
 from tests.integrations.trainers import assert_equal, launched, run_example, train, whole_weights
 from tests.ranks import RankContext, RankPool
 from tests.reference import assert_same
@@ -77,59 +75,18 @@ def test_arguments_mean_what_they_mean_with_ddp(
 
 # -- optimizers of whole parameters -----------------------------------------------------------------------------------
 
-_LOW_RANK = {"optim_target_modules": "all-linear", "optim_args": "rank=4,update_proj_gap=2"}
-_WHOLE = [
-    {"optim": "adafactor", "gradient_accumulation_steps": 2, "max_grad_norm": 0.3},
-    *(
-        pytest.param(
-            {"optim": optim, **_LOW_RANK},
-            marks=pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}"),
-        )
-        for optim, package in (
-            *(("galore_adamw", "galore_torch"), ("galore_adafactor", "galore_torch")),
-            ("apollo_adamw", "apollo_torch"),
-        )
-    ),
-]
-
 
 @on_ranks(2)
-@pytest.mark.parametrize("arguments", _WHOLE, ids=lambda arguments: arguments["optim"])
-def test_optimizers_of_whole_parameters_train_as_with_ddp(
-    context: RankContext, arguments: dict[str, Any], tmp_path: Path
-) -> None:
-    """With groups of their own, decayed or not, of low rank or not; with accumulated and clipped gradients."""
+def test_adafactor_trains_as_with_ddp(context: RankContext, tmp_path: Path) -> None:
+    """It steps whole parameters, with accumulated and clipped gradients."""
+    arguments: dict[str, Any] = {"optim": "adafactor", "gradient_accumulation_steps": 2, "max_grad_norm": 0.3}
     theirs_class, ours_class = _trainers()
     data = make_rows("llama")
     with launched(context):
-        warnings.filterwarnings("ignore", message="This implementation of AdamW", category=FutureWarning)
         theirs = train(theirs_class, make_model("llama"), tmp_path / "theirs", data, **arguments)
         ours = train(ours_class, make_model("llama"), tmp_path / "ours", data, **arguments)
     assert isinstance(ours.trainer.optimizer.optimizer, WholeParameterOptimizer)
     assert_equal(ours, theirs)
-
-
-class _KeepsObjects(torch.optim.Adafactor):
-    """Has an object of a class of its own in its state, as GaLore has projections."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        super().step(closure)
-        for param in self.param_groups[0]["params"]:
-            self.state[param]["projector"] = Path()
-
-
-@on_ranks(2)
-def test_optimizer_state_that_cannot_be_saved_says_how_to_save_without(context: RankContext, tmp_path: Path) -> None:
-    """Trainer itself cannot load such a state."""
-    _, ours_class = _trainers()
-    given = {"optimizer_cls_and_kwargs": (_KeepsObjects, {"lr": 1e-2})}
-    with launched(context):
-        with pytest.raises(CheckpointError, match=r"projector is a pathlib.* save_only_model=True"):
-            train(ours_class, make_model("llama"), tmp_path, make_rows("llama"), given=given, **_SAVING)
-        train(
-            ours_class, make_model("llama"), tmp_path, make_rows("llama"), given=given, **_SAVING, save_only_model=True
-        )
-    assert "optimizer.pt" not in _files(tmp_path / "checkpoint-4")
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -140,9 +97,7 @@ def _files(directory: Path) -> set[str]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("family", "optim"), [("llama-tied", "adamw_torch"), ("mixtral", "adamw_torch"), ("llama", "adafactor")]
-)
+@pytest.mark.parametrize(("family", "optim"), [("mixtral", "adamw_torch"), ("llama", "adafactor")])
 def test_ddp_goes_on_from_our_checkpoints_and_we_from_theirs(
     context: RankContext, family: str, optim: str, tmp_path: Path
 ) -> None:
@@ -168,7 +123,7 @@ def test_ddp_goes_on_from_our_checkpoints_and_we_from_theirs(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])
+@pytest.mark.parametrize("optim", ["adamw_torch"])
 def test_fp16_trains_as_fp32_does_and_goes_on_with_its_scale(context: RankContext, optim: str, tmp_path: Path) -> None:
     """On CPUs too, where accelerate's own class has neither autocast nor a scaler for it."""
     theirs_class, ours_class = _trainers()
@@ -220,10 +175,9 @@ def test_runs_go_on_at_another_number_of_processes(ranks: RankPool, before: int,
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("greater_is_better", [False, True])
-def test_the_best_model_is_loaded_at_the_end(context: RankContext, greater_is_better: bool, tmp_path: Path) -> None:
+def test_the_best_model_is_loaded_at_the_end(context: RankContext, tmp_path: Path) -> None:
     data = make_rows("llama-tied")
-    options = {"load_best_model_at_end": True, "greater_is_better": greater_is_better, "save_total_limit": 1}
+    options = {"load_best_model_at_end": True, "greater_is_better": True, "save_total_limit": 1}
     runs = []
     with launched(context):
         for each in _trainers():
@@ -277,51 +231,7 @@ def test_a_run_that_only_evaluates_is_ddps(context: RankContext, tmp_path: Path)
     assert model.memory_report().held_bytes["main grads"] == 0
 
 
-@on_ranks(2)
-def test_a_model_that_was_evaluated_first_trains_as_ever(context: RankContext, tmp_path: Path) -> None:
-    """And evaluates as with Trainer, which trains without DistributedDataParallel once it has evaluated."""
-    theirs_class, ours_class = _trainers()
-    data = make_rows("llama")
-    seen: list[float] = []
-    with launched(context):
-        theirs = train(theirs_class, make_model("llama"), tmp_path, data)
-        _, ours = (
-            train(
-                *(each, make_model("llama"), tmp_path, data),
-                given={"eval_dataset": data},
-                before=lambda trainer: seen.append(trainer.evaluate()["eval_loss"]),
-            )
-            for each in (theirs_class, ours_class)
-        )
-    assert_equal(ours, theirs)
-    assert abs(seen[1] - seen[0]) < 1e-5, seen
-
-
 # -- what is written --------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_an_output_directory_is_ready_to_be_pushed(context: RankContext, tmp_path: Path) -> None:
-    """The files that Trainer writes, which `from_pretrained` loads; DDP's weights to the digit."""
-    import transformers
-
-    data = make_rows("gpt2")
-    with launched(context):
-        loaded = []
-        for each in _trainers():
-            run = train(
-                each, make_model("gpt2"), tmp_path / each.__name__, data, given={"processing_class": make_tokenizer()}
-            )
-            run.trainer.save_model()
-            dist.barrier()
-            found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / each.__name__)
-            loaded.append(found.state_dict())
-            for name, weight in found.state_dict().items():
-                assert torch.equal(weight, run.weights[name]), name
-    theirs, ours = (_files(tmp_path / each.__name__) for each in _trainers())
-    assert ours == theirs and {"config.json", "model.safetensors", "tokenizer.json", "training_args.bin"} <= ours
-    for name, weight in loaded[0].items():
-        torch.testing.assert_close(loaded[1][name], weight, rtol=1e-4, atol=2e-6)
 
 
 @contextlib.contextmanager
@@ -379,11 +289,7 @@ def test_a_state_dict_of_pieces_is_refused_without_the_other_ranks(context: Rank
 _ALONE: dict[str, Callable[[Any, str], object]] = {
     "trainer.save_model": lambda trainer, out: trainer.save_model(out),
     "model.save_pretrained": lambda trainer, out: trainer.model.save_pretrained(out),
-    "accelerator.save_model": lambda trainer, out: trainer.accelerator.save_model(trainer.model, out),
-    "accelerator.save_state": lambda trainer, out: trainer.accelerator.save_state(out),
-    "norm": lambda trainer, out: next(trainer.model.parameters()).norm(),
     "forward": lambda trainer, out: trainer.model(input_ids=torch.arange(3, 11)[None]),
-    "generate": lambda trainer, out: trainer.model.generate(torch.arange(3, 11)[None], max_new_tokens=2),
 }
 
 
@@ -424,7 +330,7 @@ def test_what_rank_0_calls_alone_in_a_callback_raises_and_leaves_the_earlier_sav
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("failing", ["training_args.bin", "optimizer.pt", "rng_state_1.pth", "trainer_state.json"])
+@pytest.mark.parametrize("failing", ["optimizer.pt", "rng_state_1.pth"])
 def test_an_error_of_a_save_is_raised_on_all_ranks_and_leaves_nothing(
     context: RankContext, failing: str, tmp_path: Path
 ) -> None:
@@ -482,30 +388,6 @@ def test_what_is_left_of_killed_saves_goes_and_checkpoints_are_replaced(context:
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-7"}
     assert "model.safetensors" in _files(tmp_path / "checkpoint-2")
     assert "of an earlier run" not in _files(tmp_path / "checkpoint-2")
-
-
-@on_ranks(2)
-def test_whole_checkpoints_are_pushed(context: RankContext, tmp_path: Path) -> None:
-    """Uploads read a directory in the background."""
-    from transformers import Trainer
-
-    from streamshard.integrations.transformers import StreamShardTrainerMixin
-
-    pushed: list[tuple[str, bool]] = []
-
-    class Pushing(Trainer):
-        def init_hf_repo(self, *_: Any, **__: Any) -> None:
-            pass
-
-        def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-            pushed.append((Path(checkpoint_folder).name, (Path(checkpoint_folder) / "trainer_state.json").exists()))
-
-    class Ours(StreamShardTrainerMixin, Pushing):
-        pass
-
-    with launched(context):
-        train(Ours, make_model("gpt2"), tmp_path, make_rows("gpt2"), push_to_hub=True, **_SAVING)
-    assert pushed == [("checkpoint-2", True), ("checkpoint-4", True)]
 
 
 # -- the rest ---------------------------------------------------------------------------------------------------------
@@ -593,16 +475,6 @@ def test_what_does_not_go_with_sharding_is_refused_at_once(
     _, ours_class = _trainers()
     with launched(context), pytest.raises(ConfigError, match=message):
         train(ours_class, make_model("llama"), tmp_path, make_rows("llama"), **arguments)
-
-
-@on_ranks(2)
-def test_accelerates_loading_of_a_checkpoint_says_what_to_call(context: RankContext, tmp_path: Path) -> None:
-    from accelerate import load_checkpoint_in_model
-
-    model: Any = StreamShard(make_model("llama"))
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ShardingError, match=r"load_checkpoint_in_model calls it: use load_safetensors\(model, "):
-        load_checkpoint_in_model(model, str(tmp_path))
 
 
 @on_ranks(2)
