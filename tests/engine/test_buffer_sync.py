@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -373,20 +372,3 @@ def test_a_training_step_of_batch_norm_sends_one_message_and_others_none(context
     with model.no_sync():
         assert talk(model, context) == {"buffers": 1}
         assert talk(model, context, 2) == {}
-
-
-@on_ranks(2, 3)
-@pytest.mark.parametrize("first_runs_out", [False, True])
-def test_uneven_inputs_leave_statistics_as_ddp_does(context: RankContext, first_runs_out: bool) -> None:
-    """Those of a rank that has inputs count."""
-
-    def program(model: nn.Module, context: RankContext, note: Callable[[], None]) -> None:
-        optimizer = sgd(inner(model))
-        with Join([model], repeat=optimizer.step):  # type: ignore[list-item]
-            for step in range(3 if (context.rank == 0) == first_runs_out else 7):
-                model(vector_batch(step, context.rank)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        note()
-
-    assert_like_ddp(context, lambda: Table(in_place), program)

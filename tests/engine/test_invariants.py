@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from streamshard import ShardingError, StreamShard
+from streamshard import StreamShard
 from streamshard.comm.streams import Collective, Fence, Moment, Observer, Rule
 from streamshard.engine.engine import Engine
 from streamshard.inspect import engine_inside
@@ -303,29 +303,6 @@ def test_weights_changed_behind_torchs_back_after_no_sync_are_seen(
         param.data.zero_()
     with torch.no_grad():  # once: at the end of this pass contents are forgotten anyway
         assert torch.equal(model(batch), torch.zeros_like(before))
-
-
-@on_ranks(1, 2)
-def test_an_error_in_a_hook_before_forward_leaves_no_pass_open(context: RankContext) -> None:
-    """An error in a hook before the root's forward, or in taking over the weights."""
-    model = _stack()
-    engine = engine_inside(model)
-
-    def fail(module: nn.Module, args: Any) -> None:
-        raise Trouble
-
-    hook = model.register_forward_pre_hook(fail)
-    with pytest.raises(Trouble):
-        model(vector_batch(0, context.rank))
-    hook.remove()
-    _assert_at_rest(engine)
-    refused = model.head.weight.register_hook(lambda grad: None)
-    with pytest.raises(ShardingError, match="hook on parameter"):
-        model(vector_batch(0, context.rank))
-    refused.remove()
-    assert engine.phase is None
-    stack_step(model, _call(context, 0))
-    _assert_at_rest(engine)
 
 
 @on_ranks(2)

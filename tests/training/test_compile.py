@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,33 +81,6 @@ def test_torch_compile_of_the_model_trains_like_plain_pytorch(context: RankConte
         return stack_step(model, call)
 
     assert_trains_like_plain(context, lambda: Stack(SMALL), step)
-
-
-class _Products(Stack):
-    """Layers are matrix products alone, for which torch's own backend generates no code that would take a compiler."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM, bias=False)) for _ in range(4))
-
-    def order(self) -> Any:
-        for layer in self.layers:
-            yield layer
-            yield torch.tanh
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's own backend asks a C++ compiler what the CPU can do")
-@on_ranks(2)
-def test_layers_replaced_by_compiled_ones_train_like_plain_pytorch(context: RankContext) -> None:
-    """By torch's own backend, in the mode in which it captures layers in graphs where there is a GPU."""
-    let_dynamo_look()
-
-    def compile_layers(model: Any, number: int) -> None:
-        if number == 0:
-            for place, layer in enumerate(model.layers):
-                model.layers[place] = torch.compile(layer, mode="reduce-overhead")
-
-    assert_trains_like_plain(context, _Products, stack_step, prepare=compile_layers)
 
 
 @on_ranks()

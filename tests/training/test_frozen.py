@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
-from streamshard.comm.streams import Collective, Observer, StreamName
+from streamshard.comm.streams import Collective
 from streamshard.errors import ShardingError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
@@ -29,6 +29,7 @@ from tests.reference import (
     assert_trains_like_plain,
     case,
     full_weights,
+    heard_collectives,
     lm_step,
     stack_step,
 )
@@ -190,63 +191,25 @@ def test_frozen_weights_are_computed_with_as_if_they_were_kept_in_fp32(context: 
 # ---------------------------------------------------------------------------------------------- what it costs
 
 
-class _Bytes(Observer):
-    """How many are read by collectives, by kind."""
-
-    def __init__(self) -> None:
-        self.sent = dict.fromkeys(Collective, 0)
-
-    def on_collective(
-        self,
-        stream: StreamName,
-        collective: Collective,
-        tag: int | None,
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-    ) -> None:
-        self.sent[collective] += sum(tensor.nbytes for tensor in reads)
-
-
-def _padded(numels: Sequence[int], element_bytes: int, world_size: int) -> int:
-    """Elements of a segment: starts aligned to 16 bytes, padded to as many aligned shards as there are ranks."""
-    align = 16 // element_bytes
-    end = 0
-    for numel in numels:
-        end = -(-end // align) * align + numel
-    return -(-end // (align * world_size)) * align * world_size
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("way", WAYS)
-def test_reductions_and_buffers_have_the_size_of_what_trains(context: RankContext, way: str) -> None:
-    """Bytes of a step and of the report, against arithmetic: 2/N for a frozen parameter, and nothing else."""
+def test_frozen_parameters_take_two_bytes_over_n_and_are_not_reduced(context: RankContext, way: str) -> None:
+    """Main weights and gradients, slots of gradients and moments are those of the adapters, padding aside."""
     with WAYS[way]():
         model: Any = StreamShard(adapted(), precision=BF16)
-    engine = engine_inside(model)
-    optimizer = trainable_adamw(model)
     stack_step(model, Call(0, context.rank, 2, 1.0))
-    trained = _padded([2 * DIM, 2 * DIM], 2, 2)  # of each of four layers
-    frozen = _padded([DIM * DIM, DIM], 2, 2)
-    head = _padded([DIM, 1], 2, 2)
-    counted = _Bytes()
-    with engine.streams.observed_by(counted):
-        stack_step(model, Call(1, context.rank, 2, 1.0))
-    assert counted.sent[Collective.REDUCE_SCATTER] == 4 * 4 * trained
-    optimizer.step()
     report = model.memory_report()
     assert dict(report.held_bytes) == dict(report.formula_bytes)
-    wanted = {
-        "main weights": 4 * 4 * trained // 2,
-        "main grads": 4 * 4 * trained // 2,
-        "frozen weights": 2 * (4 * frozen + head) // 2,
-        "compute shards": 2 * 4 * trained // 2,
-        "weight slots": 2 * (2 * (trained + frozen)) + 2 * head,
-        "grad slots": 2 * 4 * trained,
-        "scratch": 2 * 4 * trained // 2 if way == "sockets" else 0,
-    }
-    assert {name: report.held_bytes[name] for name in wanted} == wanted
-    held = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.ndim)
-    assert held <= report.adam_bytes == 8 * 4 * trained // 2
+    trained = 4 * 4 * DIM  # four layers with two adapters of rank 2
+    frozen = 4 * (DIM * DIM + DIM) + DIM + 1
+    padding = 4 * 2 * 8 * 4
+    for name, wanted in (("main weights", 2 * trained), ("main grads", 2 * trained), ("frozen weights", frozen)):
+        assert wanted <= report.held_bytes[name] <= wanted + padding, name
+    assert report.held_bytes["grad slots"] <= 2 * trained + padding  # those of two layers
+    assert report.adam_bytes == 2 * report.held_bytes["main grads"]
+    with heard_collectives(engine_inside(model)) as heard:
+        stack_step(model, Call(1, context.rank, 2, 1.0))
+    assert len(heard[Collective.REDUCE_SCATTER]) == 4  # one flat parameter of each layer, none of the head
 
 
 # ---------------------------------------------------------------------------------------------- values and dtypes
