@@ -21,8 +21,8 @@ from streamshard.plan.layout import SegmentLayout
 from streamshard.plan.memory import Category
 from streamshard.plan.segments import PlannedSegment
 from streamshard.unit.shard import GradSlot, Ledger, ParamShard
-from streamshard.unit.sharded_parameter import drop_unreduced, keep_unreduced
-from streamshard.unit.sharded_tensor import ShardedTensor
+from streamshard.unit.sharded_parameter import drop_unreduced, grad_of, keep_unreduced, put_grad
+from streamshard.unit.sharded_tensor import Piece, ShardedTensor
 
 __all__ = ["ParamGrad", "SegmentGrads", "UnitGrads"]
 
@@ -50,6 +50,8 @@ class ParamGrad:
 
     in_slot: torch.Tensor
     in_main: ShardedTensor
+    _local: torch.Tensor  # `in_main` as a plain tensor
+    _earlier: Piece  # what a gradient that is kept from an earlier backward is a piece of
 
     def __init__(self, shard: ParamShard, view: nn.Parameter) -> None:
         self.shard = shard
@@ -62,34 +64,46 @@ class ParamGrad:
         self.parked: torch.Tensor | None = None
         self._is_given = False  # `in_main` has been ``.grad``
 
+    def make_room(self, in_slot: torch.Tensor, local: torch.Tensor, piece: Piece) -> None:
+        """The gradient has places from now on: `in_slot`, and `local` in the main grads, which is `piece`."""
+        self.has_room = True
+        self.in_slot = in_slot
+        self._local = local.detach()
+        self.in_main = ShardedTensor.wrap(local, piece)
+        self._earlier = piece._replace(why_unusable=_WHY_EARLIER)
+
     def take(self) -> None:
         """Move what ``.grad`` holds into the main grads. A gradient kept elsewhere raises from now on."""
-        grad = self.shard.param.grad
+        param = self.shard.param
+        grad = param.grad
         self.is_kept = grad is not None
         if grad is not self.in_main:
             if self._is_given:
                 kept, self._is_given = self.in_main, False
-                piece = kept.piece
-                self.in_main = ShardedTensor.wrap(kept.as_subclass(torch.Tensor).detach(), piece)
-                kept.piece = piece._replace(why_unusable=_WHY_EARLIER)
+                self.in_main = ShardedTensor.wrap(self._local.detach(), kept.piece)
+                kept.piece = self._earlier
             if grad is not None:
                 self.in_main.copy_(grad)
-        self.shard.param.grad = None
+        put_grad(param, None)
 
     def give(self) -> nn.Parameter:
         """The piece of the main grads becomes ``.grad``, with what autograd has put there meanwhile (a penalty)."""
         param = self.shard.param
-        if param.grad is not None:
-            self.in_main.add_(param.grad)
-        param.grad = self.in_main
+        if grad_of(param) is not None and (own := param.grad) is not None:
+            self.in_main.add_(own)
+        put_grad(param, self.in_main)
         self._is_given = True
         return param
 
     def forget(self) -> None:
         """What waits in the slot, or in the main grads, is zero from now on."""
         self.in_slot.zero_()
-        self.in_main.zero_()
+        self.clear()
         self.is_used = self.is_kept = False
+
+    def clear(self) -> None:
+        """Its main grads are zero from now on."""
+        self._local.zero_()
 
 
 class SegmentGrads:
@@ -153,9 +167,8 @@ class SegmentGrads:
         """Another parameter of the segment: here its gradient is written."""
         layout = grad.shard.layout
         flat = self.main if self.all is None else self.all
-        grad.in_slot = flat.narrow(0, layout.offset, layout.numel).view(layout.shape)
-        grad.in_main = ShardedTensor.wrap(grad.shard.shaped(self.main), grad.shard.what(self._ranks).of_grad())
-        grad.has_room = True
+        in_slot = flat.narrow(0, layout.offset, layout.numel).view(layout.shape)
+        grad.make_room(in_slot, grad.shard.shaped(self.main), grad.shard.what(self._ranks).of_grad())
         self.params.append(grad)
 
     def take(self) -> None:
@@ -166,7 +179,7 @@ class SegmentGrads:
         if self.adds:
             for grad in self.params:
                 if not grad.is_kept:
-                    grad.in_main.zero_()
+                    grad.clear()
 
     def open(self) -> None:
         """The slot is the unit's: what main grads in it hold is to be added to."""

@@ -22,6 +22,7 @@ __all__ = [
     "grad_of",
     "is_unreduced",
     "keep_unreduced",
+    "put_grad",
     "refuse_unreduced",
 ]
 
@@ -129,6 +130,13 @@ def grad_of(param: torch.Tensor) -> torch.Tensor | None:
     with _AsTensors():
         grad: torch.Tensor | None = _grad.__get__(param)
         return grad
+
+
+def put_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """``param.grad = grad``, of a gradient that is known to fit. What waits is dropped."""
+    drop_unreduced(param)
+    with _AsTensors():
+        _grad.__set__(param, grad)
 
 
 # -- gradients that wait in their slots -------------------------------------------------------------------------------
