@@ -245,7 +245,7 @@ MUTANTS: list[Mutant] = [
         "invariants::test_a_cleared_gradient_beside_kept_ones_begins_at_zero loops graphs",
     ),
     # a gradient that is kept elsewhere is written again
-    Mutant("unit/grads", "ParamGrad.take", Drop("kept.piece = self._earlier"), "graphs"),
+    Mutant("unit/grads", "ParamGrad.take", Drop("kept.piece = self._earlier"), "pieces"),
     # `give` drops what autograd has put on the sharded parameter
     Mutant(
         "unit/grads",
