@@ -148,8 +148,8 @@ class InnerOptimizers:
         if self._rounds is None or self._is_checked:
             return
         self._is_checked = True
-        verdict = self._rounds.verdict()
-        if verdict.grads_differ:
+        grads_differ, has_failed = self._rounds.verdict()
+        if grads_differ:
             # On a device the host does not read other ranks' numbers before it steps.
             outcome = "" if self._ranks.streams.has_streams else ": no whole parameter was stepped"
             by_rank = self._ranks.gather_objects(self._had_grads, with_replicas=False)
@@ -160,7 +160,7 @@ class InnerOptimizers:
                         f"parameter {each.piece.name!r} has a gradient on ranks {ranks_with} only{outcome}. Set "
                         "grad = None on all ranks or on none"
                     )
-        if verdict.has_failed:
+        if has_failed:
             own, self._error = self._error, None
             told = None if own is None else f"{type(own).__name__}: {own}"
             by_rank = self._ranks.gather_objects(told, with_replicas=False)

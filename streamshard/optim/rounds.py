@@ -35,7 +35,7 @@ from streamshard.unit.shard import Ledger
 from streamshard.unit.sharded_parameter import data_of
 from streamshard.unit.sharded_tensor import Piece
 
-__all__ = ["Rounds", "Verdict", "WholeParam", "stand_in"]
+__all__ = ["Rounds", "WholeParam", "stand_in"]
 
 _ALIGNED_NUMEL = 128  # fp32 elements: 512 bytes, as of tensors that torch allocates, so kernels do the same
 _DIGEST_RANGE = 1 << 24  # integers that fp32 holds exactly
@@ -68,18 +68,6 @@ class _Piece(NamedTuple):
 
 
 _Grads = Mapping[int, "torch.Tensor | None"]  # by ids of WholeParams, this rank's pieces of their gradients
-
-
-class Verdict(NamedTuple):
-    """What ranks have told each other in a step.
-
-    Attributes:
-        grads_differ: which parameters have a gradient is not the same on all ranks.
-        has_failed: the optimizer has raised on some rank.
-    """
-
-    grads_differ: bool
-    has_failed: bool
 
 
 class Rounds:
@@ -142,13 +130,17 @@ class Rounds:
             self._finish(self._rounds[-1], grads)
             self._read_numbers()
 
-    def verdict(self) -> Verdict:
-        """What ranks have told each other in the last step. On a device the host waits until that step is done."""
+    def verdict(self) -> tuple[bool, bool]:
+        """What ranks have told each other in the last step. On a device the host waits until that step is done.
+
+        Returns:
+            Whether ranks differ about which parameters have a gradient; whether the optimizer has raised on some rank.
+        """
         if self._event is not None:
             self._event.synchronize()
             self._event = None
         digests, failures = self._numbers
-        return Verdict(bool((digests != self._digest).any()), bool(failures.any()))
+        return bool((digests != self._digest).any()), bool(failures.any())
 
     # -- one round, in this order -----------------------------------------------------------------------------------
 

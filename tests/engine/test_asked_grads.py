@@ -38,14 +38,6 @@ def test_autograd_grad_of_a_sharded_parameter_raises(context: RankContext) -> No
     assert_trains_like_plain(context, Stack, step)
 
 
-@on_ranks(1)
-def test_autograd_grad_on_one_rank_raises(context: RankContext) -> None:
-    """In torch's own words."""
-    model = StreamShard(Stack(), precision=FP32)
-    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
-        _of_all(model, _loss(model, vector_batch(0, 0)))
-
-
 @on_ranks(2)
 def test_a_step_after_backward_of_sharded_inputs_raises(context: RankContext) -> None:
     """It has left no gradient. The next step is right."""

@@ -286,33 +286,6 @@ def test_param_groups_are_the_inner_ones_after_loading_state(context: RankContex
     assert repr(inner) in repr(optimizer)
 
 
-@on_ranks(2)
-def test_accelerate_takes_the_wrapper_for_an_optimizer(context: RankContext) -> None:
-    """`Accelerator.prepare` wraps it once more; steps, learning rates and scheduling go through."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-
-    plain, model = _plain(), _sharded(context)
-    plain_optimizer = _momentum(plain)
-    try:
-        accelerator = Accelerator(cpu=True)
-        wrapper = DistributedOptimizer(_momentum(model), model)
-        optimizer, scheduler = accelerator.prepare(wrapper, lr_scheduler.StepLR(wrapper, 1, 0.5))
-        plain_scheduler = lr_scheduler.StepLR(plain_optimizer, 1, 0.5)
-        for number in range(3):
-            for rank in range(2):
-                _backward(plain, number, rank, 0.5)
-            _backward(model, number, context.rank)
-            for each in (optimizer, scheduler, plain_optimizer, plain_scheduler):
-                each.step()
-            optimizer.zero_grad()
-            plain_optimizer.zero_grad()
-    finally:
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
-    assert_same(full_weights(model), full_weights(plain), "weights")
-
-
 @on_ranks(1)
 def test_what_cannot_be_wrapped_or_copied_raises(context: RankContext) -> None:
     """Arguments in the wrong order, an unsharded model, deepcopy, pickle."""

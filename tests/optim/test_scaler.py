@@ -20,13 +20,11 @@ from tests.reference import (
     FP32,
     Call,
     Tolerance,
-    adamw,
     assert_same,
     full_grads,
     full_weights,
     lm_step,
     piece_of,
-    stack_step,
 )
 
 FP16 = Precision(param_dtype=torch.float16)
@@ -176,38 +174,3 @@ def test_fp16_training_ends_near_fp32(context: RankContext, slots: str, way: str
     start = lm_step(_sharded(TinyLM, precision=FP32), Call(0, context.rank, context.world_size, 1.0))
     assert float(losses["fp32"]) < 0.8 * float(start), "fp32 itself does not train: nothing to compare with"
     assert_same({"loss": losses["fp16"]}, {"loss": losses["fp32"]}, "loss", Tolerance(relative=2e-2))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("slots", ["ZeRO-1", "ZeRO-3"])
-def test_accelerates_use_of_the_scaler_is_right(context: RankContext, slots: str) -> None:
-    """`step_was_skipped` on all ranks at once; steps that are not skipped are those of plain PyTorch."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    accelerator: Any = Accelerator(cpu=True)
-    try:
-        accelerator.scaler = GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        torch.manual_seed(7)
-        plain = Stack()
-        model = _sharded(Stack, precision=FP32, **SLOTS[slots])
-        plain_optimizer = adamw(plain)
-        optimizer = accelerator.prepare(adamw(model))
-        history = []
-        for number, overflows in enumerate([False, True, False, False, True, True, False]):
-            factor = math.inf if overflows and context.rank == 1 else 1.0
-            accelerator.backward(model(vector_batch(number, context.rank)).square().mean() * factor)
-            optimizer.step()
-            history.append((optimizer.step_was_skipped, accelerator.scaler.get_scale()))
-            optimizer.zero_grad()
-            assert accelerator.optimizer_step_was_skipped is overflows
-            if not overflows:
-                for rank in range(2):
-                    stack_step(plain, Call(number, rank, 2, 0.5))
-                plain_optimizer.step()
-                plain_optimizer.zero_grad()
-        scales = [8.0, 4.0, 4.0, 8.0, 4.0, 2.0, 2.0]
-        assert history == list(zip([False, True, False, False, True, True, False], scales, strict=True))
-        assert_same(full_weights(model), full_weights(plain), "weights")
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from streamshard import StreamShard
-from streamshard.comm.streams import Collective, Observer, StreamName
 from streamshard.errors import ConfigError, OptimizerError, RankMismatchError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
@@ -176,40 +175,6 @@ def test_each_wait_of_a_round_is_needed(context: RankContext, what: str) -> None
             _train(model, optimizer, context, steps=1)
         engine.streams.dropped_rules = frozenset()
     assert any(race.category is Category.OPTIMIZER_ROUNDS for race in detector.found)
-
-
-@on_ranks(2, 3)
-def test_traffic_is_the_formulas(context: RankContext) -> None:
-    """Each element but the owner's own travels three times in fp32: gradient and weight there, weight back."""
-    model = _sharded()
-    optimizer = WholeParameterOptimizer(_matrices(model), torch.optim.Muon, lr=0.02, round_size=1)
-    _train(model, optimizer, context, steps=1)
-    heard = _Exchanges()
-    with engine_inside(model).streams.observed_by(heard):
-        _train(model, optimizer, context, steps=1)
-    rounds = len(heard.sent) // 2
-    ranges = model.local_ranges()
-    trained = {name: param for name, param in model.named_parameters() if param.ndim == 2 and param.requires_grad}
-    stays = sum(ranges[name].numel for name, param in trained.items() if optimizer.owner_of(param) == context.rank)
-    sums = torch.tensor([sum(heard.sent), stays])
-    dist.all_reduce(sums)
-    sent, stay = sums.tolist()
-    assert rounds >= 2 and stay
-    numbers = 2 * rounds * context.world_size**2  # each rank sends each one, itself among them
-    assert sent == 3 * (sum(param.numel() for param in trained.values()) - stay) + numbers
-
-
-class _Exchanges(Observer):
-    """Elements that this rank has put into all-to-alls, one after another."""
-
-    def __init__(self) -> None:
-        self.sent: list[int] = []
-
-    def on_collective(
-        self, stream: StreamName, collective: Collective, tag: int | None, reads: Any, writes: Any
-    ) -> None:
-        if collective is Collective.ALL_TO_ALL:
-            self.sent.append(sum(tensor.numel() for tensor in reads))
 
 
 @on_ranks(2)
