@@ -189,8 +189,7 @@ def _verify(path: Path, manifest: Manifest, *, reads: bool) -> None:
     """Raise a CheckpointError that names the file that is missing or damaged; without `reads`, of another size."""
     check_sizes(path, manifest)
     if reads:
-        with CheckpointFiles(path, manifest) as files:
-            files.verify_together(SingleProcess())
+        CheckpointFiles(path, manifest).verify_together(SingleProcess())
 
 
 def _export(arguments: argparse.Namespace) -> None:

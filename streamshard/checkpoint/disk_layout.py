@@ -29,6 +29,7 @@ __all__ = [
     "LocalPiece",
     "Made",
     "Overlap",
+    "Piece",
     "Rearrangement",
     "Run",
     "local_pieces",
@@ -224,6 +225,31 @@ class LocalPiece(NamedTuple):
 
     start: int
     data: torch.Tensor
+
+
+class Piece(NamedTuple):
+    """Elements [start, start + data.numel()) of the flattened tensor `name`, as a rank saves them.
+
+    Attributes:
+        name: of the tensor; on all ranks that have some of it the same.
+        shape: of the whole.
+        start: first element.
+        data: [n] 1-D contiguous, any device.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    data: torch.Tensor
+
+    @classmethod
+    def whole(cls, name: str, tensor: torch.Tensor) -> Piece:
+        """A piece that is all of `tensor`."""
+        return cls(name, tuple(tensor.shape), 0, tensor.contiguous().view(-1))
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.data.numel()
 
 
 class Overlap(NamedTuple):

@@ -219,9 +219,8 @@ def test_a_state_of_other_things_is_refused(context: RankContext, tmp_path: Path
         run.accelerator.register_for_checkpointing(Counter(1))
         with pytest.raises(CheckpointError, match="object.0"):
             run.accelerator.load_state(tmp_path)
-        run.accelerator.load_state(tmp_path, strict=False)
         run.accelerator.save_state(tmp_path)
-        with pytest.raises(CheckpointError, match="no directory"):
+        with pytest.raises(CheckpointError, match="no whole checkpoint"):
             run.accelerator.load_state(tmp_path / "elsewhere")
         with pytest.raises(CheckpointError, match="automatic_checkpoint_naming"):
             run.accelerator.save_state()
