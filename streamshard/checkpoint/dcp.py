@@ -1,6 +1,6 @@
 """Convert checkpoints from and to torch.distributed.checkpoint (DCP), as FSDP2 writes it: weights and optimizer state.
 
-torch reads and writes DCP's files. Here names are translated. Tensors pass one at a time.
+torch reads and writes DCP's files. Here names are translated.
 
 FSDP2's way is ``dcp.save({"model": ..., "optimizer": ...})`` of what ``get_state_dict`` gives. Keys are
 ``model.<name>``, ``optimizer.state.<name>.exp_avg`` and ``optimizer.param_groups.0.lr``; with
@@ -19,13 +19,14 @@ import pickle
 import secrets
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import metadata as records
-from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -34,8 +35,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from streamshard.checkpoint.directory import PARTIAL, next_number, open_checkpoint
 from streamshard.checkpoint.disk_layout import Piece
-from streamshard.checkpoint.json_codec import decode, encode
-from streamshard.checkpoint.manifest import CheckpointFiles
+from streamshard.checkpoint.manifest import CheckpointFiles, decode, encode
 from streamshard.checkpoint.optimizer_state import is_moment
 from streamshard.checkpoint.run_parts import Collected
 from streamshard.checkpoint.safetensors_file import bytes_of, sync_directory
@@ -45,7 +45,7 @@ from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, ConfigError
 from streamshard.unit.optimizer_hooks import NUMBERS
 
-__all__ = ["Converted", "Source", "from_dcp", "to_dcp"]
+__all__ = ["Converted", "from_dcp", "to_dcp"]
 
 _METADATA_NAME = ".metadata"
 _RECORDS = (*records.__all__, "_MEM_FORMAT_ENCODING")
@@ -59,78 +59,54 @@ _OTHERS = {
 _CPU = torch.device("cpu")
 
 
-class Source:
-    """A DCP directory, or Accelerate's two, read key by key.
+@contextmanager
+def _without_ranks() -> Iterator[None]:
+    """torch warns that there is no process group, which a conversion does not need."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is ", category=UserWarning)
+        yield
 
-    Attributes:
-        readers: by key, in which of the directories it is.
-    """
 
-    def __init__(self, root: Path) -> None:
-        candidates = [root, root / "pytorch_model_fsdp_0", root / "optimizer_0"]
-        found = [path for path in candidates if (path / _METADATA_NAME).is_file()]
-        if not found:
-            raise CheckpointError(
-                f"{root} is no directory of torch.distributed.checkpoint: there is no {_METADATA_NAME} in it, nor in "
-                "pytorch_model_fsdp_0 in it"
-            )
-        self.readers = {key: reader for reader in map(_Reader, found) for key in reader.metadata.state_dict_metadata}
-
-    def metadata_of(self, key: str) -> Any:
-        return self.readers[key].metadata.state_dict_metadata[key]
-
-    def tensor_metadata(self, key: str) -> TensorStorageMetadata:
-        metadata = self.metadata_of(key)
-        if not isinstance(metadata, TensorStorageMetadata):
-            raise CheckpointError(f"{key!r} is no tensor")
-        return metadata
-
-    def meta_tensor(self, key: str) -> torch.Tensor:
-        """On the meta device."""
-        metadata = self.tensor_metadata(key)
-        return torch.empty(metadata.size, dtype=metadata.properties.dtype, device="meta")
-
-    def tensor(self, key: str) -> torch.Tensor:
-        """In new CPU memory."""
-        return cast(torch.Tensor, self._read(key, torch.empty_like(self.meta_tensor(key), device=_CPU)))
-
-    def value(self, key: str) -> Any:
-        """A small tensor, or another value."""
-        return self.tensor(key) if isinstance(self.metadata_of(key), TensorStorageMetadata) else self._read(key, None)
-
-    def _read(self, key: str, target: Any) -> Any:
+def _read(root: Path) -> dict[str, Any]:
+    """All tensors and values of a DCP directory, or of Accelerate's two, by key, in CPU memory."""
+    candidates = [root, root / "pytorch_model_fsdp_0", root / "optimizer_0"]
+    found = [path for path in candidates if (path / _METADATA_NAME).is_file()]
+    if not found:
+        raise CheckpointError(
+            f"{root} is no directory of torch.distributed.checkpoint: there is no {_METADATA_NAME} in it, nor in "
+            "pytorch_model_fsdp_0 in it"
+        )
+    values: dict[str, Any] = {}
+    for path in found:
         try:
-            return self.readers[key].read(key, target)
-        except Exception as error:  # torch raises whatever it runs into
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            raise CheckpointError(f"cannot read {key!r} of {self.readers[key].path}: {reason}") from error
+            reader = _Reader(path)
+            part = {
+                key: torch.empty(each.size, dtype=each.properties.dtype)
+                if isinstance(each, TensorStorageMetadata)
+                else None
+                for key, each in reader.read_metadata().state_dict_metadata.items()
+            }
+            planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            with _without_ranks():
+                state_dict_loader.load(part, storage_reader=reader, planner=planner, no_dist=True)
+        except (Exception, CheckpointException) as error:  # torch and unpicklers raise whatever they run into
+            cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+            reason = str(cause).partition("\n")[0]
+            raise CheckpointError(f"cannot read {path}: {type(cause).__name__}: {reason}") from error
+        values |= part
+    return values
 
 
 class _Reader(FileSystemReader):
-    """Reads one key at a time, and unpickles nothing but data.
+    """Unpickles nothing but data."""
 
-    Attributes:
-        metadata: of all keys.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        try:
-            with open(path / _METADATA_NAME, "rb") as file:
-                self.metadata: Metadata = _MetadataUnpickler(file).load()
-        except Exception as error:  # unpicklers raise whatever they run into
-            raise CheckpointError(f"cannot read {path / _METADATA_NAME}: {error}") from error
-        self.set_up_storage_reader(self.metadata, is_coordinator=True)
-
-    def read(self, key: str, target: Any) -> Any:
-        """The value of `key`: `target`, filled, if it is a tensor."""
-        state = {key: target}
-        planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(state, self.metadata, is_coordinator=True)
-        plan = self.prepare_local_plan(planner.create_local_plan())
-        plan = self.prepare_global_plan(planner.create_global_plan([plan]))[0]
-        self.read_data(planner.finish_plan(plan), planner).wait()
-        return state[key]
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path) / _METADATA_NAME, "rb") as file:
+            metadata: Metadata = _MetadataUnpickler(file).load()
+        if metadata.storage_meta is None:
+            metadata.storage_meta = records.StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -233,7 +209,6 @@ def _optimizer_out(files: CheckpointFiles, name: str) -> dict[str, Any]:
         {
             **decode(group["options"], files.read_whole, _CPU),
             "params": [fqn(param) for param in group["params"]],
-            **({"param_names": group["param_names"]} if "param_names" in group else {}),
         }
         for group in saved["groups"]
     ]
@@ -267,20 +242,19 @@ class _SavePlanner(DefaultSavePlanner):
 
 def _write(files: CheckpointFiles, target: Path, final: Path, state: dict[str, Any]) -> None:
     """Write `state` into `target`, which messages call `final`."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is ", category=UserWarning)  # it is not needed
-        # Without copying ahead, which it does where there is a GPU, one is written before the next is asked for.
-        writer = FileSystemWriter(target, per_thread_copy_ahead=0)
-        try:
+    # Without copying ahead, which torch does where there is a GPU, one is written before the next is asked for.
+    writer = FileSystemWriter(target, per_thread_copy_ahead=0)
+    try:
+        with _without_ranks():
             state_dict_saver.save(state, storage_writer=writer, planner=_SavePlanner(files), no_dist=True)
-        except CheckpointException as error:
-            cause, _ = next(iter(error.failures.values()))
-            behind: BaseException | None = cause
-            while behind is not None:  # an interrupted writer of torch may raise an error of its own on top
-                if not isinstance(behind, Exception):
-                    raise behind from None
-                behind = behind.__context__
-            raise CheckpointError(f"cannot write {final}: {cause}") from error
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        behind: BaseException | None = cause
+        while behind is not None:  # an interrupted writer of torch may raise an error of its own on top
+            if not isinstance(behind, Exception):
+                raise behind from None
+            behind = behind.__context__
+        raise CheckpointError(f"cannot write {final}: {cause}") from error
 
 
 # ------------------------------------------------------------------------------------------------ from DCP
@@ -309,7 +283,8 @@ def from_dcp(
     """Make a checkpoint of FSDP2's, from which `load_checkpoint(out, model, optimizer)` goes on.
 
     DCP's files hold pickles, with which others could run code on this machine. They are read by unpicklers that know
-    tensors, numbers, strings, lists, dicts and DCP's own records, and refuse anything else.
+    tensors, numbers, strings, lists, dicts and DCP's own records, and refuse anything else. All of it is read into host
+    memory.
 
     Args:
         directory: a DCP directory, or one of Accelerate's with ``pytorch_model_fsdp_0`` in it.
@@ -322,131 +297,107 @@ def from_dcp(
         CheckpointError: it is no DCP directory, it is damaged, or holds what StreamShard could not load.
         ConfigError: no key begins so.
     """
-    source, root = Source(parse_path("directory", directory)), parse_path("out", out)
+    values, root = _read(parse_path("directory", directory)), parse_path("out", out)
     own, prefix = f"{optimizer}.", f"{model}." if model else ""
-    of_model = [key for key in source.readers if key.startswith(prefix) and (model or not key.startswith(own))]
-    tensors_of_model = [key for key in of_model if isinstance(source.metadata_of(key), TensorStorageMetadata)]
-    names = {key.removeprefix(prefix): key for key in tensors_of_model if "_extra_state" not in key.split(".")}
-    if not names:
-        shown = sorted({key.partition(".")[0] for key in source.readers})
+    weights = {
+        key.removeprefix(prefix): each
+        for key, each in values.items()
+        if isinstance(each, torch.Tensor) and key.startswith(prefix) and (model or not key.startswith(own))
+        if "_extra_state" not in key.split(".")
+    }
+    if not weights:
+        shown = sorted({key.partition(".")[0] for key in values})
         raise ConfigError(
             f"model={model!r}: no key of {directory} begins so; they begin with {', '.join(shown)}: "
             "say what those of weights begin with (--model-key)"
         )
-    others = source.readers.keys() - set(names.values())
+    left_out = values.keys() - {f"{prefix}{name}" for name in weights}
     tensors: dict[str, torch.Tensor] = {}
-    keys = {f"model/{name}": key for name, key in names.items()}
-    optimizers: dict[str, Any] = {}
-    if any(key.startswith(own) for key in others):
-        optimizers["optimizer"] = _optimizer_in(source, own, names, others, tensors, keys)
+    optimizers = {}
+    if any(key.startswith(own) for key in left_out):
+        state = {key.removeprefix(own): values[key] for key in values if key in left_out and key.startswith(own)}
+        optimizers["optimizer"], taken = _optimizer_in(state, weights, tensors)
+        left_out -= {f"{own}{key}" for key in taken}
     stepped = {name for each in optimizers.values() for group in each["groups"] for name in group["params"]}
-    metas = {name: source.meta_tensor(key) for name, key in keys.items()}
-    pieces = [Piece.whole(name, each) for name, each in {**metas, **tensors}.items()]
+    models = {"model": _model_in(weights, stepped)}
+    pieces = [Piece.whole(f"model/{name}", weights[name]) for name in models["model"]["params"]]
+    pieces += [Piece.whole(name, each) for name, each in tensors.items()]
     number = next_number(root) if step is None else step
-    state = {"models": {"model": _model_in(source, names, stepped)}, "optimizers": optimizers, "trees": {}}
-
-    def data_of(name: str) -> torch.Tensor:
-        return source.tensor(keys[name]).view(-1) if name in keys else tensors[name].contiguous().view(-1)
-
-    path = write_checkpoint(root, number, None, SingleProcess(), Collected(state, {}, pieces), data_of)
-    return Converted(path, sorted(others))
+    collected = Collected({"models": models, "optimizers": optimizers, "trees": {}}, {}, pieces)
+    return Converted(write_checkpoint(root, number, None, SingleProcess(), collected), sorted(left_out))
 
 
-def _model_in(source: Source, names: Mapping[str, str], stepped: set[str]) -> dict[str, Any]:
-    """DCP does not tell parameters from buffers: a tensor that no optimizer steps is listed as both."""
+def _model_in(weights: Mapping[str, torch.Tensor], stepped: set[str]) -> dict[str, Any]:
+    """The model's JSON. DCP does not tell parameters from buffers: what no optimizer steps is listed as both.
+
+    DCP has every name of a tied parameter, and the optimizer one of them. So a tensor that no optimizer steps, with the
+    bytes of another one, is saved as an alias of that one.
+    """
+    params: dict[str, Any] = {}
+    first_of: dict[Any, str] = {}
+    for name in sorted(weights, key=lambda name: name not in stepped):
+        data = weights[name].contiguous()
+        first = first_of.setdefault((data.shape, data.dtype, hashlib.sha256(bytes_of(data)).digest()), name)
+        if first != name and name not in stepped:
+            params[first]["aliases"].append(name)
+        else:
+            params[name] = {"dtype": str(data.dtype).removeprefix("torch."), "aliases": []}
     return {
         "class": None,
-        "params": {
-            name: {"dtype": str(source.tensor_metadata(key).properties.dtype).removeprefix("torch."), "aliases": []}
-            for name, key in names.items()
-        },
-        "buffers": [name for name in names if name not in stepped],
-        "equal": _equal_ones(source, names, stepped),
+        "params": params,
+        "buffers": [name for name in weights if name not in stepped],
         "extra_state": {},
         "export": {"error": "it comes from DCP, which does not say what its files would be: load it and export that"},
     }
 
 
-def _equal_ones(source: Source, names: Mapping[str, str], stepped: set[str]) -> list[list[str]]:
-    """Names with the same bytes, among which tied ones are: DCP has each of these, the optimizer one of them."""
-    alike: dict[Any, list[str]] = {}
-    for name, key in names.items():
-        metadata = source.tensor_metadata(key)
-        alike.setdefault((metadata.size, metadata.properties.dtype), []).append(name)
-    found: dict[bytes, list[str]] = {}
-    for group in alike.values():
-        if len(group) > 1 and not stepped.issuperset(group):
-            for name in group:
-                tensor = source.tensor(names[name])
-                found.setdefault(hashlib.sha256(bytes_of(tensor)).digest(), []).append(name)
-                del tensor  # before the next is read
-    return [group for group in found.values() if len(group) > 1]
-
-
 def _optimizer_in(
-    source: Source,
-    own: str,
-    names: Mapping[str, str],
-    others: set[str],
-    tensors: dict[str, torch.Tensor],
-    keys: dict[str, str],
-) -> dict[str, Any]:
-    """The optimizer's JSON.
+    values: Mapping[str, Any], weights: Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor]
+) -> tuple[dict[str, Any], set[str]]:
+    """The optimizer's JSON, and the keys that it is made of.
 
     Args:
-        source: the files.
-        own: what its keys begin with.
-        names: of the model's tensors, with their keys.
-        others: keys that are not taken yet; loses those of the optimizer.
-        tensors: gains small ones.
-        keys: gains those of moments, by the names they are saved under.
+        values: by key, without what the optimizer's keys begin with.
+        weights: the model's tensors, by name.
+        tensors: gains those of the optimizer, by the names they are saved under.
     """
     state: dict[str, dict[str, Any]] = {}
     groups: dict[Any, dict[str, Any]] = {}
-    for key in [key for key in source.readers if key in others and key.startswith(own)]:
-        what, _, rest = key.removeprefix(own).partition(".")
+    taken = set()
+    for key, value in values.items():
+        what, _, rest = key.partition(".")
         name, _, each = rest.rpartition(".")
-        if what == "state" and name in names:
-            state.setdefault(name, {})[each] = _value_in(
-                source, key, f"optimizer/{name}/{each}", names[name], tensors, keys
-            )
-        elif what == "param_groups" and (name.isdecimal() or name in names):
-            groups.setdefault(int(name) if name.isdecimal() else name, {})[each] = source.value(key)
+        if what == "state" and name in weights:
+            state.setdefault(name, {})[each] = _value_in(value, each, name, weights[name], tensors)
+        elif what == "param_groups" and (name.isdecimal() or name in weights):
+            groups.setdefault(int(name) if name.isdecimal() else name, {})[each] = value
         else:
             continue
-        others.discard(key)
+        taken.add(key)
     numbered = {place: options for place, options in groups.items() if isinstance(place, int)}
     groups = numbered or _joined(groups)
-    return {
-        "class": None,
-        "groups": [
-            {
-                "params": list(options.pop("params", [])),
-                "options": encode(options, f"optimizer/param_groups[{place}]", tensors),
-            }
-            for place, (_, options) in enumerate(sorted(groups.items()))
-        ],
-        "state": state,
-        "others": {},
-        "shared": {},
-    }
+    listed = [
+        {
+            "params": list(options.pop("params", [])),
+            "options": encode(options, f"optimizer/param_groups[{place}]", tensors),
+        }
+        for place, (_, options) in enumerate(sorted(groups.items()))
+    ]
+    return {"class": None, "groups": listed, "state": state, "others": {}, "shared": {}}, taken
 
 
-def _value_in(
-    source: Source, key: str, name: str, param: str, tensors: dict[str, torch.Tensor], keys: dict[str, str]
-) -> Any:
-    """JSON of one value of the state of the parameter with key `param`, to be saved as `name`."""
-    found, wanted = source.metadata_of(key), source.tensor_metadata(param).size
-    if isinstance(found, TensorStorageMetadata):
-        if found.size == wanted and key.rpartition(".")[2] not in NUMBERS:
-            keys[name] = key
-            return {"$": "moment", "tensor": name}
-        if found.size.numel() > 1:
+def _value_in(value: Any, key: str, name: str, weight: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Any:
+    """JSON of state `key` of the parameter `name`, which is `weight`."""
+    if isinstance(value, torch.Tensor):
+        if value.shape == weight.shape and key not in NUMBERS:
+            tensors[f"optimizer/{name}/{key}"] = value
+            return {"$": "moment", "tensor": f"optimizer/{name}/{key}"}
+        if value.numel() > 1:
             raise CheckpointError(
-                f"{key!r} has shape {list(found.size)}, its parameter {list(wanted)}: StreamShard loads only state "
-                "with one number for each element"
+                f"the optimizer's {key!r} of {name!r} has shape {list(value.shape)}, the parameter "
+                f"{list(weight.shape)}: StreamShard loads only state with one number for each element"
             )
-    return encode(source.value(key), name, tensors)
+    return encode(value, f"optimizer/{name}/{key}", tensors)
 
 
 def _joined(options_of: Mapping[str, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:

@@ -37,12 +37,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
 from streamshard.checkpoint.directory import Partial, create_partial, open_checkpoint, remove_partial
 from streamshard.checkpoint.disk_layout import Run, local_pieces, overlaps, plan_disk, saved_names
-from streamshard.checkpoint.json_codec import dtype_named
-from streamshard.checkpoint.manifest import MANIFEST_NAME, CheckpointFiles, Read
+from streamshard.checkpoint.manifest import MANIFEST_NAME, CheckpointFiles, Read, dtype_named
 from streamshard.checkpoint.safetensors_file import (
     CHUNK_BYTES,
     INDEX_NAME,
@@ -163,12 +163,10 @@ class Exported(NamedTuple):
     Attributes:
         path: of the checkpoint.
         files: names of those written, the index last.
-        custom_code: the model's class, if its code is the user's own and missing beside the weights.
     """
 
     path: Path
     files: list[str]
-    custom_code: str | None
 
 
 def export_checkpoint(
@@ -224,7 +222,7 @@ def export_checkpoint(
         total_parameters=files.manifest.numel_of_params(name),
         write_beside=write_beside,
     )
-    return Exported(files.root, names, plan["custom_code"])
+    return Exported(files.root, names)
 
 
 def _model_called(name: str | None, models: Sequence[str], path: Path) -> str:
@@ -347,23 +345,15 @@ def plan_files(specs: Sequence[TensorSpec], max_file_bytes: int) -> list[FileLay
     Returns:
         ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on.
     """
-    groups: list[list[TensorSpec]] = []
-    filling: list[TensorSpec] = []
-    filled_bytes = 0
-    for spec in specs:
-        if spec.size_bytes > max_file_bytes:
-            groups.append([spec])
-            continue
-        if filled_bytes + spec.size_bytes > max_file_bytes:
-            groups.append(filling)
-            filling, filled_bytes = [], 0
-        filling.append(spec)
-        filled_bytes += spec.size_bytes
-    if filling or not groups:
-        groups.append(filling)
-    if len(groups) == 1:
-        return [lay_out(SINGLE_NAME, groups[0])]
-    return [lay_out(f"model-{n:05d}-of-{len(groups):05d}.safetensors", each) for n, each in enumerate(groups, start=1)]
+    by_name = {spec.name: spec for spec in specs}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda spec: spec.size_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_file_bytes,
+    )
+    files = split.filename_to_tensors or {SINGLE_NAME: []}
+    return [lay_out(name, [by_name[each] for each in names]) for name, names in files.items()]
 
 
 def encode_index(files: Sequence[FileLayout], total_parameters: int | None) -> bytes:

@@ -16,14 +16,13 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamshard.checkpoint.disk_layout import Piece
-from streamshard.checkpoint.json_codec import decode, encode
+from streamshard.checkpoint.manifest import decode, encode
 from streamshard.comm.ranks import Ranks
 from streamshard.engine.engine import Engine
-from streamshard.engine.hooks import tensors_in
 from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.unit.optimizer_hooks import NUMBERS, take_over_state
 from streamshard.unit.shard import ParamShard
-from streamshard.unit.sharded_tensor import ShardedTensor, is_piece
+from streamshard.unit.sharded_tensor import ShardedTensor
 
 __all__ = [
     "LocalState",
@@ -234,26 +233,12 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
         rows = [(piece.name, piece.shape, piece.data.dtype, piece.start, piece.stop) for piece in pieces]
         return (local[0].outlines, local[0].owned), rows
 
-    def unsharded() -> dict[str, Any]:
-        packed = optimizer.state_dict()
-        held = {key: value for key, value in packed.items() if key != "state"}
-        held["state"] = {key: each for key, each in packed["state"].items() if isinstance(key, str)}  # of no parameter
-        for key, value in held.items():
-            if any(map(is_piece, tensors_in(value))):
-                raise ShardingError(
-                    f"{type(optimizer).__name__}'s {key} hold one rank's piece of a sharded tensor: only its state of "
-                    "each parameter can be put together. Keep the tensor elsewhere"
-                )
-        return held
-
     doing = "collect the optimizer's state"
     told = ranks.gather_results(doing, outline)
-    packed: list[dict[str, Any]] = []
     wholes: dict[str, torch.Tensor] = {}
     wanted = not rank0_only or ranks.is_first
 
     def allocate() -> None:
-        packed.append(unsharded())
         if wanted:
             for _, rows in told:
                 wholes.update((name, torch.empty(shape, dtype=dtype)) for name, shape, dtype, _, _ in rows)
@@ -265,7 +250,9 @@ def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict
     wholes.update((name, tensor.to("cpu", copy=True)) for name, tensor in local[0].tensors.items())
     joined = local[0].join([theirs for theirs, _ in told])
     state = {int(name): decode(_plain(own), wholes.__getitem__, _CPU) for name, own in joined.items() if own}
-    return {**packed[0], "state": {**state, **packed[0]["state"]}}
+    packed = optimizer.state_dict()
+    others = {key: value for key, value in packed["state"].items() if isinstance(key, str)}  # of no parameter
+    return {**packed, "state": {**state, **others}}
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

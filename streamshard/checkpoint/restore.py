@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,10 +20,9 @@ from torch.optim import Optimizer
 from streamshard.checkpoint.background import finish_running
 from streamshard.checkpoint.directory import find_checkpoint, open_checkpoint, whole_checkpoints
 from streamshard.checkpoint.disk_layout import local_pieces
-from streamshard.checkpoint.json_codec import decode
 from streamshard.checkpoint.load import put_back_buffers
-from streamshard.checkpoint.manifest import CheckpointFiles, Manifest, Read
-from streamshard.checkpoint.optimizer_state import is_moment, is_owned, moment_of, own_part, params_in
+from streamshard.checkpoint.manifest import CheckpointFiles, Read, decode
+from streamshard.checkpoint.optimizer_state import is_moment, is_owned, own_part, params_in
 from streamshard.checkpoint.run_parts import (
     RANDOM,
     Parts,
@@ -91,15 +90,9 @@ def load_checkpoint(
     parts = name_parts("load_checkpoint", model, optimizer, scheduler, scaler, extra, accepts_empty=True)
     ranks = parts.engine.ranks
     files = _open(root, ranks)
-    path, manifest = files.root, files.manifest
+    path = files.root
 
-    def compare() -> Plan:
-        plan = plan_restore(parts, manifest, files.read_whole)
-        for read in plan.reads:
-            files.map_for(read)
-        return plan
-
-    plan = run_on_all_ranks(ranks, f"load {path}", compare)
+    plan = run_on_all_ranks(ranks, f"load {path}", lambda: Plan(parts, files))
     run_on_all_ranks(ranks, f"load {path}", lambda: _load_objects(plan))
     # From here on only the storage itself can fail.
     half = f"finish loading {path}, and half of it is loaded now: load again before going on"
@@ -163,8 +156,12 @@ def _read(plan: Plan, files: CheckpointFiles) -> None:
 # ------------------------------------------------------------------------------------------------ comparing
 
 
-class Plan(NamedTuple):
+class Plan:
     """What a rank does to take over a checkpoint, found without changing anything.
+
+    Args:
+        parts: what is there.
+        files: what was saved.
 
     Attributes:
         loads: of users' objects, which may refuse what they are given; by name.
@@ -172,77 +169,160 @@ class Plan(NamedTuple):
         finish: what follows once all of it is read.
         filled: by model, the parameters and buffers that are read.
         values: plain ones that were saved, by the user's key.
-        wrong: what does not fit.
-    """
-
-    loads: dict[str, Callable[[], object]]
-    reads: list[Read]
-    finish: list[Callable[[], object]]
-    filled: dict[str, set[str]]
-    values: dict[str, Any]
-    wrong: list[str]
-
-
-def plan_restore(parts: Parts, manifest: Manifest, tensor_of: Callable[[str], torch.Tensor]) -> Plan:
-    """Compare what was saved with what is there.
-
-    Args:
-        parts: what is there.
-        manifest: what was saved.
-        tensor_of: a saved tensor in new CPU memory, by name; for small ones.
 
     Raises:
         CheckpointError: names all that is missing, not expected, or of another shape.
     """
-    plan = Plan({}, [], [], {}, {}, [])
-    saved_models, saved_optimizers = manifest.state["models"], manifest.state["optimizers"]
-    for name, (model, engine) in parts.models.items():
-        if name not in saved_models:
-            plan.wrong.append(f"it has no {name!r}, but {_listed(saved_models)}")
-        else:
-            _plan_model(name, model, engine, manifest, tensor_of, plan)
-    for name, optimizer in parts.optimizers.items():
-        if name not in saved_optimizers:
-            plan.wrong.append(f"it has no {name!r}, but {_listed(saved_optimizers) or 'no optimizer'}")
-        else:
-            _plan_optimizer(name, optimizer, parts, manifest, tensor_of, plan)
-    _plan_trees(parts, manifest, tensor_of, plan)
-    if plan.wrong:
-        raise CheckpointError("; ".join(plan.wrong))
-    return plan
 
+    def __init__(self, parts: Parts, files: CheckpointFiles) -> None:
+        self.loads: dict[str, Callable[[], object]] = {}
+        self.reads: list[Read] = []
+        self.finish: list[Callable[[], object]] = []
+        self.filled: dict[str, set[str]] = {}
+        self.values: dict[str, Any] = {}
+        self._parts, self._manifest, self._read_whole = parts, files.manifest, files.read_whole
+        self._device = parts.engine.streams.device
+        self._wrong: list[str] = []
+        state = self._manifest.state
+        for kind, mine in (("models", parts.models), ("optimizers", parts.optimizers)):
+            for name in mine:
+                if name not in state[kind]:
+                    self._wrong.append(f"it has no {name!r}, but {_listed(state[kind]) or 'none'}")
+                elif kind == "models":
+                    self._plan_model(name, *parts.models[name])
+                else:
+                    self._plan_optimizer(name, parts.optimizers[name])
+        self._plan_trees()
+        if self._wrong:
+            raise CheckpointError("; ".join(self._wrong))
+        for read in self.reads:
+            files.map_for(read)
 
-def _plan_model(
-    name: str,
-    model: nn.Module,
-    engine: Engine,
-    manifest: Manifest,
-    tensor_of: Callable[[str], torch.Tensor],
-    plan: Plan,
-) -> None:
-    saved = manifest.state["models"][name]
-    pieces = local_pieces(model, engine.param_shards, buffers=True)
-    shapes = {shard.name: shard.layout.shape for shard in engine.param_shards}
-    shapes |= {name: tuple(model.get_buffer(name).shape) for name in pieces.keys() - shapes.keys()}
-    found, unexpected = _match_names(engine.param_shards, pieces, saved)
-    wrong = {"missing": sorted(pieces.keys() - found.keys()), "unexpected": unexpected, "mismatched": []}
-    for here, there in found.items():
-        tensor = _name_there(f"{name}/{there}", engine, manifest)
-        shape = manifest.tensors[tensor].shape
-        if shape != shapes[here]:
-            wrong["mismatched"].append(f"{here} (is {list(shape)}, wanted {list(shapes[here])})")
-        plan.reads.append(Read(tensor, pieces[here].start, pieces[here].data))
-    plan.filled[name] = set(found)
-    modules = dict(model.named_modules())
-    for module, state in decode(saved["extra_state"], tensor_of, engine.streams.device).items():
-        if module in modules and type(modules[module]).set_extra_state is not nn.Module.set_extra_state:
-            plan.loads[f"{name}/{module}"] = partial(modules[module].set_extra_state, state)
-        else:
-            wrong["unexpected"].append(f"{module}._extra_state")
-    plan.finish.append(partial(put_back_buffers, model, pieces))
-    told = ", ".join(f"{kind} {_listed(names)}" for kind, names in wrong.items() if names)
-    if told:
-        plan.wrong.append(f"{name} is {saved['class'] or 'a model'} and does not fit {type(model).__name__}: {told}")
+    def _decode(self, saved: Any) -> Any:
+        return decode(saved, self._read_whole, self._device)
+
+    def _plan_model(self, name: str, model: nn.Module, engine: Engine) -> None:
+        saved = self._manifest.state["models"][name]
+        pieces = local_pieces(model, engine.param_shards, buffers=True)
+        shapes = {shard.name: shard.layout.shape for shard in engine.param_shards}
+        shapes |= {name: tuple(model.get_buffer(name).shape) for name in pieces.keys() - shapes.keys()}
+        found, unexpected = _match_names(engine.param_shards, pieces, saved)
+        wrong = {"missing": sorted(pieces.keys() - found.keys()), "unexpected": unexpected, "mismatched": []}
+        for here, there in found.items():
+            tensor = self._name_there(f"{name}/{there}", engine)
+            shape = self._manifest.tensors[tensor].shape
+            if shape != shapes[here]:
+                wrong["mismatched"].append(f"{here} (is {list(shape)}, wanted {list(shapes[here])})")
+            self.reads.append(Read(tensor, pieces[here].start, pieces[here].data))
+        self.filled[name] = set(found)
+        modules = dict(model.named_modules())
+        for module, state in self._decode(saved["extra_state"]).items():
+            if module in modules and type(modules[module]).set_extra_state is not nn.Module.set_extra_state:
+                self.loads[f"{name}/{module}"] = partial(modules[module].set_extra_state, state)
+            else:
+                unexpected.append(f"{module}._extra_state")
+        self.finish.append(partial(put_back_buffers, model, pieces))
+        if told := ", ".join(f"{kind} {_listed(names)}" for kind, names in wrong.items() if names):
+            kind = saved["class"] or "a model"
+            self._wrong.append(f"{name} is {kind} and does not fit {type(model).__name__}: {told}")
+
+    def _plan_optimizer(self, name: str, optimizer: Optimizer) -> None:
+        saved = self._manifest.state["optimizers"][name]
+        if problem := _other_class(name, optimizer, saved):
+            self._wrong.append(problem)
+            return
+        names, owners = param_names(optimizer, self._parts)
+        sharded = {shard.param: (engine, shard) for engine, shard in owners}
+        state: dict[Any, Any] = {}
+        for number, param in enumerate(params_in(optimizer)):
+            values = saved["state"].get(names[param], {})
+            if param not in sharded:
+                if any(map(is_moment, values.values())):
+                    self._wrong.append(f"{name}: {names[param]!r} was sharded when it was saved, and is not here")
+                    continue
+                state[number] = self._decode(values)
+            elif is_owned(optimizer, param):
+                engine = sharded[param][0]
+                own = own_part(optimizer, param, values)
+                state[number] = decode(own, lambda each: self._read_whole(self._name_there(each, engine)), self._device)  # noqa: B023
+            else:
+                state[number] = self._plan_moments(name, *sharded[param], values)
+        state = {**self._decode(saved["shared"]), **{number: own for number, own in state.items() if own}}
+        groups = self._plan_groups(name, optimizer, names, saved["groups"])
+        loaded = {**self._decode(saved["others"]), "state": state, "param_groups": groups}
+        self.finish.append(partial(optimizer.load_state_dict, loaded))
+
+    def _plan_moments(self, name: str, engine: Engine, shard: ParamShard, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What this rank keeps of a parameter of which it steps a piece."""
+        own: dict[str, Any] = {}
+        if shard.layout.numel and not shard.local.numel:
+            return own  # nothing to step
+        for key, value in values.items():
+            if not is_moment(value):
+                own[key] = self._decode(value)
+                continue
+            tensor = self._name_there(value["tensor"], engine)
+            record = self._manifest.tensors[tensor]
+            if record.shape != shard.layout.shape:
+                shapes = f"{list(record.shape)}, wanted {list(shard.layout.shape)}"
+                self._wrong.append(f"{name}: {key!r} of {shard.name!r} has shape {shapes}")
+                return {}
+            own[key] = torch.empty(shard.piece.shape, dtype=record.torch_dtype, device=self._device)
+            self.reads.append(Read(tensor, shard.local.start, own[key].view(-1)))
+        return own
+
+    def _name_there(self, tensor: str, engine: Engine) -> str:
+        """The name under which this rank's replica, or the first one, has saved a tensor."""
+        own = f"{tensor}@replica{engine.ranks.replica}"
+        return own if own in self._manifest.tensors else tensor
+
+    def _plan_groups(
+        self, name: str, optimizer: Optimizer, names: Mapping[nn.Parameter, str], saved: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Param groups for ``load_state_dict``, with the options that were saved."""
+        mine = optimizer.state_dict()["param_groups"]
+        if len(saved) != len(mine):
+            self._wrong.append(f"{name} has {len(saved)} param groups, wanted {len(mine)}")
+            return []
+        groups = []
+        for place, (own, group) in enumerate(zip(mine, optimizer.param_groups, strict=True)):
+            here, there = [names[param] for param in group["params"]], saved[place]["params"]
+            if missing := [each for each in here if each not in there]:
+                self._wrong.append(f"{name}: param group {place} has no {_listed(missing)}")
+            if unexpected := [each for each in there if each not in here]:
+                self._wrong.append(f"{name}: param group {place} has {_listed(unexpected)}, which is not expected")
+            kept = {key: own[key] for key in ("params", "param_names") if key in own}
+            groups.append({**self._decode(saved[place]["options"]), **kept})
+        return groups
+
+    def _plan_trees(self) -> None:
+        parts, ranks, trees = self._parts, self._parts.engine.ranks, self._manifest.state["trees"]
+        self._wrong += [f"it has no {name!r}" for name in (*parts.objects, *parts.values) if name not in trees]
+        for name, saved in trees.items():
+            if name == RANDOM:
+                if "all" in saved or ranks.number < len(saved["ranks"]):
+                    self.finish.append(partial(set_random_state, self._tree_of(saved), self._device))
+            elif name not in parts.objects and not name.startswith("extra."):
+                continue  # not asked for
+            elif "all" not in saved and len(saved["ranks"]) != ranks.total_size:
+                self._wrong.append(
+                    f"{name!r} differs between the {len(saved['ranks'])} ranks that saved it: load it on as many, not "
+                    f"on {ranks.total_size}"
+                )
+            else:
+                value = self._tree_of(saved)
+                if name in parts.objects:
+                    self.loads[name] = partial(parts.objects[name].load_state_dict, value)
+                    value = parts.objects[name]
+                if name.startswith("extra."):
+                    self.values[name.removeprefix("extra.")] = value
+
+    def _tree_of(self, saved: Mapping[str, Any]) -> Any:
+        """This rank's tree, or that of all ranks."""
+        if "all" in saved:
+            return self._decode(saved["all"])
+        rank = self._parts.engine.ranks.number
+        return decode(saved["ranks"][rank], lambda name: self._read_whole(f"{name}@rank{rank}"), self._device)
 
 
 def _match_names(
@@ -254,56 +334,16 @@ def _match_names(
     """
     main_names = {alias: param for param, own in saved["params"].items() for alias in own["aliases"]}
     found: dict[str, str] = {}
-    known: set[str] = set()
     for shard in shards:
         own = (shard.name, *shard.aliases)
         names_there = (*own, *(main_names.get(alias) for alias in own))
         there = next((each for each in names_there if each in saved["params"]), None)
         if there is not None:
             found[shard.name] = there
-            for group in saved.get("equal", ()):  # FSDP2's checkpoints have every name of a tied parameter
-                if there in group:
-                    known.update(set(own).intersection(group))
     params = {shard.name for shard in shards}
-    found |= {name: name for name in names if name not in params and name in saved["buffers"]}
-    known |= set(found.values())
+    found |= {name: main_names.get(name, name) for name in names if name not in params and name in saved["buffers"]}
+    known = {*found.values(), *main_names}
     return found, [each for each in dict.fromkeys((*saved["params"], *saved["buffers"])) if each not in known]
-
-
-def _plan_optimizer(
-    name: str,
-    optimizer: Optimizer,
-    parts: Parts,
-    manifest: Manifest,
-    tensor_of: Callable[[str], torch.Tensor],
-    plan: Plan,
-) -> None:
-    saved = manifest.state["optimizers"][name]
-    device = parts.engine.streams.device
-    if problem := _other_class(name, optimizer, saved):
-        plan.wrong.append(problem)
-        return
-    names, owners = param_names(optimizer, parts)
-    sharded = {shard.param: (engine, shard) for engine, shard in owners}
-    state: dict[Any, Any] = decode(saved["shared"], tensor_of, device)  # by the parameter's number, or of none
-    for number, param in enumerate(params_in(optimizer)):
-        values = saved["state"].get(names[param], {})
-        if param not in sharded:
-            if any(map(is_moment, values.values())):
-                plan.wrong.append(f"{name}: {names[param]!r} was sharded when it was saved, and is not here")
-            else:
-                state[number] = decode(values, tensor_of, device)
-        elif is_owned(optimizer, param):
-            engine = sharded[param][0]
-            own = own_part(optimizer, param, values)
-            state[number] = decode(own, lambda each: tensor_of(_name_there(each, engine, manifest)), device)  # noqa: B023
-        elif sharded[param][1].local.numel or not sharded[param][1].layout.numel:  # else nothing to step or keep
-            state[number] = _plan_moments(name, optimizer, *sharded[param], values, manifest, tensor_of, plan)
-        if number in state and not state[number]:
-            del state[number]
-    groups = _plan_groups(name, optimizer, names, saved["groups"], tensor_of, device, plan)
-    others = decode(saved["others"], tensor_of, device)
-    plan.finish.append(partial(optimizer.load_state_dict, {**others, "state": state, "param_groups": groups}))
 
 
 def _other_class(name: str, optimizer: Optimizer, saved: Mapping[str, Any]) -> str:
@@ -316,102 +356,6 @@ def _other_class(name: str, optimizer: Optimizer, saved: Mapping[str, Any]) -> s
         return f"{name} has no options {_listed(missing)}: it is not of a {kind}" if missing else ""
     same = saved["class"] == class_name(optimizer)
     return "" if same else f"{name} is {saved['class']}, wanted {class_name(optimizer)}"
-
-
-def _plan_moments(
-    name: str,
-    optimizer: Optimizer,
-    engine: Engine,
-    shard: ParamShard,
-    values: Mapping[str, Any],
-    manifest: Manifest,
-    tensor_of: Callable[[str], torch.Tensor],
-    plan: Plan,
-) -> dict[str, Any]:
-    """What this rank keeps of a parameter of which it steps a piece. Moments are read in place where it has them."""
-    own: dict[str, Any] = {}
-    device = engine.streams.device
-    for key, value in values.items():
-        if not is_moment(value):
-            own[key] = decode(value, tensor_of, device)
-            continue
-        tensor = _name_there(value["tensor"], engine, manifest)
-        record = manifest.tensors[tensor]
-        if record.shape != shard.layout.shape:
-            shapes = f"{list(record.shape)}, wanted {list(shard.layout.shape)}"
-            plan.wrong.append(f"{name}: {key!r} of {shard.name!r} has shape {shapes}")
-            return {}
-        moment = moment_of(shard, optimizer, key)
-        if moment is None or moment.dtype != record.torch_dtype or not moment.is_contiguous():
-            moment = torch.empty(shard.piece.shape, dtype=record.torch_dtype, device=device)
-        own[key] = moment
-        plan.reads.append(Read(tensor, shard.local.start, moment.detach().as_subclass(torch.Tensor).view(-1)))
-    return own
-
-
-def _name_there(tensor: str, engine: Engine, manifest: Manifest) -> str:
-    """The name under which this rank's replica, or the first one, has saved a tensor."""
-    own = f"{tensor}@replica{engine.ranks.replica}"
-    return own if own in manifest.tensors else tensor
-
-
-def _plan_groups(
-    name: str,
-    optimizer: Optimizer,
-    names: Mapping[nn.Parameter, str],
-    saved: Sequence[Mapping[str, Any]],
-    tensor_of: Callable[[str], torch.Tensor],
-    device: torch.device,
-    plan: Plan,
-) -> list[dict[str, Any]]:
-    """Param groups for ``load_state_dict``, with the options that were saved."""
-    mine = optimizer.state_dict()["param_groups"]
-    if len(saved) != len(mine):
-        plan.wrong.append(f"{name} has {len(saved)} param groups, wanted {len(mine)}")
-        return []
-    groups = []
-    for place, (own, group) in enumerate(zip(mine, optimizer.param_groups, strict=True)):
-        here, there = [names[param] for param in group["params"]], saved[place]["params"]
-        if missing := [each for each in here if each not in there]:
-            plan.wrong.append(f"{name}: param group {place} has no {_listed(missing)}")
-        if unexpected := [each for each in there if each not in here]:
-            plan.wrong.append(f"{name}: param group {place} has {_listed(unexpected)}, which is not expected")
-        options = decode(saved[place]["options"], tensor_of, device)
-        groups.append({**options, **{key: own[key] for key in ("params", "param_names") if key in own}})
-    return groups
-
-
-def _plan_trees(parts: Parts, manifest: Manifest, tensor_of: Callable[[str], torch.Tensor], plan: Plan) -> None:
-    ranks, device = parts.engine.ranks, parts.engine.streams.device
-    trees = manifest.state["trees"]
-    plan.wrong.extend(f"it has no {name!r}" for name in (*parts.objects, *parts.values) if name not in trees)
-    for name, saved in trees.items():
-        if name == RANDOM:
-            if "all" in saved or ranks.number < len(saved["ranks"]):
-                state = _tree_of(saved, ranks.number, tensor_of, device)
-                plan.finish.append(partial(set_random_state, state, device))
-        elif name not in parts.objects and not name.startswith("extra."):
-            continue  # not asked for
-        elif "all" not in saved and len(saved["ranks"]) != ranks.total_size:
-            plan.wrong.append(
-                f"{name!r} differs between the {len(saved['ranks'])} ranks that saved it: load it on as many, not on "
-                f"{ranks.total_size}"
-            )
-        else:
-            value = _tree_of(saved, ranks.number, tensor_of, device)
-            if name in parts.objects:
-                plan.loads[name] = partial(parts.objects[name].load_state_dict, value)
-                value = parts.objects[name]
-            if name.startswith("extra."):
-                plan.values[name.removeprefix("extra.")] = value
-
-
-def _tree_of(
-    saved: Mapping[str, Any], rank: int, tensor_of: Callable[[str], torch.Tensor], device: torch.device
-) -> Any:
-    if "all" in saved:
-        return decode(saved["all"], tensor_of, device)
-    return decode(saved["ranks"][rank], lambda name: tensor_of(f"{name}@rank{rank}"), device)
 
 
 def _listed(names: Iterable[str]) -> str:

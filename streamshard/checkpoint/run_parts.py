@@ -1,7 +1,7 @@
 """What a training run is made of, the names under which its parts are saved, and all of it as named tensors and JSON.
 
 Weights and moments are keyed by the parameter's name and cut by element, so that neither units nor slots nor the number
-of ranks occur in what is saved. Everything else is a tree (see `json_codec.py`): one where all ranks have the same,
+of ranks occur in what is saved. Everything else is a tree (see `manifest.encode`): one where all ranks have the same,
 otherwise one of each rank.
 """
 
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from streamshard.checkpoint.disk_layout import Piece, local_pieces, plan_disk, saved_names
 from streamshard.checkpoint.export import model_dtype
-from streamshard.checkpoint.json_codec import encode
+from streamshard.checkpoint.manifest import encode
 from streamshard.checkpoint.optimizer_state import LocalState, State, drifts_apart, name_here, params_in, settle
 from streamshard.checkpoint.safetensors_file import bytes_of
 from streamshard.comm.objects import gather_from_all_ranks
@@ -283,9 +283,8 @@ class _OptimizerState:
         for place, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
             options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
             options = encode(options, f"{name}/param_groups[{place}]", tensors)
-            named = {"param_names": saved["param_names"]} if "param_names" in saved else {}  # by the user
             params = [names[param] for param in group["params"]]
-            self._saved["groups"].append({"params": params, **named, "options": options})
+            self._saved["groups"].append({"params": params, "options": options})
         shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
         self._saved["others"] = encode(packed, f"{name}/others", tensors)
         self._saved["shared"] = encode(shared, f"{name}/shared", tensors)
@@ -350,19 +349,15 @@ def _collect_trees(
 def _export_plan(model: nn.Module, shards: Sequence[ParamShard], *, with_files: bool) -> dict[str, Any]:
     """What `export_safetensors` would write, for those who have the checkpoint and not the model."""
     files: dict[str, str] = {}
-    custom_code = None
     try:
         huggingface.check_exportable(model)
         tensors = plan_disk(model, shards, None)
-        if huggingface.is_transformers_model(model):
-            custom_code = huggingface.custom_code_of(model)
-            if with_files:
-                files = huggingface.config_files(model, model_dtype(model, shards, None))
+        if with_files and huggingface.is_transformers_model(model):
+            files = huggingface.config_files(model, model_dtype(model, shards, None))
     except CheckpointError as error:
         return {"error": str(error)}
     return {
         "files": files,
-        "custom_code": custom_code,
         "tensors": [
             [each.name, each.shape, str(each.dtype).removeprefix("torch."), [list(run) for run in each.runs]]
             for each in tensors

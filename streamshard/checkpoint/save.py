@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,34 +52,6 @@ Models = nn.Module | Mapping[str, nn.Module]
 Optimizers = Optimizer | Mapping[str, Optimizer]
 
 
-@overload
-def save_checkpoint(
-    directory: str | os.PathLike[str],
-    model: Models,
-    optimizer: Optimizers | None = None,
-    scheduler: Any = None,
-    scaler: Any = None,
-    extra: Mapping[str, Any] | None = None,
-    keep: int | None = None,
-    *,
-    step: int | None = None,
-    wait: Literal[True] = True,
-) -> Path: ...
-@overload
-def save_checkpoint(
-    directory: str | os.PathLike[str],
-    model: Models,
-    optimizer: Optimizers | None = None,
-    scheduler: Any = None,
-    scaler: Any = None,
-    extra: Mapping[str, Any] | None = None,
-    keep: int | None = None,
-    *,
-    step: int | None = None,
-    wait: Literal[False],
-) -> Saving: ...
-
-
 def save_checkpoint(
     directory: str | os.PathLike[str],
     model: Models,
@@ -91,7 +63,7 @@ def save_checkpoint(
     *,
     step: int | None = None,
     wait: bool = True,
-) -> Path | Saving:
+) -> Any:
     """Save all that a run needs to go on, as a new checkpoint in `directory`. Call it on every rank, between steps.
 
     It holds main weights, buffers, the optimizer's state, random states of every rank, and what else is given. Each
@@ -117,7 +89,7 @@ def save_checkpoint(
         wait: False: return once everything is copied to host memory; a thread writes it. See `Saving`.
 
     Returns:
-        The checkpoint's path; with ``wait=False`` a handle. A save that is running is waited for first.
+        The checkpoint's path; with ``wait=False`` a `Saving`. A save that is running is waited for first.
 
     Raises:
         CheckpointError: on every rank; names the rank, the file and the cause. Nothing is left of the new checkpoint
@@ -232,7 +204,6 @@ def write_checkpoint(
     keep: int | None,
     group: RankGroup,
     collected: Collected,
-    data_of: Callable[[str], torch.Tensor] | None = None,
 ) -> Path:
     """Write this rank's file, and let the first rank publish all of them. Collective.
 
@@ -242,7 +213,6 @@ def write_checkpoint(
         keep: how many to keep; None: all.
         group: the ranks.
         collected: what this rank saves.
-        data_of: makes the data of a piece when it is written, by the name of its tensor; None: the pieces have them.
 
     Returns:
         The checkpoint's path.
@@ -263,9 +233,7 @@ def write_checkpoint(
     try:
         told = gather_from_all_ranks(group, doing, start)
         partial: Any = told[0][2]
-        records = gather_from_all_ranks(
-            group, doing, lambda: write_file(partial, layouts[0], data_of or pieces.__getitem__)
-        )
+        records = gather_from_all_ranks(group, doing, lambda: write_file(partial, layouts[0], pieces.__getitem__))
 
         def publish() -> Path | None:
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")

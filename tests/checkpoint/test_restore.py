@@ -41,7 +41,7 @@ from streamshard import (
 from streamshard.checkpoint import background, manifest, run_parts, save
 from streamshard.checkpoint.dcp import from_dcp, to_dcp
 from streamshard.checkpoint.export import export_checkpoint
-from streamshard.checkpoint.json_codec import decode, encode
+from streamshard.checkpoint.manifest import decode, encode
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError, ShardingError
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
@@ -262,8 +262,8 @@ def test_what_cannot_be_saved_is_named_on_all_ranks_and_the_run_goes_on(
     for wait in (True, False):
         with pytest.raises(CheckpointError, match=words):
             save_checkpoint(tmp_path, run.model, run.optimizer, wait=wait, **given)  # type: ignore[call-overload]
-    if not given:
-        with pytest.raises(ShardingError, match="history|one rank's piece"):
+    if "state" in case and not given:
+        with pytest.raises(ShardingError, match="history"):
             full_optimizer_state_dict(run.model, run.optimizer)
     run.optimizer.param_groups[0].pop("ema", None)
     for state in run.optimizer.state.values():

@@ -18,7 +18,7 @@ from safetensors.torch import save
 
 from streamshard.checkpoint.export import encode_index, plan_files
 from streamshard.checkpoint.load import StoredDirectory
-from streamshard.checkpoint.safetensors_file import FileLayout, TensorSpec
+from streamshard.checkpoint.safetensors_file import FileLayout, TensorSpec, lay_out
 from streamshard.config import parse_bytes
 from streamshard.errors import CheckpointError, ConfigError
 
@@ -125,7 +125,7 @@ def test_sizes_that_are_none_raise(size: Any) -> None:
 def test_two_tensors_of_one_name_raise() -> None:
     """A header cannot hold both."""
     with pytest.raises(CheckpointError, match="several tensors are named 'a'"):
-        plan_files([TensorSpec("a", (1,), torch.float32), TensorSpec("a", (1,), torch.float32)], 100)
+        lay_out("a.safetensors", [TensorSpec("a", (1,), torch.float32), TensorSpec("a", (1,), torch.float32)])
 
 
 def test_dtype_without_a_name_raises() -> None:
