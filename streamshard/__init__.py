@@ -8,8 +8,10 @@ from streamshard.api import (
     load_optimizer_state_dict,
     load_safetensors,
 )
+from streamshard.checkpoint.background import Saving
 from streamshard.checkpoint.directory import latest
-from streamshard.checkpoint.save import Saving
+from streamshard.checkpoint.restore import Loaded, load_checkpoint
+from streamshard.checkpoint.save import save_checkpoint
 from streamshard.config import Precision, __version__
 from streamshard.engine.hooks import register_forward_method
 from streamshard.errors import (
@@ -26,7 +28,6 @@ from streamshard.errors import (
 )
 from streamshard.optim.distributed import DistributedOptimizer
 from streamshard.optim.local_sgd import LocalSGD
-from streamshard.training_state import Loaded, load_checkpoint, save_checkpoint
 
 __all__ = [
     "CommunicationError",

@@ -189,8 +189,7 @@ def _verify(path: Path, manifest: Manifest, *, reads: bool) -> None:
     """Raise a CheckpointError that names the file that is missing or damaged; without `reads`, of another size."""
     check_sizes(path, manifest)
     if reads:
-        with CheckpointFiles(path, manifest) as files:
-            files.verify_together(SingleProcess())
+        CheckpointFiles(path, manifest).verify_together(SingleProcess())
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -198,8 +197,6 @@ def _export(arguments: argparse.Namespace) -> None:
         arguments.directory, arguments.out, arguments.model, arguments.dtype, arguments.max_shard_size
     )
     _say(f"{done.path} -> {arguments.out}: {', '.join(done.files)}")
-    if done.custom_code is not None:
-        _say(f"{done.custom_code} has code that is not in transformers, nor here: put its .py files beside the weights")
 
 
 def _convert(arguments: argparse.Namespace) -> None:

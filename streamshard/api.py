@@ -319,13 +319,13 @@ def export_safetensors(
 
     Every rank writes its own bytes of each file; nothing is gathered, and a rank needs one chunk of extra memory
     (8 MiB). Tensors are equal, byte for byte, to what `save_pretrained` of the same weights writes. For transformers
-    models the config is saved beside them. ``model.safetensors.crc32.json`` holds checksums, which `load_safetensors`
-    verifies. Readers of a directory that holds an earlier export find that one or the new one, whole, at every moment,
-    and after a run was killed at any. For that the numbered files of an export that replaces another have a random
-    token in their names, to which the index leads. A config is replaced right before the weights.
+    models the config is saved beside them. Readers of a directory that holds an earlier export find that one or the new
+    one, whole, at every moment, and after a run was killed at any. For that the numbered files of an export that
+    replaces another have a random token in their names, to which the index leads. A config is replaced right before the
+    weights.
 
     Of a PeftModel, or of a model with ``add_adapter``, the adapters are written as ``save_pretrained`` writes them: by
-    the first rank, which gets them from the others, in one file each, without checksums.
+    the first rank, which gets them from the others, in one file each.
 
     Args:
         model: a model made by `StreamShard`.

@@ -178,7 +178,7 @@ def test_nothing_that_a_terminal_obeys_is_printed(
 
     rewrite(path, change)
     assert main(["inspect", str(path), "--tensors"]) == 0
-    rewrite(path, lambda content: content.update(format=3, versions={"streamshard": attack}))
+    rewrite(path, lambda content: content.update(format=attack))
     for command in (["inspect", str(path.parent)], ["inspect", str(path)], ["export", str(path.parent), "out"]):
         assert main(command) == 1
     said = capsys.readouterr()
@@ -196,10 +196,10 @@ def test_errors_are_one_line_and_an_exit_code(saved: Path, tmp_path: Path, capsy
     out, nowhere, fsdp2 = str(tmp_path / "out"), str(tmp_path / "nowhere"), str(tmp_path / "fsdp2")
     assert main(["convert", str(saved), fsdp2, "--to", "dcp"]) == 0
     for code, told, command in (
-        (1, "nowhere is no directory", ["inspect", nowhere]),
-        (1, "nowhere is no directory", ["export", nowhere, out]),
+        (1, "nowhere holds no whole checkpoint", ["inspect", nowhere]),
+        (1, "nowhere holds no whole checkpoint", ["export", nowhere, out]),
         (1, "holds no whole checkpoint", ["inspect", str(saved.parent)]),
-        (1, f"streamshard convert {fsdp2} OUT --from dcp makes a checkpoint of it", ["export", fsdp2, out]),
+        (1, "`streamshard convert DIR OUT --from dcp` makes one", ["export", fsdp2, out]),
         (2, "int8", ["export", str(saved), out, "--dtype", "int8"]),
         (2, "many", ["export", str(saved), out, "--max-shard-size", "many"]),
         (2, "--step=-1", ["convert", fsdp2, out, "--from", "dcp", "--step", "-1"]),

@@ -29,6 +29,7 @@ __all__ = [
     "LocalPiece",
     "Made",
     "Overlap",
+    "Piece",
     "Rearrangement",
     "Run",
     "local_pieces",
@@ -226,6 +227,31 @@ class LocalPiece(NamedTuple):
     data: torch.Tensor
 
 
+class Piece(NamedTuple):
+    """Elements [start, start + data.numel()) of the flattened tensor `name`, as a rank saves them.
+
+    Attributes:
+        name: of the tensor; on all ranks that have some of it the same.
+        shape: of the whole.
+        start: first element.
+        data: [n] 1-D contiguous, any device.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    data: torch.Tensor
+
+    @classmethod
+    def whole(cls, name: str, tensor: torch.Tensor) -> Piece:
+        """A piece that is all of `tensor`."""
+        return cls(name, tuple(tensor.shape), 0, tensor.contiguous().view(-1))
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.data.numel()
+
+
 class Overlap(NamedTuple):
     """What a rank holds of one disk tensor: its elements [start, stop), and this rank's memory of them."""
 
@@ -360,32 +386,18 @@ def overlaps(tensor: DiskTensor, pieces: Mapping[str, LocalPiece]) -> Iterator[O
             yield Overlap(first + shift, last + shift, piece.data[first - piece.start : last - piece.start])
 
 
-class _Kind(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def _whole_tensors(
     model: nn.Module, shards: Sequence[ParamShard], names: Mapping[str, str], dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """Meta tensors in state dict order, of whole shapes."""
-    kinds = _kinds(model, shards, dtype)
-    return {
-        name: torch.empty(kinds[source].shape, dtype=kinds[source].dtype, device="meta")
-        for name, source in names.items()
-    }
-
-
-def _kinds(model: nn.Module, shards: Sequence[ParamShard], dtype: torch.dtype | None) -> dict[str, _Kind]:
-    kinds = {name: _Kind(tuple(buffer.shape), buffer.dtype) for name, buffer in _buffers(model)}
-    kinds.update((shard.name, _Kind(shard.layout.shape, shard.dtype)) for shard in shards)
-    if dtype is None:
-        return kinds
-    return {name: kind._replace(dtype=dtype) if kind.dtype.is_floating_point else kind for name, kind in kinds.items()}
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return model.named_buffers(remove_duplicate=False)
+    """Meta tensors in state dict order, of full shapes; floating-point ones in `dtype`, if given."""
+    found = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers(remove_duplicate=False)}
+    found.update((shard.name, (shard.layout.shape, shard.dtype)) for shard in shards)
+    tensors = {}
+    for name, source in names.items():
+        shape, own = found[source]
+        converted = dtype if dtype is not None and own.is_floating_point else own
+        tensors[name] = torch.empty(shape, dtype=converted, device="meta")
+    return tensors
 
 
 def _dropped(model: nn.Module, names: Mapping[str, str], params: set[str]) -> set[str]:

@@ -1,9 +1,9 @@
-"""Weights to a directory that `from_pretrained` loads: of a sharded model, or of a checkpoint.
+"""Export weights to a directory that `from_pretrained` loads: of a sharded model, or of a checkpoint.
 
-    plan -> create (rank 0) -> write and fsync (every rank) -> checksums (every rank) -> publish by renaming (rank 0)
+    plan -> create (rank 0) -> write and fsync (every rank) -> publish by renaming (rank 0)
 
-Between two arrows all ranks meet, and a failure on one becomes a `CheckpointError` on all that names it. Each rank
-writes its own byte ranges into the same files. Nothing is gathered.
+Between two arrows all ranks meet. A failure on one rank becomes a `CheckpointError` on all ranks that names it. Each
+rank writes its own byte ranges into the same files. Nothing is gathered.
 
 [Note: publishing an export]
 All files are written into a partial directory inside of the export's, and synced. See [Note: two runs in one directory]
@@ -11,14 +11,13 @@ in `directory.py` for its lock, by which a second process that exports there is 
 ``model.safetensors``, or the index where there is no such file. The index names the other files. So one rename, of a
 new front over the old one, replaces the whole export:
 
-1. The checksums of the old export are removed: readers find weights without checksums until the end.
-2. Several files get their names. In a directory without weights these are save_pretrained's, such as
+1. Several files get their names. In a directory without weights these are save_pretrained's, such as
    ``model-00001-of-00003.safetensors``. In any other directory the names contain the export's random token, such as
    ``model-89abcdef-00001-of-00003.safetensors``. So no name of a numbered file ever stands for different bytes: a
    program that has read the old index opens the old files, or gets FileNotFoundError. It never opens new ones.
-3. The config is replaced, then the front. Where the index takes over from ``model.safetensors``, that file is removed
+2. The config is replaced, then the front. Where the index takes over from ``model.safetensors``, that file is removed
    once the index is in place.
-4. The new checksums are put in place. Files that the front does not lead to are removed.
+3. Numbered files that the front does not lead to are removed.
 
 A run that is killed, or loses power, leaves the old weights or the new ones. The next export removes its other files.
 The config cannot be replaced in the same rename as the weights: an error or a kill between the two leaves the new
@@ -38,27 +37,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
-from streamshard.checkpoint.directory import Partial, create_export, open_checkpoint, remove_partial
+from streamshard.checkpoint.directory import Partial, create_partial, open_checkpoint, remove_partial
 from streamshard.checkpoint.disk_layout import Run, local_pieces, overlaps, plan_disk, saved_names
-from streamshard.checkpoint.json_codec import dtype_named
-from streamshard.checkpoint.manifest import MANIFEST_NAME, CheckpointFiles, Read
+from streamshard.checkpoint.manifest import MANIFEST_NAME, CheckpointFiles, Read, dtype_named
 from streamshard.checkpoint.safetensors_file import (
     CHUNK_BYTES,
     INDEX_NAME,
     SINGLE_NAME,
-    SUMS_NAME,
     FileLayout,
-    FileRecord,
-    OpenFiles,
     TensorSpec,
     bytes_of,
-    checksums,
-    encode_sums,
-    files_of_index,
     lay_out,
-    share_of_chunks,
     sync_directory,
     write_all,
     write_synced,
@@ -67,7 +59,7 @@ from streamshard.comm.objects import RankGroup, SingleProcess, gather_from_all_r
 from streamshard.config import parse_bytes, parse_path
 from streamshard.errors import CheckpointError, ConfigError
 from streamshard.integrations import huggingface
-from streamshard.log import log, progress
+from streamshard.log import log
 from streamshard.unit.shard import ParamShard
 
 __all__ = [
@@ -81,8 +73,6 @@ __all__ = [
     "plan_files",
     "write_sharded",
 ]
-
-VISIBLE_WITHIN_S = 10.0  # network file systems may show a new file to other hosts only after a while
 
 _NUMBERED = re.compile(r"model-([0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
 
@@ -108,17 +98,14 @@ def export_shards(
             huggingface.write_config(model, staging, model_dtype(model, shards, wanted))
 
     began = time.perf_counter()
-    own_bytes = sum((entry.stop - entry.start) * entry.dtype.itemsize for entry in entries)
-    with progress(f"exporting {Path(directory).name}", own_bytes, shows=group.is_first) as advance:
-        names = write_sharded(
-            entries,
-            directory,
-            group,
-            max_shard_size=max_shard_size,
-            total_parameters=sum(shard.layout.numel for shard in shards),
-            write_beside=write_beside,
-            advance=advance,
-        )
+    names = write_sharded(
+        entries,
+        directory,
+        group,
+        max_shard_size=max_shard_size,
+        total_parameters=sum(shard.layout.numel for shard in shards),
+        write_beside=write_beside,
+    )
     log.info("exported %s in %.1f s", directory, time.perf_counter() - began)
     return names
 
@@ -176,12 +163,10 @@ class Exported(NamedTuple):
     Attributes:
         path: of the checkpoint.
         files: names of those written, the index last.
-        custom_code: the model's class, if its code is the user's own and missing beside the weights.
     """
 
     path: Path
     files: list[str]
-    custom_code: str | None
 
 
 def export_checkpoint(
@@ -210,34 +195,34 @@ def export_checkpoint(
     parse_bytes("max_shard_size", max_shard_size)
     root = parse_path("out", out)
     wanted = floating_dtype(dtype)
-    with open_checkpoint(directory) as files:
-        models = files.manifest.state["models"]
-        name = _model_called(model, list(models), files.root)
-        plan = models[name]["export"]
-        if "error" in plan:
-            raise CheckpointError(f"{files.root}: {name!r} cannot be exported: {plan['error']}")
-        files.verify_together(SingleProcess())
-        entries = list(_entries_of_checkpoint(files, name, plan["tensors"], wanted))
+    files = open_checkpoint(directory)
+    models = files.manifest.state["models"]
+    name = _model_called(model, list(models), files.root)
+    plan = models[name]["export"]
+    if "error" in plan:
+        raise CheckpointError(f"{files.root}: {name!r} cannot be exported: {plan['error']}")
+    files.verify_together(SingleProcess())
+    entries = list(_entries_of_checkpoint(files, name, plan["tensors"], wanted))
 
-        def write_beside(staging: Path) -> None:
-            for file, text in plan["files"].items():
-                if file == "config.json" and wanted is not None:
-                    text = huggingface.with_dtype(text, wanted)
-                write_synced(staging / file, text.encode())
+    def write_beside(staging: Path) -> None:
+        for file, text in plan["files"].items():
+            if Path(file).name != file:  # a stranger may have made the checkpoint
+                raise CheckpointError(
+                    f"{files.root} names the file {file!r:.80}, which is not one of its own directory"
+                )
+            if file == "config.json" and wanted is not None:
+                text = huggingface.with_dtype(text, wanted)
+            write_synced(staging / file, text.encode())
 
-        total = sum((entry.stop - entry.start) * entry.dtype.itemsize for entry in entries)
-        with progress(f"exporting {files.root.name}", total, shows=True) as advance:
-            names = write_sharded(
-                entries,
-                root,
-                SingleProcess(),
-                max_shard_size=max_shard_size,
-                total_parameters=files.manifest.numel_of_params(name),
-                write_beside=write_beside,
-                advance=advance,
-            )
-        files.check_unchanged()
-    return Exported(files.root, names, plan["custom_code"])
+    names = write_sharded(
+        entries,
+        root,
+        SingleProcess(),
+        max_shard_size=max_shard_size,
+        total_parameters=files.manifest.numel_of_params(name),
+        write_beside=write_beside,
+    )
+    return Exported(files.root, names)
 
 
 def _model_called(name: str | None, models: Sequence[str], path: Path) -> str:
@@ -298,11 +283,10 @@ def write_sharded(
     max_shard_size: int | str = "5GB",
     total_parameters: int | None = None,
     write_beside: Callable[[Path], None] = lambda directory: None,
-    advance: Callable[[int], object] = lambda count: None,
 ) -> list[str]:
     """Write a Hugging Face safetensors directory from all ranks. Extra memory is one chunk of `CHUNK_BYTES` on each.
 
-    Every rank passes the same tensors in the same order, and the same settings; together their ranges cover each
+    Every rank passes the same tensors in the same order, and the same settings. Together their ranges cover each
     tensor, and do not overlap.
 
     Args:
@@ -313,7 +297,6 @@ def write_sharded(
         total_parameters: number of parameters, for the index.
         write_beside: writes further files (a config) into the directory it is given; called on rank 0 only. They
             are published together with the weights.
-        advance: is told how many bytes this rank has written, now and then.
 
     Returns:
         The names of the files written, the index last.
@@ -323,37 +306,24 @@ def write_sharded(
         CheckpointError: on every rank, when any rank failed: names the rank and the cause. What was in the directory
             before is still there then, or the new export is, whole.
     """
-    max_file_bytes = parse_bytes("max_shard_size", max_shard_size)
-    root = Path(directory)
+    max_file_bytes, root = parse_bytes("max_shard_size", max_shard_size), Path(directory)
     specs = {entry.name: TensorSpec(entry.name, entry.shape, entry.dtype) for entry in entries}
     files = run_on_all_ranks(group, "plan the export", lambda: plan_files(list(specs.values()), max_file_bytes))
     mine: list[Partial] = []  # the first rank's, which alone deletes and renames it
-
-    def create() -> tuple[str, list[str]]:
-        """Where all ranks write, and the files' names."""
-        if not group.is_first:
-            return "", []
-        os.makedirs(root, exist_ok=True)
-        mine.append(create_export(root))
-        names = _final_names(root, files, mine[0].path.suffixes[-2].lstrip("."))  # of the names in use before the sweep
-        _sweep(root)
-        _create(mine[0].path, _renamed(files, names), write_beside)
-        _check_free(root, mine[0].path)
-        return mine[0].path.name, names
-
     try:
-        name, names = gather_from_all_ranks(group, f"create files in {root}", create)[0]
-        own, files = root / name, _renamed(files, names)
-        written = gather_from_all_ranks(group, f"write to {root}", lambda: _write(own, files, entries, advance))
-        sums = gather_from_all_ranks(group, f"write to {root}", lambda: _sum_up(own, files, group))
+        name, names = gather_from_all_ranks(
+            group,
+            f"create files in {root}",
+            lambda: _create(root, files, write_beside, mine) if group.is_first else ("", []),
+        )[0]
+        files = [file._replace(name=own) for file, own in zip(files, names, strict=True)]
+        written = gather_from_all_ranks(group, f"write to {root}", lambda: _write(root / name, files, entries))
 
         def publish() -> None:
             if group.is_first:
                 if sum(written) != sum(file.size_bytes - len(file.header) for file in files):
                     raise CheckpointError(f"ranks did not write every byte of {root} once")
-                index = encode_index(files, total_parameters) if len(files) > 1 else None
-                _publish(mine[0], root, _records(files, sums), index)
-                remove_partial(mine[0])  # before other ranks go on
+                _publish(mine[0], root, encode_index(files, total_parameters) if len(files) > 1 else None)
 
         run_on_all_ranks(group, f"publish {root}", publish)
     finally:
@@ -375,23 +345,15 @@ def plan_files(specs: Sequence[TensorSpec], max_file_bytes: int) -> list[FileLay
     Returns:
         ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on.
     """
-    groups: list[list[TensorSpec]] = []
-    filling: list[TensorSpec] = []
-    filled_bytes = 0
-    for spec in specs:
-        if spec.size_bytes > max_file_bytes:
-            groups.append([spec])
-            continue
-        if filled_bytes + spec.size_bytes > max_file_bytes:
-            groups.append(filling)
-            filling, filled_bytes = [], 0
-        filling.append(spec)
-        filled_bytes += spec.size_bytes
-    if filling or not groups:
-        groups.append(filling)
-    if len(groups) == 1:
-        return [lay_out(SINGLE_NAME, groups[0])]
-    return [lay_out(f"model-{n:05d}-of-{len(groups):05d}.safetensors", each) for n, each in enumerate(groups, start=1)]
+    by_name = {spec.name: spec for spec in specs}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda spec: spec.size_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_file_bytes,
+    )
+    files = split.filename_to_tensors or {SINGLE_NAME: []}
+    return [lay_out(name, [by_name[each] for each in names]) for name, names in files.items()]
 
 
 def encode_index(files: Sequence[FileLayout], total_parameters: int | None) -> bytes:
@@ -402,42 +364,34 @@ def encode_index(files: Sequence[FileLayout], total_parameters: int | None) -> b
     return (json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _final_names(root: Path, files: Sequence[FileLayout], token: str) -> list[str]:
-    """See [Note: publishing an export]."""
+def _create(
+    root: Path, files: Sequence[FileLayout], write_beside: Callable[[Path], None], mine: list[Partial]
+) -> tuple[str, list[str]]:
+    """Make every file at its full size with its header in place; ranks fill in the rest.
+
+    Returns:
+        The partial directory's name in `root`, and the files' names. See [Note: publishing an export].
+    """
+    mine.append(create_partial(root, "model", alone=True))
+    partial = mine[0].path
     names = [file.name for file in files]
-    if len(files) > 1 and any(
-        name in (SINGLE_NAME, INDEX_NAME) or _NUMBERED.fullmatch(name) for name in os.listdir(root)
-    ):
+    has_weights = any(each in (SINGLE_NAME, INDEX_NAME) or _NUMBERED.fullmatch(each) for each in os.listdir(root))
+    if len(files) > 1 and has_weights:
+        token = partial.suffixes[-2].lstrip(".")
         names = [name.replace("model-", f"model-{token}-", 1) for name in names]
-    return names
-
-
-def _renamed(files: Sequence[FileLayout], names: Sequence[str]) -> list[FileLayout]:
-    return [file._replace(name=name) for file, name in zip(files, names, strict=True)]
-
-
-def _create(partial: Path, files: Sequence[FileLayout], write_beside: Callable[[Path], None]) -> None:
-    """Every file at its full size with its header in place; ranks fill in the rest."""
-    for file in files:
-        descriptor = os.open(partial / file.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        with contextlib.closing(os.fdopen(descriptor, "rb+", buffering=0)):
-            os.ftruncate(descriptor, file.size_bytes)
-            write_all(descriptor, memoryview(file.header), 0)
-            os.fsync(descriptor)
+    _sweep(root)
+    for name, file in zip(names, files, strict=True):
+        with open(partial / name, "xb") as created:
+            created.write(file.header)
+            created.truncate(file.size_bytes)
+            created.flush()
+            os.fsync(created.fileno())
     write_beside(partial)
+    return partial.name, names
 
 
-def _check_free(root: Path, partial: Path) -> None:
-    """Raise a CheckpointError where a directory is in the way of a file."""
-    for name in {SINGLE_NAME, INDEX_NAME, SUMS_NAME, *os.listdir(partial)}:
-        if (root / name).is_dir() and not (root / name).is_symlink():
-            raise CheckpointError(f"{root / name} is a directory, and the export has a file of that name")
-
-
-def _write(
-    partial: Path, files: Sequence[FileLayout], entries: Sequence[TensorEntry], advance: Callable[[int], object]
-) -> int:
-    """How many bytes this rank has written: its ranges, file by file."""
+def _write(partial: Path, files: Sequence[FileLayout], entries: Sequence[TensorEntry]) -> int:
+    """Write this rank's ranges, file by file. Returns the number of bytes."""
     staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
     memory = bytes_of(staging)
     total = 0
@@ -448,9 +402,7 @@ def _write(
         mine = [(offset, entry) for name, offset in file.offsets.items() for entry in by_name[name] if entry.fill]
         if not mine:
             continue
-        with _visible(partial / file.name) as descriptor:
-            if os.pread(descriptor, len(file.header), 0) != file.header:
-                raise CheckpointError(f"{file.name} made by rank 0 has another header: ranks disagree on the tensors")
+        with _opened(partial / file.name) as descriptor:
             for offset, (_, _, dtype, start, stop, fill) in mine:
                 chunk = staging.view(dtype)
                 for done in range(0, stop - start, chunk.numel()):
@@ -458,76 +410,46 @@ def _write(
                     fill(done, part)  # type: ignore[misc]  # it is not None
                     write_all(descriptor, memory[: part.nbytes], offset + (start + done) * dtype.itemsize)
                     total += part.nbytes
-                    advance(part.nbytes)
             os.fsync(descriptor)
     return total
 
 
 @contextlib.contextmanager
-def _visible(path: Path) -> Iterator[int]:
+def _opened(path: Path) -> Iterator[int]:
     """A file that rank 0 has created."""
-    deadline = time.monotonic() + VISIBLE_WITHIN_S
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"{path} is not there, though rank 0 created it: the directory must be on storage all ranks share"
-            )
-        time.sleep(0.1)
     try:
         descriptor = os.open(path, os.O_RDWR)
         try:
             yield descriptor
         finally:
             os.close(descriptor)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is not there, though rank 0 created it: the directory must be on storage all ranks share"
+        ) from error
     except OSError as error:  # a failed write does not say which file it was
         raise CheckpointError(f"{path.name}: {error}") from error
 
 
-def _sum_up(partial: Path, files: Sequence[FileLayout], group: RankGroup) -> list[tuple[int, list[str]]]:
-    """Checksums of this rank's share of the files, as they are now: by number of the file. See [Note: checksums]."""
-    with OpenFiles(partial, [file.name for file in files]) as written:
-        shares = share_of_chunks([file.size_bytes for file in files], group.number, group.total_size)
-        return [(number, written.sums_of(number, chunks, lambda count: None)) for number, chunks in shares]
-
-
-def _records(files: Sequence[FileLayout], sums: Sequence[Sequence[tuple[int, list[str]]]]) -> list[FileRecord]:
-    records = [FileRecord(file.name, file.size_bytes, []) for file in files]
-    for share in sums:
-        for number, found in share:
-            records[number].crc32.extend(found)
-    return records
-
-
-def _publish(partial: Partial, root: Path, records: Sequence[FileRecord], index: bytes | None) -> None:
+def _publish(partial: Partial, root: Path, index: bytes | None) -> None:
     """Make what is in `partial` what readers of `root` find. See [Note: publishing an export]."""
-    own, names = partial.path, [record.name for record in records]
-    front, other, numbered = SINGLE_NAME, INDEX_NAME, names[:0]
+    own, front, other = partial.path, SINGLE_NAME, INDEX_NAME
     if index is not None:
-        front, other, numbered = INDEX_NAME, SINGLE_NAME, names
+        front, other = INDEX_NAME, SINGLE_NAME
         write_synced(own / front, index)
-        records = [*records, FileRecord(front, len(index), checksums(index))]
-    beside = sorted(set(os.listdir(own)) - {*names, front, MANIFEST_NAME})
-    write_synced(own / SUMS_NAME, encode_sums(records))
-    for name in beside:
+    others = sorted(set(os.listdir(own)) - {front, MANIFEST_NAME})
+    for name in others:
         with open(own / name, "rb") as file:
             os.fsync(file.fileno())
-    _remove(root / SUMS_NAME)
-    try:
-        for name in (*numbered, *beside):
-            os.replace(own / name, root / name)
-        sync_directory(root)
-        os.replace(own / front, root / front)
-        sync_directory(root)
-        _remove(root / other)
-    except BaseException:
-        is_placed = not os.path.lexists(own / front)
-        if not is_placed or front == INDEX_NAME and os.path.lexists(root / other):  # readers find the earlier export
-            for name in (*numbered, *[front] * is_placed):
-                _remove(root / name)
-        raise
-    os.replace(own / SUMS_NAME, root / SUMS_NAME)
+    for name in others:
+        os.replace(own / name, root / name)
+    sync_directory(root)
+    os.replace(own / front, root / front)
+    sync_directory(root)
+    (root / other).unlink(missing_ok=True)
     _sweep(root)
     sync_directory(root)
+    remove_partial(partial)  # before other ranks go on
 
 
 def _sweep(root: Path) -> None:
@@ -538,17 +460,12 @@ def _sweep(root: Path) -> None:
     """
     named: set[str] = set()
     try:
-        named.update(files_of_index((root / INDEX_NAME).read_bytes()).values())
-    except (FileNotFoundError, IsADirectoryError):
+        named.update(json.loads((root / INDEX_NAME).read_bytes())["weight_map"].values())
+    except FileNotFoundError:
         if not (root / SINGLE_NAME).is_file():
             return
-    except ValueError:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return
     for name in os.listdir(root):
         if _NUMBERED.fullmatch(name) and name not in named and not (root / name).is_dir():
-            _remove(root / name)
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+            (root / name).unlink()

@@ -2,187 +2,93 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import json
 import os
-import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from streamshard.checkpoint.directory import HUGGING_FACE, what_is
 from streamshard.checkpoint.disk_layout import DiskTensor, LocalPiece, Run, local_pieces, overlaps, plan_loading
-from streamshard.checkpoint.safetensors_file import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    SUMS_NAME,
-    FileRecord,
-    OpenFiles,
-    StoredTensor,
-    files_of_index,
-    parse_sums,
-)
+from streamshard.checkpoint.safetensors_file import INDEX_NAME, SINGLE_NAME, OpenFiles, copy_range
 from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
 from streamshard.errors import CheckpointError
 from streamshard.integrations import huggingface
-from streamshard.log import log, progress
+from streamshard.log import log
 from streamshard.unit.shard import ParamShard
 
-__all__ = ["Difference", "Loaded", "StoredDirectory", "load_shards", "put_back_buffers", "read_directory"]
+__all__ = ["Difference", "Loaded", "StoredDirectory", "load_shards", "put_back_buffers"]
 
 _NAMES_SHOWN = 8
 _CHARACTERS_SHOWN = 200
-_OPENED_AT_MOST = 10  # times in a row that a directory may be replaced while it is being opened
 _SAMPLE_BYTES = 256
 
 
-# ------------------------------------------------------------------------------------------------ directories
-
-
 class StoredDirectory(OpenFiles):
-    """The tensors of a Hugging Face directory at one moment. Leaving the context closes its files.
+    """The tensors of a Hugging Face directory. Of files, headers only are read.
 
     Attributes:
-        stored: tensors by name.
-        records: checksums of the files, in their order; None if there are none.
-    """
-
-    stored: dict[str, StoredTensor]
-    records: list[FileRecord] | None = None
-
-    @property
-    def sizes_bytes(self) -> list[int]:
-        """Of the files."""
-        return [self.identity(number).size_bytes for number in range(len(self.names))]
-
-    def digest(self, *, samples: bool) -> str:
-        """Says whether two ranks see the same files.
-
-        Args:
-            samples: of names, shapes, and some bytes of every tensor: of copies, or after a step of training, it is
-                the same or another. Otherwise of what tells files from any others on the same storage.
-        """
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.stored.items()):
-            digest.update(repr((name, self.names[tensor.file], tensor)).encode())
-            if samples and tensor.n_bytes:
-                numel = tensor.n_bytes // tensor.dtype.itemsize
-                sample = torch.empty(
-                    min(_SAMPLE_BYTES // tensor.dtype.itemsize, numel - numel // 2), dtype=tensor.dtype
-                )
-                self.read(tensor, numel // 2, sample)
-                digest.update(sample.view(torch.uint8).numpy().tobytes())
-        if not samples:
-            digest.update(repr([self.identity(number) for number in range(len(self.names))]).encode())
-        return digest.hexdigest()
-
-    def verify_share(self, part: int, parts: int, advance: Callable[[int], object]) -> None:
-        """Compare files with their checksums, where there are such, as one of `parts` readers.
-
-        Raises:
-            CheckpointError: names the file that is not what its checksum says, or has none.
-        """
-        advice = "if it is as it should be, delete " + SUMS_NAME
-        if self.records is not None:
-            try:
-                self.verify(self.records, part, parts, advance)
-            except CheckpointError as error:
-                replaced = "or it was replaced by something that does not keep checksums"
-                raise CheckpointError(f"{error}; {replaced}: {advice}") from error
-
-    def find_tensors(self) -> None:
-        """All tensors in the files, which must be what the index says, the first of the files."""
-        if self.names[0] == SINGLE_NAME:
-            self.stored = dict(self.tensors(0))
-            return
-        index = self.path(0)
-        try:
-            weight_map = files_of_index(self.read_all(0))
-            for name in sorted(set(weight_map.values())):
-                if Path(name).name != name:
-                    raise ValueError(f"it names {name!r}, which is not a file of its own directory")
-        except ValueError as error:
-            raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
-        self.names = [INDEX_NAME, *sorted(set(weight_map.values()))]
-        self.stored = {}
-        for number in range(1, len(self.names)):
-            try:
-                inside = self.tensors(number)
-            except CheckpointError as error:
-                raise CheckpointError(f"{error} ({INDEX_NAME} names it)") from error
-            for tensor, stored in inside.items():
-                if weight_map.get(tensor) != self.names[number]:
-                    raise CheckpointError(
-                        f"{self.path(number)} holds {tensor!r}, which {INDEX_NAME} does not say: they do not belong "
-                        "together"
-                    )
-                self.stored[tensor] = stored
-        if lost := weight_map.keys() - self.stored.keys():
-            raise CheckpointError(f"{index} says {min(lost)!r} is in {weight_map[min(lost)]}, which does not have it")
-
-    def find_checksums(self) -> None:
-        """Take over what lies beside the files; called once the tensors are found."""
-        try:
-            records = parse_sums(self.root / SUMS_NAME)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise CheckpointError(f"cannot read {self.root / SUMS_NAME}: {error}") from error
-        if without := next((name for name in self.names if name not in records), None):
-            raise CheckpointError(
-                f"{self.root / SUMS_NAME} has no checksums of {without}: it is damaged, or {without} was put there by "
-                f"something that does not keep checksums; if {without} is as it should be, delete {SUMS_NAME}"
-            )
-        self.records = [records[name] for name in self.names]
-
-
-def read_directory(directory: str | os.PathLike[str]) -> StoredDirectory:
-    """Open a Hugging Face directory and find every tensor in it; of files, headers only are read.
-
-    An export may replace another meanwhile. No name of a numbered file ever stands for different bytes, so an index
-    leads to its own files or, once they are gone, to none; then the directory is opened again.
+        tensors: by name, views of the mapped files.
+        files: names of the files.
 
     Raises:
-        CheckpointError: there is nothing to read, what is there is damaged or contradicts itself, or it is replaced
-            again and again.
+        CheckpointError: there is nothing to read, or what is there is damaged or contradicts itself.
     """
-    root = Path(directory)
-    for _ in range(_OPENED_AT_MOST):
-        front = _front(root)
-        if front is None:
-            if _front(root) is not None:  # came while it was looked for, and the index went
-                continue
-            raise CheckpointError(what_is(root, HUGGING_FACE) or f"{root} has neither {SINGLE_NAME} nor {INDEX_NAME}")
-        with contextlib.ExitStack() as opened:
-            stored = opened.enter_context(StoredDirectory(root, front[:1]))
-            try:
-                stored.find_tensors()
-                stored.find_checksums()
-            except CheckpointError:
-                if _front(root) == front:
-                    raise
-                continue
-            if _front(root) == front:  # so these checksums are its own
-                opened.pop_all()
-                return stored
-    raise CheckpointError(f"{root} was replaced {_OPENED_AT_MOST} times while it was being opened")
 
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        super().__init__(Path(directory))
+        if (self.root / SINGLE_NAME).is_file():
+            file_of = dict.fromkeys(self.open(SINGLE_NAME).keys(), SINGLE_NAME)
+        else:
+            file_of = self._read_index()
+        self.files = sorted(set(file_of.values()))
+        self.tensors: dict[str, torch.Tensor] = {}
+        for file in self.files:
+            for name in self.open(file).keys():  # noqa: SIM118  # it is no dict
+                if file_of.get(name) != file:
+                    raise CheckpointError(
+                        f"{self.root / file} holds {name!r}, which {INDEX_NAME} does not say: they do not belong "
+                        "together"
+                    )
+                self.tensors[name] = self.stored(file, name)
+        if lost := file_of.keys() - self.tensors.keys():
+            where = self.root / file_of[min(lost)]
+            raise CheckpointError(f"{INDEX_NAME} says {min(lost)!r} is in {where}, which does not have it")
 
-def _front(root: Path) -> tuple[str, int, int, int] | None:
-    """The file at which readers begin, and which one it is."""
-    for name in (SINGLE_NAME, INDEX_NAME):
-        with contextlib.suppress(FileNotFoundError):
-            status = os.stat(root / name)
-            if stat.S_ISREG(status.st_mode):
-                return name, status.st_ino, status.st_size, status.st_mtime_ns
-    return None
+    @property
+    def size_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def digest(self) -> str:
+        """A hash of names, shapes and some bytes of each tensor, which tells weights from those after another step."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.tensors.items()):
+            digest.update(repr((name, tensor.shape, tensor.dtype)).encode())
+            middle = tensor.view(-1)[tensor.numel() // 2 :][: _SAMPLE_BYTES // tensor.dtype.itemsize].clone()
+            digest.update(middle.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
-# ------------------------------------------------------------------------------------------------ loading
+    def _read_index(self) -> dict[str, str]:
+        """The file of each tensor."""
+        index = self.root / INDEX_NAME
+        if not index.is_file():
+            raise CheckpointError(
+                f"{self.root} has neither {SINGLE_NAME} nor {INDEX_NAME}. `streamshard export` writes the weights of a "
+                "checkpoint of save_checkpoint as such a directory"
+            )
+        try:
+            file_of: dict[str, str] = dict(json.loads(index.read_bytes())["weight_map"])
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}") from error
+        for file in file_of.values():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise CheckpointError(f"{index} names {file!r}, which is not a file of its own directory")
+        return file_of
 
 
 def load_shards(
@@ -196,27 +102,26 @@ def load_shards(
     """What `streamshard.load_safetensors` does, with the model's parameters and ranks given."""
     root, doing = Path(directory), f"load {directory}"
     began = time.perf_counter()
-    with contextlib.ExitStack() as opened:
-        stored, is_shared = _open_together(group, root, opened)
-        # Where each host has its own, each rank reads all of it.
-        part, parts = (group.number, group.total_size) if is_shared else (0, 1)
-        total = sum(stored.sizes_bytes) // parts
-        with progress(f"verifying {root.name}", total, shows=group.is_first and stored.records is not None) as advance:
-            run_on_all_ranks(group, doing, lambda: stored.verify_share(part, parts, advance))
-        plan = run_on_all_ranks(group, doing, lambda: _plan(model, shards, stored))
-        if strict and plan.difference.size:
-            raise plan.difference.error(root, model)  # on every rank: they have read the same headers
-        # From here on only the storage itself can fail.
-        half = f"finish loading {root}, and the model holds some of its weights now: load again before using it"
-        n_bytes = sum(match.stored.n_bytes for match in plan.matches)
-        with progress(f"loading {root.name}", n_bytes, shows=group.is_first) as advance:
-            run_on_all_ranks(group, half, lambda: _read(model, plan, stored, advance))
+    stored = run_on_all_ranks(group, doing, lambda: StoredDirectory(root))
+    seen = gather_from_all_ranks(group, doing, stored.digest)
+    other = next((rank for rank, found in enumerate(seen) if found != seen[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"could not load {root}: rank {other} sees other files there than rank 0. Another process is replacing "
+            "them: load again; or the disks of two hosts hold different copies"
+        )
+    plan = run_on_all_ranks(group, doing, lambda: _plan(model, shards, stored))
+    if strict and plan.difference.size:
+        raise plan.difference.error(root, model)  # on every rank: they have read the same headers
+    # From here on only the storage itself can fail.
+    half = f"finish loading {root}, and the model holds some of its weights now: load again before using it"
+    run_on_all_ranks(group, half, lambda: _read(model, plan, stored))
     log.info("loaded %s in %.1f s", root, time.perf_counter() - began)
-    return Loaded(plan.difference, {run.source for match in plan.matches for run in match.wanted.runs})
+    return Loaded(plan.difference, {run.source for match in plan.matches for run in match.runs})
 
 
 class Difference(NamedTuple):
-    """What files and a model do not have in common. All names, in their order in the model or of the alphabet.
+    """The names that only the files or only the model has, in their order in the model or of the alphabet.
 
     Attributes:
         missing: the model wants them, and the files do not have them.
@@ -234,7 +139,7 @@ class Difference(NamedTuple):
         return len(self.missing) + len(self.unexpected) + len(self.mismatched)
 
     def error(self, root: Path, model: nn.Module) -> CheckpointError:
-        """What is raised for it. Its message shows some of the names, it has all of them."""
+        """The error to raise. Its message shows some of the names, its attributes have all of them."""
         parts = [f"{kind} {_listed(names)}" for kind, names in zip(self._fields, self, strict=True) if names]
         what = f"{root} does not fit {type(model).__name__}: {'; '.join(parts)}"
         if self.size > sum(min(len(names), _NAMES_SHOWN) for names in self):
@@ -243,69 +148,34 @@ class Difference(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What came of it.
+    """What `load_shards` has done.
 
     Attributes:
         difference: what was left out.
-        names: of parameters and buffers that have what was in the files.
+        names: of parameters and buffers that were loaded.
     """
 
     difference: Difference
     names: set[str]
 
 
-class _Match(NamedTuple):
-    """A tensor the model wants and where the files have it."""
-
-    wanted: DiskTensor
-    stored: StoredTensor
-
-
 class _Plan(NamedTuple):
     """What is read, and where to: this rank's memory by parameter or buffer."""
 
-    matches: list[_Match]
+    matches: list[DiskTensor]
     pieces: dict[str, LocalPiece]
     difference: Difference
 
 
-def _open_together(group: RankGroup, root: Path, opened: contextlib.ExitStack) -> tuple[StoredDirectory, bool]:
-    """The directory as all ranks see it; an export may put another in its place between one rank's look and the next's.
-
-    Copies on disks of different hosts are equal if their headers are, and some bytes of each tensor. Then the second
-    result is False.
-    """
-    doing = f"load {root}"
-    for _ in range(_OPENED_AT_MOST):
-        stored = run_on_all_ranks(group, doing, lambda: opened.enter_context(read_directory(root)))
-        for is_shared in (True, False):
-            seen = gather_from_all_ranks(group, doing, lambda: stored.digest(samples=not is_shared))  # noqa: B023
-            if all(each == seen[0] for each in seen):
-                return stored, is_shared
-        opened.close()
-    other = next(rank for rank, found in enumerate(seen) if found != seen[0])
-    raise CheckpointError(
-        f"could not load {root}: rank {other} sees other files there than rank 0, which are being replaced, or are "
-        "different copies on the disks of different hosts"
-    )
-
-
 def _plan(model: nn.Module, shards: Sequence[ParamShard], stored: StoredDirectory) -> _Plan:
-    """Everything that may be wrong with the files or the model is found here, before anything is changed."""
-    matches, difference = _compare(model, shards, stored.stored)
-    pieces = local_pieces(model, shards, buffers=True)
-    names = {run.source for match in matches for run in match.wanted.runs}
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        spread = any(size > 1 and not stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
-        if name in names and (spread or buffer.is_inference()):
-            how = "is expanded, several of its elements share memory" if spread else "was made in inference mode"
-            raise CheckpointError(f"buffer {name!r} {how}: it cannot be written to; replace it by its clone() first")
-    return _Plan(matches, pieces, difference)
+    """Find everything that may be wrong with the files or the model, before anything is changed."""
+    matches, difference = _compare(model, shards, stored.tensors)
+    return _Plan(matches, local_pieces(model, shards, buffers=True), difference)
 
 
 def _compare(
-    model: nn.Module, shards: Sequence[ParamShard], stored: Mapping[str, StoredTensor]
-) -> tuple[list[_Match], Difference]:
+    model: nn.Module, shards: Sequence[ParamShard], stored: Mapping[str, torch.Tensor]
+) -> tuple[list[DiskTensor], Difference]:
     """What fits, by tensor in the files, and what does not."""
     metas = {name: torch.empty(there.shape, dtype=there.dtype, device="meta") for name, there in stored.items()}
     made = plan_loading(model, shards, metas)
@@ -328,8 +198,8 @@ def _compare(
     extra = sorted(set(stored) - made.used)
     ignored = huggingface.ignored_on_load(model, extra)
     difference.unexpected.extend(name for name in extra if name not in ignored)
-    layouts = (DiskTensor(name, stored[name].shape, stored[name].dtype, tuple(own)) for name, own in runs.items())
-    return [_Match(layout, stored[layout.name]) for layout in layouts], difference
+    matches = [DiskTensor(name, metas[name].shape, metas[name].dtype, tuple(own)) for name, own in runs.items()]
+    return matches, difference
 
 
 def _problem_with(there: DiskTensor, wanted: DiskTensor) -> str:
@@ -349,12 +219,11 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(shown) + more
 
 
-def _read(model: nn.Module, plan: _Plan, files: StoredDirectory, advance: Callable[[int], object]) -> None:
-    for wanted, stored in sorted(plan.matches, key=lambda match: match.stored[:2]):
-        for start, _, data in overlaps(wanted, plan.pieces):
-            files.read(stored, start, data)
-        advance(stored.n_bytes)
-    files.check_unchanged()
+def _read(model: nn.Module, plan: _Plan, files: StoredDirectory) -> None:
+    with torch.no_grad():
+        for match in plan.matches:
+            for start, _, data in overlaps(match, plan.pieces):
+                copy_range(files.tensors[match.name], start, data)
     put_back_buffers(model, plan.pieces)
 
 

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: what lies where, and how it is read. A directory is a checkpoint if it holds one.
+"""The manifest of a checkpoint: which files there are, and where in them each tensor lies.
 
-It is JSON, with the SHA-256 of itself in its first line and checksums of all other files inside: whatever byte of a
-checkpoint changes is noticed. A checksum does not say who wrote the file, so `read_manifest` checks every value. Code
-that reads a `Manifest` needs no checks of its own.
+The manifest is JSON, with the SHA-256 of itself in its first line and checksums of all other files inside. So any
+changed byte of a checkpoint is noticed. A checksum does not say who wrote a file, so `read_manifest` also checks that
+file names stay inside the directory, and that no tensor is larger than the files that hold it.
 """
 
 from __future__ import annotations
@@ -12,64 +12,53 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from streamshard.checkpoint.json_codec import check_tree, dtype_named
-from streamshard.checkpoint.safetensors_file import CHUNK_BYTES, FileRecord, OpenFiles
+from streamshard.checkpoint.safetensors_file import CHUNK_BYTES, FileRecord, OpenFiles, copy_range, verify_files
 from streamshard.comm.objects import RankGroup, run_on_all_ranks
 from streamshard.errors import CheckpointError
-from streamshard.log import progress
+from streamshard.unit.sharded_tensor import is_piece
 
 __all__ = [
-    "LARGEST",
     "MANIFEST_NAME",
-    "Box",
     "CheckpointFiles",
     "Manifest",
     "PieceRecord",
     "Read",
     "TensorRecord",
     "check_sizes",
+    "decode",
+    "dtype_named",
+    "encode",
     "read_manifest",
 ]
 
 MANIFEST_NAME = "checkpoint.json"
-FORMAT = 2
+FORMAT = 3
 
 _HEAD = '{{"sha256": "{}", "content":\n'
 _TAIL = "\n}\n"
-
-
-class Box(NamedTuple):
-    """A part of a tensor that is cut along several dims: where it begins along each, and how large it is."""
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")  # in the checkpoint's directory, and not hidden there
 
 
 class PieceRecord(NamedTuple):
-    """Elements [start, stop) of a flattened tensor are in file number `file`, under the tensor's name, 1-D.
-
-    Attributes:
-        file: see above.
-        start, stop: see above.
-        box: elements are counted in this part of the tensor, flattened; None: in the whole tensor. Nothing writes or
-            reads boxes yet. Parameters that are sharded along another mesh axis as well will need them.
-    """
+    """File number `file` holds elements [start, stop) of a flattened tensor, under the tensor's name, 1-D."""
 
     file: int
     start: int
     stop: int
-    box: Box | None = None
 
 
 class Read(NamedTuple):
-    """`target` becomes elements [start, start + n) of the saved tensor `name`. It is 1-D and contiguous."""
+    """`target` becomes elements [start, start + n) of the saved tensor `name`. `target` is 1-D and contiguous."""
 
     name: str
     start: int
@@ -83,7 +72,7 @@ class TensorRecord:
     Attributes:
         shape: of the whole.
         dtype: name of a torch.dtype.
-        pieces: by `start`, box after box.
+        pieces: by `start`.
     """
 
     shape: tuple[int, ...]
@@ -100,11 +89,6 @@ class TensorRecord:
         """The dtype with that name."""
         return dtype_named(self.dtype)
 
-    @property
-    def size_bytes(self) -> int:
-        """Of the whole."""
-        return self.numel * self.torch_dtype.itemsize
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -118,7 +102,7 @@ class Manifest:
         files: beside the manifest, in the order in which pieces count them.
         tensors: by name.
         state: everything that is no tensor.
-        generation: orders the checkpoints of a directory: each has one more than the largest that was there when it
+        generation: orders the checkpoints of a directory. Each has one more than the largest that was there when it
             was published. No clock decides.
     """
 
@@ -138,14 +122,6 @@ class Manifest:
     def encode(self) -> bytes:
         """The file's content."""
         content = {**asdict(self), "files": [record._asdict() for record in self.files]}
-        content["tensors"] = {
-            name: {
-                "shape": record.shape,
-                "dtype": record.dtype,
-                "pieces": [piece if piece.box else piece[:-1] for piece in record.pieces],
-            }
-            for name, record in self.tensors.items()
-        }
         body = json.dumps({"format": FORMAT, **content}, allow_nan=False, separators=(",", ":")).encode()
         return _HEAD.format(hashlib.sha256(body).hexdigest()).encode() + body + _TAIL.encode()
 
@@ -154,68 +130,66 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of the checkpoint in `directory`.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or a newer version has written it.
+        CheckpointError: there is none, it is damaged or malformed, or another version has written it.
     """
     path = directory / MANIFEST_NAME
     try:
         text = path.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"{directory} is not a checkpoint: it has no {MANIFEST_NAME}") from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     head_bytes = len(_HEAD.format("0" * 64))
     body = text[head_bytes : -len(_TAIL)]
     expected = _HEAD.format(hashlib.sha256(body).hexdigest()).encode() + body + _TAIL.encode()
     if text != expected:
-        raise CheckpointError(f"{path} is damaged: it is not what its checksum says")
+        raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the one in its first line")
     try:
         content = json.loads(body)
-        found = content["format"]
-        if found == FORMAT:
-            check_manifest(content)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} is malformed: {error}") from error
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is malformed: {type(error).__name__}: {error}") from error
-    if found != FORMAT:
-        versions = content.get("versions")
-        by = versions.get("streamshard", "?") if isinstance(versions, dict) else "?"
-        raise CheckpointError(
-            f"{path} has format {found!r:.20}, written by streamshard {by!s:.20}; this version reads format {FORMAT}: "
-            "load it with that version"
-        )
-    tensors = {
-        name: TensorRecord(
-            tuple(record["shape"]), record["dtype"], tuple(_piece_record(*each) for each in record["pieces"])
-        )
-        for name, record in content["tensors"].items()
-    }
-    return Manifest(
-        content["number"],
-        content["world_size"],
-        content["replicas"],
-        content["versions"],
-        tuple(FileRecord(**record) for record in content["files"]),
-        tensors,
-        content["state"],
-        content.get("generation", 0),
-    )
+        if (found := content.pop("format")) != FORMAT:
+            raise CheckpointError(f"it has format {found!r:.20}, and this version reads format {FORMAT}")
+        return _manifest_of(**content)
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError, CheckpointError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from error
 
 
-def _piece_record(file: int, start: int, stop: int, box: Any = None) -> PieceRecord:
-    return PieceRecord(file, start, stop, None if box is None else Box(*map(tuple, box)))
+def _manifest_of(files: Any, tensors: Any, state: Any, versions: Any, **numbers: Any) -> Manifest:
+    """The manifest with these contents, which may come from anybody."""
+    records = tuple(FileRecord(**record) for record in files)
+    for record in records:
+        if not _FILE_NAME.fullmatch(record.name):
+            raise CheckpointError(f"a file has the name {record.name!r:.80}, wanted one in the directory")
+        if len(record.crc32) != -(-record.size_bytes // CHUNK_BYTES):
+            raise CheckpointError(f"{record.name} has {len(record.crc32)} checksums for {record.size_bytes} bytes")
+    found = {name: _tensor_of(name, record, records) for name, record in tensors.items()}
+    if not all(type(number) is int and number >= 0 for number in numbers.values()):
+        raise CheckpointError(f"its numbers are {numbers!r:.80}")
+    versions = {name: str(versions[name]) for name in ("streamshard", "torch", "saved_at")}
+    state = {name: dict(state[name]) for name in ("models", "optimizers", "trees")}
+    return Manifest(files=records, tensors=found, state=state, versions=versions, **numbers)
+
+
+def _tensor_of(name: str, saved: Mapping[str, Any], files: tuple[FileRecord, ...]) -> TensorRecord:
+    record = TensorRecord(tuple(saved["shape"]), saved["dtype"], tuple(PieceRecord(*each) for each in saved["pieces"]))
+    end, itemsize = 0, record.torch_dtype.itemsize
+    for file, start, stop in record.pieces:
+        if start != end or not 0 <= (stop - start) * itemsize <= files[file].size_bytes:
+            raise CheckpointError(f"the pieces of tensor {name!r:.80} do not follow one another, or exceed their files")
+        end = stop
+    if end != record.numel or min(record.shape, default=0) < 0:
+        raise CheckpointError(f"tensor {name!r:.80} has {end} elements, and the shape {list(record.shape)!r:.80}")
+    return record
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
     """Raise a CheckpointError unless all files are there, as long as they were. Their contents are not looked at."""
     for record in manifest.files:
-        told = f"the checkpoint {directory} is not whole: {record.name}"
         try:
             size_bytes = os.stat(directory / record.name).st_size
         except OSError as error:
-            raise CheckpointError(f"{told}: {error.strerror}") from error
+            raise CheckpointError(f"{directory} is not whole: {record.name}: {error.strerror}") from error
         if size_bytes != record.size_bytes:
-            raise CheckpointError(f"{told} has {size_bytes} bytes, was written with {record.size_bytes}")
+            raise CheckpointError(
+                f"{directory} is not whole: {record.name} has {size_bytes} bytes, was written with {record.size_bytes}"
+            )
 
 
 class CheckpointFiles(OpenFiles):
@@ -227,7 +201,7 @@ class CheckpointFiles(OpenFiles):
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        super().__init__(path, [record.name for record in manifest.files])
+        super().__init__(path)
         self.manifest = manifest
 
     def verify_together(self, ranks: RankGroup) -> None:
@@ -236,11 +210,13 @@ class CheckpointFiles(OpenFiles):
         Raises:
             CheckpointError: on all ranks, names the file that is damaged.
         """
-        records = self.manifest.files
-        total = sum(record.size_bytes for record in records) // ranks.total_size
-        with progress(f"verifying {self.root.name}", total, shows=ranks.is_first) as advance:
-            share = ranks.number, ranks.total_size
-            run_on_all_ranks(ranks, f"verify {self.root}", lambda: self.verify(records, *share, advance))
+        share = ranks.number, ranks.total_size
+        run_on_all_ranks(ranks, f"verify {self.root}", lambda: verify_files(self.root, self.manifest.files, *share))
+
+    def map_for(self, read: Read) -> None:
+        """Map the files that hold what `read` wants, so that `read_tensor` works even if they are deleted."""
+        for piece, _, _ in self._overlaps(read):
+            self.open(self._name(piece))
 
     def read_tensor(self, read: Read) -> None:
         """Fill the target of `read`.
@@ -250,10 +226,10 @@ class CheckpointFiles(OpenFiles):
         """
         dtype = self.manifest.tensors[read.name].torch_dtype
         for piece, first, last in self._overlaps(read):
-            stored = self.tensors(piece.file).get(read.name)
-            if stored is None or stored[2:] != ((piece.stop - piece.start,), dtype):
-                raise CheckpointError(f"{self.path(piece.file)} does not hold what it should of {read.name!r}")
-            self.read(stored, first - piece.start, read.target[first - read.start : last - read.start])
+            stored = self.stored(self._name(piece), read.name)
+            if stored.shape != (piece.stop - piece.start,) or stored.dtype != dtype:
+                raise CheckpointError(f"{self.root / self._name(piece)} does not hold what it should of {read.name!r}")
+            copy_range(stored, first - piece.start, read.target[first - read.start : last - read.start])
 
     def read_whole(self, name: str) -> torch.Tensor:
         """A tensor, in new CPU memory."""
@@ -262,236 +238,169 @@ class CheckpointFiles(OpenFiles):
         self.read_tensor(Read(name, 0, whole.view(-1)))
         return whole
 
-    def open_for(self, reads: Iterable[Read]) -> None:
-        """Open what will be read, as far as that many files may be open.
-
-        Raises:
-            CheckpointError: something was put in the checkpoint's place since its manifest was read.
-        """
-        for read in reads:
-            for piece, _, _ in self._overlaps(read):
-                self.tensors(piece.file)
-        if read_manifest(self.root) != self.manifest:
-            raise CheckpointError(f"{self.root} was replaced while it was being loaded: load again")
+    def _name(self, piece: PieceRecord) -> str:
+        return self.manifest.files[piece.file].name
 
     def _overlaps(self, read: Read) -> Iterator[tuple[PieceRecord, int, int]]:
         """Pieces that hold some of what is read, and which elements [first, last) of the whole."""
         stop = read.start + read.target.numel()
         for piece in self.manifest.tensors[read.name].pieces:
-            if piece.box is not None:
-                raise CheckpointError(f"{read.name!r} was saved in boxes, which this version does not read")
             first, last = max(piece.start, read.start), min(piece.stop, stop)
             if first < last:
                 yield piece, first, last
 
 
-# ------------------------------------------------------------------------------------------------ schema
+# ------------------------------------------------------------------------------------------------ values as JSON
+#
+# JSON has no tuples, no infinite numbers, and only strings as keys of dicts. Such a value becomes an object with the
+# key "$", which names its kind. Any other object is refused: to read it back, a checkpoint would need its class's code.
+
+_KIND = "$"
+_DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+_LARGEST_BYTES = 8  # of a number
 
 
-LARGEST = (1 << 63) - 1
-"""Of the numbers in a manifest."""
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` as JSON. Its tensors are put into `tensors`, detached, not copied.
 
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")  # in the checkpoint's directory, and not hidden there
-_CRC32 = re.compile(r"[0-9a-f]{8}")
-_MOST_DIMS = 64  # as many as torch has
+    Args:
+        value: None, numbers, strings, lists, tuples, dicts, counters, tensors, NumPy arrays, dtypes, and nested ones.
+        path: its name. Names of its tensors begin with it.
+        tensors: by name; gains those of `value`.
 
-_Json = Mapping[str, Any]
-
-
-def check_manifest(content: Any) -> None:
-    """Raise a CheckpointError that names the place of the first value that no `Manifest` would have."""
-    _object("it", content)
-    for name, least in (("number", 0), ("world_size", 1), ("replicas", 1)):
-        _integer(name, _get(content, name), least)
-    _integer("generation", content.get("generation", 0))
-    versions = _object("versions", _get(content, "versions"))
-    for name in ("streamshard", "torch", "saved_at"):
-        _text(f"versions.{name}", _get(versions, name))
-    sizes = _check_files(_get(content, "files"))
-    tensors = _object("tensors", _get(content, "tensors"))
-    for name, record in tensors.items():
-        _check_tensor(name, record, sizes)
-    state = _object("state", _get(content, "state"))
-    for name, model in _object("models", _get(state, "models")).items():
-        _check_model(name, model, tensors)
-    for name, optimizer in _object("optimizers", _get(state, "optimizers")).items():
-        _check_optimizer(name, optimizer, tensors)
-    for name, tree in _object("trees", _get(state, "trees")).items():
-        if "all" in _object(name, tree):
-            _check_tree(name, tree["all"], tensors)
-            continue
-        for rank, each in enumerate(_list(name, _get(tree, "ranks"), least=1)):
-            _check_tree(name, each, tensors, f"@rank{rank}")
-
-
-def _check_files(files: Any) -> list[int]:
-    """Returns their sizes."""
-    sizes: dict[str, int] = {}
-    for record in _list("files", files):
-        name = _file_name("files", _get(_object("files", record), "name"))
-        if name in sizes:
-            raise CheckpointError(f"there are two files {name!r}")
-        sizes[name] = _integer(f"the size of {name!r}", _get(record, "size_bytes"))
-        sums = _texts(f"the checksums of {name!r}", _get(record, "crc32"))
-        _want(all(map(_CRC32.fullmatch, sums)), f"the checksums of {name!r}", sums)
-        _want(len(sums) == -(-sizes[name] // CHUNK_BYTES), f"the number of checksums of {name!r}", len(sums))
-        _want(len(record) == 3, f"the record of {name!r}", list(record))
-    return list(sizes.values())
-
-
-def _check_tensor(name: str, record: Any, sizes_bytes: list[int]) -> None:
-    what = f"tensor {name!r:.200}"
-    numel = _check_shape(what, _get(_object(what, record), "shape"))
-    itemsize = dtype_named(_get(record, "dtype")).itemsize
-    ends = {_WHOLE: 0}  # by box
-    for piece in _list(what, _get(record, "pieces")):
-        _want(isinstance(piece, list) and len(piece) in (3, 4), f"a piece of {what}", piece)
-        file, start, stop = (_integer(f"a piece of {what}", each) for each in piece[:3])
-        _want(file < len(sizes_bytes), f"the file of a piece of {what}", file)
-        box = _check_box(what, piece[3], record["shape"]) if piece[3:] else _WHOLE
-        if start != ends.setdefault(box, 0) or stop < start:
-            raise CheckpointError(f"the pieces of {what} do not follow one another at element {ends[box]}")
-        _want((stop - start) * itemsize <= sizes_bytes[file], f"the size of a piece of {what}", stop - start)
-        ends[box] = stop
-    if sum(ends.values()) != numel or any(
-        end != math.prod(box.shape) for box, end in ends.items() if box is not _WHOLE
-    ):
-        raise CheckpointError(f"the pieces of {what} end at element {sum(ends.values())} of {numel}")
-
-
-_WHOLE = Box((), ())
-
-
-def _check_box(what: str, box: Any, shape: list[int]) -> Box:
-    is_pair = isinstance(box, list) and [len(_list(what, each)) for each in box] == [len(shape)] * 2
-    _want(is_pair and shape, f"a box of {what}", box)
-    for offset, size, whole in zip(*box, shape, strict=True):
-        _want(_integer(what, offset) + _integer(what, size) <= whole, f"a box of {what}", box)
-    return Box(*map(tuple, box))
-
-
-def _check_shape(what: str, shape: Any) -> int:
-    """Returns the number of elements."""
-    _want(len(_list(what, shape)) <= _MOST_DIMS, f"the shape of {what}", shape)
-    for size in shape:
-        _integer(f"the shape of {what}", size)
-    _want(math.prod(max(size, 1) for size in shape) <= LARGEST, f"the shape of {what}", shape)
-    return math.prod(shape)
-
-
-def _check_model(name: str, model: Any, tensors: _Json) -> None:
-    _class_name(name, _get(_object(name, model), "class"))
-    params = _object(f"{name}: params", _get(model, "params"))
-    for param, own in params.items():
-        dtype_named(_get(_object(f"{name}: {param!r}", own), "dtype"))
-        _texts(f"{name}: aliases", _get(own, "aliases"))
-    buffers = _texts(f"{name}: buffers", _get(model, "buffers"))
-    for group in _list(f"{name}: equal", model.get("equal", [])):
-        _texts(f"{name}: equal", group)
-    for each in (*params, *buffers):
-        _want(f"{name}/{each}" in tensors, f"{name} without a tensor for", each)
-    _check_dict(name, _get(model, "extra_state"), tensors)
-    export = _object(f"{name}: export", _get(model, "export"))
-    if "error" in export:
-        _text(f"{name}: export", export["error"])
-        return
-    for file, text in _object(f"{name}: export", _get(export, "files")).items():
-        _text(_file_name(f"{name}: export", file), text)
-    if _get(export, "custom_code") is not None:
-        _text(f"{name}: export", export["custom_code"])
-    for tensor in _list(f"{name}: export", _get(export, "tensors")):
-        _check_exported(name, tensor, tensors)
-
-
-def _check_exported(model: str, tensor: Any, tensors: _Json) -> None:
-    what = f"{model}: a tensor of its export"
-    _want(isinstance(tensor, list) and len(tensor) == 4, what, tensor)
-    numel = _check_shape(_text(what, tensor[0]), tensor[1])
-    dtype_named(tensor[2])
-    end = 0
-    for run in _list(what, tensor[3]):
-        _want(isinstance(run, list) and len(run) == 4, what, run)
-        source = f"{model}/{_text(what, run[0])}"
-        source_start, start, count = (_integer(what, each) for each in run[1:])
-        _want(source in tensors and start == end, what, run)
-        _want(source_start + count <= math.prod(tensors[source]["shape"]), what, run)
-        end += count
-    _want(end == numel, f"{what}: {tensor[0]!r:.200}: its end", end)
-
-
-def _check_optimizer(name: str, optimizer: Any, tensors: _Json) -> None:
-    _class_name(name, _get(_object(name, optimizer), "class"))
-    for group in _list(f"{name}: groups", _get(optimizer, "groups")):
-        _texts(f"{name}: params", _get(_object(f"{name}: groups", group), "params"))
-        if group.get("param_names") is not None:
-            _texts(f"{name}: param_names", group["param_names"])
-        _check_dict(f"{name}: options", _get(group, "options"), tensors)
-    for param, own in _object(f"{name}: state", _get(optimizer, "state")).items():
-        for key, value in _object(f"{name}: {param!r}", own).items():
-            if isinstance(value, dict) and value.get("$") == "moment":
-                _text(f"{name}: {key!r}", _get(value, "tensor"))  # which nobody has where nobody has elements
-            else:
-                _check_tree(name, value, tensors)
-    for value in _object(f"{name}: values", _get(optimizer, "values")).values():
-        _check_tree(name, value, tensors)
-    for key in ("others", "shared"):
-        _check_dict(f"{name}: {key}", _get(optimizer, key), tensors)
-
-
-def _check_dict(name: str, saved: Any, tensors: _Json) -> None:
-    """A tree that is a dict when it is decoded."""
-    _want(_object(name, saved).get("$") in (None, "dict"), name, saved)
-    _check_tree(name, saved, tensors)
-
-
-def _check_tree(name: str, saved: Any, tensors: _Json, suffix: str = "") -> None:
+    Raises:
+        CheckpointError: names the path of any other value, or of one that contains itself.
+    """
     try:
-        check_tree(saved, tensors, suffix)
-    except CheckpointError as error:
-        raise CheckpointError(f"{name!r:.80}: {error}") from error
+        return _encode(value, path, tensors)
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is nested too deeply, or contains itself: it cannot be saved") from error
 
 
-def _get(value: _Json, key: str) -> Any:
-    if key not in value:
-        raise CheckpointError(f"it has no {key!r}")
-    return value[key]
+def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_KIND: "float", "value": repr(float(value))}
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, path, tensors)
+    if isinstance(value, dict):
+        return _encode_dict(value, path, tensors)
+    if type(value) in (list, tuple, torch.Size):
+        items = [_encode(each, f"{path}[{place}]", tensors) for place, each in enumerate(value)]
+        return items if type(value) is list else {_KIND: "tuple", "items": items}
+    if isinstance(value, torch.dtype):
+        return {_KIND: "dtype", "value": str(value).removeprefix("torch.")}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic) and _is_known(value.dtype):
+        return _encode(value.item(), path, tensors)
+    if numpy is not None and type(value) is numpy.ndarray and _is_known(value.dtype) and value.dtype.isnative:
+        return {_KIND: "array", "tensor": _keep(torch.from_numpy(numpy.array(value, order="C")), path, tensors)}
+    raise CheckpointError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds numbers, strings, lists, "
+        "tuples, dicts, tensors and arrays. Give an object with state_dict() and load_state_dict() by itself, "
+        "extra={name: object}, and any other object as the values that it is made of"
+    )
 
 
-def _want(is_sound: object, what: str, value: object) -> None:
-    if not is_sound:
-        raise CheckpointError(f"{what} cannot be {value!r:.80}")
+def _is_known(dtype: Any) -> bool:
+    """Whether torch and Python have numbers like those of a NumPy array: not like ``longdouble``."""
+    return dtype.kind in "biuf" and dtype.itemsize <= _LARGEST_BYTES
 
 
-def _object(what: str, value: Any) -> dict[str, Any]:
-    _want(isinstance(value, dict), what, value)
-    return value  # type: ignore[no-any-return]  # it has been checked
+def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided or value.is_quantized:
+        raise CheckpointError(
+            f"{path} is a {type(value).__name__} of layout {value.layout}: a checkpoint holds plain tensors. Give "
+            "value.full_tensor(), value.to_dense() and the like, or the tensors that it is made of"
+        )
+    if is_piece(value):
+        raise CheckpointError(
+            f"{path} is one rank's piece of a sharded tensor: a checkpoint holds pieces of models and of moments only. "
+            "Average weights in a second sharded model, average = StreamShard(Model().requires_grad_(False)), and "
+            'save both: model={"model": model, "average": average} (docs/guide/optimizers.md, Averages of weights). '
+            "Of a number give float(value)"
+        )
+    if value.is_meta:
+        raise CheckpointError(f"{path} is on the meta device: it has no values yet")
+    data = value.detach().as_subclass(torch.Tensor)
+    where = {} if data.device.type == "cpu" else {"device": data.device.type}
+    if not data.shape and not data.dtype.is_complex:
+        number = _encode(data.item(), path, tensors)
+        return {_KIND: "number", "dtype": str(data.dtype).removeprefix("torch."), "value": number, **where}
+    return {_KIND: "tensor", "tensor": _keep(data, path, tensors), **where}
 
 
-def _list(what: str, value: Any, least: int = 0) -> list[Any]:
-    _want(isinstance(value, list) and len(value) >= least, what, value)
-    return value  # type: ignore[no-any-return]  # it has been checked
+def _keep(data: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> str:
+    """Put `data` into `tensors`. Returns its name: the path, made unique (a key may have a dot in it)."""
+    while path in tensors:
+        path += "'"
+    tensors[path] = data
+    return path
 
 
-def _text(what: str, value: Any) -> str:
-    _want(isinstance(value, str), what, value)
-    return value  # type: ignore[no-any-return]  # it has been checked
+def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """An OrderedDict or a defaultdict comes back as a dict."""
+    kind = "Counter" if isinstance(value, Counter) else "dict"
+    if kind == "dict" and all(type(key) is str and key != _KIND for key in value):
+        return {key: _encode(each, f"{path}.{key}", tensors) for key, each in value.items()}
+    items = [
+        [_encode(key, f"a key of {path}", tensors), _encode(each, f"{path}[{key!r}]", tensors)]
+        for key, each in value.items()
+    ]
+    return {_KIND: kind, "items": items}
 
 
-def _texts(what: str, value: Any) -> list[str]:
-    return [_text(what, each) for each in _list(what, value)]
+def dtype_named(name: object) -> torch.dtype:
+    """The dtype with this name, such as ``"bfloat16"``.
+
+    Raises:
+        CheckpointError: torch has no such dtype.
+    """
+    if isinstance(name, str) and name in _DTYPES:
+        return _DTYPES[name]
+    raise CheckpointError(f"{name!r:.80} is not the name of a dtype")
 
 
-def _class_name(what: str, value: Any) -> None:
-    if value is not None:
-        _text(f"{what}: class", value)
+def decode(saved: Any, tensor_of: Callable[[str], torch.Tensor], device: torch.device) -> Any:
+    """The value that was given to `encode`. `saved` may come from anybody: nothing in it is run or imported.
+
+    Args:
+        saved: the JSON.
+        tensor_of: gives a new tensor in CPU memory, by its name.
+        device: for tensors that were not in CPU memory.
+
+    Raises:
+        CheckpointError: `encode` gives no such JSON.
+    """
+    try:
+        return _decode(saved, tensor_of, device)
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError, RuntimeError) as error:
+        raise CheckpointError(f"a saved value is malformed: {type(error).__name__}: {error}") from error
 
 
-def _integer(what: str, value: Any, least: int = 0) -> int:
-    _want(type(value) is int and least <= value <= LARGEST, what, value)
-    return value  # type: ignore[no-any-return]  # it has been checked
-
-
-def _file_name(what: str, value: Any) -> str:
-    if not isinstance(value, str) or not _FILE_NAME.fullmatch(value):
-        raise CheckpointError(f"{what} cannot have the name {value!r:.80}: wanted the name of a file in the directory")
-    return value
+def _decode(saved: Any, tensor_of: Callable[[str], torch.Tensor], device: torch.device) -> Any:
+    if isinstance(saved, list):
+        return [_decode(each, tensor_of, device) for each in saved]
+    if not isinstance(saved, dict):
+        return saved
+    kind = saved.get(_KIND)
+    if kind is None:
+        return {key: _decode(each, tensor_of, device) for key, each in saved.items()}
+    where = device if "device" in saved else torch.device("cpu")
+    if kind == "float":
+        return float(saved["value"])
+    if kind == "number":
+        return torch.tensor(_decode(saved["value"], tensor_of, device), dtype=dtype_named(saved["dtype"])).to(where)
+    if kind == "tensor":
+        return tensor_of(saved["tensor"]).to(where)
+    if kind == "array":
+        return tensor_of(saved["tensor"]).numpy()
+    if kind == "dtype":
+        return dtype_named(saved["value"])
+    items = _decode(saved["items"], tensor_of, device)
+    if kind == "tuple":
+        return tuple(items)
+    if kind in ("dict", "Counter"):
+        return (Counter if kind == "Counter" else dict)(dict(items))
+    raise CheckpointError(f"a value of kind {kind!r:.80}, which this version of streamshard does not know")

@@ -1,68 +1,49 @@
-"""The optimizer's state as the unsharded model's optimizer would have it: collected on one rank, loaded at any number.
+"""The optimizer's state: what this rank keeps of it, and all of it put together, by name or by number.
 
-The format is that of ``torch.optim.Optimizer.state_dict()``: parameters by number, in the order of the param groups.
-Plain torch, ZeroRedundancyOptimizer (after ``consolidate_state_dict``) and this module read each other's.
+`LocalState` turns the state into JSON and pieces of tensors. Checkpoints write these. `gather_state` puts them together
+in memory, in the format of ``torch.optim.Optimizer.state_dict()``: parameters by number, in the order of the param
+groups. `scatter_state` loads this format, which plain torch writes too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
 
-from streamshard.checkpoint.json_codec import decode, encode
-from streamshard.comm.objects import raise_if
+from streamshard.checkpoint.disk_layout import Piece
+from streamshard.checkpoint.manifest import decode, encode
 from streamshard.comm.ranks import Ranks
 from streamshard.engine.engine import Engine
-from streamshard.engine.hooks import tensors_in
-from streamshard.errors import CheckpointError, RankMismatchError, ShardingError
+from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.unit.optimizer_hooks import NUMBERS, take_over_state
 from streamshard.unit.shard import ParamShard
-from streamshard.unit.sharded_tensor import ShardedTensor, is_piece
+from streamshard.unit.sharded_tensor import ShardedTensor
 
 __all__ = [
-    "Moment",
-    "Outline",
-    "Outlines",
-    "OwnedState",
-    "agree_on_outlines",
+    "LocalState",
+    "State",
+    "drifts_apart",
     "gather_state",
+    "is_moment",
     "is_owned",
     "moment_of",
+    "name_here",
     "names_of_moments",
-    "outline_state",
     "own_part",
-    "owned_states",
     "params_in",
     "scatter_state",
     "settle",
 ]
 
-Outline = dict[str, Any]  # what is kept for one parameter, by name; a `Moment` stands for a tensor of its size
-Outlines = dict[int, Outline]  # a rank's part of an optimizer's state, by the parameter's number
+State = dict[str, dict[str, Any]]  # JSON of what is kept for each parameter, by its name
 
-
-class Moment(NamedTuple):
-    """Stands for state with an element for each of the parameter's."""
-
-    dtype: torch.dtype
-
-
-class OwnedState(NamedTuple):
-    """State of a parameter that one rank steps whole: on its owner, what plain torch would keep.
-
-    Attributes:
-        json: see `encode`.
-        tensors: by name; on other ranks, tensors on the meta device.
-    """
-
-    json: Any
-    tensors: dict[str, torch.Tensor]
+_WITHOUT = "Leave this optimizer out (save the weights alone), or use one of torch.optim"
+_CPU = torch.device("cpu")
 
 
 def is_owned(optimizer: Optimizer, param: nn.Parameter) -> bool:
@@ -83,301 +64,6 @@ def settle(optimizer: Optimizer, ranks: Ranks) -> None:
         act(ranks)
 
 
-def owned_states(optimizer: Optimizer, params: Mapping[nn.Parameter, str]) -> dict[str, OwnedState]:
-    """What this rank keeps of the parameters that it owns, or owns slices of, by their names.
-
-    Args:
-        optimizer: keeps it.
-        params: names of its parameters.
-
-    Raises:
-        CheckpointError: names state that cannot be saved.
-    """
-    found = {}
-    for param, name in params.items():
-        if is_owned(optimizer, param) and optimizer.state.get(param):
-            tensors: dict[str, torch.Tensor] = {}
-            json = encode(dict(optimizer.state[param]), name, tensors)
-            found[name] = OwnedState(json, tensors)
-    return found
-
-
-def _told(state: OwnedState) -> OwnedState:
-    return OwnedState(state.json, {name: tensor.to("meta") for name, tensor in state.tensors.items()})
-
-
-class _Number(NamedTuple):
-    """A tensor of one number, which is pickled a hundred times faster without its memory."""
-
-    value: Any
-    dtype: torch.dtype
-
-
-def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict[str, Any]:
-    """See `streamshard.full_optimizer_state_dict`."""
-    engine.recover()
-    settle(optimizer, engine.ranks)
-    wanted = not rank0_only or engine.ranks.is_first
-    numbers = {param: number for number, param in enumerate(params_in(optimizer))}
-    packed: dict[str, Any] = {}
-    owned: dict[str, OwnedState] = {}
-
-    def outline() -> tuple[Outlines, dict[str, OwnedState]]:
-        take_over_state(optimizer)
-        packed.update(optimizer.state_dict())
-        for key, value in packed.items():
-            if key != "state" and any(map(is_piece, tensors_in(value))):
-                raise ShardingError(
-                    f"{type(optimizer).__name__}'s {key} hold one rank's piece of a sharded tensor: only its state of "
-                    "each parameter can be put together. Keep the tensor elsewhere"
-                )
-        if not engine.ranks.replica:
-            names = {shard.param: str(numbers[shard.param]) for shard in engine.param_shards if shard.param in numbers}
-            owned.update(owned_states(optimizer, names))
-        told = {name: _told(each) for name, each in owned.items()}
-        return outline_state(engine.param_shards, optimizer, numbers), told
-
-    said = engine.ranks.gather_results("collect the optimizer's state", outline)
-    outlines = agree_on_outlines([theirs for theirs, _ in said], engine.param_shards, numbers)
-    state: dict[Any, Any] = {number: dict(values) for number, values in outlines.items()}
-    sharded = {numbers.get(shard.param) for shard in engine.param_shards}
-    for number, values in packed["state"].items():
-        if not isinstance(values, Mapping):  # of no parameter
-            state[number] = _copied(values)
-        elif number not in sharded:  # a parameter of something else
-            state[number] = {name: _copied(value) for name, value in values.items()}
-    for source, (_, theirs) in enumerate(said):
-        for name, told in theirs.items():
-            tensors = owned[name].tensors if source == engine.ranks.number else told.tensors
-            collected = _collect_owned(engine.ranks, tensors, source, to_all=not rank0_only)
-            if wanted:
-                own = decode(told.json, collected.__getitem__, torch.device("cpu"))
-                state.setdefault(int(name), {}).update(own)  # of slices, ranks have some each
-    failure: Exception | None = None
-    for unit in engine.units:
-        shards = unit.params
-        known = [outlines.get(numbers.get(shard.param, -1), {}) for shard in shards]
-        moments = (name for values in known for name, value in values.items() if isinstance(value, Moment))
-        for name in dict.fromkeys(moments):
-            has = [isinstance(values.get(name), Moment) for values in known]
-            own = (moment_of(shard, optimizer, name) for shard in shards)
-            # A rank without elements may have nothing, and takes part.
-            pieces = [
-                None if not is_kept else shard.main if moment is None else moment.reshape(-1)
-                for shard, moment, is_kept in zip(shards, own, has, strict=True)
-            ]
-            wholes = unit.gather_whole(pieces, torch.float32)
-            try:
-                for shard, whole, is_kept, values in zip(shards, wholes, has, known, strict=True):
-                    if wanted and is_kept and whole is not None and failure is None:
-                        state[numbers[shard.param]][name] = whole.to("cpu", values[name].dtype, copy=True)
-            except Exception as error:  # such as too little memory on the one rank that wants it: others gather on
-                failure = error
-    engine.ranks.gather_results("collect the optimizer's state", lambda: raise_if(failure))
-    return {**packed, "state": dict(sorted(state.items(), key=_by_number))} if wanted else {}
-
-
-def _by_number(item: tuple[Any, Any]) -> tuple[bool, Any]:
-    key, _ = item
-    return isinstance(key, str), key
-
-
-def _collect_owned(
-    ranks: Ranks, tensors: Mapping[str, torch.Tensor], source: int, *, to_all: bool
-) -> dict[str, torch.Tensor]:
-    """Copies of what rank number `source` has, in CPU memory: on the first rank, or on all. Collective."""
-    found = {}
-    for name, tensor in tensors.items():
-        is_wanted = to_all or ranks.is_first
-        if ranks.number == source:
-            found[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        elif is_wanted:
-            found[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        if to_all:
-            moved = found[name].to(ranks.streams.device)
-            ranks.broadcast(moved, source)
-            found[name].copy_(moved)
-        elif source and (ranks.is_first or ranks.number == source):
-            ranks.send_to_first(found[name], source)
-    return found
-
-
-def outline_state(shards: Sequence[ParamShard], optimizer: Optimizer, numbers: Mapping[nn.Parameter, int]) -> Outlines:
-    """What this rank keeps for which parameter. All of it can be sent and saved.
-
-    Args:
-        shards: parameters, all that are sharded and some that the optimizer does not have.
-        optimizer: keeps it.
-        numbers: of the optimizer's parameters.
-
-    Raises:
-        ShardingError: names the state that cannot be put together.
-    """
-    outlines: Outlines = {}
-    seen: dict[str, Outline] = {}
-    for shard in shards:
-        number = numbers.get(shard.param)
-        # A rank without elements keeps nothing, but for what it has loaded or had before it was sharded.
-        if number is None or shard.layout.numel and not shard.local.numel:
-            continue
-        if is_owned(optimizer, shard.param):
-            continue
-        outline = {
-            name: _outline_value(value, f"{type(optimizer).__name__}'s state {name!r} of {shard.name!r}", shard)
-            for name, value in optimizer.state.get(shard.param, {}).items()
-        }
-        # Parameters have mostly the same: pickled once.
-        is_plain = all(isinstance(value, Moment | _Number) for value in outline.values())
-        outlines[number] = seen.setdefault(repr(outline), outline) if is_plain else outline
-    return outlines
-
-
-def _outline_value(value: Any, path: str, shard: ParamShard) -> Any:
-    """A `Moment`, a number, or what `encode` takes."""
-    without = "Leave this optimizer out (save the weights alone), or use one of torch.optim"
-    if not isinstance(value, torch.Tensor):
-        if any(True for _ in tensors_in(value)):
-            raise ShardingError(
-                f"{path} is a {type(value).__name__} of tensors: only tensors that stand by themselves, with one "
-                f"number for each element, can be put together. {without}"
-            )
-        try:
-            encode(value, path, {})
-        except CheckpointError as error:
-            raise ShardingError(f"{error}. {without}") from error
-        return value
-    is_quantized = is_traceable_wrapper_subclass(value)
-    if not is_quantized and _piece_of_state(value, shard) is not None:
-        return Moment(value.dtype)
-    if is_quantized or value.ndim:
-        raise ShardingError(
-            f"{path} is {'quantized' if is_quantized else 'of'} {tuple(value.shape)} for a piece of "
-            f"{tuple(shard.piece.shape)}: only what has one number for each element can be put together. {without}"
-        )
-    return _Number(value.detach().as_subclass(torch.Tensor).item(), value.dtype)
-
-
-def agree_on_outlines(
-    by_rank: Sequence[Outlines], shards: Sequence[ParamShard], numbers: Mapping[nn.Parameter, int]
-) -> dict[int, Outline]:
-    """What is kept for which parameter, as ranks say that have elements of it.
-
-    Args:
-        by_rank: what each has said; all ranks give the same.
-        shards, numbers: as for `outline_state`.
-
-    Returns:
-        By number, of what keeps anything.
-
-    Raises:
-        RankMismatchError: two of them keep different things.
-    """
-    agreed: Outlines = {}
-    for rank, outlines in enumerate(by_rank):
-        for number, outline in outlines.items():
-            first = agreed.setdefault(number, outline)
-            if list(first) != list(outline):
-                name = next(shard.name for shard in shards if numbers.get(shard.param) == number)
-                raise RankMismatchError(
-                    f"the optimizer's state of {name!r} differs between ranks: {list(first)}, and {list(outline)} on "
-                    f"rank {rank}"
-                )
-    return {
-        number: {name: _as_it_was(value) for name, value in outline.items()}
-        for number, outline in agreed.items()
-        if outline
-    }
-
-
-def _as_it_was(value: Any) -> Any:
-    return torch.tensor(value.value, dtype=value.dtype) if isinstance(value, _Number) else value
-
-
-def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
-    """See `streamshard.load_optimizer_state_dict`."""
-    engine.recover()
-    ranks, params = engine.ranks, params_in(optimizer)
-    shards = {shard.param: shard for shard in engine.param_shards}
-    given: Mapping[str, Any] = (state_dict if ranks.is_first else None) or {"state": {}, "param_groups": []}
-    wholes: dict[int, OwnedState] = {}
-
-    def outline_given() -> tuple[dict[Any, Any], dict[str, Any]]:
-        """Everything but tensors with elements, which follow one by one."""
-        _check_format(given)
-        outline: dict[Any, Any] = {}
-        for number, values in given["state"].items():
-            if not isinstance(values, Mapping):  # of no parameter
-                outline[number] = values
-            elif number < len(params) and is_owned(optimizer, params[number]):
-                tensors: dict[str, torch.Tensor] = {}
-                wholes[number] = OwnedState(encode(dict(values), str(number), tensors), tensors)
-                outline[number] = _told(wholes[number])
-            elif number < len(params):
-                shard = shards.get(params[number])
-                outline[number] = {name: _outline(name, value, shard) for name, value in values.items()}
-        return outline, {key: value for key, value in given.items() if key != "state"}
-
-    outline, others = ranks.gather_results("load the optimizer's state", outline_given)[0]
-    groups = others["param_groups"]
-    _check(outline, groups, params, shards)
-    state: dict[Any, Any] = {}
-    for number, values in outline.items():
-        if isinstance(values, OwnedState):
-            own = _send_owned(ranks, wholes[number] if ranks.is_first else values)
-            if json := own_part(optimizer, params[number], values.json):
-                state[number] = decode(json, own.__getitem__, engine.streams.device)
-            continue
-        if not isinstance(values, Mapping):
-            state[number] = values
-            continue
-        shard = shards.get(params[number])
-        state[number] = {}
-        for name, value in values.items():
-            if not isinstance(value, _Tensor):
-                state[number][name] = value
-                continue
-            full = torch.empty(value.shape, dtype=value.dtype, device=engine.streams.device)
-            if ranks.is_first:
-                full.copy_(given["state"][number][name])
-            ranks.broadcast(full)
-            if shard is not None and value.shape == shard.layout.shape:
-                full = full.view(-1)[shard.local.start : shard.local.stop].view(shard.piece.shape).clone()
-            state[number][name] = full
-    optimizer.load_state_dict({**others, "state": state})
-
-
-def _send_owned(ranks: Ranks, state: OwnedState) -> dict[str, torch.Tensor]:
-    """The first rank's tensors on all ranks, one after the other. Collective."""
-    found = {}
-    for name, tensor in state.tensors.items():
-        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=ranks.streams.device)
-        if ranks.is_first:
-            full.copy_(tensor)
-        ranks.broadcast(full)
-        found[name] = full
-    return found
-
-
-def _copied(value: Any) -> Any:
-    """Not shared with the optimizer, which goes on counting steps."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.as_subclass(torch.Tensor).to("cpu", copy=True), value)
-
-
-class _Tensor:
-    """Stands for a tensor that is still to be sent, or put together."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
-
-
-def _outline(name: str, value: Any, shard: ParamShard | None) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    is_one_number = shard is not None and not shard.layout.shape
-    return _Tensor(value) if value.ndim or is_one_number and name not in NUMBERS else value
-
-
 def params_in(optimizer: Optimizer) -> list[nn.Parameter]:
     """In the order of their numbers in a state dict."""
     return [param for group in optimizer.param_groups for param in group["params"]]
@@ -385,25 +71,293 @@ def params_in(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def names_of_moments(shards: Sequence[ParamShard], optimizer: Optimizer) -> list[str]:
     """Names of state that has an element for each of the parameter's, in order of appearance."""
-    names: dict[str, None] = {}
-    for shard in shards:
-        if is_owned(optimizer, shard.param):
-            continue
-        for name in optimizer.state.get(shard.param, {}):
-            if moment_of(shard, optimizer, name) is not None:
-                names[name] = None
-    return list(names)
+    stepped = (shard for shard in shards if not is_owned(optimizer, shard.param))
+    names = ((shard, name) for shard in stepped for name in optimizer.state.get(shard.param, {}))
+    return list(dict.fromkeys(name for shard, name in names if moment_of(shard, optimizer, name) is not None))
 
 
 def moment_of(shard: ParamShard, optimizer: Optimizer, name: str) -> torch.Tensor | None:
-    """State `name` of a parameter, in its sharded shape; None if it has none that has an element for each of its."""
-    return _piece_of_state(optimizer.state.get(shard.param, {}).get(name), shard)
-
-
-def _piece_of_state(value: object, shard: ParamShard) -> torch.Tensor | None:
+    """State `name` of a parameter, in its sharded shape; None if it does not have one element for each of its."""
+    value = optimizer.state.get(shard.param, {}).get(name)
     if isinstance(value, ShardedTensor):  # made by the optimizer's constructor
         value = value.as_subclass(torch.Tensor)
-    return value if isinstance(value, torch.Tensor) and value.shape == shard.piece.shape else None
+    if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value):
+        return None
+    return value if value.shape == shard.piece.shape else None
+
+
+def is_moment(saved: Any) -> bool:
+    """Whether JSON of a parameter's state stands for a tensor of the parameter's shape."""
+    return isinstance(saved, dict) and saved.get("$") == "moment"
+
+
+def drifts_apart(engine: Engine) -> bool:
+    """Whether replicas train on their own, so that each has other weights (local SGD)."""
+    replicas = engine.reductions.replicas
+    return replicas is not None and not replicas.averages_grads
+
+
+def name_here(tensor: str, engine: Engine) -> str | None:
+    """The name under which this rank's replica saves a tensor; None if another replica saves it."""
+    if not engine.ranks.replica:
+        return tensor
+    return f"{tensor}@replica{engine.ranks.replica}" if drifts_apart(engine) else None
+
+
+class LocalState:
+    """What this rank keeps of one optimizer's state. Whatever can fail on one rank alone fails when it is made.
+
+    Args:
+        name: of the optimizer; names of tensors begin with it.
+        optimizer: keeps the state.
+        names: of its parameters.
+        owners: those that are sharded, and their engines.
+
+    Attributes:
+        pieces: this rank's, of tensors.
+        tensors: by name, those that are the same on all ranks.
+        outlines: of parameters of which this rank steps a piece. A rank without elements has nothing to say.
+        owned: of parameters that this rank steps whole, or slices of them.
+
+    Raises:
+        CheckpointError, ShardingError: names state that cannot be put together.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        optimizer: Optimizer,
+        names: Mapping[nn.Parameter, str],
+        owners: Sequence[tuple[Engine, ParamShard]],
+    ) -> None:
+        take_over_state(optimizer)
+        self.pieces: list[Piece] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.outlines: State = {}
+        self.owned: State = {}
+        self._name, self._optimizer = name, optimizer
+        self._names = [names[param] for param in params_in(optimizer)]
+        sharded = {shard.param: (engine, shard) for engine, shard in owners}
+        self._others = {
+            names[param]: encode(dict(optimizer.state.get(param, {})), f"{name}/{names[param]}", self.tensors)
+            for param in params_in(optimizer)
+            if param not in sharded
+        }
+        seen: State = {}  # parameters have mostly the same: pickled once
+        for param, (engine, shard) in sharded.items():
+            path = f"{name}/{names[param]}"
+            if is_owned(optimizer, param):
+                self._add_owned(names[param], path, engine, optimizer.state.get(param, {}))
+            elif shard.local.numel or not shard.layout.numel:
+                outline = self._outline(path, engine, shard)
+                self.outlines[names[param]] = seen.setdefault(repr(outline), outline)
+
+    def _add_owned(self, name: str, path: str, engine: Engine, values: Mapping[str, Any]) -> None:
+        if values:
+            tensors: dict[str, torch.Tensor] = {}
+            json = encode(dict(values), path, tensors)
+            if not engine.ranks.replica:
+                self.owned[name] = json
+            for each, tensor in tensors.items():
+                if (saved_name := name_here(each, engine)) is not None:
+                    self.pieces.append(Piece.whole(saved_name, tensor))
+
+    def _outline(self, path: str, engine: Engine, shard: ParamShard) -> dict[str, Any]:
+        outline = {}
+        for key, value in self._optimizer.state.get(shard.param, {}).items():
+            moment = moment_of(shard, self._optimizer, key)
+            if moment is None:
+                outline[key] = self._small(value, f"{type(self._optimizer).__name__}'s state {key!r} of {shard.name!r}")
+                continue
+            outline[key] = {"$": "moment"}
+            if (saved_name := name_here(f"{path}/{key}", engine)) is not None:
+                data = moment.detach().as_subclass(torch.Tensor).reshape(-1)
+                self.pieces.append(Piece(saved_name, shard.layout.shape, shard.local.start, data))
+        return outline
+
+    def _small(self, value: Any, path: str) -> Any:
+        """JSON of what does not have an element for each of the parameter's."""
+        tensors: dict[str, torch.Tensor] = {}
+        json = encode(value, path, tensors)
+        if tensors:
+            raise ShardingError(
+                f"{path} holds tensors that do not have one number for each element of the parameter: ranks cannot put "
+                f"them together. {_WITHOUT}"
+            )
+        return json
+
+    def join(self, told: Sequence[tuple[State, State]]) -> State:
+        """The JSON of all parameters' state.
+
+        Args:
+            told: every rank's `outlines` and `owned`.
+
+        Raises:
+            RankMismatchError: two ranks keep different things.
+        """
+        agreed: State = {}
+        for rank, (outlines, _) in enumerate(told):
+            for name, outline in outlines.items():
+                first = agreed.setdefault(name, outline)
+                if list(first) != list(outline):
+                    raise RankMismatchError(
+                        f"the optimizer's state of {name!r} differs between ranks: {list(first)}, and {list(outline)} "
+                        f"on rank {rank}"
+                    )
+        state = {name: dict(agreed.get(name) or self._others.get(name) or {}) for name in self._names}
+        for name, values in state.items():
+            for key, value in values.items():
+                if is_moment(value):
+                    values[key] = {"$": "moment", "tensor": f"{self._name}/{name}/{key}"}
+        for _, owned in told:
+            for name, own in owned.items():  # of slices, ranks have some each
+                state[name].update(own)
+        return state
+
+
+# ------------------------------------------------------------------------------------------------ in memory
+
+
+def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict[str, Any]:
+    """See `streamshard.full_optimizer_state_dict`."""
+    engine.recover()
+    ranks = engine.ranks
+    settle(optimizer, ranks)
+    names = {param: str(number) for number, param in enumerate(params_in(optimizer))}
+    owners = [(engine, shard) for shard in engine.param_shards if shard.param in names]
+    local: list[LocalState] = []
+
+    def outline() -> tuple[tuple[State, State], list[tuple[str, tuple[int, ...], torch.dtype, int, int]]]:
+        local.append(LocalState(type(optimizer).__name__, optimizer, names, owners))
+        pieces = local[0].pieces = [] if ranks.replica else local[0].pieces
+        rows = [(piece.name, piece.shape, piece.data.dtype, piece.start, piece.stop) for piece in pieces]
+        return (local[0].outlines, local[0].owned), rows
+
+    doing = "collect the optimizer's state"
+    told = ranks.gather_results(doing, outline)
+    wholes: dict[str, torch.Tensor] = {}
+    wanted = not rank0_only or ranks.is_first
+
+    def allocate() -> None:
+        if wanted:
+            for _, rows in told:
+                wholes.update((name, torch.empty(shape, dtype=dtype)) for name, shape, dtype, _, _ in rows)
+
+    ranks.gather_results(doing, allocate)  # too little memory on one rank is an error on all
+    _gather_pieces(ranks, local[0].pieces, [rows for _, rows in told], wholes, to_all=not rank0_only)
+    if not wanted:
+        return {}
+    wholes.update((name, tensor.to("cpu", copy=True)) for name, tensor in local[0].tensors.items())
+    joined = local[0].join([theirs for theirs, _ in told])
+    state = {int(name): decode(_plain(own), wholes.__getitem__, _CPU) for name, own in joined.items() if own}
+    packed = optimizer.state_dict()
+    others = {key: value for key, value in packed["state"].items() if isinstance(key, str)}  # of no parameter
+    return {**packed, "state": {**state, **others}}
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON that `decode` reads: a moment is a tensor in memory."""
+    return {key: {**value, "$": "tensor"} if is_moment(value) else value for key, value in values.items()}
+
+
+def _gather_pieces(
+    ranks: Ranks,
+    pieces: Sequence[Piece],
+    rows: Sequence[Sequence[tuple[str, tuple[int, ...], torch.dtype, int, int]]],
+    wholes: Mapping[str, torch.Tensor],
+    *,
+    to_all: bool,
+) -> None:
+    """Fill `wholes`, in CPU memory, by what all ranks have: on the first rank, or on all. Collective.
+
+    Args:
+        ranks: all of them.
+        pieces: this rank's.
+        rows: by rank: name, shape, dtype, first element and the one behind the last of each of its pieces.
+        wholes: by name; empty on a rank that gets nothing.
+        to_all: every rank gets them.
+    """
+    own = {piece.name: piece.data for piece in pieces}
+    for source, theirs in enumerate(rows):
+        for name, _, dtype, start, stop in theirs:
+            if start == stop or not (to_all or ranks.is_first or ranks.number == source):
+                continue
+            is_mine = ranks.number == source
+            part = own[name].detach().to("cpu").contiguous() if is_mine else torch.empty(stop - start, dtype=dtype)
+            if to_all:
+                moved = part.to(ranks.streams.device)
+                ranks.broadcast(moved, source)
+                part = moved.cpu()
+            elif source:
+                ranks.send_to_first(part, source)
+            if name in wholes:
+                wholes[name].view(-1)[start:stop] = part
+
+
+def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
+    """See `streamshard.load_optimizer_state_dict`."""
+    engine.recover()
+    ranks, params, device = engine.ranks, params_in(optimizer), engine.streams.device
+    shards = {shard.param: shard for shard in engine.param_shards}
+    given: Mapping[str, Any] = (state_dict if ranks.is_first else None) or {"state": {}, "param_groups": []}
+    tensors: dict[str, torch.Tensor] = {}  # the first rank's
+
+    def outline() -> tuple[dict[Any, Any], dict[str, tuple[torch.Size, torch.dtype]], dict[str, Any]]:
+        """JSON by number, shapes and dtypes of tensors, and what is no state of a parameter."""
+        _check_format(given)
+        saved = {key: encode(values, f"{key}", tensors) for key, values in given["state"].items()}
+        others = {key: value for key, value in given.items() if key != "state"}
+        return saved, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, others
+
+    saved, metas, others = ranks.gather_results("load the optimizer's state", outline)[0]
+    count = sum(len(group["params"]) for group in others["param_groups"])
+    if count != len(params):
+        raise ShardingError(f"the optimizer state is of {count} parameters, the optimizer has {len(params)}")
+    pieces = {
+        number: shards[param]
+        for number, param in enumerate(params)
+        if param in shards and not is_owned(optimizer, param)
+    }
+    for number, shard in pieces.items():
+        _check_shapes(number, shard, saved.get(number, {}), metas)
+    state: dict[Any, Any] = {}
+    for key, values in saved.items():
+        if isinstance(key, int) and key >= len(params):
+            continue
+        got = {}
+        for name in _tensors_of(values):
+            shape, dtype = metas[name]
+            full = torch.empty(shape, dtype=dtype, device=device)
+            if ranks.is_first:
+                full.copy_(tensors[name])
+            ranks.broadcast(full)
+            got[name] = full
+        if key in pieces:
+            own = decode(values, got.__getitem__, device)
+            state[key] = {name: _cut(name, value, pieces[key]) for name, value in own.items()}
+        elif isinstance(key, int) and is_owned(optimizer, params[key]):
+            if values := own_part(optimizer, params[key], values):
+                state[key] = decode(values, got.__getitem__, device)
+        else:
+            state[key] = decode(values, got.__getitem__, device)
+    optimizer.load_state_dict({**others, "state": state})
+
+
+def _tensors_of(saved: Any) -> Iterator[str]:
+    """Names of the tensors in JSON, in its order, which is the same on all ranks."""
+    if isinstance(saved, dict) and saved.get("$") in ("tensor", "array"):
+        yield saved["tensor"]
+    elif isinstance(saved, dict | list):
+        for each in saved.values() if isinstance(saved, dict) else saved:
+            yield from _tensors_of(each)
+
+
+def _cut(name: str, value: Any, shard: ParamShard) -> Any:
+    """This rank's part of state of a sharded parameter."""
+    is_number = not isinstance(value, torch.Tensor) or value.shape != shard.layout.shape
+    if is_number or not shard.layout.shape and name in NUMBERS:
+        return value
+    return value.reshape(-1)[shard.local.start : shard.local.stop].view(shard.piece.shape).clone()
 
 
 def _check_format(given: object) -> None:
@@ -415,22 +369,13 @@ def _check_format(given: object) -> None:
     )
 
 
-def _check(
-    outline: Mapping[Any, Any],
-    groups: list[dict[str, Any]],
-    params: list[nn.Parameter],
-    shards: Mapping[nn.Parameter, ParamShard],
+def _check_shapes(
+    number: int, shard: ParamShard, saved: Mapping[str, Any], metas: Mapping[str, tuple[torch.Size, torch.dtype]]
 ) -> None:
-    count = sum(len(group["params"]) for group in groups)
-    if count != len(params):
-        raise ShardingError(f"the optimizer state is of {count} parameters, the optimizer has {len(params)}")
-    for number, values in outline.items():
-        if isinstance(values, OwnedState) or not isinstance(values, Mapping):
-            continue
-        shard = shards.get(params[number])
-        for name, value in values.items():
-            if shard is not None and isinstance(value, _Tensor) and value.shape != shard.layout.shape:
-                raise ShardingError(
-                    f"optimizer state {name!r} of parameter number {number} has shape {value.shape}; "
-                    f"{shard.name!r} has {shard.layout.shape}: was the optimizer built over the same parameters?"
-                )
+    for name in _tensors_of(saved):
+        shape = tuple(metas[name][0])
+        if shape != shard.layout.shape:
+            raise ShardingError(
+                f"optimizer state {name!r} of parameter number {number} has shape {shape}; {shard.name!r} has "
+                f"{shard.layout.shape}: was the optimizer built over the same parameters?"
+            )

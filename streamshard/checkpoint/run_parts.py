@@ -1,7 +1,7 @@
 """What a training run is made of, the names under which its parts are saved, and all of it as named tensors and JSON.
 
 Weights and moments are keyed by the parameter's name and cut by element, so that neither units nor slots nor the number
-of ranks occur in what is saved. Everything else is a tree (see `json_codec.py`): one where all ranks have the same,
+of ranks occur in what is saved. Everything else is a tree (see `manifest.encode`): one where all ranks have the same,
 otherwise one of each rank.
 """
 
@@ -11,28 +11,17 @@ import hashlib
 import json
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.checkpoint.disk_layout import local_pieces, plan_disk, saved_names
+from streamshard.checkpoint.disk_layout import Piece, local_pieces, plan_disk, saved_names
 from streamshard.checkpoint.export import model_dtype
-from streamshard.checkpoint.json_codec import encode
-from streamshard.checkpoint.manifest import Manifest
-from streamshard.checkpoint.optimizer_state import (
-    Moment,
-    Outlines,
-    agree_on_outlines,
-    is_owned,
-    moment_of,
-    outline_state,
-    owned_states,
-    params_in,
-    settle,
-)
+from streamshard.checkpoint.manifest import encode
+from streamshard.checkpoint.optimizer_state import LocalState, State, drifts_apart, name_here, params_in, settle
 from streamshard.checkpoint.safetensors_file import bytes_of
 from streamshard.comm.objects import gather_from_all_ranks
 from streamshard.comm.ranks import Ranks
@@ -42,50 +31,22 @@ from streamshard.engine.handle import engine_at_rest, handle_of, is_compiled
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.integrations import huggingface
 from streamshard.plan.structure import params_of
-from streamshard.unit.optimizer_hooks import sees_steps, take_over_state
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_tensor import piece_of
 
 __all__ = [
+    "RANDOM",
     "Collected",
     "Parts",
-    "Piece",
-    "RANDOM",
     "class_name",
     "collect",
-    "drifts_apart",
-    "is_alone",
-    "name_here",
     "name_parts",
-    "name_there",
     "param_names",
     "random_state",
     "set_random_state",
 ]
 
 RANDOM = "random"
-
-_ALONE = "param_groups"
-
-
-class Piece(NamedTuple):
-    """Elements [start, start + data.numel()) of the flattened tensor `name`.
-
-    Attributes:
-        name: of the tensor; on all ranks that have some of it the same.
-        shape: of the whole.
-        start: first element.
-        data: [n] 1-D contiguous, any device.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    data: torch.Tensor
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.data.numel()
 
 
 class Parts(NamedTuple):
@@ -186,10 +147,8 @@ def class_name(value: object) -> str:
 def param_names(optimizer: Optimizer, parts: Parts) -> tuple[dict[nn.Parameter, str], list[tuple[Engine, ParamShard]]]:
     """Names of an optimizer's parameters, and the shards among them.
 
-    A parameter of nothing that was given is called by its place in the optimizer.
-
     Raises:
-        ConfigError: it is a sharded model's, which has to be given too.
+        ConfigError: a parameter is of no model that was given.
     """
     several = len(parts.models) > 1
     names: dict[nn.Parameter, str] = {}
@@ -201,37 +160,16 @@ def param_names(optimizer: Optimizer, parts: Parts) -> tuple[dict[nn.Parameter, 
     for key, each in parts.objects.items():
         if isinstance(each, nn.Module):
             names.update((param, f"{key}/{name}") for name, param in params_of(each).items())
-    inside = set(params_in(optimizer))
-    for number, group in enumerate(optimizer.param_groups):
-        for place, param in enumerate(group["params"]):
-            if param not in names and (other := piece_of(param)) is not None:
-                raise ConfigError(
-                    f"an optimizer that was given has {other.name!r}, which is a parameter of a sharded model that was "
-                    'not: give all of its models, model={"a": .., "b": ..}'
-                )
-            names.setdefault(param, f"{_ALONE}[{number}][{place}]")
+    inside = dict.fromkeys(params_in(optimizer))
+    for param in inside:
+        if param not in names:
+            piece = piece_of(param)
+            what = f"a parameter of shape {tuple(param.shape)}" if piece is None else repr(piece.name)
+            raise ConfigError(
+                f"{type(optimizer).__name__} steps {what}, which is of no model that was given: give all modules whose "
+                'parameters it steps, model={"model": model, "head": head}; some may be plain modules'
+            )
     return names, [(engine, shard) for engine, shard in owners if shard.param in inside]
-
-
-def is_alone(param_name: str) -> bool:
-    """Whether it is what `param_names` calls a parameter of nothing that was given."""
-    return param_name.startswith(f"{_ALONE}[")
-
-
-def name_here(tensor: str, engine: Engine) -> str:
-    """The name of what this rank's replica has of a tensor, where it may differ from what others have."""
-    return f"{tensor}@replica{engine.ranks.replica}" if engine.ranks.replica and drifts_apart(engine) else tensor
-
-
-def drifts_apart(engine: Engine) -> bool:
-    """Whether replicas train on their own, so that each has other weights (local SGD)."""
-    replicas = engine.reductions.replicas
-    return replicas is not None and not replicas.averages_grads
-
-
-def name_there(tensor: str, engine: Engine, manifest: Manifest) -> str:
-    own = f"{tensor}@replica{engine.ranks.replica}"
-    return own if own in manifest.tensors else tensor
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -258,34 +196,18 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         numpy.random.set_state(state["numpy"])
 
 
-class _Told(NamedTuple):
-    """What ranks tell each other of what they save.
-
-    Attributes:
-        outlines: of each optimizer's state.
-        owned: by optimizer, the JSON of the state of each parameter that this rank steps whole.
-        digests: of each tree.
-    """
-
-    outlines: dict[str, Outlines]
-    owned: dict[str, dict[str, Any]]
-    digests: dict[str, str]
-
-
 class Collected(NamedTuple):
     """What a rank saves.
 
     Attributes:
         state: the JSON, which is the first rank's to write.
-        differing: trees that are not the same on all ranks, which `state` does not have yet; by name, this rank's.
+        differing: trees that are not the same on all ranks, which `state` does not have; by name, this rank's.
         pieces: this rank's, of tensors, which are its own memory, not copied.
-        moments: names of those that only steps change, steps which torch's hooks see.
     """
 
     state: dict[str, Any]
     differing: dict[str, Any]
     pieces: list[Piece]
-    moments: set[str]
 
 
 def collect(parts: Parts) -> Collected:
@@ -296,46 +218,43 @@ def collect(parts: Parts) -> Collected:
     """
     ranks = parts.engine.ranks
     pieces: list[Piece] = []
-    moments: set[str] = set()
     models: dict[str, Any] = {}
     optimizers: dict[str, _OptimizerState] = {}
     trees: dict[str, _Tree] = {}
     for each in parts.optimizers.values():
         settle(each, ranks)
 
-    def collect_here() -> _Told:
+    def collect_here() -> tuple[dict[str, tuple[State, State]], dict[str, str]]:
         models.update({name: _collect_model(name, *model, pieces) for name, model in parts.models.items()})
         optimizers.update({name: _OptimizerState(name, each, parts) for name, each in parts.optimizers.items()})
         trees.update(_trees_of(parts))
-        outlines = {name: each.outlines for name, each in optimizers.items()}
-        owned = {name: each.owned for name, each in optimizers.items()}
-        return _Told(outlines, owned, {name: tree.digest() for name, tree in trees.items()})
+        told = {name: (each.local.outlines, each.local.owned) for name, each in optimizers.items()}
+        return told, {name: tree.digest() for name, tree in trees.items()}
 
     told = gather_from_all_ranks(ranks, "save", collect_here)
-    saved_optimizers = {
-        name: each.collect(
-            [theirs.outlines[name] for theirs in told], [theirs.owned[name] for theirs in told], pieces, moments
-        )
-        for name, each in optimizers.items()
-    }
-    same, differing = _collect_trees(trees, [theirs.digests for theirs in told], ranks, pieces)
-    return Collected({"models": models, "optimizers": saved_optimizers, "trees": same}, differing, pieces, moments)
+    saved_optimizers = {}
+    for name, optimizer in optimizers.items():
+        saved_optimizers[name] = optimizer.collect([theirs[name] for theirs, _ in told])
+        pieces += optimizer.local.pieces
+        if ranks.is_first:
+            pieces += [Piece.whole(tensor_name, tensor) for tensor_name, tensor in optimizer.local.tensors.items()]
+    same, differing = _collect_trees(trees, [digests for _, digests in told], ranks, pieces)
+    return Collected({"models": models, "optimizers": saved_optimizers, "trees": same}, differing, pieces)
 
 
 def _collect_model(name: str, model: nn.Module, engine: Engine, pieces: list[Piece]) -> dict[str, Any]:
-    shards = engine.param_shards
-    held = local_pieces(model, shards, buffers=engine.ranks.is_first)
-    drifts = drifts_apart(engine)
+    shards, is_first = engine.param_shards, engine.ranks.is_first
+    held = local_pieces(model, shards, buffers=is_first)
     for shard in shards:
         piece = held.pop(shard.name)
-        if drifts or not engine.ranks.replica:
-            pieces.append(Piece(name_here(f"{name}/{shard.name}", engine), shard.layout.shape, piece.start, piece.data))
+        if (saved_name := name_here(f"{name}/{shard.name}", engine)) is not None:
+            pieces.append(Piece(saved_name, shard.layout.shape, piece.start, piece.data))
     for buffer, piece in held.items():  # of the first rank
         pieces.append(Piece(f"{name}/{buffer}", tuple(model.get_buffer(buffer).shape), 0, piece.data))
     tensors: dict[str, torch.Tensor] = {}
     extra_state = encode(_extra_state(model), f"{name}/_extra_state", tensors)
-    if engine.ranks.is_first:
-        pieces.extend(_whole(tensor_name, tensor) for tensor_name, tensor in tensors.items())
+    if is_first:
+        pieces.extend(Piece.whole(tensor_name, tensor) for tensor_name, tensor in tensors.items())
     names, params = saved_names(model, shards), {shard.name for shard in shards}
     return {
         "class": class_name(model),
@@ -345,117 +264,34 @@ def _collect_model(name: str, model: nn.Module, engine: Engine, pieces: list[Pie
         },
         "buffers": [name for name, source in names.items() if name == source and name not in params],
         "extra_state": extra_state,
-        "drifts": drifts,
-        "export": _export_plan(model, shards, with_files=engine.ranks.is_first),
+        "drifts": drifts_apart(engine),
+        "export": _export_plan(model, shards, with_files=is_first),
     }
 
 
 class _OptimizerState:
-    """One optimizer's. What can fail on one rank and not on others is done when it is made.
-
-    Attributes:
-        outlines: what this rank keeps of sharded parameters.
-        owned: the JSON of what it keeps of parameters that it steps whole, by the parameter's name.
-    """
+    """One optimizer's state, param groups, and what else is in its state dict."""
 
     def __init__(self, name: str, optimizer: Optimizer, parts: Parts) -> None:
-        take_over_state(optimizer)
-        self._name, self._optimizer, self._ranks = name, optimizer, parts.engine.ranks
-        self._names, self._owners = param_names(optimizer, parts)
-        self._numbers = {param: number for number, param in enumerate(params_in(optimizer))}
-        self._tensors: dict[str, torch.Tensor] = {}
-        sharded = {shard.param for _, shard in self._owners}
-        # Of models that were given, these are saved with them. Of nothing that was given, nobody else would.
-        alone = {each: param for param, each in self._names.items() if is_alone(each)}
-        self._values = {
-            param_name: encode(param.detach(), f"{name}/{param_name}/value", self._tensors)
-            for param_name, param in alone.items()
-        }
-        self._unsharded = {
-            param: encode(dict(optimizer.state.get(param, {})), f"{name}/{self._names[param]}", self._tensors)
-            for param in self._numbers
-            if param not in sharded
-        }
+        names, owners = param_names(optimizer, parts)
+        self.local = LocalState(name, optimizer, names, owners)
+        tensors = self.local.tensors
         packed = dict(optimizer.state_dict())
         saved_groups = packed.pop("param_groups")
         del packed["state"]
-        self._groups = []
+        self._saved: dict[str, Any] = {"class": class_name(optimizer), "groups": []}
         for place, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
             options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
-            options = encode(options, f"{name}/param_groups[{place}]", self._tensors)
-            named = {"param_names": saved["param_names"]} if "param_names" in saved else {}  # by the user
-            self._groups.append(
-                {"params": [self._names[param] for param in group["params"]], **named, "options": options}
-            )
-        self._others = encode(packed, f"{name}/others", self._tensors)
+            options = encode(options, f"{name}/param_groups[{place}]", tensors)
+            params = [names[param] for param in group["params"]]
+            self._saved["groups"].append({"params": params, "options": options})
         shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-        self._shared = encode(shared, f"{name}/shared", self._tensors)
-        self._pieces = [
-            piece
-            for engine, shard in self._owners
-            for piece in _moments(f"{name}/{self._names[shard.param]}", optimizer, engine, shard)
-        ]
-        self.outlines = outline_state([shard for _, shard in self._owners], optimizer, self._numbers)
-        self.owned: dict[str, Any] = {}
-        for engine, shard in self._owners:
-            path = f"{name}/{self._names[shard.param]}"
-            for state in owned_states(optimizer, {shard.param: path}).values():
-                if not engine.ranks.replica:  # the others, if they drift, have tensors of the same names
-                    self.owned[self._names[shard.param]] = state.json
-                if drifts_apart(engine) or not engine.ranks.replica:
-                    self._pieces += [_whole(name_here(each, engine), tensor) for each, tensor in state.tensors.items()]
+        self._saved["others"] = encode(packed, f"{name}/others", tensors)
+        self._saved["shared"] = encode(shared, f"{name}/shared", tensors)
 
-    def collect(
-        self, by_rank: list[Outlines], owned: list[dict[str, Any]], pieces: list[Piece], moments: set[str]
-    ) -> dict[str, Any]:
-        """The JSON, where every rank has said its outlines and what it owns.
-
-        `pieces` gain those of this rank, and `moments` their names.
-        """
-        sharded = {shard.param for _, shard in self._owners}
-        agreed = agree_on_outlines(by_rank, [shard for _, shard in self._owners], self._numbers)
-        state: dict[str, Any] = {}
-        for param, number in self._numbers.items():
-            param_name = self._names[param]
-            if param not in sharded:
-                state[param_name] = self._unsharded[param]
-                continue
-            prefix = f"{self._name}/{param_name}"
-            own = state[param_name] = {}
-            for key, value in agreed.get(number, {}).items():
-                tensor = f"{prefix}/{key}"
-                is_moment = isinstance(value, Moment)
-                own[key] = {"$": "moment", "tensor": tensor} if is_moment else encode(value, tensor, self._tensors)
-        for theirs in owned:
-            for param_name, own in theirs.items():  # of slices, ranks have some each
-                state[param_name] = {**state[param_name], **own}
-        pieces.extend(self._pieces)
-        if sees_steps(self._optimizer):
-            moments.update(piece.name for piece in self._pieces)
-        if self._ranks.is_first:
-            pieces.extend(_whole(tensor_name, tensor) for tensor_name, tensor in self._tensors.items())
-        return {
-            "class": class_name(self._optimizer),
-            "groups": self._groups,
-            "state": state,
-            "values": self._values,
-            "others": self._others,
-            "shared": self._shared,
-        }
-
-
-def _moments(prefix: str, optimizer: Optimizer, engine: Engine, shard: ParamShard) -> Iterator[Piece]:
-    """What this rank writes of a parameter's moments."""
-    if (
-        not is_owned(optimizer, shard.param)
-        and shard.local.numel
-        and (drifts_apart(engine) or not engine.ranks.replica)
-    ):
-        for key in optimizer.state.get(shard.param, {}):
-            moment = moment_of(shard, optimizer, key)
-            if moment is not None:
-                data = moment.detach().as_subclass(torch.Tensor).reshape(-1)
-                yield Piece(name_here(f"{prefix}/{key}", engine), shard.layout.shape, shard.local.start, data)
+    def collect(self, told: list[tuple[State, State]]) -> dict[str, Any]:
+        """The JSON, where every rank has told what it keeps of sharded parameters."""
+        return {**self._saved, "state": self.local.join(told)}
 
 
 class _Tree(NamedTuple):
@@ -502,34 +338,26 @@ def _collect_trees(
     for name, (tree, tensors) in mine.items():
         if any(theirs[name] != digests[0][name] for theirs in digests):
             differing[name] = tree
-            pieces.extend(_whole(f"{tensor}@rank{ranks.number}", data) for tensor, data in tensors.items())
+            pieces.extend(Piece.whole(f"{tensor}@rank{ranks.number}", data) for tensor, data in tensors.items())
         else:
             same[name] = {"all": tree}
             if ranks.is_first:
-                pieces.extend(_whole(tensor, data) for tensor, data in tensors.items())
+                pieces.extend(Piece.whole(tensor, data) for tensor, data in tensors.items())
     return same, differing
-
-
-def _whole(name: str, tensor: torch.Tensor) -> Piece:
-    return Piece(name, tuple(tensor.shape), 0, tensor.contiguous().view(-1))
 
 
 def _export_plan(model: nn.Module, shards: Sequence[ParamShard], *, with_files: bool) -> dict[str, Any]:
     """What `export_safetensors` would write, for those who have the checkpoint and not the model."""
     files: dict[str, str] = {}
-    custom_code = None
     try:
         huggingface.check_exportable(model)
         tensors = plan_disk(model, shards, None)
-        if huggingface.is_transformers_model(model):
-            custom_code = huggingface.custom_code_of(model)
-            if with_files:
-                files = huggingface.config_files(model, model_dtype(model, shards, None))
+        if with_files and huggingface.is_transformers_model(model):
+            files = huggingface.config_files(model, model_dtype(model, shards, None))
     except CheckpointError as error:
         return {"error": str(error)}
     return {
         "files": files,
-        "custom_code": custom_code,
         "tensors": [
             [each.name, each.shape, str(each.dtype).removeprefix("torch."), [list(run) for run in each.runs]]
             for each in tensors

@@ -1,13 +1,14 @@
-"""Safetensors files: the format, writing one, and reading tensors from several. No communication.
+"""Safetensors files: plan one to the byte, write it, verify it, and read tensors from several. No communication.
 
 A file is an 8-byte little-endian header length, the header (JSON, padded with blanks to 8 bytes), then the tensors one
-after another without gaps. Tensors are ordered as the safetensors library orders them, widest dtype first and then by
-name: every start is aligned to its dtype, and equal tensors give equal files (safetensors/src/tensor.rs, `prepare`).
+after another without gaps. The safetensors library orders tensors by dtype, widest first, and then by name. So do we:
+equal tensors give equal files (safetensors/src/tensor.rs, `prepare`). The library writes a file in one piece from one
+process. Our ranks write ranges of one file, so the writer is our own. The reader is the library's.
 
 [Note: checksums]
-Each file has one CRC-32 for each `CHUNK_BYTES` of it, the last chunk being shorter. So ranks can verify equal shares of
-all bytes, however few files there are. Against damage, which is what they are for, 32 bits are enough: one flipped bit,
-or any 32 in a row, always change them.
+A checkpoint records one CRC-32 for each `CHUNK_BYTES` of a file; the last chunk may be shorter. So ranks verify equal
+shares of all bytes, however few files there are. 32 bits are enough against damage: one flipped bit, or any 32 in a
+row, always change the checksum.
 """
 
 from __future__ import annotations
@@ -17,38 +18,30 @@ import ctypes
 import json
 import math
 import os
-import stat
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from errno import EINVAL
-from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from streamshard.errors import CheckpointError
 
 __all__ = [
     "CHUNK_BYTES",
-    "DTYPES",
     "INDEX_NAME",
-    "PARTIAL",
     "SINGLE_NAME",
-    "SUMS_NAME",
     "FileLayout",
     "FileRecord",
     "OpenFiles",
-    "StoredTensor",
     "TensorSpec",
     "bytes_of",
-    "checksums",
-    "encode_sums",
-    "files_of_index",
+    "copy_range",
     "lay_out",
-    "parse_sums",
-    "share_of_chunks",
     "sync_directory",
+    "verify_files",
     "write_all",
     "write_file",
     "write_synced",
@@ -56,20 +49,13 @@ __all__ = [
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-SUMS_NAME = "model.safetensors.crc32.json"
-"""Checksums of the weights and their index, beside them. See [Note: checksums]."""
-
-PARTIAL = ".partial"
-"""What the name of a directory ends in until it is complete."""
 
 CHUNK_BYTES = 8 << 20
 """What one checksum is of; and the memory that copying to or from a device, or in another dtype, takes."""
 
-_OPENED_AT_MOST = 64  # files; `ulimit -n` is often 1024 or 256, for the whole process
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the library refuses longer ones
-_MOST_DIMS = 64  # as many as torch has
 
 # In the order in which a file holds them.
 _DTYPE_NAMES = {
@@ -90,14 +76,13 @@ _DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 _DTYPE_ORDER = {dtype: position for position, dtype in enumerate(_DTYPE_NAMES)}
-DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 # ------------------------------------------------------------------------------------------------ layout
 
 
 class TensorSpec(NamedTuple):
-    """One tensor as it will be stored."""
+    """One tensor as a file stores it."""
 
     name: str
     shape: tuple[int, ...]
@@ -125,7 +110,13 @@ class FileLayout(NamedTuple):
 
 
 class FileRecord(NamedTuple):
-    """A file that was written. See [Note: checksums]."""
+    """A file of a checkpoint. See [Note: checksums].
+
+    Attributes:
+        name: its name in the directory.
+        size_bytes: of the whole file.
+        crc32: one checksum for each chunk, in eight hexadecimal digits.
+    """
 
     name: str
     size_bytes: int
@@ -133,7 +124,7 @@ class FileRecord(NamedTuple):
 
 
 def lay_out(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
-    """One file that holds all of `specs`, as `save_pretrained` would write it.
+    """Plan one file that holds all of `specs`, as `save_pretrained` would write it.
 
     Raises:
         CheckpointError: two tensors have one name, a dtype has no name in the format, or the header becomes longer
@@ -148,106 +139,28 @@ def lay_out(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
     for spec in sorted(specs, key=lambda spec: (_DTYPE_ORDER[spec.dtype], spec.name)):
         if spec.name in starts:
             raise CheckpointError(f"several tensors are named {spec.name!r}")
-        end = position + spec.size_bytes
-        contents[spec.name] = {
-            "dtype": _DTYPE_NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [position, end],
-        }
-        starts[spec.name] = position
-        position = end
+        offsets = [position, position + spec.size_bytes]
+        contents[spec.name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
+        starts[spec.name], position = offsets
     text = json.dumps(contents, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     if len(text) > _MAX_HEADER_BYTES:
         raise CheckpointError(f"the header of {name} would take {len(text)} bytes: use a smaller max_shard_size")
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    offsets = {tensor: len(header) + start for tensor, start in starts.items()}
-    return FileLayout(name, header, offsets, len(header) + position)
-
-
-def files_of_index(text: bytes) -> dict[str, str]:
-    """The file of each tensor, according to the text of a Hugging Face index.
-
-    Raises:
-        ValueError: it is no index.
-    """
-    try:
-        weight_map = json.loads(text)["weight_map"]
-        found = {str(name): file for name, file in weight_map.items()}
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(repr(error)) from error
-    strange = [file for file in found.values() if not isinstance(file, str)]
-    if strange:
-        raise ValueError(f"{strange[0]!r} is no file name")
-    return found
-
-
-# ------------------------------------------------------------------------------------------------ checksums
-
-
-def checksums(data: bytes) -> list[str]:
-    """Of a file with these bytes. See [Note: checksums]."""
-    return [_shown(zlib.crc32(data[start : start + CHUNK_BYTES])) for start in range(0, len(data), CHUNK_BYTES)]
-
-
-def encode_sums(records: Sequence[FileRecord]) -> bytes:
-    """The content of `SUMS_NAME`."""
-    return (json.dumps({"chunk_bytes": CHUNK_BYTES, "files": records}, separators=(",", ":")) + "\n").encode()
-
-
-def parse_sums(path: Path) -> dict[str, FileRecord]:
-    """What `encode_sums` was given, by name, from the file `path`.
-
-    Raises:
-        CheckpointError: it holds something else.
-    """
-    try:
-        content = json.loads(path.read_bytes().decode())
-        records = {
-            name: FileRecord(str(name), int(size), list(map(str, sums))) for name, size, sums in content["files"]
-        }
-        if content["chunk_bytes"] != CHUNK_BYTES or len(records) != len(content["files"]):
-            raise ValueError("it is of other files")
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {str(error):.90}") from error
-    return records
-
-
-def share_of_chunks(sizes_bytes: Sequence[int], part: int, parts: int) -> Iterator[tuple[int, range]]:
-    """What one of `parts` ranks looks at of files of these sizes: the numbers of files, and of their chunks."""
-    counts = [-(-size // CHUNK_BYTES) for size in sizes_bytes]
-    first, last = sum(counts) * part // parts, sum(counts) * (part + 1) // parts
-    before = 0  # chunks of the files in front of this one
-    for number, count in enumerate(counts):
-        chunks = range(max(first - before, 0), min(last - before, count))
-        if chunks:
-            yield number, chunks
-        before += count
-
-
-def _shown(crc32: int) -> str:
-    """As it is written down: eight hexadecimal digits."""
-    return f"{crc32:08x}"
+    starts = {tensor: len(header) + start for tensor, start in starts.items()}
+    return FileLayout(name, header, starts, len(header) + position)
 
 
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def write_file(
-    directory: Path,
-    layout: FileLayout,
-    data_of: Callable[[str], torch.Tensor],
-    advance: Callable[[int], object],
-) -> FileRecord:
-    """Write a new file, which is on the disk when this returns. Extra memory: `CHUNK_BYTES`, for devices only.
-
-    Nothing is read again: the checksums are made of the bytes that are written.
+def write_file(directory: Path, layout: FileLayout, data_of: Callable[[str], torch.Tensor]) -> FileRecord:
+    """Write a new file and sync it to the disk. Extra memory: `CHUNK_BYTES`, for tensors on devices only.
 
     Args:
-        directory: where to.
+        directory: gets the file.
         layout: made by `lay_out`.
-        data_of: a tensor's data, [n] 1-D contiguous, by its name; asked for once each, and let go before the next.
-        advance: is told how many bytes were written, now and then.
+        data_of: gives a tensor's data by its name, [n] 1-D contiguous. It is called once for each tensor.
 
     Raises:
         CheckpointError: names the file that cannot be written.
@@ -263,20 +176,19 @@ def write_file(
                     crc32 = zlib.crc32(part, crc32)
                     data, position = data[len(part) :], position + len(part)
                     if position % CHUNK_BYTES == 0 or position == layout.size_bytes:
-                        sums.append(_shown(crc32))
+                        sums.append(f"{crc32:08x}")
                         crc32 = 0
-                    advance(len(part))
     except OSError as error:
         raise CheckpointError(f"{path}: {error}") from error
     return FileRecord(layout.name, layout.size_bytes, sums)
 
 
 def _contents(layout: FileLayout, data_of: Callable[[str], torch.Tensor]) -> Iterator[memoryview]:
-    """The file's bytes. Each part is to be used before the next is asked for."""
+    """The file's bytes, in parts. The next part may overwrite the one before."""
     yield memoryview(layout.header)
     staging: torch.Tensor | None = None
     for name in layout.offsets:
-        data = part = torch.empty(0)  # not the one before while the next is made
+        data = part = torch.empty(0)  # frees the tensor before
         data = data_of(name).detach()
         numel = CHUNK_BYTES // data.dtype.itemsize
         for done in range(0, data.numel(), numel):
@@ -289,7 +201,7 @@ def _contents(layout: FileLayout, data_of: Callable[[str], torch.Tensor]) -> Ite
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, of whatever dtype."""
+    """The memory of a contiguous tensor on the CPU, of any dtype."""
     if not tensor.numel():
         return memoryview(b"")
     array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
@@ -308,13 +220,13 @@ def _created(path: Path) -> Iterator[int]:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """A new file with this content, on the disk when this returns."""
+    """Write a new file with this content and sync it to the disk."""
     with _created(path) as descriptor:
         write_all(descriptor, memoryview(content), 0)
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    """All of `data`, at byte `offset` of the file; the system may take it in parts."""
+    """Write all of `data` at byte `offset` of the file; the system may take it in parts."""
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
@@ -326,7 +238,7 @@ def sync_directory(root: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != EINVAL:  # some file systems have no such thing for directories
+        if error.errno != EINVAL:  # some file systems do not sync directories
             raise
     finally:
         os.close(descriptor)
@@ -335,236 +247,84 @@ def sync_directory(root: Path) -> None:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-class StoredTensor(NamedTuple):
-    """A tensor found in a file.
-
-    Attributes:
-        file: its number among `OpenFiles`.
-        offset: byte in the file of the first element.
-        shape: in the file.
-        dtype: in the file.
-    """
-
-    file: int
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def n_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class _Identity(NamedTuple):
-    """What tells a file from others on the same storage. Hosts number a shared device differently."""
-
-    inode: int
-    size_bytes: int
-    modified_ns: int
-
-
-_Files = TypeVar("_Files", bound="OpenFiles")
-
-
 class OpenFiles:
-    """Files of one directory, opened when they are needed, a bounded number at a time. Leaving it closes them.
+    """The safetensors files of one directory. The library maps each into memory when a tensor of it is first read.
 
-    Where all of them are open, whoever deletes or replaces them changes nothing in what is read. Where there are more,
-    a file that has to be opened again must still be the same one.
+    A mapped file can be read to its end, even if another process replaces or deletes it. It takes no file descriptor.
 
     Args:
         root: the directory.
-        names: of the files in it.
     """
 
-    def __init__(self, root: Path, names: Sequence[str]) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.names = names
-        self._identities: dict[int, _Identity] = {}  # of all files that were opened
-        self._headers: dict[int, dict[str, StoredTensor]] = {}
-        self._opened: dict[int, FileIO] = {}  # the one that was used last comes last
+        self._opened: dict[str, Any] = {}
 
-    def __enter__(self: _Files) -> _Files:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        for file in self._opened.values():
-            file.close()
-
-    def path(self, number: int) -> Path:
-        """Of file `number`."""
-        return self.root / self.names[number]
-
-    def identity(self, number: int) -> _Identity:
-        """Of file `number`, as it was when it was opened first."""
-        self.open(number)
-        return self._identities[number]
-
-    def open(self, number: int) -> int:
-        """A descriptor, which is valid until `_OPENED_AT_MOST` others have been asked for.
+    def open(self, name: str) -> Any:
+        """The library's `safe_open` of a file.
 
         Raises:
-            CheckpointError: there is no such file (caused by a FileNotFoundError), or not any more.
+            CheckpointError: names the file that is missing, damaged or not a safetensors file.
         """
-        file = self._opened.pop(number, None)
-        if file is None:
-            while len(self._opened) >= _OPENED_AT_MOST:
-                oldest = next(iter(self._opened))
-                self._check_unchanged(oldest)
-                self._opened.pop(oldest).close()
-            file = _open(self.path(number))
-            found = _identity(file)
-            if self._identities.setdefault(number, found) != found:
-                file.close()
-                raise CheckpointError(f"{self.path(number)} was replaced while it was read: load again")
-        self._opened[number] = file
-        return file.fileno()
-
-    def tensors(self, number: int) -> Mapping[str, StoredTensor]:
-        """What file `number` holds, by name.
-
-        Raises:
-            CheckpointError: it is damaged, or not a safetensors file.
-        """
-        if number not in self._headers:
+        if name not in self._opened:
+            path = self.root / name
             try:
-                self._headers[number] = _parse_header(number, self.open(number), self.identity(number).size_bytes)
-            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-                reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-                raise CheckpointError(f"{self.path(number)} is damaged: {reason:.200}") from error
-            except OSError as error:
-                raise CheckpointError(f"cannot read {self.path(number)}: {error}") from error
-        return self._headers[number]
+                if not path.is_file():
+                    raise FileNotFoundError("there is no such file")
+                self._opened[name] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"cannot read {path}: {error}") from error
+        return self._opened[name]
 
-    def read(self, stored: StoredTensor, start: int, target: torch.Tensor) -> None:
-        """Fill `target` by elements [start, start + target.numel()) of `stored` flattened, converted.
-
-        Args:
-            stored: a tensor in one of the files.
-            start: first element.
-            target: [n] 1-D contiguous, any device and dtype; autograd hears of the change.
+    def stored(self, file: str, name: str) -> torch.Tensor:
+        """A tensor as it is stored: a view of the mapped file, for reading only.
 
         Raises:
-            CheckpointError: the file has become shorter, or cannot be read.
+            CheckpointError: the file does not hold it, or holds it in a dtype that torch does not have.
         """
-        target = target.detach()
-        is_direct = target.device.type == "cpu" and target.dtype == stored.dtype
-        if is_direct:
-            chunk = target
-            torch.autograd.graph.increment_version(target)
-        else:
-            chunk = torch.empty(min(CHUNK_BYTES // stored.dtype.itemsize, target.numel()), dtype=stored.dtype)
-        for done in range(0, target.numel(), max(chunk.numel(), 1)):
-            part = target[done : done + chunk.numel()]
-            offset = stored.offset + (start + done) * stored.dtype.itemsize
-            self._read_bytes(stored.file, offset, bytes_of(chunk[: part.numel()]))
-            if not is_direct:
-                part.copy_(chunk[: part.numel()])
-
-    def read_all(self, number: int) -> bytes:
-        """The content of file `number`."""
-        content = bytearray(self.identity(number).size_bytes)
-        self._read_bytes(number, 0, memoryview(content))
-        return bytes(content)
-
-    def sums_of(self, number: int, chunks: range, advance: Callable[[int], object]) -> list[str]:
-        """Checksums of some chunks of file `number`, as it is now. See [Note: checksums].
-
-        Args:
-            number: of the file.
-            chunks: of consecutive ones.
-            advance: is told how many bytes were read.
-        """
-        size_bytes, sums = self.identity(number).size_bytes, []
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, size_bytes)))
-        for chunk in chunks:
-            data = buffer[: size_bytes - chunk * CHUNK_BYTES]
-            self._read_bytes(number, chunk * CHUNK_BYTES, data)
-            sums.append(_shown(zlib.crc32(data)))
-            advance(len(data))
-        return sums
-
-    def verify(self, records: Sequence[FileRecord], part: int, parts: int, advance: Callable[[int], object]) -> None:
-        """Compare files with their checksums, as one of `parts` readers that share all bytes evenly.
-
-        Args:
-            records: of the files, in their order.
-            part: this reader's number.
-            parts: how many there are.
-            advance: is told how many bytes were read.
-
-        Raises:
-            CheckpointError: names the file that is not as it was written.
-        """
-        for number, chunks in share_of_chunks([record.size_bytes for record in records], part, parts):
-            record = records[number]
-            if (found := self.identity(number).size_bytes) != record.size_bytes:
-                raise CheckpointError(f"{self.path(number)} has {found} bytes, was written with {record.size_bytes}")
-            if self.sums_of(number, chunks, advance) != record.crc32[chunks.start : chunks.stop]:
-                raise CheckpointError(f"{self.path(number)} is damaged: it is not what its checksums say")
-
-    def check_unchanged(self) -> None:
-        """Raise a CheckpointError if somebody has written into one of the files since they were opened."""
-        for number in self._opened:
-            self._check_unchanged(number)
-
-    def _check_unchanged(self, number: int) -> None:
-        if _identity(self._opened[number]) != self._identities[number]:
-            raise CheckpointError(f"{self.path(number)} was written to while it was read")
-
-    def _read_bytes(self, number: int, offset: int, target: memoryview) -> None:
-        descriptor = self.open(number)
+        opened = self.open(file)
         try:
-            while target:
-                count = os.preadv(descriptor, [target], offset)
-                if not count:
-                    raise CheckpointError(f"{self.path(number)} became shorter while it was read")
-                target, offset = target[count:], offset + count
-        except OSError as error:
-            raise CheckpointError(f"cannot read {self.path(number)}: {error}") from error
+            tensor: torch.Tensor = opened.get_tensor(name)
+        except (SafetensorError, AttributeError, RuntimeError, ValueError) as error:
+            raise CheckpointError(f"cannot read {name!r} of {self.root / file}: {error}") from error
+        return tensor
 
 
-def _open(path: Path) -> FileIO:
-    try:
-        # Without O_NONBLOCK, opening a pipe would wait for a writer for ever.
-        file = FileIO(path, opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            file.close()
-            raise FileNotFoundError(f"{path} is not a file")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    return file
+def copy_range(stored: torch.Tensor, start: int, target: torch.Tensor) -> None:
+    """Fill `target` by elements [start, start + target.numel()) of `stored` flattened, converted. Memory: one chunk.
+
+    Args:
+        stored: a view of a mapped file.
+        start: first element.
+        target: [n] 1-D contiguous, any device and dtype.
+    """
+    flat, target = stored.view(-1), target.detach()
+    numel = CHUNK_BYTES // stored.dtype.itemsize
+    for done in range(0, target.numel(), numel):
+        part = target[done : done + numel]
+        part.copy_(flat[start + done : start + done + part.numel()])
 
 
-def _identity(file: FileIO) -> _Identity:
-    status = os.fstat(file.fileno())
-    return _Identity(status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-def _parse_header(file: int, descriptor: int, size_bytes: int) -> dict[str, StoredTensor]:
-    """The tensors of a file, among which there are no gaps.
+def verify_files(root: Path, records: Sequence[FileRecord], part: int, parts: int) -> None:
+    """Compare files with their checksums, as one of `parts` readers that share all bytes evenly.
 
     Raises:
-        ValueError, among others: the header contradicts itself or the file.
+        CheckpointError: names the file that is not as it was written.
     """
-    length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
-    if length > min(_MAX_HEADER_BYTES, size_bytes - _LENGTH_BYTES):
-        raise ValueError(f"its header would take {length} bytes")
-    header = json.loads(os.pread(descriptor, length, _LENGTH_BYTES).decode())
-    header.pop("__metadata__", None)
-    tensors: dict[str, StoredTensor] = {}
-    position = 0
-    for name, record in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        shape, dtype = record["shape"], record["dtype"]
-        if dtype not in DTYPES:
-            raise ValueError(f"{name!r} has dtype {dtype}, which cannot be loaded")
-        if len(shape) > _MOST_DIMS or not all(type(size) is int and size >= 0 for size in shape):
-            raise ValueError(f"{name!r} has the shape {str(shape):.80}")
-        stored = StoredTensor(file, _LENGTH_BYTES + length + position, tuple(shape), DTYPES[dtype])
-        if record["data_offsets"] != [position, position + stored.n_bytes]:
-            raise ValueError(f"{name!r} is not where it should be")
-        tensors[name] = stored
-        position += stored.n_bytes
-    if _LENGTH_BYTES + length + position != size_bytes:
-        raise ValueError(f"it has {size_bytes} bytes, but its header describes {_LENGTH_BYTES + length + position}")
-    return tensors
+    counts = [len(record.crc32) for record in records]
+    first, last = sum(counts) * part // parts, sum(counts) * (part + 1) // parts
+    before = 0  # chunks of earlier files
+    for record, count in zip(records, counts, strict=True):
+        chunks = range(max(first - before, 0), min(last - before, count))
+        before += count
+        if not chunks:
+            continue
+        path = root / record.name
+        try:
+            with open(path, "rb") as file:
+                file.seek(chunks.start * CHUNK_BYTES)
+                found = [f"{zlib.crc32(file.read(CHUNK_BYTES)):08x}" for _ in chunks]
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+        if found != record.crc32[chunks.start : chunks.stop]:
+            raise CheckpointError(f"{path} is damaged: its checksums differ from those in the manifest")

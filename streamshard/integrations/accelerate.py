@@ -285,7 +285,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         Args:
             input_dir: as given to `save_state`; with automatic naming None is the latest.
             load_kwargs: ignored: nothing is unpickled.
-            **load_model_func_kwargs: ``strict=False`` loads what fits; others are ignored.
+            **load_model_func_kwargs: ignored: whatever does not fit raises.
 
         Raises:
             CheckpointError: on every rank, before anything has changed.
@@ -293,8 +293,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         if not self.sharded_models:
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
             return
-        strict = bool(load_model_func_kwargs.get("strict", True))
-        self.step = load_run(self, self._all_models(), input_dir, strict=strict)
+        self.step = load_run(self, self._all_models(), input_dir)
 
     def _all_models(self) -> list[nn.Module]:
         return [sharded_in(model) or model for model in self._models]

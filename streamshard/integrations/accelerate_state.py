@@ -15,11 +15,12 @@ from torch import nn
 
 from streamshard.api import StreamShard
 from streamshard.checkpoint.directory import latest
+from streamshard.checkpoint.restore import load_checkpoint
+from streamshard.checkpoint.save import save_checkpoint
 from streamshard.comm.objects import gather_from_all_ranks, run_on_all_ranks
 from streamshard.comm.ranks import Ranks
 from streamshard.engine.handle import engine_of, handle_of
 from streamshard.errors import CheckpointError, ConfigError
-from streamshard.training_state import load_checkpoint, save_checkpoint
 
 __all__ = ["load_run", "save_run"]
 
@@ -41,7 +42,7 @@ def save_run(accelerator: Any, models: Sequence[nn.Module], output_dir: str | os
     parts = _parts(accelerator, models)
     parts["extra"].update({name: _loader_state(loader) for name, loader in _loaders(accelerator).items()})
     parts["extra"]["accelerator"] = {"step": accelerator.step}
-    save_checkpoint(directory, **parts, step=0)
+    save_checkpoint(directory, **parts, step=0, keep=1)
     limit = naming.total_limit if naming.automatic_checkpoint_naming else None
 
     def delete_old() -> None:
@@ -54,9 +55,7 @@ def save_run(accelerator: Any, models: Sequence[nn.Module], output_dir: str | os
     return directory
 
 
-def load_run(
-    accelerator: Any, models: Sequence[nn.Module], input_dir: str | os.PathLike[str] | None, *, strict: bool
-) -> int:
+def load_run(accelerator: Any, models: Sequence[nn.Module], input_dir: str | os.PathLike[str] | None) -> int:
     """See `StreamShardAccelerator.load_state`. Returns the accelerator's step."""
     ranks = _ranks_of(models)
 
@@ -75,7 +74,7 @@ def load_run(
     taken = [inner for model, inner in zip(accelerator._models, models, strict=True) if id(model) not in remaining]
     # Their optimizers' state is named after their parameters, so they are loaded with the others, and put back.
     kept = [(tensor, tensor.detach().clone()) for model in taken for tensor in (*model.parameters(), *model.buffers())]
-    saved = load_checkpoint(directory, **_parts(accelerator, models), strict=strict)
+    saved = load_checkpoint(directory, **_parts(accelerator, models))
     with torch.no_grad():
         for tensor, own in kept:
             tensor.copy_(own)

@@ -28,7 +28,6 @@ __all__ = [
     "adapters_in",
     "check_exportable",
     "config_files",
-    "custom_code_of",
     "drop_tied_names",
     "ignored_on_load",
     "ignored_on_save",
@@ -280,11 +279,6 @@ def config_files(model: Any, dtype: torch.dtype | None) -> dict[str, str]:
             return {path.name: path.read_text() for path in sorted(Path(directory).glob("*.json"))}
     except Exception as error:  # any error means that there would be no such file
         raise CheckpointError(f"the config of {type(model).__name__} cannot be saved: {error}") from error
-
-
-def custom_code_of(model: Any) -> str | None:
-    """The class of a transformers model whose code is not in transformers but came with its weights; else None."""
-    return type(model).__name__ if model.is_remote_code() else None
 
 
 def with_dtype(config: str, dtype: torch.dtype) -> str:

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from streamshard.checkpoint.export import export_shards
-from streamshard.checkpoint.safetensors_file import SUMS_NAME
 from streamshard.comm.objects import run_on_all_ranks
 from streamshard.engine.engine import Engine
 from streamshard.engine.handle import Uncopyable, engine_at_rest, not_a_layer
@@ -38,7 +37,6 @@ from streamshard.unit.sharded_tensor import is_piece
 __all__ = [
     "adapt_methods",
     "called_on_all_ranks",
-    "forget_sums",
     "has_adapters",
     "plain_classes",
     "refuse_pieces",
@@ -184,11 +182,6 @@ def called_on_all_ranks(method: str) -> Iterator[None]:
         ) from error
 
 
-def forget_sums(directory: Path) -> None:
-    """Remove the checksums of an earlier export from `directory`: something else is about to write weights there."""
-    (directory / SUMS_NAME).unlink(missing_ok=True)
-
-
 # -- methods of models --------------------------------------------------------------------------------------------
 
 
@@ -205,8 +198,6 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: A
     given |= dict(zip(list(known)[1:], args, strict=False))
     if (state_dict := given.get("state_dict")) is not None:
         refuse_pieces(state_dict, "save_pretrained(state_dict=..)")
-        if given.get("is_main_process", True):
-            forget_sums(Path(save_directory))
         own(save_directory, **given)
         return
     engine = engine_at_rest(not_a_layer(self), "save_pretrained")
@@ -275,8 +266,6 @@ def _write(directory: Path, save: Callable[[str], object]) -> list[Path]:
             shutil.copy(directory / "README.md", staging)
         save(str(staging))
         made = sorted(path.relative_to(staging) for path in staging.rglob("*") if path.is_file())
-        if any(path.name.startswith("model") for path in made):
-            forget_sums(directory)
         for path in sorted(made, key=lambda path: path.name in _LAST):
             with open(staging / path, "rb") as file:
                 os.fsync(file.fileno())

@@ -39,7 +39,6 @@ from streamshard.errors import CommunicationError, ConfigError, ShardingError
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from streamshard.integrations.peft import (
     called_on_all_ranks,
-    forget_sums,
     has_adapters,
     plain_classes,
     refuse_pieces,
@@ -246,7 +245,6 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         elif state_dict is not None:
             refuse_pieces(state_dict, "Trainer._save(state_dict=..)")
             if self.args.should_save:
-                forget_sums(directory)
                 super()._save(str(directory), state_dict=state_dict)
         else:
             with called_on_all_ranks("save_model()"):

@@ -41,7 +41,6 @@ __all__ = [
     "graph_is_made",
     "graph_is_reached",
     "is_elementwise_class",
-    "sees_steps",
     "take_over_state",
     "watch_optimizers",
 ]
@@ -365,19 +364,6 @@ class PiecesOfState(dict[str, Any]):
             "ranks instead, to save a run, streamshard.save_checkpoint(directory, model, optimizer); for an "
             "optimizer's full state, streamshard.full_optimizer_state_dict(model, optimizer)"
         )
-
-
-def sees_steps(optimizer: Optimizer) -> bool:
-    """Whether hooks of torch run before each change that `optimizer` makes to its state.
-
-    They do not before a step of a wrapper, but before that of what is inside; nor when a device graph is replayed.
-    """
-    if any(group.get("capturable") for group in optimizer.param_groups):
-        return False
-    if getattr(type(optimizer).step, "hooked", False):  # torch marks what it has wrapped so
-        return True
-    inner = getattr(optimizer, "optimizer", None)
-    return isinstance(inner, Optimizer) and inner.state is optimizer.state and sees_steps(inner)
 
 
 def take_over_state(optimizer: Optimizer) -> None:

@@ -1,10 +1,11 @@
-"""Checkpoints as strangers may make them: with a manifest that says something else, and a checksum that fits."""
+"""Checkpoints that strangers may make: their manifest says something else, and has a checksum that fits."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,22 +13,10 @@ from typing import Any
 
 from safetensors.torch import load_file, save
 
-from streamshard.checkpoint.manifest import (
-    _HEAD,
-    _TAIL,
-    MANIFEST_NAME,
-    PieceRecord,
-    TensorRecord,
-    read_manifest,
-)
-from streamshard.checkpoint.safetensors_file import FileRecord, checksums
+from streamshard.checkpoint.manifest import _HEAD, _TAIL, MANIFEST_NAME, PieceRecord, TensorRecord, read_manifest
+from streamshard.checkpoint.safetensors_file import FileRecord
 
-__all__ = ["content_of", "rewrite", "split", "write_body"]
-
-
-def content_of(checkpoint: Path) -> Any:
-    """The JSON of a manifest."""
-    return json.loads((checkpoint / MANIFEST_NAME).read_bytes()[len(_HEAD.format("0" * 64)) : -len(_TAIL)])
+__all__ = ["rewrite", "split", "write_body"]
 
 
 def write_body(checkpoint: Path, body: bytes) -> None:
@@ -38,13 +27,13 @@ def write_body(checkpoint: Path, body: bytes) -> None:
 
 def rewrite(checkpoint: Path, change: Callable[[Any], object]) -> None:
     """`change` changes the manifest's JSON."""
-    content = content_of(checkpoint)
+    content = json.loads((checkpoint / MANIFEST_NAME).read_bytes()[len(_HEAD.format("0" * 64)) : -len(_TAIL)])
     change(content)
     write_body(checkpoint, json.dumps(content).encode())
 
 
 def split(checkpoint: Path, count: int) -> None:
-    """Make a checkpoint of one rank what `count` ranks would have saved."""
+    """Make a checkpoint of one rank what `count` ranks would have saved. Its files are smaller than a chunk."""
     manifest = read_manifest(checkpoint)
     (file,) = manifest.files
     data = load_file(checkpoint / file.name)
@@ -63,6 +52,6 @@ def split(checkpoint: Path, count: int) -> None:
     for rank, each in enumerate(contents):
         raw, name = save(each, {"format": "pt"}), f"rank-{rank:05d}-of-{count:05d}.safetensors"
         (checkpoint / name).write_bytes(raw)
-        files.append(FileRecord(name, len(raw), checksums(raw)))
+        files.append(FileRecord(name, len(raw), [f"{zlib.crc32(raw):08x}"]))
     new = replace(manifest, world_size=count, files=tuple(files), tensors=tensors)
     (checkpoint / MANIFEST_NAME).write_bytes(new.encode())

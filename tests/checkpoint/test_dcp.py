@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -22,17 +20,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from streamshard import StreamShard, load_checkpoint, save_checkpoint
 from streamshard.__main__ import main
-from streamshard.checkpoint.dcp import Source, from_dcp, to_dcp
+from streamshard.checkpoint.dcp import from_dcp, to_dcp
 from streamshard.checkpoint.directory import open_checkpoint
 from streamshard.checkpoint.manifest import CheckpointFiles
 from streamshard.errors import CheckpointError, ConfigError
-from tests.checkpoint.runs import Counted
-from tests.launched import Launched
+from tests.checkpoint import runs
 from tests.models import DIM, Stack, next_token_loss, token_batch
-from tests.ranks import RankContext, RankPool, on_ranks
+from tests.ranks import RankContext, RankPool
 from tests.reference import FP32
 
 ROWS = 4
+
+
+class Counted(runs.Counted):
+    """Without extra state, which is not converted."""
+
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -85,28 +89,23 @@ def _train_ours(context: RankContext, directory: Path) -> list[float]:
     return _train(model, optimizer, 3, 6)
 
 
-def _go_on_with_fsdp2(context: RankContext, directories: tuple[Path, Path], flatten: bool) -> list[float]:
+def _go_on_with_fsdp2(context: RankContext, directory: Path, flatten: bool) -> list[float]:
     model, optimizer = _theirs(1)
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     weights, moments = get_state_dict(model, optimizer, options=options)
     state = {"model": weights, "optimizer": moments}
-    if directories[0] == directories[1]:
-        state_dict_loader.load(state, checkpoint_id=directories[0])
-    else:
-        for key, directory in zip(state, directories, strict=True):
-            state_dict_loader.load({key: state[key]}, checkpoint_id=directory)
+    state_dict_loader.load(state, checkpoint_id=directory)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
     return _train(model, optimizer, 3, 6)
 
 
-@pytest.mark.parametrize(("layout", "flatten"), [("dcp", False), ("dcp", True)])
-def test_fsdp2_goes_on_where_we_have_stopped(ranks: RankPool, tmp_path: Path, layout: str, flatten: bool) -> None:
+@pytest.mark.parametrize("flatten", [False, True])
+def test_fsdp2_goes_on_where_we_have_stopped(ranks: RankPool, tmp_path: Path, flatten: bool) -> None:
     """Weights, a tied one, buffers, moments, steps and both groups' options: the same losses, however it names them."""
     wanted = ranks(2).run(_train_ours, tmp_path / "run")[0]
     out = tmp_path / "out"
-    assert main(["convert", str(tmp_path / "run"), str(out), "--to", layout]) == 0
-    directories = (out, out) if layout == "dcp" else (out / "pytorch_model_fsdp_0", out / "optimizer_0")
-    found = ranks(2).run(_go_on_with_fsdp2, directories, flatten)[0]
+    assert main(["convert", str(tmp_path / "run"), str(out), "--to", "dcp"]) == 0
+    found = ranks(2).run(_go_on_with_fsdp2, out, flatten)[0]
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
@@ -124,9 +123,7 @@ def _train_theirs(context: RankContext, directories: tuple[Path, Path], flatten:
 
 def _go_on_with_ours(context: RankContext, directory: Path) -> list[float]:
     model, optimizer = _ours(1)
-    loaded = load_checkpoint(directory, model, optimizer)
-    assert loaded.left_out == []
-    assert model.calls == {"seen": 3}
+    load_checkpoint(directory, model, optimizer)
     return _train(model, optimizer, 3, 6)
 
 
@@ -150,35 +147,14 @@ def test_there_and_back_is_the_same_to_the_bit(ranks: RankPool, tmp_path: Path) 
     done = from_dcp(tmp_path / "dcp", tmp_path / "back", step=7)
     assert done == (tmp_path / "back" / "checkpoint-7", [])
     before, after = (_everything(path) for path in (tmp_path / "run" / "checkpoint-1", done.path))
-    assert after.keys() - before.keys() == {"model/head.weight"}  # a tied weight has both names there
-    assert torch.equal(after.pop("model/head.weight"), after["model/embedding.weight"])
     assert after.keys() == {name for name in before if name.startswith(("model/", "optimizer/"))}
     for name, value in after.items():
         assert torch.equal(value, before[name]), name
 
 
 def _everything(path: Path) -> dict[str, torch.Tensor]:
-    with open_checkpoint(path) as opened:
-        return {name: opened.read_whole(name) for name in opened.manifest.tensors}
-
-
-def test_accelerate_merges_the_weights(ranks: RankPool, tmp_path: Path) -> None:
-    """``accelerate merge-weights`` of what was converted gives the model's weights."""
-    from accelerate.state import PartialState
-    from accelerate.utils import merge_fsdp_weights
-
-    ranks(2).run(_save_stack, tmp_path / "run")
-    to_dcp(tmp_path / "run", tmp_path / "out", accelerate=True)
-    try:
-        merge_fsdp_weights(str(tmp_path / "out" / "pytorch_model_fsdp_0"), str(tmp_path / "merged"))
-    finally:
-        PartialState._reset_state()  # of this process, which other tests share
-    found = load_file(tmp_path / "merged" / "model.safetensors")
-    torch.manual_seed(0)
-    wanted = Stack().state_dict()
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(found[name], value), name
+    opened = open_checkpoint(path)
+    return {name: opened.read_whole(name) for name in opened.manifest.tensors}
 
 
 def _save_stack(context: RankContext, directory: Path) -> None:
@@ -190,7 +166,7 @@ def _save_stack(context: RankContext, directory: Path) -> None:
 
 
 def test_one_tensor_at_a_time(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways: when one is read, those before are gone."""
+    """When one is read, those before are gone."""
     ranks(2).run(_train_ours, tmp_path / "run")
     found: list[StorageWeakRef] = []
     held: list[list[int]] = []
@@ -208,12 +184,8 @@ def test_one_tensor_at_a_time(ranks: RankPool, tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr(kind, name, watched)
 
     watch(CheckpointFiles, "read_whole")
-    watch(Source, "tensor")
     to_dcp(tmp_path / "run", tmp_path / "dcp")
     assert len(held) > 100
-    assert not any(held)
-    from_dcp(tmp_path / "dcp", tmp_path / "back")
-    assert len(held) > 200
     assert not any(held)
 
 
@@ -246,40 +218,6 @@ def test_what_does_not_fit_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     assert "param group 0 has no 'head.weight'" in ranks(1).run(_refused, tmp_path / "back", "tied")[0]
 
 
-def _step_stack(context: RankContext, directory: Path) -> None:
-    torch.manual_seed(0)
-    model: Any = StreamShard(Stack(), precision=FP32)
-    stray = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([*model.parameters(), stray], lr=0.1)
-    save_checkpoint(directory, model, optimizer)
-
-
-def test_parameters_of_no_model_have_no_name_in_dcp(ranks: RankPool, tmp_path: Path) -> None:
-    """They are named, and nothing is left."""
-    ranks(1).run(_step_stack, tmp_path / "run")
-    with pytest.raises(
-        CheckpointError, match=r"optimizer steps 'param_groups\[0\]\[\d+\]', which is of none of the models"
-    ):
-        to_dcp(tmp_path / "run", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-@on_ranks(1)
-def test_names_that_the_user_has_given_to_parameters_are_written_as_fsdp2_writes_them(
-    context: RankContext, tmp_path: Path
-) -> None:
-    """FSDP2 asks for them where its own optimizer has them, and for none where it has none."""
-    model = StreamShard(Counted(), precision=FP32)
-    for number, given in enumerate((model.named_parameters(), model.parameters())):
-        path = save_checkpoint(tmp_path / "run", model, torch.optim.AdamW(given), step=number)
-        to_dcp(path, tmp_path / f"dcp{number}")
-        keys = FileSystemReader(tmp_path / f"dcp{number}").read_metadata().state_dict_metadata
-        found = {key for key in keys if key.endswith("param_names")}
-        wanted = {"optimizer.param_groups.0.param_names"}
-        wanted |= {f"optimizer.param_groups.{name}.param_names" for name, _ in model.named_parameters()}
-        assert found == (wanted if number == 0 else set())
-
-
 def _dcp_of(directory: Path, state: dict[str, Any]) -> None:
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         state_dict_saver.save(state, checkpoint_id=directory, no_dist=True)
@@ -298,16 +236,14 @@ def test_directories_that_cannot_work_are_refused(tmp_path: Path, capsys: pytest
     assert "--model-key" in capsys.readouterr().err
     state = {"model": {"weight": weight}, "optimizer": {"state": {"weight": {"row": torch.ones(2)}}}}
     _dcp_of(tmp_path / "rows", state)
-    with pytest.raises(
-        CheckpointError, match=r"'optimizer\.state\.weight\.row' has shape \[2\], its parameter \[2, 3\]"
-    ):
+    with pytest.raises(CheckpointError, match=r"'row' of 'weight' has shape \[2\], the parameter \[2, 3\]"):
         from_dcp(tmp_path / "rows", run)
     stored = next((tmp_path / "app").glob("*.distcp"))
     stored.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"cannot read '.*' of .*app: \S"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*app: \S"):
         from_dcp(tmp_path / "app", run, model="app.model")
     stored.unlink()
-    with pytest.raises(CheckpointError, match=r"cannot read 'app\.model\.weight'"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*app: FileNotFoundError"):
         from_dcp(tmp_path / "app", run, model="app.model")
     assert not list(run.glob("*"))
 
@@ -326,32 +262,10 @@ def test_other_prefixes_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert _everything(done.path).keys() == {"model/weight"}
 
 
-def test_a_directory_that_is_not_empty_is_left_alone(ranks: RankPool, tmp_path: Path) -> None:
-    """DCP would write between what is there."""
-    ranks(1).run(_save_stack, tmp_path / "run")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("keep")
-    with pytest.raises(CheckpointError, match="not an empty directory"):
-        to_dcp(tmp_path / "run", tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
-
-
-def test_a_directory_that_cannot_be_renamed_to_is_refused(
-    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A shell in the current directory would be left in one that is gone; a mount point stays where it is."""
-    ranks(1).run(_save_stack, tmp_path / "run")
-    (tmp_path / "out").mkdir()
-    monkeypatch.chdir(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="or the current directory: convert into a new one inside it"):
-        to_dcp(tmp_path / "run", ".")
-
-
-@pytest.mark.parametrize("layout", ["dcp"])
 def test_an_interrupt_is_one_and_leaves_nothing(
-    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], layout: str
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before any tensor is written. Until all are, the directory has not got its name."""
+    """Before any tensor is written. Until all are, the directory does not have its name."""
     ranks(1).run(_save_stack, tmp_path / "run")
     out = tmp_path / "out"
     read_whole = CheckpointFiles.read_whole
@@ -371,7 +285,7 @@ def test_an_interrupt_is_one_and_leaves_nothing(
             return read_whole(self, name)
 
         monkeypatch.setattr(CheckpointFiles, "read_whole", interrupted)
-        code = main(["convert", str(tmp_path / "run"), str(out), "--to", layout])
+        code = main(["convert", str(tmp_path / "run"), str(out), "--to", "dcp"])
         if reads <= number:
             break
         assert code == 130
@@ -379,29 +293,8 @@ def test_an_interrupt_is_one_and_leaves_nothing(
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert (code, number > 3) == (0, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
-
-
-def _be_killed(directory: Path, out: Path) -> None:
-    def killed(self: CheckpointFiles, name: str) -> torch.Tensor:
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise AssertionError
-
-    CheckpointFiles.read_whole = killed  # type: ignore[method-assign]  # in a process of its own
-    to_dcp(directory, out)
-
-
-def test_one_that_is_killed_leaves_a_partial_directory_and_the_next_one_works(ranks: RankPool, tmp_path: Path) -> None:
-    """Its name is never that of a result, nor that of another conversion's."""
-    ranks(1).run(_save_stack, tmp_path / "run")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "told").mkdir()
-    for _ in range(2):
-        ((code, output),) = Launched(0, tmp_path / "told", _be_killed, tmp_path / "run", tmp_path / "out").end()
-        assert code == -signal.SIGTERM, output
-        assert list((tmp_path / "out").iterdir()) == []
-    assert len(list(tmp_path.glob("out.*.partial"))) == 2
-    to_dcp(tmp_path / "run", tmp_path / "out")
-    assert (tmp_path / "out" / ".metadata").is_file()
+    with pytest.raises(CheckpointError, match="out exists: convert into a new directory"):
+        to_dcp(tmp_path / "run", out)
 
 
 # ------------------------------------------------------------------------------------------------ pickles
@@ -428,6 +321,6 @@ def test_pickles_in_dcp_directories_run_no_code(tmp_path: Path, where: str) -> N
         metadata = FileSystemReader(source).read_metadata()
         metadata.planner_data = _Attack(mark)
         (source / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"cannot read .*(metadata|param_groups)"):
+    with pytest.raises(CheckpointError, match="cannot read .*dcp: UnpicklingError"):
         from_dcp(source, tmp_path / "run")
     assert not mark.exists()

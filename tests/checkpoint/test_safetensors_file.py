@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
+import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,11 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import save
 
 from streamshard.checkpoint.export import encode_index, plan_files
-from streamshard.checkpoint.load import read_directory
-from streamshard.checkpoint.safetensors_file import FileLayout, TensorSpec
+from streamshard.checkpoint.load import StoredDirectory
+from streamshard.checkpoint.safetensors_file import FileLayout, TensorSpec, lay_out
 from streamshard.config import parse_bytes
 from streamshard.errors import CheckpointError, ConfigError
 
@@ -125,7 +125,7 @@ def test_sizes_that_are_none_raise(size: Any) -> None:
 def test_two_tensors_of_one_name_raise() -> None:
     """A header cannot hold both."""
     with pytest.raises(CheckpointError, match="several tensors are named 'a'"):
-        plan_files([TensorSpec("a", (1,), torch.float32), TensorSpec("a", (1,), torch.float32)], 100)
+        lay_out("a.safetensors", [TensorSpec("a", (1,), torch.float32), TensorSpec("a", (1,), torch.float32)])
 
 
 def test_dtype_without_a_name_raises() -> None:
@@ -136,23 +136,85 @@ def test_dtype_without_a_name_raises() -> None:
 
 @given(tensors, st.integers(1, 200))
 def test_what_is_planned_is_what_is_read(tmp_path_factory: Any, described: dict[str, Any], max_bytes: int) -> None:
-    """Reading headers finds every tensor at the byte where the plan put it."""
+    """Every tensor is found, with its shape and dtype, where the plan put it."""
     directory = tmp_path_factory.mktemp("planned")
     files = plan_files(_specs(described), max_bytes)
     write_empty(directory, files, encode_index(files, None) if len(files) > 1 else None)
-    with read_directory(directory) as stored:
-        found = stored.stored
-        assert {name: (each.shape, each.dtype) for name, each in found.items()} == described
-        for file in files:
-            for name, offset in file.offsets.items():
-                assert stored.path(found[name].file) == directory / file.name
-                assert found[name].offset == offset or not math.prod(found[name].shape)
+    found = StoredDirectory(directory).tensors
+    assert {name: (tuple(each.shape), each.dtype) for name, each in found.items()} == described
 
 
-def test_library_opens_what_is_planned(tmp_path: Path) -> None:
-    """`safe_open` accepts header and length, and sees the metadata."""
-    files = plan_files([TensorSpec("a", (2, 3), torch.bfloat16)], 100)
+# ------------------------------------------------------------------------------------------------ damage
+
+
+def _damage(tmp_path: Path, name: str, old: bytes, new: bytes) -> None:
+    path = tmp_path / name
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"[0,8]", b"[0,4]"),
+        (b'"shape":[2]', b'"shape":[9]'),
+        (b'{"__meta', b'["__meta'),
+        (b"[8,16]", b"[0,8] "),  # two tensors in one place
+        (b"[8,16]", b"[9,17]"),  # a gap
+        (b"ab", b""),  # shorter
+    ],
+)
+def test_damaged_files_raise(old: bytes, new: bytes, tmp_path: Path) -> None:
+    """A header that contradicts itself or the file is not believed."""
+    write_empty(tmp_path, plan_files([TensorSpec(name, (2,), torch.float32) for name in "ab"], 100))
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-2] + b"ab")
+    _damage(tmp_path, "model.safetensors", old, new)
+    with pytest.raises(CheckpointError, match="cannot read .*model.safetensors"):
+        StoredDirectory(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes a pipe")
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_what_is_no_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    """Opening a pipe waits for somebody to write to it; directories and links to nothing are no files either."""
+    path = tmp_path / name
+    for make, remove in ((os.mkfifo, os.unlink), (os.mkdir, os.rmdir), (partial(os.symlink, "nothing"), os.unlink)):
+        make(path)
+        with pytest.raises(CheckpointError, match="has neither"):
+            StoredDirectory(tmp_path)
+        remove(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"weight_map", b"weight_mop", "is not an index"),
+        (b'"model-00001', b'"../model-00001', "not a file of its own directory"),
+        (
+            b'"a": "model-00001',
+            b'"a": "model-00002',
+            "says 'a' is in .*model-00002-of-00002.safetensors, which does not",
+        ),
+        (b'"a": "model-00001', b'"c": "model-00001', "holds 'a', which model.safetensors.index.json does not say"),
+        (b'"a": "model-00001-of-00002.safetensors"', b'"a": 3', "names 3"),
+        (b'"weight_map"', b'"weight_map": ' + b"[" * 100_000 + b', "x"', "is not an index"),
+        (b'"a": "model-00001', b'"a": "model-00003', "cannot read"),
+        (b"{", b"", "is not an index"),
+    ],
+)
+def test_damaged_index_raises(old: bytes, new: bytes, message: str, tmp_path: Path) -> None:
+    """An index that leads out of its directory, or to a file that has no such tensor, is not followed."""
+    files = plan_files([TensorSpec(name, (1,), torch.float32) for name in "ab"], 4)
+    write_empty(tmp_path, files, encode_index(files, 2))
+    _damage(tmp_path, "model.safetensors.index.json", old, new)
+    with pytest.raises(CheckpointError, match=message):
+        StoredDirectory(tmp_path)
+
+
+def test_directory_without_weights_raises(tmp_path: Path) -> None:
+    """Numbered files alone are no export: the index comes last."""
+    files = plan_files([TensorSpec(name, (1,), torch.float32) for name in "ab"], 4)
     write_empty(tmp_path, files)
-    with safe_open(tmp_path / "model.safetensors", "pt") as opened:
-        assert opened.metadata() == METADATA
-        assert opened.get_tensor("a").shape == (2, 3)
+    with pytest.raises(CheckpointError, match="has neither model.safetensors nor model.safetensors.index.json"):
+        StoredDirectory(tmp_path)

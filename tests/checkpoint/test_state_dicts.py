@@ -214,16 +214,6 @@ def test_distributed_checkpoints_functions_raise(context: RankContext) -> None:
             call()
 
 
-@on_ranks(1)
-def test_distributed_checkpoints_functions_work_with_one_rank(context: RankContext) -> None:
-    """Where nothing is a piece."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    model, plain = _model()
-    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    assert_same(found, dict(plain.state_dict()), "state", EXACT)
-
-
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import errno
 import itertools
 import json
-import logging
 import math
 import os
 import random
@@ -16,10 +14,8 @@ import re
 import shutil
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +37,13 @@ from streamshard import (
     load_checkpoint,
     load_safetensors,
     save_checkpoint,
-    training_state,
 )
-from streamshard.checkpoint import manifest, run_parts, save
+from streamshard.checkpoint import background, manifest, run_parts, save
 from streamshard.checkpoint.dcp import from_dcp, to_dcp
 from streamshard.checkpoint.export import export_checkpoint
-from streamshard.checkpoint.json_codec import decode, encode
-from streamshard.checkpoint.manifest import CheckpointFiles
+from streamshard.checkpoint.manifest import decode, encode
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError, ShardingError
-from streamshard.log import log
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
 from tests.launched import Launched, run_script
 from tests.models import DIM, Layer, NormStack, Stack
@@ -80,7 +73,6 @@ def test_a_run_goes_on_to_the_bit(context: RankContext, tmp_path: Path) -> None:
     assert where == loaded.path == tmp_path / "checkpoint-1"
     assert loaded["position"] == 3
     assert torch.equal(loaded["mean"], torch.tensor([0.5]))
-    assert loaded.left_out == []
     assert other.model.calls == {"seen": 3}
     assert steps(other, 3, 6) == wanted
     assert_same(weights_of(other), weights_of(run), "weights", EXACT)
@@ -178,26 +170,24 @@ def _step(model: Any, optimizer: Any, call: Call) -> float:
 
 
 @on_ranks(2)
-def test_parameters_of_nothing_that_was_given(context: RankContext, tmp_path: Path) -> None:
-    """Those of another sharded model name it; the value of one that stands alone is saved with the optimizer."""
+def test_an_optimizer_that_steps_a_parameter_of_no_given_model_is_refused(context: RankContext, tmp_path: Path) -> None:
+    """Its module has to be given too, sharded or plain."""
     model, other = (StreamShard(Stack(), precision=FP32) for _ in range(2))
     both = torch.optim.AdamW([*model.parameters(), *other.parameters()])
-    told = "'layers.0.linear.weight', which is a parameter of a sharded model that"
-    with pytest.raises(CheckpointError, match=told):
-        save_checkpoint(tmp_path, model, both)
-    assert not any(tmp_path.iterdir())
-    scale = torch.nn.Parameter(torch.tensor(2.0))
-    optimizer = torch.optim.AdamW([*model.parameters(), scale])
-    path = save_checkpoint(tmp_path, model, optimizer)
-    with torch.no_grad():
-        scale.fill_(7.0)
-    load_checkpoint(path, model, optimizer)
-    assert scale.item() == 2.0
-    with pytest.raises(CheckpointError, match=told):
-        load_checkpoint(path, model, both)
-    longer = torch.optim.AdamW([*model.parameters(), torch.nn.Parameter(torch.ones(3))])
-    with pytest.raises(CheckpointError, match=r"param_groups\[0\]\[\d+\] has shape \[\], wanted \[3\]"):
-        load_checkpoint(path, model, longer)
+    head = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()])
+    for each, words in (
+        (both, "AdamW steps 'layers.0.linear.weight', which is of no model that was given"),
+        (optimizer, r"AdamW steps a parameter of shape \(2, 2\), which is of no model"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            save_checkpoint(tmp_path, model, each)
+        assert not any(tmp_path.iterdir())
+    path = save_checkpoint(tmp_path, {"model": model, "head": head}, optimizer)
+    wanted = head.weight.detach().clone()
+    nn.init.zeros_(head.weight)
+    load_checkpoint(path, {"model": model, "head": head}, optimizer)
+    assert torch.equal(head.weight, wanted)
 
 
 class Holder:
@@ -241,7 +231,7 @@ def _refused(case: str, run: Run) -> tuple[dict[str, Any], str]:
             return {}, r"param_groups\[0\]\.ema\[0\] is one rank's piece"
         case "state in a list":
             run.optimizer.state[first]["history"] = [first.detach().clone()]
-            return {}, "AdamW's state 'history' of '.*' is a list of tensors"
+            return {}, "AdamW's state 'history' of '.*' .* is one rank's piece"
         case _:
             run.optimizer.state[first]["history"] = deque([first.detach().clone()])
             return {}, rf"AdamW's state 'history' of '.*' is a collections\.deque: {plain}"
@@ -272,8 +262,8 @@ def test_what_cannot_be_saved_is_named_on_all_ranks_and_the_run_goes_on(
     for wait in (True, False):
         with pytest.raises(CheckpointError, match=words):
             save_checkpoint(tmp_path, run.model, run.optimizer, wait=wait, **given)  # type: ignore[call-overload]
-    if not given:
-        with pytest.raises(ShardingError, match="history|one rank's piece"):
+    if "state" in case and not given:
+        with pytest.raises(ShardingError, match="history"):
             full_optimizer_state_dict(run.model, run.optimizer)
     run.optimizer.param_groups[0].pop("ema", None)
     for state in run.optimizer.state.values():
@@ -282,25 +272,6 @@ def test_what_cannot_be_saved_is_named_on_all_ranks_and_the_run_goes_on(
     steps(run, 1, 2)
     run.model.full_state_dict()
     _load(_save(tmp_path, run), run)
-
-
-@on_ranks(2)
-def test_a_rank_without_memory_for_the_whole_state_is_named_on_all(context: RankContext) -> None:
-    """Only the first rank wants it; the others gather on."""
-    run = start(0)
-    steps(run, 0, 1)
-    to = torch.Tensor.to
-
-    def refuse(tensor: torch.Tensor, *args: Any, **settings: Any) -> torch.Tensor:
-        if settings.get("copy") and context.rank == 0:
-            raise MemoryError("no room")
-        return to(tensor, *args, **settings)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", refuse)
-        with pytest.raises(ShardingError, match="rank 0: MemoryError: no room"):
-            full_optimizer_state_dict(run.model, run.optimizer)
-    assert bool(full_optimizer_state_dict(run.model, run.optimizer)) == (context.rank == 0)
 
 
 @on_ranks(2)
@@ -319,20 +290,6 @@ def test_where_a_save_in_the_background_goes_is_where_the_process_was(context: R
         os.chdir(before)
     assert latest(tmp_path / "runs") == tmp_path / "runs" / "checkpoint-1"
     assert not any((tmp_path / "elsewhere").iterdir())
-
-
-@on_ranks(1)
-def test_a_model_inside_torch_compile_says_what_to_give(context: RankContext, tmp_path: Path) -> None:
-    """It has another class, and the sharded one inside."""
-    compiled = torch.compile(StreamShard(Stack(), precision=FP32))
-    for action in (
-        lambda: save_checkpoint(tmp_path, compiled),
-        lambda: load_checkpoint(tmp_path, compiled),
-        lambda: export_safetensors(compiled, tmp_path),
-        lambda: load_safetensors(compiled, tmp_path),
-    ):
-        with pytest.raises(ShardingError, match="OptimizedModule around .* its _orig_mod, or compile in place"):
-            action()
 
 
 @on_ranks(4)
@@ -388,7 +345,7 @@ def test_any_number_of_ranks_loads_what_any_has_saved(ranks: RankPool, tmp_path:
     """With other units, slots and layouts too: losses to rounding, and to the bit where all is the same."""
     wanted = ranks(saved_by).run(_is_saved, tmp_path, {})[0]
     for loaded_by in (1, 2, 3, 4):
-        settings = OTHERS[loaded_by if loaded_by != saved_by else 0]
+        settings = OTHERS[loaded_by % len(OTHERS) if loaded_by != saved_by else 0]
         found = ranks(loaded_by).run(_goes_on, tmp_path, settings)[0]
         if loaded_by == saved_by:
             assert found == wanted
@@ -401,21 +358,7 @@ def test_each_rank_writes_what_it_owns_once_in_files_that_anybody_reads(context:
     """JSON, and safetensors that the library opens; no element twice, and none of a copy."""
     run = start(0)
     steps(run, 0, 1)
-    copied: list[int] = []
-    write = os.pwrite
-
-    def write_and_look(descriptor: int, data: Any, offset: int) -> int:
-        copied.extend([len(data)] if offset and not own.intersection([_address(data)]) else [])
-        return write(descriptor, data, offset)
-
-    tensors = [run.model.counts, *run.model.parameters()]
-    tensors += [value for state in run.optimizer.state.values() for value in state.values()]
-    own = {tensor.as_subclass(torch.Tensor).data_ptr() for tensor in tensors}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "pwrite", write_and_look)
-        path = _save(tmp_path, run)
-    random_states_bytes = torch.get_rng_state().nbytes + 625 * 8 + 624 * 4  # of torch, Python and numpy
-    assert sum(copied) <= random_states_bytes
+    path = _save(tmp_path, run)
     found: dict[str, int] = {}
     for rank in range(3):
         with safe_open(path / f"rank-0000{rank}-of-00003.safetensors", "pt") as file:
@@ -423,38 +366,6 @@ def test_each_rank_writes_what_it_owns_once_in_files_that_anybody_reads(context:
                 found[name] = found.get(name, 0) + file.get_slice(name).get_shape()[0]
     written = json.loads((path / "checkpoint.json").read_text())["content"]["tensors"]
     assert found == {name: math.prod(each["shape"]) for name, each in written.items() if math.prod(each["shape"])}
-
-
-def _address(data: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(data)) if not data.readonly else 0
-
-
-@on_ranks(2)
-def test_what_happens_is_logged(context: RankContext, tmp_path: Path) -> None:
-    """By the standard `logging`: what was saved, loaded, deleted and left out."""
-    run = start(0)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
-    level = log.level
-    log.setLevel(logging.INFO)
-    try:
-        _save(tmp_path, run)
-        _save(tmp_path, run, keep=1, wait=False).wait()
-        load_checkpoint(tmp_path, run.model)
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
-    said = "\n".join(lines)
-    for words in (
-        "saved .*checkpoint-1 in .* s",
-        "saved .*checkpoint-2 in the background, .* s after the call",
-        "loaded .*checkpoint-2 in",
-        "left out: scheduler: not asked for",
-    ):
-        assert re.search(words, said), (words, said)
-    assert bool(re.search("deleted .*checkpoint-1: keep=1", said)) == (context.rank == 0)
 
 
 @on_ranks(2)
@@ -488,27 +399,6 @@ def test_saving_in_the_background_saves_what_was_there(context: RankContext, tmp
 
 
 @on_ranks(2)
-def test_ranks_meet_twice_before_training_goes_on(context: RankContext, tmp_path: Path) -> None:
-    """However many parts there are: to agree on arguments, and on what is saved."""
-    run = start(0)
-    steps(run, 0, 1)
-    _save(tmp_path, run, wait=False).wait()  # makes a group
-    meetings: list[None] = []
-    gather = Ranks.gather_bytes
-
-    def gather_and_count(self: Ranks, data: bytes, **settings: Any) -> list[bytes]:
-        if data:  # else whether all could read what came
-            meetings.append(None)
-        return gather(self, data, **settings)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ranks, "gather_bytes", gather_and_count)
-        saving = _save(tmp_path, run, wait=False, extra={"rank": context.rank})
-    saving.wait()
-    assert len(meetings) == 2
-
-
-@on_ranks(2)
 def test_a_rank_that_dies_before_the_first_save_in_the_background_is_missed(
     context: RankContext, tmp_path: Path
 ) -> None:
@@ -519,40 +409,13 @@ def test_a_rank_that_dies_before_the_first_save_in_the_background_is_missed(
         raise SystemExit
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save, "MADE_WITHIN", datetime.timedelta(seconds=0.5))
+        patch.setattr(background, "MADE_WITHIN", datetime.timedelta(seconds=0.5))
         if context.rank == 1:
-            patch.setattr(training_state, "background_ranks", die)
+            patch.setattr(save, "background_ranks", die)
         error, words = (SystemExit, None) if context.rank == 1 else (CommunicationError, "making a group .* on rank 0")
         with pytest.raises(error, match=words):
             _save(tmp_path, run, wait=False)
     assert not any(tmp_path.iterdir())
-
-
-@on_ranks(2)
-def test_how_long_ranks_wait_for_a_slow_disk_is_not_how_long_they_wait_for_a_group(
-    context: RankContext, tmp_path: Path
-) -> None:
-    """Who makes a group has met the others just before; who writes may take its time."""
-    run = start(0)
-    given_up = tmp_path / "given-up"
-
-    def write_too_late(*args: Any) -> Any:
-        while context.rank == 1 and not given_up.exists():
-            time.sleep(0.01)
-        raise OSError
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save, "MADE_WITHIN", datetime.timedelta(minutes=10))
-        patch.setattr(save, "WRITTEN_WITHIN", datetime.timedelta(seconds=0.5))
-        patch.setattr(save, "SHOWN_WITHIN_S", 0.1)
-        patch.setattr(save, "write_file", write_too_late)
-        saving = _save(tmp_path / "run", run, wait=False)
-        with pytest.raises(CheckpointError, match="saving in the background failed on rank ."):
-            saving.wait()
-        given_up.touch()
-    # All ranks are alive: they make new connections.
-    for number in (1, 2):
-        assert _save(tmp_path / "run", run, wait=False).wait().name == f"checkpoint-{number}"
 
 
 @on_ranks(3)
@@ -566,7 +429,7 @@ def test_a_rank_that_is_interrupted_before_it_writes_ends_the_save_on_all(contex
 
     with pytest.MonkeyPatch.context() as patch:
         if context.rank == 1:
-            patch.setattr(training_state, "HostCopies", interrupt)
+            patch.setattr(save, "copy_to_host", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 _save(tmp_path, run, wait=False)
         else:
@@ -599,7 +462,7 @@ def test_a_rank_that_is_interrupted_while_it_writes_tells_the_others(context: Ra
 
 
 _DIES = """
-    import os, signal, sys, torch, torch.distributed as dist
+    import os, signal, sys, time, torch, torch.distributed as dist
     from streamshard import StreamShard, save_checkpoint
     from streamshard.checkpoint import save
     from streamshard.errors import CheckpointError, StreamShardError
@@ -620,6 +483,10 @@ _DIES = """
             action()
         except StreamShardError as error:
             print(f"{type(error).__name__}: {error}")
+    if rank == 2:
+        open(sys.argv[1] + "-over", "w").close()
+    while not os.path.exists(sys.argv[1] + "-over"):  # rank 0 has the store
+        time.sleep(0.01)
 """
 
 
@@ -703,27 +570,6 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call(context: RankCo
 
 
 @on_ranks(2)
-def test_a_buffer_without_values_on_one_rank_is_named_on_all(context: RankContext, tmp_path: Path) -> None:
-    """Before anything is written or changed."""
-    run = start(0)
-    path = _save(tmp_path / "run", run)
-    before = weights_of(run)
-    words = "rank 0: .*buffer 'counts' is on the meta device"
-    if context.rank == 0:
-        run.model.counts = run.model.counts.to("meta")
-    for wait in (True, False):
-        with pytest.raises(CheckpointError, match=words):
-            _save(tmp_path / "run", run, wait=wait)
-    with pytest.raises(CheckpointError, match=words):
-        _load(path, run)
-    with pytest.raises(CheckpointError, match=words):
-        export_safetensors(run.model, tmp_path / "export")
-    assert [each.name for each in tmp_path.rglob("*") if each.is_dir()] == ["run", "checkpoint-1"]
-    run.model.counts = torch.zeros(3, dtype=torch.int64)
-    assert_same(weights_of(run), before, "weights", EXACT)
-
-
-@on_ranks(2)
 def test_what_one_rank_has_waited_for_is_raised_on_all_by_the_next_call(context: RankContext, tmp_path: Path) -> None:
     """So that they go on together; once all have heard of it, it is over."""
     run = start(0)
@@ -753,9 +599,8 @@ def test_an_error_anywhere_leaves_what_was_there_or_the_new_one(context: RankCon
     before = _files(tmp_path / "before")
     outcomes = set()
     cases: list[tuple[dict[str, Any], set[str]]] = [
-        ({"step": 3}, {"checkpoint-1", "checkpoint-2", "checkpoint-3"}),
-        ({"step": 2}, {"checkpoint-1", "checkpoint-2"}),
-        ({"step": 3, "keep": 1}, {"checkpoint-3"}),
+        ({"step": 2}, {"checkpoint-1", "checkpoint-2", "checkpoint-2-2", "checkpoint-9"}),
+        ({"step": 3, "keep": 1}, {"checkpoint-9"}),
     ]
     for settings, names in cases:
         for is_done in (False, True):
@@ -778,7 +623,7 @@ def test_an_error_anywhere_leaves_what_was_there_or_the_new_one(context: RankCon
                 path = latest(directory)
                 assert path is not None
                 assert load_checkpoint(path, model)["at"] == 3
-                save_checkpoint(directory, model, extra={"at": 4}, **settings)
+                save_checkpoint(directory, model, extra={"at": 4}, **{**settings, "step": 9})
                 assert {each.name for each in directory.iterdir()} == names
     assert outcomes == {True, False}
 
@@ -797,7 +642,7 @@ def _failing(number: int, is_done: bool) -> Iterator[Callable[[], bool]]:
     def watch(real: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
-            if name == "open" and not args[1] & os.O_CREAT:
+            if name == "open" and not args[1] & os.O_CREAT or name == "rename" and is_done:
                 return real(*args, **kwargs)
             count += 1
             if count - 1 != number:
@@ -810,29 +655,26 @@ def _failing(number: int, is_done: bool) -> Iterator[Callable[[], bool]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)  # would be all that this test waits for
-        for name in ("open", "pwrite", "fsync", "replace", "unlink", "mkdir", "rmdir"):
+        for name in ("open", "pwrite", "fsync", "rename", "unlink", "mkdir", "rmdir"):
             patch.setattr(os, name, watch(getattr(os, name), name))
         yield lambda: count > number
 
 
 @on_ranks(2)
-def test_what_is_no_checkpoint_is_not_replaced(context: RankContext, tmp_path: Path) -> None:
-    """Other trainers call theirs like ours."""
+def test_a_directory_that_another_trainer_calls_like_a_checkpoint_stays(context: RankContext, tmp_path: Path) -> None:
+    """The new checkpoint gets the next free name."""
     run = start(0)
     if context.rank == 0:
         (tmp_path / "checkpoint-500").mkdir()
         (tmp_path / "checkpoint-500" / "trainer_state.json").write_text("{}")
         (tmp_path / "checkpoint-7").write_text("a file")
-        (tmp_path / "checkpoint-8").mkdir()
     dist.barrier()
     before = _files(tmp_path)
-    for step in (7, 500):
-        with pytest.raises(CheckpointError, match=f"checkpoint-{step} is there already, and is no checkpoint"):
-            _save(tmp_path, run, step=step)
-    assert _files(tmp_path) == before
-    assert _save(tmp_path, run, step=8).name == "checkpoint-8"
+    saved = [_save(tmp_path, run, step=step).name for step in (7, 500)]
+    assert saved == ["checkpoint-7-2", "checkpoint-500-2"]
+    assert before.items() <= _files(tmp_path).items()
     assert _save(tmp_path, run, keep=1).name == "checkpoint-501"
-    assert (tmp_path / "checkpoint-500" / "trainer_state.json").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-7", "checkpoint-500", "checkpoint-501"}
 
 
 @on_ranks(2)
@@ -897,7 +739,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_leaves_nothing(context: RankC
 
 @on_ranks(2)
 def test_keep_deletes_the_oldest_ones(context: RankContext, tmp_path: Path) -> None:
-    """And nothing that is not a checkpoint; the one of a number that is there already is replaced."""
+    """And nothing that is not a checkpoint. A second one with a number does not overwrite the first."""
     run = start(0)
     if context.rank == 0:
         (tmp_path / "notes").mkdir()
@@ -906,30 +748,13 @@ def test_keep_deletes_the_oldest_ones(context: RankContext, tmp_path: Path) -> N
     assert {path.name for path in tmp_path.iterdir()} == {"notes", "checkpoint-10", "checkpoint-15"}
     steps(run, 0, 1)
     wanted = weights_of(run)
-    _save(tmp_path, run, keep=2, step=10)
-    assert {path.name for path in tmp_path.iterdir()} == {"notes", "checkpoint-10", "checkpoint-15"}
-    assert latest(tmp_path) == tmp_path / "checkpoint-10"  # it was saved last
+    assert _save(tmp_path, run, keep=2, step=10).name == "checkpoint-10-2"
+    assert {path.name for path in tmp_path.iterdir()} == {"notes", "checkpoint-10-2", "checkpoint-15"}
+    assert latest(tmp_path) == tmp_path / "checkpoint-10-2"  # it was saved last
     steps(run, 1, 2)
     _load(tmp_path, run)
     assert_same(weights_of(run), wanted, "weights", EXACT)
     assert _save(tmp_path, run).name == "checkpoint-16"
-
-
-class Setting(str, Enum):
-    """A string of a class, which JSON would make a plain one."""
-
-    FAST = "fast"
-
-
-class Broken:
-    """Whose state cannot be told."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Never."""
-        raise ValueError("no")
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nobody gets here."""
 
 
 class Position:
@@ -991,19 +816,15 @@ def test_several_models_optimizers_and_objects(context: RankContext, tmp_path: P
 
 def _save_a_loader(context: RankContext, path: Path) -> None:
     model = StreamShard(Stack(), precision=FP32)
-    save_checkpoint(path, model, extra={"loader": Position(dist.get_rank()), "same": Position(7)})
+    save_checkpoint(path, model, extra={"loader": Position(dist.get_rank())})
 
 
 def _load_a_loader(context: RankContext, path: Path) -> None:
     model = StreamShard(Stack(), precision=FP32)
     with pytest.raises(
-        CheckpointError, match=r"'extra.loader' differs between the 2 ranks that saved it, and 1 load it"
+        CheckpointError, match=r"'extra.loader' differs between the 2 ranks that saved it: load it on as many"
     ):
         load_checkpoint(path, model)
-    same = Position(0)
-    loaded = load_checkpoint(path, model, extra={"same": same}, strict=False)
-    assert same.position == 7
-    assert len(loaded.left_out) == 1
 
 
 @pytest.mark.ranks
@@ -1044,12 +865,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes(context: RankContext, tm
         load_checkpoint(tmp_path, changed.model, changed.optimizer, scheduler=Position(0))
     assert_same(weights_of(changed), before, "weights", EXACT)
     assert not changed.optimizer.state
-    loaded = load_checkpoint(tmp_path, changed.model, sgd, strict=False)
-    assert loaded.left_out == [
-        "optimizer is torch.optim.adamw.AdamW, wanted torch.optim.sgd.SGD",
-        "scheduler: not asked for",
-        "scaler: not asked for",
-    ]
+    load_checkpoint(tmp_path, changed.model)
     assert_same(weights_of(changed), weights_of(run), "weights", EXACT)
 
 
@@ -1066,33 +882,6 @@ def test_a_weight_that_was_tied_is_loaded_wherever_it_is_now(context: RankContex
     found: Any = model.full_state_dict(rank0_only=False)
     for name in ("embedding.weight", "head.weight"):
         assert torch.equal(found[name], wanted), name
-
-
-class Wider(Counted):
-    """A fine-tune: one more layer, and another shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.added = nn.Linear(8, 3)
-
-
-@on_ranks(2)
-def test_a_model_that_has_changed_loads_what_fits(context: RankContext, tmp_path: Path) -> None:
-    """And lists what it left out; what it does not have in the file stays as it is."""
-    run = start(0)
-    steps(run, 0, 1)
-    _save(tmp_path, run)
-    other = start(1, Wider())
-    for param in other.model.blocks[0].parameters():
-        param.requires_grad_(False)
-    added = weights_of(other)["added.weight"]
-    with pytest.raises(CheckpointError, match=r"missing 'added.weight', 'added.bias'"):
-        _load(tmp_path, other)
-    loaded = _load(tmp_path, other, strict=False)
-    assert "missing 'added.weight', 'added.bias'" in loaded.left_out[0]
-    found, wanted = weights_of(other), {**weights_of(run), "added.weight": added}
-    assert_same({name: found[name] for name in wanted}, wanted, "weights", EXACT)
-    steps(other, 1, 2)
 
 
 @on_ranks(2)
@@ -1143,80 +932,6 @@ def test_the_error_about_a_damaged_latest_checkpoint_names_the_newest_intact_one
     _load(tmp_path / "checkpoint-2", run)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("between", ["verify_together", "open_for"])
-def test_the_next_checkpoint_is_loaded_where_another_process_deletes_the_latest(
-    context: RankContext, tmp_path: Path, between: str
-) -> None:
-    """It saves with keep=1 while this one evaluates."""
-    run = start(0)
-    steps(run, 0, 1)
-    _save(tmp_path, run, step=1)
-    steps(run, 1, 2)
-    wanted = weights_of(run)
-    _save(tmp_path / "next", run, step=2)
-    real, calls = getattr(CheckpointFiles, between), []
-
-    def replace_first(self: CheckpointFiles, *args: Any) -> None:
-        calls.append(None)
-        dist.barrier()
-        if context.rank == 0 and len(calls) == 1:
-            shutil.rmtree(tmp_path / "checkpoint-1")
-            (tmp_path / "next" / "checkpoint-2").rename(tmp_path / "checkpoint-2")
-        dist.barrier()
-        real(self, *args)
-
-    other = start(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointFiles, between, replace_first)
-        assert _load(tmp_path, other).path == tmp_path / "checkpoint-2"
-    assert_same(weights_of(other), wanted, "weights", EXACT)
-
-
-@on_ranks(2)
-def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_mixed(context: RankContext, tmp_path: Path) -> None:
-    """By another of its number, behind the back of the ranks that have verified it: nothing changes."""
-    run = start(0)
-    for directory in ("one", "other"):
-        steps(run, 0, 1)
-        _save(tmp_path / directory, run)
-    before = weights_of(run)
-    verify = CheckpointFiles.verify_together
-
-    def verify_and_replace(self: CheckpointFiles, ranks: Any) -> None:
-        verify(self, ranks)
-        dist.barrier()
-        if context.rank == 0:
-            (tmp_path / "one" / "checkpoint-1").rename(tmp_path / "gone")
-            (tmp_path / "other" / "checkpoint-1").rename(tmp_path / "one" / "checkpoint-1")
-        dist.barrier()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointFiles, "verify_together", verify_and_replace)
-        with pytest.raises(CheckpointError, match="checkpoint-1 was replaced while it was being loaded: load again"):
-            _load(tmp_path / "one", run)
-    assert_same(weights_of(run), before, "weights", EXACT)
-    _load(tmp_path / "one", run)
-
-
-@on_ranks(1)
-def test_a_file_that_is_written_to_while_it_is_loaded_is_named(context: RankContext, tmp_path: Path) -> None:
-    """By somebody who does not know what it is; it has been verified by then, and half of it is loaded."""
-    run = start(0)
-    path = _save(tmp_path, run)
-    read = CheckpointFiles.read_tensor
-
-    def read_and_write(self: CheckpointFiles, each: Any) -> None:
-        read(self, each)
-        os.utime(path / "rank-00000-of-00001.safetensors", (1, 1))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointFiles, "read_tensor", read_and_write)
-        with pytest.raises(CheckpointError, match="half of it is loaded now.*was written to while it was read"):
-            _load(path, run)
-    _load(path, run)
-
-
 @on_ranks(1)
 def test_buffers_that_are_not_contiguous_come_back(context: RankContext, tmp_path: Path) -> None:
     """In their own memory."""
@@ -1249,10 +964,10 @@ def test_a_newer_format_is_refused_by_its_version(context: RankContext, tmp_path
     """Whole as it is, nobody here can know what it means."""
     run = start(0)
     with pytest.MonkeyPatch.context() as newer:
-        newer.setattr(manifest, "FORMAT", 3)
+        newer.setattr(manifest, "FORMAT", manifest.FORMAT + 1)
         _save(tmp_path, run)
     before = weights_of(run)
-    with pytest.raises(CheckpointError, match=r"has format 3, written by streamshard .*; this version reads format 2"):
+    with pytest.raises(CheckpointError, match=r"has format 4, and this version reads format 3"):
         _load(tmp_path / "checkpoint-1", run)
     assert_same(weights_of(run), before, "weights", EXACT)
 
@@ -1277,7 +992,7 @@ def test_arguments_that_cannot_work(context: RankContext, tmp_path: Path) -> Non
         lambda directory: export_safetensors(run.model, directory),
         lambda directory: load_safetensors(run.model, directory),
         lambda directory: export_checkpoint(directory, tmp_path),
-        lambda directory: to_dcp(directory, tmp_path),
+        lambda directory: to_dcp(directory, tmp_path / "out"),
         lambda directory: from_dcp(directory, tmp_path),
     ]
     for call, directory in itertools.product(calls, (b"runs", 1, None)):
@@ -1293,16 +1008,11 @@ def test_arguments_that_cannot_work(context: RankContext, tmp_path: Path) -> Non
     with pytest.raises(ShardingError, match="no model made by StreamShard"):
         save_checkpoint(tmp_path, nn.Linear(1, 1))
     for value, told in (
-        (np.longdouble(1.1), r"extra\.x is a numpy\.longdouble"),
         (np.ones(2, np.longdouble), r"extra\.x is a numpy\.ndarray"),
-        (Setting.FAST, r"extra\.x is a tests.*Setting"),
-        ([Position(1)], r"extra\.x\[0\] is a .*Position: .* where they are given by themselves"),
-        (Broken(), r"state_dict\(\) of 'extra\.x' raised ValueError: no"),
+        ([Position(1)], r"extra\.x\[0\] is a .*Position: .* by itself"),
     ):
         with pytest.raises(CheckpointError, match=told):
             _save(tmp_path, run, extra={"x": value})
-    with pytest.raises(CheckpointError, match=r"extra.f is a builtins.function: a checkpoint holds numbers"):
-        _save(tmp_path, run, extra={"f": _save})
     with run.model.summon_full_params(), pytest.raises(ShardingError, match="inside summon_full_params"):
         _save(tmp_path, run)
     with pytest.raises(CheckpointError, match="no whole checkpoint: wanted a directory that save_checkpoint"):

@@ -1,0 +1,242 @@
+"""Save beside training: copies in host memory, the thread that writes them, and the group over which its ranks talk.
+
+Owns the save that is running, of which there is one in a process, and the groups.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from streamshard.checkpoint.disk_layout import Piece
+from streamshard.comm.flight_recorder import Board, Kind
+from streamshard.comm.groups import close_connections
+from streamshard.comm.objects import gather_bytes
+from streamshard.comm.ranks import Ranks
+from streamshard.comm.watchdog import Guard
+from streamshard.device import has_streams, module_of, on_device
+from streamshard.errors import CheckpointError, CommunicationError
+from streamshard.log import log
+
+__all__ = [
+    "BackgroundRanks",
+    "Saving",
+    "background_ranks",
+    "copy_to_host",
+    "finish_running",
+    "has_connections",
+    "run_in_background",
+]
+
+MADE_WITHIN = datetime.timedelta(seconds=20)  # a group, once ranks have met
+WRITTEN_WITHIN = datetime.timedelta(minutes=30)  # how long the fastest rank waits for the slowest one's disk
+SHOWN_WITHIN_S = 5.0  # how long a rank waits, after a failure, for others to show that they are alive
+
+
+def copy_to_host(pieces: Sequence[Piece], device: torch.device) -> Callable[[], list[Piece]]:
+    """Start to copy what is saved into new host memory, on the current stream: later work on it may change everything.
+
+    Returns:
+        A function that waits for the copies, in any thread, and returns them.
+    """
+    copies = []
+    for piece in pieces:
+        copy = torch.empty(piece.data.shape, dtype=piece.data.dtype, pin_memory=device.type != "cpu")
+        copies.append(piece._replace(data=copy.copy_(piece.data, non_blocking=True)))
+    event: Any = None
+    if has_streams(device):
+        module = module_of(device)
+        event = module.Event()
+        event.record(module.current_stream(device))
+
+    def finish() -> list[Piece]:
+        if event is not None:
+            with on_device(device):
+                event.synchronize()
+        return copies
+
+    return finish
+
+
+class Saving:
+    """A checkpoint that is being written while training goes on, as it was at the call.
+
+    Everything that is saved was copied before the call returned, so all of it may change at once.
+
+    An interpreter that ends, after an error or Ctrl-C too, waits for the save. SIGTERM ends the process at once, as
+    always: the checkpoint is not finished then, earlier ones are whole, and the next save removes what is left. To
+    finish it, call ``wait()`` in a handler of your own and exit after that. Python calls handlers once the main thread
+    is not in a collective.
+
+    Attributes:
+        path: of the checkpoint; before it is there, its path if no other run publishes the same number.
+    """
+
+    def __init__(self, path: Path, write: Callable[[], Path]) -> None:
+        self.path = path
+        self._error: BaseException | None = None
+        self._is_told = False
+        self._write = write
+        # No daemon: an interpreter that ends waits for it.
+        self._thread = threading.Thread(target=self._run, name=f"save {path}")
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"Saving({str(self.path)!r}, done={self.done})"
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has ended, in success or failure."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Return the checkpoint's path, once the checkpoint is there.
+
+        Raises:
+            CheckpointError: it could not be written; names the rank and the cause. If a rank has died or was
+                interrupted: on all others as soon as they notice, after 30 minutes of silence at the latest.
+        """
+        self._thread.join()
+        if self._error is not None:
+            self._is_told = True
+            raise self._error
+        return self.path
+
+    def finish(self) -> None:
+        """Wait, and raise what went wrong, unless ``wait()`` has raised it before."""
+        self._thread.join()
+        if self._error is not None and not self._is_told:
+            self.wait()
+
+    def _run(self) -> None:
+        try:
+            self.path = self._write()
+        except BaseException as error:
+            self._error = error
+            if isinstance(error, CommunicationError):
+                self._error = CheckpointError(f"{self.path} was not saved: {error}")
+                self._error.__cause__ = error
+            log.error("%s", self._error)
+        finally:
+            del self._write  # and with it the copies
+
+
+_running: Saving | None = None
+
+
+def run_in_background(saving: Saving) -> Saving:
+    """Remember `saving`, which runs, for the next call to wait for."""
+    global _running
+    _running = saving
+    return saving
+
+
+def finish_running() -> None:
+    """Wait for the save in the background, if there is one.
+
+    Raises:
+        Exception: what went wrong, unless ``wait()`` has raised it on this rank. The caller tells the other ranks.
+    """
+    global _running
+    saving = _running
+    if saving is not None:
+        saving.finish()
+        _running = None
+
+
+# Groups that only saves in the background use, by the group of all ranks. Weak: destroy_process_group() has to end
+# gloo's threads, which must not outlive Python (they take its lock).
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+class BackgroundRanks:
+    """The ranks, as a thread beside training talks to them: over a group that nobody else uses, nor destroys.
+
+    What fails is told as everywhere: see `Guard`.
+
+    Args:
+        ranks: all that save.
+        group: over which they talk; None: this is the only rank.
+    """
+
+    def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
+        self.is_first = ranks.is_first
+        self.replica = ranks.replica
+        self.number = ranks.number
+        self.world_size = ranks.world_size
+        self.total_size = ranks.total_size
+        self.failure: str | None = None
+        self.watch: Any = SimpleNamespace(wait=None)  # nobody looks: a disk may be slow
+        self._group = group
+        if group is not None:
+            self.board = Board(group, self.number, self.total_size)
+
+    def gather_bytes(self, data: bytes, /) -> list[bytes]:
+        """Every rank's `data`, in rank order.
+
+        Raises:
+            CommunicationError: a rank has died, has failed or does not answer; says which. No later call works.
+        """
+        assert self._group is not None
+        with Guard(self, "saving in the background", ""):
+            self.board.log.add(Kind.MEETING)
+            try:
+                return gather_bytes(self._group, data, WRITTEN_WITHIN)
+            except RuntimeError:
+                close_connections(self._group)  # so the others find out as well
+                self._await_others()
+                raise
+
+    def fail(self, failure: str) -> None:
+        """This rank cannot go on: all others end with these words. The first failure counts."""
+        if self.failure is None:
+            self.failure = failure
+        if self._group is not None:
+            for ranks in [ranks for ranks, group_of in _groups.items() if group_of() is self._group]:
+                del _groups[ranks]
+            self.board.post_failure(failure)  # before the others' waits end: they read it then
+            close_connections(self._group)
+
+    def _await_others(self) -> None:
+        """Return once it is known who has failed, or who has come as far as this rank."""
+        deadline = time.monotonic() + SHOWN_WITHIN_S
+        while time.monotonic() < deadline and self.board.read_failure() is None and self.board.describe_missing():
+            time.sleep(0.02)
+
+
+def has_connections(ranks: Ranks) -> bool:
+    """Whether this rank need not make a group for a save in the background."""
+    group_of = _groups.get(ranks.all_ranks)
+    return group_of is not None and group_of() is not None
+
+
+def background_ranks(ranks: Ranks, *, connects: bool) -> BackgroundRanks:
+    """The ranks, for one save in the background.
+
+    To be called where ranks have just met: to make a group they meet at the store, which does not say that one of them
+    has died on the way there.
+
+    Args:
+        ranks: all that save.
+        connects: make a new group, which is collective: a rank has none, see `has_connections`.
+
+    Raises:
+        CommunicationError: another rank did not come.
+    """
+    if ranks.total_size == 1:
+        return BackgroundRanks(ranks, None)
+    if connects:
+        with ranks.guard("making a group for saves in the background"):
+            members = dist.get_process_group_ranks(ranks.all_ranks)
+            group = dist.new_group(members, MADE_WITHIN, backend="gloo", use_local_synchronization=True)
+        _groups[ranks.all_ranks] = weakref.ref(group)
+    return BackgroundRanks(ranks, _groups[ranks.all_ranks]())
