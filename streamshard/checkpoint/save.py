@@ -44,11 +44,10 @@ from streamshard.checkpoint.directory import (
 from streamshard.checkpoint.manifest import Manifest, PieceRecord, TensorRecord
 from streamshard.checkpoint.run_parts import Collected, Piece
 from streamshard.checkpoint.safetensors_file import FileLayout, FileRecord, TensorSpec, lay_out, write_file
-from streamshard.comm.flight_recorder import Board, Kind
+from streamshard.comm.flight_recorder import Board, Guard, Kind
 from streamshard.comm.groups import close_connections
 from streamshard.comm.objects import RankGroup, gather_bytes, gather_from_all_ranks, run_on_all_ranks
 from streamshard.comm.ranks import Ranks
-from streamshard.comm.watchdog import Guard
 from streamshard.compiling import skip, untraced
 from streamshard.config import __version__
 from streamshard.device import has_streams, module_of, on_device
