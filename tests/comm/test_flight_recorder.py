@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import streamshard.build as build
-import streamshard.comm.watchdog as watch
+import streamshard.comm.flight_recorder as recorder
 from streamshard import StreamShard
 from streamshard.comm.flight_recorder import Board, Kind, Log, describe_difference
 from streamshard.errors import CommunicationError
@@ -44,13 +44,6 @@ def _another_order(model: Any, rank: int) -> None:
         model(vector_batch(step, rank)).sum().backward()
 
 
-def _a_layer_again(model: Any, rank: int) -> None:
-    model(vector_batch(0, rank)).sum().backward()
-    model.route = [0, 1, 2, 0, 3, 4] if rank == 1 else [0, 1, 2, 3, 4]
-    for step in range(3):
-        model(vector_batch(step, rank)).sum().backward()
-
-
 def _a_forward_too_many(model: Any, rank: int) -> None:
     for step in range(3):
         out = model(vector_batch(step, rank))
@@ -58,13 +51,6 @@ def _a_forward_too_many(model: Any, rank: int) -> None:
             with torch.no_grad():
                 model(vector_batch(step, rank))
         out.sum().backward()
-
-
-def _no_backward(model: Any, rank: int) -> None:
-    for step in range(3):
-        out = model(vector_batch(step, rank))
-        if not (step == 1 and rank == 0):
-            out.sum().backward()
 
 
 def _weights_on_one_rank(model: Any, rank: int) -> None:
@@ -83,9 +69,7 @@ def _a_norm_on_one_rank(model: Any, rank: int) -> None:
 
 WAYS: dict[str, Callable[[Any, int], None]] = {
     "layers in another order": _another_order,
-    "a layer run again": _a_layer_again,
     "a forward too many": _a_forward_too_many,
-    "a backward left out": _no_backward,
     "weights collected on one rank": _weights_on_one_rank,
     "a norm on one rank": _a_norm_on_one_rank,
 }
@@ -94,7 +78,7 @@ WAYS: dict[str, Callable[[Any, int], None]] = {
 def _caught(context: RankContext, over: str, way: str) -> str:
     """What this rank was told."""
     model = _model(over)
-    with mock.patch.object(watch, "_PATIENCE_S", 0.2), pytest.raises(CommunicationError, match="Join") as caught:
+    with mock.patch.object(recorder, "_PATIENCE_S", 0.2), pytest.raises(CommunicationError, match="Join") as caught:
         WAYS[way](model, context.rank)
     with pytest.raises(CommunicationError, match="is not possible any more: .*ranks do not do the same"):
         model(vector_batch(0, context.rank))
@@ -103,8 +87,8 @@ def _caught(context: RankContext, over: str, way: str) -> str:
 
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("over", TRANSPORTS)
-def test_ranks_that_do_not_do_the_same_are_told_what_each_does(ranks: Any, over: str, way: str) -> None:
-    """In the same words on both, long before the process group's timeout; afterwards nothing waits any more."""
+def test_ranks_that_differ_raise_and_say_what_each_does(ranks: Any, over: str, way: str) -> None:
+    """In the same words on both, long before the process group's timeout. Afterwards nothing waits any more."""
     first, second = ranks(2).run(_caught, over, way)
     assert first == second
     assert "rank 0 " in first
@@ -113,7 +97,7 @@ def test_ranks_that_do_not_do_the_same_are_told_what_each_does(ranks: Any, over:
 
 @pytest.mark.parametrize("over", TRANSPORTS)
 def test_four_ranks_of_which_one_does_something_else_all_end(ranks: Any, over: str) -> None:
-    """Also those that were waiting for one that does the same as they."""
+    """Also those that wait for a rank that does the same."""
     told = ranks(4).run(_caught, over, "layers in another order")
     assert all("rank 1 " in story for story in told)
 
@@ -127,12 +111,12 @@ def test_a_rank_that_is_only_late_is_waited_for(context: RankContext, over: str)
     board = engine_inside(model).ranks.board
     find = board.find_difference
 
-    def look(**where: bool) -> str | None:
-        looked.append(found := find(**where))
+    def look(**within: float) -> str | None:
+        looked.append(found := find(**within))
         return found
 
     board.find_difference = look  # type: ignore[method-assign]
-    with mock.patch.object(watch, "_PATIENCE_S", 0.02):
+    with mock.patch.object(recorder, "_PATIENCE_S", 0.02):
         model.layers[1].register_forward_hook(lambda *_: time.sleep(0.3 * context.rank))
         for step in range(3):
             model(vector_batch(step, context.rank)).sum().backward()
@@ -167,7 +151,7 @@ def _warnings() -> Iterator[queue.Queue[str]]:
     constants = {"_PATIENCE_S": 0.05, "_REPORT_AFTER_S": 0.3, "_SHOW_AFTER_S": 0.1}
     log.addHandler(handler)
     try:
-        with mock.patch.multiple(watch, **constants):
+        with mock.patch.multiple(recorder, **constants):
             yield told
     finally:
         log.removeHandler(handler)
@@ -178,102 +162,40 @@ def _end_of_step(model: Any, context: RankContext) -> None:
     engine_inside(model).ranks.log.add(Kind.END_OF_STEP)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("over", TRANSPORTS)
-@pytest.mark.parametrize("operation", ["a norm", "a forward", "a meeting"])
-def test_a_long_wait_for_a_rank_in_another_collective_is_logged(
-    context: RankContext, over: str, operation: str
-) -> None:
-    """Rank 1 waits for a message of torch's own. The log says what rank 0 waits for, and what rank 1 did last."""
-    model = _model(over)
-    _end_of_step(model, context)
-    calls: dict[str, Callable[[], object]] = {
-        "a norm": lambda: next(model.parameters()).norm(),
-        "a forward": lambda: model(vector_batch(1, context.rank)),
-        "a meeting": engine_inside(model).ranks.barrier,
-    }
-    apart = dist.new_group()  # of messages of the test's own
-    with _warnings() as told:
-        if context.rank == 0:
-            thread = threading.Thread(target=calls[operation])
-            thread.start()
-            story = told.get(timeout=60)
-            while "ended its step" not in story:  # rank 1 has not shown its log yet
-                story = told.get(timeout=60)
-            dist.barrier(apart)
-            thread.join(60)
-        else:
-            dist.barrier(apart)
-            calls[operation]()
-    if context.rank == 0:
-        what = {
-            "a norm": "a sum over all ranks",
-            "a forward": "(waiting for all ranks between two forwards|the gather of 'the root unit')",
-            "a meeting": "a meeting of all ranks",
-        }[operation]
-        pattern = (
-            rf"rank 0 of 2 has waited for \d+ s in {what} \(last: .*\): rank 1 has not come, and has issued nothing"
-        )
-        assert re.match(pattern, story) is not None, story
-
-
-_ALONE: dict[str, Callable[[Any], object]] = {
-    "a norm": lambda model: next(model.parameters()).norm(),
-    "a forward and backward": lambda model: model(vector_batch(1, 0)).sum().backward(),
-    "a meeting": lambda model: engine_inside(model).ranks.barrier(),
+_OPERATIONS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a norm": (lambda model: next(model.parameters()).norm(), "a sum over all ranks"),
+    "a forward": (
+        lambda model: model(vector_batch(1, 0)),
+        "(waiting for all ranks between two forwards|the gather of 'the root unit')",
+    ),
 }
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("over", TRANSPORTS)
-@pytest.mark.parametrize("operation", list(_ALONE))
-def test_a_wait_for_a_rank_that_is_in_another_collective_of_the_same_ranks_ends(
+@pytest.mark.parametrize("operation", _OPERATIONS)
+def test_a_long_wait_for_a_rank_in_another_collective_is_logged(
     context: RankContext, over: str, operation: str
 ) -> None:
-    """Both would wait for the group's timeout: rank 0 has not called what rank 1 is in, and never will."""
+    """Rank 1 is in a barrier of torch's own. The log says what rank 0 waits for, and what rank 1 did last."""
     model = _model(over)
     _end_of_step(model, context)
-    with mock.patch.multiple(watch, _PATIENCE_S=0.05, _CALL_AFTER_S=0.1):
+    call, what = _OPERATIONS[operation]
+    apart = dist.new_group()
+    with _warnings() as heard:
         if context.rank == 0:
-            place = r"rank 1 is in torch.distributed.barrier, called at tests/comm/test_flight_recorder.py:\d+"
-            with pytest.raises(CommunicationError, match=rf"ranks do not do the same: rank 0 .*, {place}"):
-                _ALONE[operation](model)
-        else:
-            with pytest.raises(RuntimeError):  # gloo's, of a connection that was closed
-                dist.barrier()
-            with pytest.raises(CommunicationError, match="rank 0 has failed: .*rank 1 is in torch.distributed.barrier"):
-                _ALONE[operation](model)
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("over", TRANSPORTS)
-def test_a_rank_in_a_collective_that_the_waiting_rank_has_called_is_waited_for(context: RankContext, over: str) -> None:
-    """Rank 0 has sent its part and goes on. Rank 1 waits for that of rank 2, which is slow."""
-    model = _model(over)
-    apart = dist.new_group([0, 2])
-    looked = threading.Semaphore(0)
-    board = engine_inside(model).ranks.board
-    find = board.find_foreign
-
-    def look() -> str | None:
-        found = find()
-        looked.release()
-        return found
-
-    board.find_foreign = look  # type: ignore[method-assign]
-    with mock.patch.multiple(watch, _PATIENCE_S=0.05, _CALL_AFTER_S=0.1):
-        part, parts = torch.ones(1), [torch.empty(1) for _ in range(3)] if context.rank == 1 else None
-        if context.rank == 0:
-            dist.gather(part, dst=1)
-            signal = threading.Thread(target=lambda: [looked.acquire() for _ in range(20)] and dist.barrier(apart))
-            signal.start()
-        elif context.rank == 2:
+            thread = threading.Thread(target=call, args=(model,))
+            thread.start()
+            warning = heard.get(timeout=60)
+            while "ended its step" not in warning:  # rank 1 has not shown its log yet
+                warning = heard.get(timeout=60)
             dist.barrier(apart)
-            dist.gather(part, dst=1)
+            thread.join(60)
+            missing = r"rank 1 has not come: it has issued nothing"
+            assert re.match(rf"rank 0 of 2 has waited for \d+ s in {what} \(last: .*\): {missing}", warning), warning
         else:
-            dist.gather(part, parts, dst=1)
-        norm = next(model.parameters()).norm()
-    assert norm > 0
+            dist.barrier(apart)
+            call(model)
 
 
 @on_ranks(2)
@@ -298,9 +220,9 @@ def test_a_long_wait_for_a_rank_that_does_not_shard_a_model_is_logged(context: R
 @on_ranks(1)
 def test_a_long_wait_is_reported_at_doubling_intervals(context: RankContext) -> None:
     """After half a minute, a minute, two."""
-    with _warnings() as told, mock.patch.multiple(watch, _thread=mock.Mock(), _REPORT_AFTER_S=30.0):
-        waits = watch.Watch(Board(_world(), context.rank, context.world_size))
-        waits.wait = watch.Wait("something")
+    with _warnings() as told, mock.patch.multiple(recorder, _run=lambda _: None, _REPORT_AFTER_S=30.0):
+        waits = recorder.Watch(Board(_world(), context.rank, context.world_size))
+        waits.wait = recorder.Wait("something")
         for waited_s, reports in ((20, 0), (40, 1), (70, 1), (90, 2), (170, 2), (200, 3)):
             waits.wait.since = time.monotonic() - waited_s
             waits.look()
@@ -311,7 +233,7 @@ def test_a_long_wait_is_reported_at_doubling_intervals(context: RankContext) -> 
 def test_a_rank_on_a_device_that_issues_nothing_more_reports_those_that_have_issued_less(context: RankContext) -> None:
     """No host waits there. A rank that is behind, or has company, is silent."""
     board = Board(_world(), context.rank, context.world_size)
-    waits = watch.Watch(board, has_streams=True)
+    waits = recorder.Watch(board, has_streams=True)
     with _warnings() as told:
         board.names = ("the root unit",)
         board.log.add(Kind.END_OF_STEP)
@@ -341,7 +263,7 @@ def test_the_error_after_the_groups_timeout_names_the_operation_and_the_missing_
 def _times_out(context: RankContext) -> None:
     model = _model("sockets")
     apart = dist.new_group(timeout=datetime.timedelta(seconds=60))
-    with mock.patch.multiple(watch, _PATIENCE_S=0.05, _SHOW_AFTER_S=0.1):
+    with mock.patch.multiple(recorder, _PATIENCE_S=0.05, _SHOW_AFTER_S=0.1):
         _end_of_step(model, context)
         if context.rank == 0:
             with pytest.raises(CommunicationError) as caught:
@@ -395,7 +317,7 @@ def _log(*entries: tuple[Kind, int]) -> Log:
 
 
 def _differ(*logs: Log | None) -> str | None:
-    return describe_difference({rank: log.words for rank, log in enumerate(logs) if log is not None}, NAMES)
+    return describe_difference({rank: log.show() for rank, log in enumerate(logs) if log is not None}, NAMES)
 
 
 def test_the_first_difference_is_named_and_units_by_their_names() -> None:
@@ -409,34 +331,12 @@ def test_the_first_difference_is_named_and_units_by_their_names() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_every_kind_has_words(kind: Kind) -> None:
-    """Beside another one."""
-    other = Kind.SUM if kind is not Kind.SUM else Kind.FORWARD
-    found = _differ(_log((kind, 2)), None, _log((other, 1)))
-    assert found is not None
-    assert found.startswith("ranks do not do the same: rank 0 ")
-    assert ", rank 2 " in found
-
-
-def test_what_only_one_rank_called_is_named() -> None:
-    """A checkpoint saved, or weights collected, behind ``if rank == 0:``."""
-    found = _differ(_log((Kind.MEETING, 0)), _log((Kind.GATHER_FULL, 1)))
-    assert found is not None
-    assert re.search(r"rank 0 .*save_checkpoint.*rank 1 .*'layers\.0' .*full_state_dict", found)
-
-
-def test_a_rank_that_is_behind_does_the_same() -> None:
-    """It may still come."""
+def test_a_rank_that_is_behind_does_not_differ() -> None:
+    """It may still come. Two others may differ although this rank is behind both."""
     entries = [(Kind.FORWARD, 0), (Kind.GATHER, 0), (Kind.GATHER, 1)]
     assert _differ(_log(*entries), _log(*entries[:1]), _log()) is None
     assert _differ(_log(*entries)) is None
-
-
-def test_of_the_rest_two_that_differ_are_found_although_this_rank_is_behind_both() -> None:
-    """It waits for them in vain."""
-    logs = [_log(), _log((Kind.GATHER, 0)), _log((Kind.GATHER, 1))]
-    assert _differ(*logs) is not None
+    assert _differ(_log(), _log((Kind.GATHER, 0)), _log((Kind.GATHER, 1))) is not None
 
 
 def test_what_was_overwritten_is_not_compared() -> None:
@@ -450,12 +350,10 @@ def test_what_was_overwritten_is_not_compared() -> None:
     assert _log(*entries[1:]).digest != ahead.digest
 
 
-def test_the_thread_is_over_before_the_interpreter_ends() -> None:
-    """Python aborts if a daemon thread is in a C++ call then, such as one of the store."""
-    thread = watch._Thread()
-    watched = mock.Mock()
-    thread.add(watched)
-    running = thread._thread
-    assert running is not None and running.is_alive()
-    thread.end()
-    assert not running.is_alive()
+def test_the_thread_ends_with_its_watch() -> None:
+    """And before the interpreter does: Python aborts where it ends a daemon thread in a C++ call."""
+    watch = recorder.Watch(mock.Mock())
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "streamshard watchdog"]
+    del watch
+    thread.join(60)
+    assert not thread.is_alive()
