@@ -22,7 +22,7 @@ from streamshard.plan.memory import Category
 from streamshard.plan.segments import PlannedSegment
 from streamshard.unit.shard import GradSlot, Ledger, ParamShard
 from streamshard.unit.sharded_parameter import drop_unreduced, grad_of, keep_unreduced, put_grad
-from streamshard.unit.sharded_tensor import Piece, ShardedTensor
+from streamshard.unit.sharded_tensor import Life, Piece, ShardedTensor
 
 __all__ = ["ParamGrad", "SegmentGrads", "UnitGrads"]
 
@@ -51,7 +51,6 @@ class ParamGrad:
     in_slot: torch.Tensor
     in_main: ShardedTensor
     _local: torch.Tensor  # `in_main` as a plain tensor
-    _earlier: Piece  # what a gradient that is kept from an earlier backward is a piece of
 
     def __init__(self, shard: ParamShard, view: nn.Parameter) -> None:
         self.shard = shard
@@ -69,8 +68,8 @@ class ParamGrad:
         self.has_room = True
         self.in_slot = in_slot
         self._local = local.detach()
-        self.in_main = ShardedTensor.wrap(local, piece)
-        self._earlier = piece._replace(why_unusable=_WHY_EARLIER)
+        self._life = Life()
+        self.in_main = ShardedTensor.wrap(local, piece._replace(life=self._life))
 
     def take(self) -> None:
         """Move what ``.grad`` holds into the main grads. A gradient kept elsewhere raises from now on."""
@@ -80,8 +79,9 @@ class ParamGrad:
         if grad is not self.in_main:
             if self._is_given:
                 kept, self._is_given = self.in_main, False
-                self.in_main = ShardedTensor.wrap(self._local.detach(), kept.piece)
-                kept.piece = self._earlier
+                self._life.why_over = _WHY_EARLIER
+                self._life = Life()
+                self.in_main = ShardedTensor.wrap(self._local.detach(), kept.piece._replace(life=self._life))
             if grad is not None:
                 self.in_main.copy_(grad)
         put_grad(param, None)

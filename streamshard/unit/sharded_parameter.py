@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from streamshard.compiling import skip
 from streamshard.errors import ShardingError
-from streamshard.unit.sharded_tensor import Piece, ShardedTensor, piece_of
+from streamshard.unit.sharded_tensor import Life, Piece, ShardedTensor, piece_of
 
 __all__ = [
     "ShardedParameter",
@@ -146,7 +146,7 @@ def keep_unreduced(param: nn.Parameter) -> None:
     """The gradient of `param` waits in its grad slot until `drop_unreduced`, which setting ``.grad`` calls too."""
     piece = piece_of(param)
     assert piece is not None
-    marker = piece.of_grad()._replace(why_unusable=_WHY_UNREDUCED)
+    marker = piece.of_grad()._replace(life=Life(_WHY_UNREDUCED))
     _unreduced[param] = ShardedTensor.wrap(torch.empty(0), marker)
 
 

@@ -35,10 +35,21 @@ from streamshard.unit.global_ops import (
     order_of,
 )
 
-__all__ = ["CALL_BACKWARD", "Piece", "ShardedTensor", "is_piece", "piece_of"]
+__all__ = ["CALL_BACKWARD", "Life", "Piece", "ShardedTensor", "is_piece", "piece_of"]
 
 _AsTensors = torch._C.DisableTorchFunctionSubclass
 _Answer = Callable[[Callable[..., Any], "ShardedTensor", tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+class Life:
+    """Whether the memory of a gradient still holds that gradient. Shared by all tensors on that memory.
+
+    Attributes:
+        why_over: why no operation may use the values; empty if operations may.
+    """
+
+    def __init__(self, why_over: str = "") -> None:
+        self.why_over = why_over
 
 
 class Piece(NamedTuple):
@@ -54,7 +65,7 @@ class Piece(NamedTuple):
         ledger_of: the model's `Ledger` (see `streamshard.unit.slots`), None once the model is gone.
         is_weight: the tensor is the parameter, or computed from it; else its gradient. All are cut at the same places.
         is_flat: the full tensor is flattened.
-        why_unusable: why no operation may use the values; empty if operations may.
+        life: of the memory of a gradient; None: the memory is the tensor's own.
     """
 
     name: str
@@ -68,7 +79,12 @@ class Piece(NamedTuple):
     ledger_of: Callable[[], Any]
     is_weight: bool = True
     is_flat: bool = False
-    why_unusable: str = ""
+    life: Life | None = None
+
+    @property
+    def why_unusable(self) -> str:
+        """Why no operation may use the values; empty if operations may."""
+        return "" if self.life is None else self.life.why_over
 
     @property
     def full(self) -> torch.Tensor:
@@ -172,7 +188,7 @@ class ShardedTensor(torch.Tensor):
         """A piece of the same. People copy averages of weights and optimizer state."""
         with _AsTensors():
             copied = self.as_subclass(torch.Tensor).detach().clone().requires_grad_(self.requires_grad)
-        memo[id(self)] = ShardedTensor.wrap(copied, self.piece)
+        memo[id(self)] = ShardedTensor.wrap(copied, self.piece._replace(life=None))
         return cast(ShardedTensor, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -201,7 +217,9 @@ def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[s
         raise ShardingError(f"{name_of(func)}: {piece.what} {piece.why_unusable}")
     with _AsTensors():
         if tensors[0].piece.ranks.world_size == 1:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            is_alias = isinstance(result, torch.Tensor) and result.shape == tensors[0].shape
+            return _wrapped(result, tensors[0].piece, args) if is_alias and _lies_on(result, args) else result
         return answer(func, tensors[0], full_norms(args), full_norms(kwargs))  # ``alpha`` may be a norm
 
 
@@ -228,7 +246,13 @@ def _wrapped(result: Any, piece: Piece | None, values: Iterable[Any]) -> Any:
     is_new = isinstance(result, torch.Tensor) and not any(result is value for value in flat(values))
     if piece is None or not is_new or isinstance(result, ShardedTensor):
         return result
-    return ShardedTensor.wrap(result, piece)
+    return ShardedTensor.wrap(result, piece if _lies_on(result, values) else piece._replace(life=None))
+
+
+def _lies_on(result: torch.Tensor, values: Iterable[Any]) -> bool:
+    """Whether `result` is on the memory of a gradient in `values`."""
+    lives = [value for value in flat(values) if isinstance(value, ShardedTensor) and value.piece.life is not None]
+    return any(value.untyped_storage().data_ptr() == result.untyped_storage().data_ptr() for value in lives)
 
 
 def _common(func: Callable[..., Any], values: Iterable[Any]) -> Piece | None:
@@ -270,7 +294,7 @@ def _random(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: 
     numbers = tensor.piece.cut(func(full, *args[1:], **given))
     if func.__name__.endswith("_"):
         return tensor.copy_(numbers)
-    return ShardedTensor.wrap(numbers, tensor.piece)
+    return ShardedTensor.wrap(numbers, tensor.piece._replace(life=None))
 
 
 # -- numbers of all elements ------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class Hesitant(Optimizer):
 
     def __init__(self, params: Any, patience: int) -> None:
         self.patience = patience
-        self.have_read = 0
+        self.have_read = [0]  # one list, in copies of the optimizer too
         super().__init__(params, {})
 
     @torch.no_grad()
@@ -75,9 +75,9 @@ class Hesitant(Optimizer):
         """``w = 0.9 w - 0.1 grad``"""
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         new = [param * 0.9 - 0.1 * param.grad for param in params]
-        self.have_read += 1
+        self.have_read[0] += 1
         for _ in range(self.patience):
-            if self.have_read == THREADS:
+            if self.have_read[0] == THREADS:
                 break
             time.sleep(0)
         for param, value in zip(params, new, strict=True):

@@ -255,6 +255,7 @@ def test_a_gradient_kept_over_zero_grad_raises_after_the_next_backward(context: 
     model, _ = _pair()
     weight = model.layers[1].linear.weight
     kept, copied = weight.grad, weight.grad.clone()
+    views = [weight.grad.detach(), weight.grad.data]
     model.zero_grad()
     assert torch.equal(kept, copied)
     stack_step(model, Call(0, 0, 1, 2.0))
@@ -264,6 +265,10 @@ def test_a_gradient_kept_over_zero_grad_raises_after_the_next_backward(context: 
             ShardingError, match=r"'layers\.1\.linear\.weight' was kept from an earlier backward.*clone"
         ):
             use()
+    for view in views:
+        with pytest.raises(ShardingError, match=r"was kept from an earlier .*clone"):
+            view.add_(1.0)
+    (copied + 0.0 * weight.grad).norm()
     assert kept.shape == weight.shape
     stack_step(model, Call(0, 0, 1, 2.0))  # adds to the same gradient
     assert torch.equal(weight.grad, 4.0 * copied)
