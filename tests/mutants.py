@@ -200,7 +200,12 @@ MUTANTS: list[Mutant] = [
     # a unit that is in its slot is gathered all the same
     Mutant("engine/engine", "Engine.all_gather", Swap("if slot.content == unit.index:", "if False:"), "dial"),
     # `acquire` does not gather
-    Mutant("engine/engine", "Engine.unshard", Drop("if unit.weight_slot.content != unit.index:"), "execution"),
+    Mutant(
+        "engine/engine",
+        "Engine.unshard",
+        Drop("if unit.weight_slot.content != unit.index:"),
+        "matrix::test_the_default_trains_like_plain_pytorch execution",
+    ),
     # `acquire` does not wait
     Mutant("engine/engine", "Engine.unshard", Drop("unit.finish_gather()"), "matrix"),
     # other units stay bound in `_advance`
