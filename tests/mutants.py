@@ -181,7 +181,7 @@ MUTANTS: list[Mutant] = [
             "if error is not None and (engine.ranks.has_failed or not isinstance(error, Exception)):",
             "if error is not None and not isinstance(error, Exception):",
         ),
-        "invariants::test_who_cannot_go_on_issues_nothing_more exceptions",
+        "invariants::test_an_interrupted_or_failed_rank_issues_nothing_more exceptions",
     ),
     # what was issued last is left out at the end of a pass
     Mutant(
@@ -200,7 +200,12 @@ MUTANTS: list[Mutant] = [
     # a unit that is in its slot is gathered all the same
     Mutant("engine/engine", "Engine.all_gather", Swap("if slot.content == unit.index:", "if False:"), "dial"),
     # `acquire` does not gather
-    Mutant("engine/engine", "Engine.unshard", Drop("if unit.weight_slot.content != unit.index:"), "execution"),
+    Mutant(
+        "engine/engine",
+        "Engine.unshard",
+        Drop("if unit.weight_slot.content != unit.index:"),
+        "matrix::test_the_default_trains_like_plain_pytorch execution",
+    ),
     # `acquire` does not wait
     Mutant("engine/engine", "Engine.unshard", Drop("unit.finish_gather()"), "matrix"),
     # other units stay bound in `_advance`
@@ -208,7 +213,7 @@ MUTANTS: list[Mutant] = [
         "engine/backward",
         "Backward._advance",
         Drop("for other in engine.units[1:]:"),
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind matrix",
+        "invariants::test_bound_units_are_in_their_slots_and_nothing_is_left_behind matrix",
     ),
     # versions of the root unit are not compared
     Mutant("engine/backward", "Backward.reach", Drop("_refuse_changed(engine.units[index], versions)"), "graphs"),
@@ -226,7 +231,7 @@ MUTANTS: list[Mutant] = [
         "engine/backward",
         "Backward._issue",
         Drop("self._engine.reductions.due.discard(op.unit)"),
-        "invariants::test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind unit_size passes matrix",
+        "invariants::test_bound_units_are_in_their_slots_and_nothing_is_left_behind unit_size passes matrix",
     ),
     # a recomputation does not move the schedule on
     Mutant(
@@ -586,7 +591,7 @@ MUTANTS: list[Mutant] = [
         "unit/grads",
         "UnitGrads.finish",
         Swap("self._has_taken = self.waits = False", "self._has_taken = False"),
-        "invariants::test_what_has_waited_once_is_not_reduced_for_ever",
+        "invariants::test_a_layer_frozen_after_its_gradient_waited_is_not_reduced",
     ),
     # a rank that had no part in a gradient that waits does not hear of it
     Mutant(

@@ -1,4 +1,4 @@
-"""What the engine keeps to where numbers alone would not show it: who is bound, what is under way, what is left behind.
+"""What the engine keeps to where numbers alone do not show it: bound units, collectives under way, state left behind.
 
 See `tests.mutants`: each of these notices a change to the engine that all other tests let live.
 """
@@ -77,7 +77,7 @@ class _Stopping(Observer):
 
 
 class _Checks(Observer):
-    """Whenever something happens: who is bound has its weights in its slot, and backward is in one block at a time."""
+    """At every event a bound unit has its weights in its slot, and backward is in one block at a time."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -136,7 +136,7 @@ def _assert_units_at_rest(engine: Engine) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("scenario", list(SCENARIOS))
-def test_who_is_bound_is_in_its_slot_and_nothing_is_left_behind(context: RankContext, scenario: str) -> None:
+def test_bound_units_are_in_their_slots_and_nothing_is_left_behind(context: RankContext, scenario: str) -> None:
     """At each event of each way of training, and after it; nothing is parked where layers take turns."""
     model: Any = sharded(scenario, FP32)
     engine = engine_inside(model)
@@ -230,8 +230,8 @@ def _fail_in_forward(model: Any, context: RankContext, kind: type[BaseException]
 
 @on_ranks(2)
 @pytest.mark.parametrize("what", ["interrupted", "the transport has failed"])
-def test_who_cannot_go_on_issues_nothing_more(context: RankContext, what: str) -> None:
-    """Ctrl-C is answered at once, and after a failed exchange there is nobody to exchange with."""
+def test_an_interrupted_or_failed_rank_issues_nothing_more(context: RankContext, what: str) -> None:
+    """Ctrl-C ends the forward at once; after a failed exchange the other ranks no longer answer."""
     model = _stack()
     stack_step(model, _call(context, 0))
     engine = engine_inside(model)
@@ -262,7 +262,7 @@ def test_an_order_that_ranks_do_not_share_is_not_adopted(context: RankContext) -
 
 
 @on_ranks(2)
-def test_what_is_frozen_later_is_not_reduced(context: RankContext) -> None:
+def test_a_layer_frozen_later_is_not_reduced(context: RankContext) -> None:
     """A unit without a trainable parameter costs no collective."""
     model = _stack()
     stack_step(model, _call(context, 0))
@@ -273,7 +273,7 @@ def test_what_is_frozen_later_is_not_reduced(context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_what_has_waited_once_is_not_reduced_for_ever(context: RankContext) -> None:
+def test_a_layer_frozen_after_its_gradient_waited_is_not_reduced(context: RankContext) -> None:
     """A layer whose gradient has waited, was reduced, and is frozen from then on."""
     model: Any = _stack(**SLOT_EACH)
     with model.no_sync():
@@ -498,7 +498,7 @@ def test_a_reduced_gradient_can_be_cleared_while_others_of_its_layer_wait(contex
 
 
 @on_ranks(2)
-def test_what_was_cleared_and_is_not_used_again_has_no_gradient(context: RankContext) -> None:
+def test_a_cleared_gradient_that_is_not_used_again_is_none(context: RankContext) -> None:
     """The layer ran in a micro-batch that was given up."""
     model = _stack(RoutedStack, **SLOT_EACH)
     with model.no_sync():

@@ -28,7 +28,7 @@ def test_memory_of_collectives_is_not_reused_until_their_stream_is_done(
 ) -> None:
     """A model may be freed in the middle of a pass, after an exception say, while gathers are under way.
 
-    The device's allocator would give the memory to the next who asks; ``record_stream`` is what tells it to wait.
+    The device's allocator would reuse the memory at once; ``record_stream`` tells it to wait.
     """
     used: list[tuple[Tensor, StreamName, str]] = []
 

@@ -191,7 +191,7 @@ def _raised(model: Any) -> None:
 @on_ranks()
 @each_setting
 def test_a_graph_is_freed_with_the_last_reference_to_it(context: RankContext, settings: str) -> None:
-    """At once, without help of the garbage collector, although nobody has differentiated all of it."""
+    """At once, without help of the garbage collector, although not all of it was differentiated."""
     model = StreamShard(WatchedStack(), precision=FP32, **SETTINGS[settings])
     _Canary.alive.clear()
     gc.disable()

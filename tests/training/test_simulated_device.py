@@ -22,7 +22,6 @@ from streamshard.engine.backward import Backward
 from streamshard.errors import ShardingError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.races import detect_races
-from streamshard.unit.grads import UnitGrads
 from streamshard.unit.unit import StreamedUnit
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -31,15 +30,12 @@ from tests.reference import (
     Call,
     Tolerance,
     assert_same,
-    assert_trains_like_plain,
     full_grads,
     full_weights,
     stack_step,
 )
 from tests.scenarios import ADDING, BF16, PRECISIONS, SCENARIOS, dropping, reference, sharded, train
 from tests.simulated import SimulatedDevice, SimulatedStream, backward_elsewhere, late, simulated_device
-from tests.training.test_execution import Planned, planned_step
-from tests.training.test_unit_size import PAIRS
 
 SETTINGS: dict[str, tuple[Precision, dict[str, Any]]] = {
     "ZeRO-3, fp32": (FP32, {}),
@@ -274,18 +270,8 @@ def test_the_host_never_waits_in_a_steady_step(context: RankContext, slots: dict
 
 
 @on_ranks(2)
-def test_gradients_that_are_parked_are_all_there(context: RankContext) -> None:
-    """Small ones have been collected, not copied, when another unit needs the slot."""
-    there_and_back = {(step, rank): [0, 2, 4, 6, 7, 5, 3, 1] for step in range(3) for rank in range(2)}
-    with simulated_device(), mock.patch.object(UnitGrads, "park", autospec=True, side_effect=UnitGrads.park) as park:
-        step = planned_step(there_and_back)
-        assert_trains_like_plain(context, lambda: Planned(8), step, checked=(0, 2), min_unit_size=PAIRS)
-    assert park.called
-
-
-@on_ranks(2)
 def test_gradients_that_are_left_in_a_slot_can_be_forgotten(context: RankContext) -> None:
-    """Those that have been collected too."""
+    """A batch that is skipped inside `no_sync` leaves nothing."""
     calls = [Call(number, context.rank, 2, 1.0) for number in range(2)]
     grads = []
     with simulated_device():
