@@ -18,6 +18,7 @@ from streamshard.comm.flight_recorder import Board, Kind
 from streamshard.comm.watchdog import Wait, Watch, explain
 from streamshard.device import has_streams, serves
 from streamshard.errors import CommunicationError, ConfigError, ShardingError, StreamShardError
+from streamshard.torch_private import backend_of
 
 __all__ = [
     "Groups",
@@ -170,7 +171,7 @@ def host_group_of(group: dist.ProcessGroup, *, makes: bool = True) -> dist.Proce
 def _is_talked_over(group: dist.ProcessGroup) -> bool:
     if not serves(group, "cpu"):
         return False
-    return group.size() == 1 or group._get_backend(torch.device("cpu")).name() != "gloo"
+    return group.size() == 1 or backend_of(group, torch.device("cpu")).name() != "gloo"
 
 
 def _await_all(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
@@ -198,7 +199,7 @@ def _await_all(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
     """How long a collective on tensors in CPU memory may take over `group`."""
     # torch has no public way to ask.
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    options = getattr(backend_of(group, torch.device("cpu")), "options", None)
     timeout: datetime.timedelta = getattr(options, "_timeout", _DEFAULT_TIMEOUT)
     return timeout
 
