@@ -25,8 +25,7 @@ import torch
 
 from streamshard.comm.flight_recorder import Board, Failure
 from streamshard.comm.foreign import find_call
-from streamshard.errors import CommunicationError, StreamShardError
-from streamshard.log import log
+from streamshard.errors import CommunicationError, StreamShardError, log
 
 __all__ = ["Guard", "Wait", "Watch", "explain"]
 

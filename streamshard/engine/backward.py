@@ -27,8 +27,7 @@ from torch.autograd import Variable
 
 from streamshard.comm.streams import Moment
 from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use, in_backward
-from streamshard.errors import ShardingError
-from streamshard.log import log
+from streamshard.errors import ShardingError, log
 from streamshard.plan.program import Op, OpKind, Schedule
 from streamshard.torch_private import AsTensors, skip, untraced
 from streamshard.unit.optimizer_hooks import graph_is_reached
