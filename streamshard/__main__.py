@@ -15,8 +15,7 @@ from streamshard.checkpoint.export import export_checkpoint
 from streamshard.checkpoint.manifest import CheckpointFiles, Manifest, TensorRecord, check_sizes, read_manifest
 from streamshard.comm.objects import SingleProcess
 from streamshard.config import __version__
-from streamshard.errors import CheckpointError, ConfigError, StreamShardError
-from streamshard.log import printable
+from streamshard.errors import CheckpointError, ConfigError, StreamShardError, printable
 
 __all__ = ["main"]
 

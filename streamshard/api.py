@@ -17,7 +17,6 @@ from streamshard.build import shard_model
 from streamshard.checkpoint.export import export_shards, floating_dtype
 from streamshard.checkpoint.load import Difference, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
-from streamshard.compiling import skip
 from streamshard.config import MemoryBudget, Precision, SlotCount, parse_path
 from streamshard.engine.handle import HANDLE, Uncopyable, engine_at_rest, engine_of, handle_of, not_a_layer
 from streamshard.engine.hooks import call_shell
@@ -32,6 +31,7 @@ from streamshard.optim.wrapper import engine_of_both
 from streamshard.plan.discovery import ResidentArgument, UnitsArgument
 from streamshard.plan.layout import LocalRange
 from streamshard.plan.structure import join_names, leave_inference_mode, leave_meta_device, modules_of, params_of
+from streamshard.torch_private import skip
 
 __all__ = [
     "StreamShard",

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from streamshard.errors import warn_user
+from streamshard.torch_private import backend_of
 
 __all__ = [
     "TRIED",
@@ -55,7 +56,7 @@ def serves(group: dist.ProcessGroup, kind: str) -> bool:
     Its own name may be "undefined", or several. gloo takes tensors of GPUs, by way of the host, which is none.
     """
     try:
-        backend = group._get_backend(torch.device(kind))
+        backend = backend_of(group, torch.device(kind))
     except RuntimeError:
         return False
     return kind == "cpu" or backend.name() != "gloo"

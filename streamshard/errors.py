@@ -13,11 +13,12 @@
     +-- RaceError           two streams touch the same bytes and nothing orders them
 
 A message says what was given, what is wanted, and which parameter, layer or rank it is about. What is no error is said
-by `warn_user`.
+by `warn_user`, or written to `log`.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -33,6 +34,8 @@ __all__ = [
     "ShardingError",
     "StateError",
     "StreamShardError",
+    "log",
+    "printable",
     "warn_user",
     "UnitError",
 ]
@@ -120,3 +123,11 @@ def warn_user(message: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+log = logging.getLogger("streamshard")
+
+
+def printable(text: str) -> str:
+    """`text` in one line, without what a terminal may take for a command: as a file, or its name, may hold."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

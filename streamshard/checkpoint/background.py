@@ -23,8 +23,7 @@ from streamshard.comm.groups import close_connections
 from streamshard.comm.objects import gather_bytes
 from streamshard.comm.ranks import Ranks
 from streamshard.device import has_streams, module_of, on_device
-from streamshard.errors import CheckpointError, CommunicationError
-from streamshard.log import log
+from streamshard.errors import CheckpointError, CommunicationError, log
 
 __all__ = [
     "BackgroundRanks",

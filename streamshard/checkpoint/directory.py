@@ -29,8 +29,7 @@ from typing import NamedTuple
 from streamshard.checkpoint.manifest import MANIFEST_NAME, CheckpointFiles, Manifest, check_sizes, read_manifest
 from streamshard.checkpoint.safetensors_file import sync_directory, write_all
 from streamshard.config import parse_path
-from streamshard.errors import CheckpointError
-from streamshard.log import log, printable
+from streamshard.errors import CheckpointError, log, printable
 
 __all__ = [
     "PARTIAL",

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard.errors import CheckpointError
 from streamshard.integrations import huggingface
+from streamshard.torch_private import TorchDispatchMode
 from streamshard.unit.shard import ParamShard
 
 __all__ = [

@@ -57,9 +57,8 @@ from streamshard.checkpoint.safetensors_file import (
 )
 from streamshard.comm.objects import RankGroup, SingleProcess, gather_from_all_ranks, run_on_all_ranks
 from streamshard.config import parse_bytes, parse_path
-from streamshard.errors import CheckpointError, ConfigError
+from streamshard.errors import CheckpointError, ConfigError, log
 from streamshard.integrations import huggingface
-from streamshard.log import log
 from streamshard.unit.shard import ParamShard
 
 __all__ = [

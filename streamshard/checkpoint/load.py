@@ -16,9 +16,8 @@ from torch import nn
 from streamshard.checkpoint.disk_layout import DiskTensor, LocalPiece, Run, local_pieces, overlaps, plan_loading
 from streamshard.checkpoint.safetensors_file import INDEX_NAME, SINGLE_NAME, OpenFiles, copy_range
 from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
-from streamshard.errors import CheckpointError
+from streamshard.errors import CheckpointError, log
 from streamshard.integrations import huggingface
-from streamshard.log import log
 from streamshard.unit.shard import ParamShard
 
 __all__ = ["Difference", "Loaded", "StoredDirectory", "load_shards", "put_back_buffers"]

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamshard.checkpoint.safetensors_file import CHUNK_BYTES, FileRecord, OpenFiles, copy_range, verify_files
 from streamshard.comm.objects import RankGroup, run_on_all_ranks
 from streamshard.errors import CheckpointError
+from streamshard.torch_private import is_traceable_wrapper_subclass
 from streamshard.unit.sharded_tensor import is_piece
 
 __all__ = [

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamshard.checkpoint.disk_layout import Piece
 from streamshard.checkpoint.manifest import decode, encode
 from streamshard.comm.ranks import Ranks
 from streamshard.engine.engine import Engine
 from streamshard.errors import RankMismatchError, ShardingError
+from streamshard.torch_private import is_traceable_wrapper_subclass
 from streamshard.unit.optimizer_hooks import NUMBERS, take_over_state
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_tensor import ShardedTensor

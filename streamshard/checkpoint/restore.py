@@ -36,9 +36,8 @@ from streamshard.comm.objects import gather_from_all_ranks, run_on_all_ranks
 from streamshard.comm.ranks import Ranks
 from streamshard.config import parse_path
 from streamshard.engine.engine import Engine
-from streamshard.errors import CheckpointError
+from streamshard.errors import CheckpointError, log
 from streamshard.initialise import compute_buffers
-from streamshard.log import log
 from streamshard.unit.shard import ParamShard
 
 __all__ = ["Loaded", "load_checkpoint"]

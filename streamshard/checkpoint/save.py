@@ -42,8 +42,7 @@ from streamshard.checkpoint.run_parts import Collected, Parts, collect, name_par
 from streamshard.checkpoint.safetensors_file import FileLayout, TensorSpec, lay_out, write_file
 from streamshard.comm.objects import RankGroup, describe, gather_from_all_ranks, run_on_all_ranks
 from streamshard.config import __version__, parse_path
-from streamshard.errors import CheckpointError, ConfigError, RankMismatchError, StreamShardError, warn_user
-from streamshard.log import log
+from streamshard.errors import CheckpointError, ConfigError, RankMismatchError, StreamShardError, log, warn_user
 from streamshard.unit.sharded_parameter import is_unreduced
 
 __all__ = ["Models", "Optimizers", "save_checkpoint", "write_checkpoint"]

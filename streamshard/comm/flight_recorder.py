@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from streamshard.errors import CommunicationError, StreamShardError
-from streamshard.log import log
+from streamshard.errors import CommunicationError, StreamShardError, log
 
 __all__ = ["Board", "Guard", "Kind", "Log", "MismatchError", "Wait", "Watch", "describe_difference", "explain"]
 

@@ -18,6 +18,7 @@ from streamshard.comm.flight_recorder import Board, Kind, Wait, Watch, explain
 from streamshard.comm.objects import gather_bytes, gather_results, raise_if
 from streamshard.device import has_streams, serves
 from streamshard.errors import CommunicationError, ConfigError, ShardingError
+from streamshard.torch_private import backend_of
 
 __all__ = [
     "Groups",
@@ -152,7 +153,7 @@ def host_group_of(group: dist.ProcessGroup, *, makes: bool = True) -> dist.Proce
         group: of gloo or of devices. Another backend that takes tensors in CPU memory is used as it is.
         makes: make it if there is none yet, which is collective; else the result is None then.
     """
-    if serves(group, "cpu") and (group.size() == 1 or group._get_backend(torch.device("cpu")).name() != "gloo"):
+    if serves(group, "cpu") and (group.size() == 1 or backend_of(group, torch.device("cpu")).name() != "gloo"):
         return group
     if makes and group not in _host_groups:
         ranks = dist.get_process_group_ranks(group)
@@ -187,8 +188,7 @@ def _await_all(group: dist.ProcessGroup, timeout_s: float) -> None:
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
     """How long a collective on tensors in CPU memory may take over `group`."""
-    # torch has no public way to ask.
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    options = getattr(backend_of(group, torch.device("cpu")), "options", None)
     timeout: datetime.timedelta = getattr(options, "_timeout", _DEFAULT_TIMEOUT)
     return timeout
 

@@ -15,9 +15,9 @@ from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # not in stubs
 
 from streamshard.errors import CheckpointError, StreamShardError
+from streamshard.torch_private import AllgatherOptions
 
 __all__ = [
     "RankGroup",

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 
-from streamshard.compiling import skip, untraced
 from streamshard.config import Precision
 from streamshard.engine.backward import take_gradients
 from streamshard.engine.engine import ROOT_UNIT, Engine
@@ -24,6 +23,7 @@ from streamshard.engine.hooks import compute_in_fp32, watch
 from streamshard.errors import ShardingError
 from streamshard.plan.discovery import FoundUnit, owners_of
 from streamshard.plan.structure import InFp32, Structure, join_names, modules_inside, modules_of, params_of
+from streamshard.torch_private import skip, untraced
 from streamshard.unit.sharded_tensor import ShardedTensor, piece_of
 from streamshard.unit.unit import StreamedUnit
 from streamshard.unit.unsharded_parameter import advice, let_be_absent

@@ -26,11 +26,10 @@ import torch
 from torch.autograd import Variable
 
 from streamshard.comm.streams import Moment
-from streamshard.compiling import skip, untraced
 from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use, in_backward
-from streamshard.errors import ShardingError
-from streamshard.log import log
+from streamshard.errors import ShardingError, log
 from streamshard.plan.program import Op, OpKind, Schedule
+from streamshard.torch_private import AsTensors, skip, untraced
 from streamshard.unit.optimizer_hooks import graph_is_reached
 from streamshard.unit.unit import StreamedUnit
 from streamshard.unit.unsharded_parameter import be_present
@@ -240,7 +239,7 @@ class Backward(Phase):
         engine.leave()
         engine.reductions.check_finite()
         for param in given:  # last: a hook may step and clear the gradient
-            with torch._C.DisableTorchFunctionSubclass():
+            with AsTensors():
                 hooks = param._post_accumulate_grad_hooks
             for hook in (hooks or {}).values():
                 hook(param)
@@ -346,7 +345,7 @@ def _take(
     param_index: int,
     view: torch.Tensor,
 ) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
+    with AsTensors():
         grad, view.grad = view.grad, None
     engine, unit = engine_of(), unit_of()
     if grad is not None and engine is not None and unit is not None:

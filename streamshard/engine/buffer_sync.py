@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import ShardingError
 from streamshard.plan.structure import is_meta
+from streamshard.torch_private import is_traceable_wrapper_subclass
 
 __all__ = ["BufferSync", "buffers_of", "check_buffers", "describe_state", "digest"]
 

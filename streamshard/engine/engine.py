@@ -22,6 +22,7 @@ from streamshard.errors import ShardingError, warn_user
 from streamshard.plan.memory import Sizing, SlotPlan
 from streamshard.plan.structure import refuse_transforms
 from streamshard.plan.unit_order import UnitOrder
+from streamshard.torch_private import graph_task_id
 from streamshard.unit.shard import Ledger, ParamShard, SegmentShard
 from streamshard.unit.unit import StreamedUnit
 
@@ -32,7 +33,7 @@ ROOT_UNIT = 0  # index of the root unit
 
 def in_backward() -> bool:
     """Whether the calling thread is inside an autograd backward."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task_id() != -1
 
 
 class Graph:

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._guards import TracingContext
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, _get_registry
 
 from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
 from streamshard.plan.structure import modules_inside
+from streamshard.torch_private import forget_composable, is_traced
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = [
@@ -250,11 +249,8 @@ class Uncopyable(nn.Module):
         """As in torch. After a backward that raised, modules hold the sharded parameters again."""
         if (handle := handle_of(self)) is not None:
             handle.engine.recover()
-        for name in {"fully_shard", "replicate"}.intersection(_get_registry(self) or ()):
-            # torch's wrappers register themselves before they look at parameters.
-            self.__dict__.pop(REGISTRY_KEY)
-            self.__dict__.pop(STATE_KEY, None)
-            self._refuse_wrapper(name)
+        for name in forget_composable(self, {"fully_shard", "replicate"}):
+            self._refuse_wrapper(name)  # they register themselves before they look at parameters
         yield from super().named_parameters(*args, **kwargs)
 
     def _replicate_for_data_parallel(self) -> NoReturn:
@@ -262,7 +258,7 @@ class Uncopyable(nn.Module):
 
     def _generates_together(self) -> bool:
         handle = handle_of(self)
-        if handle is None or not hasattr(self, "generate") or TracingContext.try_get() is not None:
+        if handle is None or not hasattr(self, "generate") or is_traced():
             return False
         return dist.is_initialized() and handle.engine.ranks.total_size == dist.get_world_size() > 1
 

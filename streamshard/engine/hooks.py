@@ -20,12 +20,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from streamshard.compiling import skip, untraced
 from streamshard.engine.backward import pre_backward, watch_node
 from streamshard.engine.engine import Engine, Graph, Use
 from streamshard.engine.forward import Forward, begin_forward
 from streamshard.engine.handle import HANDLE, Handle, Uncopyable, handle_of, registered_names, watched_class
 from streamshard.errors import ConfigError, ShardingError
+from streamshard.torch_private import saved_tensors_hooks, skip, untraced
 from streamshard.unit.unit import StreamedUnit
 from streamshard.unit.unsharded_parameter import advice, name_of_weight
 
@@ -184,7 +184,7 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
     """
     slot, spans, (lowest, highest) = use.unit.weight_slot, engine.shared_spans, engine.shared_range
     first_byte, last_byte = slot.first_byte, slot.last_byte
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    outer = saved_tensors_hooks(False)
     own = use.unit.view_ids
 
     def pack(tensor: torch.Tensor) -> tuple[Any, Any]:

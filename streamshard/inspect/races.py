@@ -32,13 +32,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamName
 from streamshard.engine.engine import Engine
 from streamshard.errors import RaceError
 from streamshard.inspect import engine_inside
 from streamshard.plan.memory import Category
+from streamshard.torch_private import AsTensors, OpOverload, TorchDispatchMode
 
 __all__ = ["Access", "Race", "RaceDetector", "detect_races"]
 
@@ -340,7 +340,7 @@ _NOTHING = _Touched((), ())
 
 
 @cache
-def _touched(operation: torch._ops.OpOverload) -> _Touched:
+def _touched(operation: OpOverload) -> _Touched:
     """From the schema's alias annotations: ``a!`` is a write, ``a`` a view, which touches nothing, none a read."""
     name = operation._schema.name.split("::")[-1]
     # Collectives are declared by the transport. Some operations look at a tensor's shape only.
@@ -372,7 +372,7 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         touched = _touched(func)
-        with torch._C.DisableTorchFunctionSubclass():
+        with AsTensors():
             for position, is_write in touched.by_position:
                 if position < len(args):
                     self._look(args[position], is_write, func)

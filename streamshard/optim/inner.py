@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from streamshard.errors import ConfigError, StreamShardError
 from streamshard.optim.rounds import stand_in
+from streamshard.torch_private import TorchDispatchMode, tree_leaves
 from streamshard.unit.sharded_tensor import piece_of
 
 __all__ = ["NO_OPTIONS", "Constructed", "InnerOptimizer", "constructor_options", "try_constructor"]

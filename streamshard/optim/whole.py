@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.comm.ranks import Ranks
-from streamshard.compiling import untraced
 from streamshard.config import parse_bytes
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.optim.bound import GroupClass, InnerOptimizers, params_in
@@ -19,6 +18,7 @@ from streamshard.optim.inner import NO_OPTIONS, constructor_options, try_constru
 from streamshard.optim.rounds import WholeParam, stand_in
 from streamshard.optim.separable import check_separable
 from streamshard.plan.owners import assign_owners, rank_loads
+from streamshard.torch_private import untraced
 from streamshard.unit.optimizer_hooks import PiecesOfState, is_elementwise_class
 from streamshard.unit.sharded_parameter import refuse_unreduced
 from streamshard.unit.sharded_tensor import piece_of

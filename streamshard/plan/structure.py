@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from streamshard.config import Precision
 from streamshard.errors import ConfigError, ShardingError
+from streamshard.torch_private import innermost_transform
 
 __all__ = [
     "InFp32",
@@ -55,16 +56,11 @@ def refuse_transforms() -> None:
     Raises:
         ShardingError: names the transform.
     """
-    if torch._C._functorch.maybe_current_level() is None:
-        return
-    for interpreter in torch._C._functorch.get_interpreter_stack() or ():
-        transform = interpreter.key()
-        if transform != torch._C._functorch.TransformType.Vmap:
-            raise ShardingError(
-                f"a StreamShard model inside torch.func ({transform.name.lower()}): such transforms allow no writes, "
-                "and an all-gather writes weights. Use backward() or torch.autograd.grad; for forward-mode derivatives "
-                "torch.autograd.forward_ad"
-            )
+    if (transform := innermost_transform()) is not None:
+        raise ShardingError(
+            f"a StreamShard model inside torch.func ({transform}): such transforms allow no writes, and an all-gather "
+            "writes weights. Use backward() or torch.autograd.grad; for forward-mode torch.autograd.forward_ad"
+        )
 
 
 def modules_of(root: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:

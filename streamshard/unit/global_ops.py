@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_map_only
 
 from streamshard.comm.ranks import Ranks
-from streamshard.compiling import skip, untraced
+from streamshard.torch_private import AsTensors, skip, tree_map_only, untraced
 
 __all__ = [
     "NORMS",
@@ -35,7 +34,6 @@ __all__ = [
     "order_of",
 ]
 
-_AsTensors = torch._C.DisableTorchFunctionSubclass
 NORMS = frozenset((torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm))
 
 # -- functions that need no elements ----------------------------------------------------------------------------------
@@ -192,7 +190,7 @@ class PartialNorm(torch.Tensor):
 
     @classmethod
     def _answer(cls, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        with _AsTensors():
+        with AsTensors():
             if answers_without_values(func):
                 return func(*args, **kwargs)
             parts = list(args[0]) if func is torch.stack else args[:1]

@@ -20,6 +20,7 @@ from streamshard.errors import ShardingError
 from streamshard.plan.layout import SegmentLayout
 from streamshard.plan.memory import Category
 from streamshard.plan.segments import PlannedSegment
+from streamshard.torch_private import AsTensors
 from streamshard.unit.shard import GradSlot, Ledger, ParamShard
 from streamshard.unit.sharded_parameter import drop_unreduced, grad_of, keep_unreduced, put_grad
 from streamshard.unit.sharded_tensor import Life, Piece, ShardedTensor
@@ -358,7 +359,7 @@ class UnitGrads:
         """Whether some rank may have a gradient of the parameter: it trains now, or did when gradients were left."""
         if not grad.has_room:
             return False
-        with torch._C.DisableTorchFunctionSubclass():  # the view may be absent
+        with AsTensors():  # the view may be absent
             return grad.view.requires_grad or self.waits
 
     def give_up(self) -> None:

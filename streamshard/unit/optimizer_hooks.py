@@ -28,8 +28,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from streamshard.comm.ranks import Ranks
-from streamshard.compiling import skip, untraced
 from streamshard.errors import ConfigError, ShardingError
+from streamshard.torch_private import AsTensors, skip, untraced
 from streamshard.unit.sharded_parameter import data_of, grad_of, refuse_unreduced
 from streamshard.unit.sharded_tensor import CALL_BACKWARD, Piece, ShardedTensor, piece_of
 
@@ -246,7 +246,7 @@ def _plain_of(param: torch.Tensor) -> torch.Tensor:
     """The plain Parameter on the memory of `param`; `param` itself if that is plain."""
     if piece_of(param) is None:
         return param
-    with torch._C.DisableTorchFunctionSubclass():
+    with AsTensors():
         plain = _plain.get(param)
         if plain is None:
             plain = _plain[param] = nn.Parameter(param.detach(), requires_grad=param.requires_grad)

@@ -24,6 +24,7 @@ from streamshard.plan.layout import LocalRange, ParamLayout, SegmentLayout
 from streamshard.plan.memory import Category
 from streamshard.plan.segments import PlannedSegment
 from streamshard.plan.structure import is_meta, leave_inference_mode
+from streamshard.torch_private import AsTensors, swap_tensor
 from streamshard.unit.sharded_parameter import be_piece, data_of
 from streamshard.unit.sharded_tensor import Piece
 
@@ -232,7 +233,7 @@ class ParamShard(NamedTuple):
     @property
     def main(self) -> torch.Tensor:
         """[local.numel]: this rank's main weights, wherever the user has put them since."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with AsTensors():
             return self.param.detach().view(-1)
 
     def what(self, ranks: Ranks) -> Piece:
@@ -356,7 +357,7 @@ def _put_under(param: nn.Parameter, piece: torch.Tensor) -> None:
     fresh = nn.Parameter(piece.data, requires_grad=param.requires_grad)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         setattr(fresh, hooks, getattr(param, hooks))
-    torch._C._swap_tensor_impl(param, fresh)
+    swap_tensor(param, fresh)
 
 
 def _check_moved(shard: ParamShard) -> None:

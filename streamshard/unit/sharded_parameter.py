@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from streamshard.compiling import skip
 from streamshard.errors import ShardingError
+from streamshard.torch_private import AsTensors, data_attribute, grad_attribute, skip
 from streamshard.unit.sharded_tensor import Life, Piece, ShardedTensor, piece_of
 
 __all__ = [
@@ -26,10 +26,7 @@ __all__ = [
     "refuse_unreduced",
 ]
 
-_AsTensors = torch._C.DisableTorchFunctionSubclass
 # Each attribute goes through __torch_function__ unless it is looked up here.
-_grad: Any = torch._C.TensorBase.grad
-_data: Any = torch._C.TensorBase.data
 
 # What ``.grad`` gives of parameters whose gradients wait in their slots (``no_sync()``, ``grad_slots="all"``). Under
 # FSDP2 it is None, which Optimizer.zero_grad() passes over: a micro-batch that the user drops would be stepped with.
@@ -54,15 +51,15 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
 
         So a backward through weights that were changed after its forward raises.
         """
-        with _AsTensors():
+        with AsTensors():
             return ShardedTensor.wrap(self.detach(), self.piece)
 
     @data.setter
     @skip
     def data(self, data: torch.Tensor) -> None:
         self._check("data", data)
-        with _AsTensors():
-            _data.__set__(self, data)
+        with AsTensors():
+            data_attribute.__set__(self, data)
 
     @property
     @skip
@@ -70,8 +67,8 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         """The gradient. What autograd has put there, of a penalty, is a `ShardedTensor` from now on."""
         if _unreduced and (unreduced := _unreduced.get(self)) is not None:
             return unreduced
-        with _AsTensors():
-            grad: torch.Tensor | None = _grad.__get__(self)
+        with AsTensors():
+            grad: torch.Tensor | None = grad_attribute.__get__(self)
             if type(grad) is torch.Tensor:
                 ShardedTensor.wrap(grad, self.piece.of_grad())
             return grad
@@ -82,8 +79,8 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         if isinstance(grad, torch.Tensor):
             self._check("grad", grad)
         drop_unreduced(self)
-        with _AsTensors():
-            _grad.__set__(self, grad)
+        with AsTensors():
+            grad_attribute.__set__(self, grad)
 
     @grad.deleter
     def grad(self) -> None:
@@ -91,7 +88,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
 
     def _check(self, name: str, value: torch.Tensor) -> None:
         """Raise unless `value` is a piece of the same elements."""
-        with _AsTensors():
+        with AsTensors():
             if isinstance(value, ShardedTensor):
                 fits = value.piece.is_like(self.piece) and not value.piece.why_unusable
             else:
@@ -120,23 +117,23 @@ def be_whole(param: nn.Parameter) -> None:
 
 def data_of(param: torch.Tensor) -> torch.Tensor:
     """``param.data`` as torch has it: a write into it is no change of the parameter."""
-    with _AsTensors():
-        data: torch.Tensor = _data.__get__(param)
+    with AsTensors():
+        data: torch.Tensor = data_attribute.__get__(param)
         return data
 
 
 def grad_of(param: torch.Tensor) -> torch.Tensor | None:
     """``param.grad`` as autograd has it, whatever waits in a slot."""
-    with _AsTensors():
-        grad: torch.Tensor | None = _grad.__get__(param)
+    with AsTensors():
+        grad: torch.Tensor | None = grad_attribute.__get__(param)
         return grad
 
 
 def put_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
     """``param.grad = grad``, of a gradient that is known to fit. What waits is dropped."""
     drop_unreduced(param)
-    with _AsTensors():
-        _grad.__set__(param, grad)
+    with AsTensors():
+        grad_attribute.__set__(param, grad)
 
 
 # -- gradients that wait in their slots -------------------------------------------------------------------------------

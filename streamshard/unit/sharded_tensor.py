@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 
 from streamshard.comm.ranks import Ranks
-from streamshard.compiling import skip, untraced
 from streamshard.errors import ShardingError
 from streamshard.plan.layout import LocalRange, ParamLayout, SegmentLayout
+from streamshard.torch_private import AsTensors, skip, untraced
 from streamshard.unit.global_ops import (
     NORMS,
     SHAPE,
@@ -37,7 +37,6 @@ from streamshard.unit.global_ops import (
 
 __all__ = ["CALL_BACKWARD", "Life", "Piece", "ShardedTensor", "is_piece", "piece_of"]
 
-_AsTensors = torch._C.DisableTorchFunctionSubclass
 _Answer = Callable[[Callable[..., Any], "ShardedTensor", tuple[Any, ...], Mapping[str, Any]], Any]
 
 
@@ -172,7 +171,7 @@ class ShardedTensor(torch.Tensor):
             untraced(_look_up, func)
         answer = _answers[func]
         if answer is None:
-            with _AsTensors():
+            with AsTensors():
                 return func(*args, **(kwargs or {}))
         if PartialNorm in types:
             return NotImplemented  # a norm is reduced first
@@ -180,13 +179,13 @@ class ShardedTensor(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch allows contents
         """The values on this rank, and what they are a piece of."""
-        with _AsTensors():
+        with AsTensors():
             values = repr(self.as_subclass(torch.Tensor))
         return values if self.piece.ranks.world_size == 1 else f"{values}\n({self.piece.what}, {self.piece})"
 
     def __deepcopy__(self, memo: Any) -> ShardedTensor:
         """A piece of the same. People copy averages of weights and optimizer state."""
-        with _AsTensors():
+        with AsTensors():
             copied = self.as_subclass(torch.Tensor).detach().clone().requires_grad_(self.requires_grad)
         memo[id(self)] = ShardedTensor.wrap(copied, self.piece._replace(life=None))
         return cast(ShardedTensor, memo[id(self)])
@@ -215,7 +214,7 @@ def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[s
     tensors = [value for value in flat((*args, *kwargs.values())) if isinstance(value, ShardedTensor)]
     for piece in (tensor.piece for tensor in tensors if tensor.piece.why_unusable and answer is not _shape):
         raise ShardingError(f"{name_of(func)}: {piece.what} {piece.why_unusable}")
-    with _AsTensors():
+    with AsTensors():
         if tensors[0].piece.ranks.world_size == 1:
             result = func(*args, **kwargs)
             is_alias = isinstance(result, torch.Tensor) and result.shape == tensors[0].shape

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass
 
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import as_one
 from streamshard.errors import ShardingError
 from streamshard.plan.segments import UnitLayout
 from streamshard.plan.structure import refuse_marks
+from streamshard.torch_private import AsTensors
 from streamshard.unit.grads import UnitGrads
 from streamshard.unit.shard import ParamShard, SegmentShard, WeightSlot
 from streamshard.unit.unsharded_parameter import ComputeView, Writes, be_absent, be_present
@@ -129,7 +129,7 @@ class StreamedUnit:
         Raises:
             ShardingError: a parameter has a hook that would never run, or was given memory that cannot be used.
         """
-        with DisableTorchFunctionSubclass():
+        with AsTensors():
             self._check_hooks()
             for segment in self.segments:
                 segment.cast()
@@ -152,7 +152,7 @@ class StreamedUnit:
         gradient if it needed one in the forward and still does in the backward.
         """
         trainable = False
-        with DisableTorchFunctionSubclass():  # the views themselves, whatever their class
+        with AsTensors():  # the views themselves, whatever their class
             for param, view in zip(self._sharded, self.views, strict=True):
                 wanted = param.requires_grad
                 trainable = trainable or wanted
@@ -162,14 +162,14 @@ class StreamedUnit:
 
     def give_trainability(self) -> None:
         """The unit is about to be released: what was frozen or unfrozen in a forward stays so."""
-        with DisableTorchFunctionSubclass():
+        with AsTensors():
             for param, view in zip(self._sharded, self.views, strict=True):
                 if param.requires_grad is not view.requires_grad:
                     param.requires_grad_(view.requires_grad)
 
     def versions(self) -> list[int]:
         """A number per sharded parameter that grows with each in-place change of it, such as an optimizer's step."""
-        with DisableTorchFunctionSubclass():
+        with AsTensors():
             return [param._version for param in self._sharded]
 
     def _follow_moved_weights(self) -> None:

@@ -21,11 +21,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from streamshard.compiling import skip, untraced
 from streamshard.errors import ShardingError
+from streamshard.torch_private import AsTensors, data_attribute, skip, tree_leaves, untraced
 from streamshard.unit.global_ops import answers_without_values, name_of
 
 __all__ = [
@@ -39,9 +38,6 @@ __all__ = [
     "name_of_weight",
 ]
 
-_AsTensors = torch._C.DisableTorchFunctionSubclass
-_data: Any = torch._C.TensorBase.data
-
 
 class ComputeView(nn.Parameter):
     """A weight in its slot. See `Writes`."""
@@ -52,7 +48,7 @@ class ComputeView(nn.Parameter):
         """As in torch. What it holds now is remembered until its layer is released."""
         if (known := _known.get(self)) is not None and (writes := known.writes_of()) is not None:
             untraced(writes.remember, known.place)
-        data: torch.Tensor = _data.__get__(self)
+        data: torch.Tensor = data_attribute.__get__(self)
         return data
 
     @data.setter
@@ -60,7 +56,7 @@ class ComputeView(nn.Parameter):
     def data(self, data: torch.Tensor) -> None:
         if (known := _known.get(self)) is not None and data.data_ptr() != self.data_ptr():
             _refuse(known.name, "was given other memory (param.data = ...)")
-        _data.__set__(self, data)
+        data_attribute.__set__(self, data)
 
     @skip
     def set_(self, *source: Any) -> torch.Tensor:
@@ -71,7 +67,7 @@ class ComputeView(nn.Parameter):
 
     def move(self, memory: torch.Tensor) -> None:
         """Lie in `memory`, of the same shape and dtype, from now on."""
-        _data.__set__(self, memory)
+        data_attribute.__set__(self, memory)
 
 
 class AbsentWeight(nn.Parameter):
@@ -90,10 +86,10 @@ class AbsentWeight(nn.Parameter):
                 return getattr(param, name)
             return setattr(param, name, args[1]) if called == "__set__" else param.requires_grad_(*args[1:], **kwargs)
         if answers_without_values(func) and name != "untyped_storage":
-            with _AsTensors():
+            with AsTensors():
                 return func(*args, **kwargs)
         if name == "__repr__":
-            with _AsTensors():
+            with AsTensors():
                 return f"AbsentWeight({_known[args[0]].name!r}, {tuple(args[0].shape)}, {args[0].dtype})"
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, AbsentWeight):
@@ -147,8 +143,8 @@ class Writes:
 
     def _bytes(self, index: int) -> torch.Tensor:
         """What is compared: NaN is like NaN, 0 is unlike -0."""
-        with _AsTensors():
-            flat: torch.Tensor = _data.__get__(self._views[index]).reshape(-1)
+        with AsTensors():
+            flat: torch.Tensor = data_attribute.__get__(self._views[index]).reshape(-1)
         return flat.view(torch.uint8)
 
 

@@ -21,9 +21,8 @@ import streamshard.build as build
 import streamshard.comm.flight_recorder as recorder
 from streamshard import StreamShard
 from streamshard.comm.flight_recorder import Board, Kind, Log, describe_difference
-from streamshard.errors import CommunicationError
+from streamshard.errors import CommunicationError, log
 from streamshard.inspect import engine_inside
-from streamshard.log import log
 from tests.models import vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.scenarios import BF16, RoutedStack, over_sockets

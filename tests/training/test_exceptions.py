@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
-from streamshard.log import log
+from streamshard.errors import log
 from tests.models import TinyLM, next_token_loss, token_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, adamw, assert_trains_like_plain, case, lm_step
