@@ -14,20 +14,14 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from streamshard import Precision, StreamShard, export_safetensors, load_safetensors
-from streamshard.checkpoint.disk_layout import plan_disk
-from streamshard.checkpoint.export import export_shards
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
-from streamshard.integrations.huggingface import drop_tied_names
 from tests.checkpoint.exporting import (
     MODELS,
     Plain,
-    ThreadGroup,
     assert_same_files,
     export,
     filled,
     names_in,
-    on_threads,
-    shards_for,
     stored_bytes,
 )
 from tests.families import gpt2, llama, mixtral, qwen3_vl_moe
@@ -119,18 +113,6 @@ def test_plain_model_keeps_first_tied_name_and_persistent_buffers(tmp_path: Path
     assert torch.equal(other.last.weight, model.first.weight.half())
 
 
-def test_one_of_the_tied_names_is_always_kept() -> None:
-    """Where every name is declared a copy of another, the last stays, as in `save_pretrained`."""
-    model = nn.Module()
-    model.child = nn.Module()
-    model._tied_weights_keys = {"a.weight": "b.weight", "b.weight": "a.weight"}  # type: ignore[assignment]
-    model.child._tied_weights_keys = ["head.weight"]  # type: ignore[assignment]  # transformers before 5
-    assert drop_tied_names(model, [["b.weight", "a.weight"], ["x.weight", "child.head.weight"], ["y", "z"]]) == {
-        "a.weight",
-        "child.head.weight",
-    }
-
-
 def test_weights_tied_without_being_declared_are_all_written(tmp_path: Path) -> None:
     """`from_pretrained` would not tie them again, so each name has its values in the file."""
     model = filled(llama)
@@ -139,19 +121,6 @@ def test_weights_tied_without_being_declared_are_all_written(tmp_path: Path) -> 
     restored = type(model).from_pretrained(tmp_path).state_dict()
     for name, tensor in model.state_dict().items():
         assert torch.equal(restored[name], tensor), name
-
-
-def test_parameter_without_a_shard_raises(tmp_path: Path) -> None:
-    """A parameter registered after sharding is named, on every rank."""
-    model = filled(Plain)
-
-    def action(group: ThreadGroup) -> list[str]:
-        shards = shards_for(model, group.rank, 2)[:-1]
-        return export_shards(model, shards, group, tmp_path / "out", None, "5GB")
-
-    for outcome in on_threads(2, action):
-        assert isinstance(outcome, CheckpointError)
-        assert "'last.bias' was added after" in str(outcome)
 
 
 @on_ranks(2)
@@ -228,38 +197,6 @@ def test_export_after_a_step_loads_again(context: RankContext, tmp_path: Path) -
     losses = [net(input_ids=tokens, labels=tokens).loss.item() for net in (sharded, other)]
     assert losses[0] == losses[1]
     assert losses[0] == pytest.approx(plain(input_ids=tokens, labels=tokens).loss.item(), rel=1e-5)
-
-
-@on_ranks(2)
-def test_sharded_plain_model_keeps_buffers_and_ties(context: RankContext, tmp_path: Path) -> None:
-    """Buffers, a scalar parameter and a tied weight pass through a real export and load."""
-    model = filled(Plain)
-    with pytest.warns(UserWarning):  # no repeated layers
-        sharded: Any = StreamShard(model)
-    sharded.counts.add_(5)
-    export_safetensors(sharded, tmp_path)
-    whole = sharded.full_state_dict(rank0_only=False)
-    stored = load_file(tmp_path / "model.safetensors")
-    assert set(stored) == set(whole) - {"last.weight"}
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in stored.items())
-    with pytest.warns(UserWarning):
-        other: Any = StreamShard(Plain())
-    load_safetensors(other, tmp_path)
-    assert torch.equal(other.counts, sharded.counts)
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in other.full_state_dict(rank0_only=False).items())
-
-
-def test_conversion_that_fails_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of transformers' conversion never becomes a directory in another layout."""
-    loading = pytest.importorskip("transformers.core_model_loading")
-
-    def fail(*args: object) -> None:
-        raise ValueError("no such layout")
-
-    monkeypatch.setattr(loading, "revert_weight_conversion", fail)
-    model = filled(mixtral)
-    with pytest.raises(CheckpointError, match="weights of MixtralForCausalLM for saving: no such layout"):
-        plan_disk(model, shards_for(model, 0, 1), None)
 
 
 # ------------------------------------------------------------------------------------------------ transformers' methods

@@ -168,25 +168,6 @@ def test_experts_of_which_one_is_missing_are_named(tmp_path: Path) -> None:
     assert "model.layers.1.mlp.experts.gate_up_proj" not in loaded.names
 
 
-def test_all_names_that_do_not_fit_are_in_the_error(tmp_path: Path) -> None:
-    """The message shows eight of each."""
-    tensors = {f"stray.{number:02}": torch.zeros(1) for number in range(30)}
-    tensors["scale"] = torch.zeros(2)
-    directory = _save(tensors, tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"stray.07 and 22 more; mismatched .*in its attributes missing, un"
-    ) as raised:
-        _loaded(Plain(), directory)
-    assert raised.value.unexpected == [name for name in tensors if name != "scale"]
-    assert raised.value.mismatched == ["scale (is [2], wanted [])"]
-    assert raised.value.missing == [
-        *("counts", "first.weight", "first.bias", "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var"),
-        *("norm.num_batches_tracked", "last.bias"),
-    ]
-    difference = _loaded(Plain(), directory, strict=False).difference
-    assert difference == (raised.value.missing, raised.value.unexpected, raised.value.mismatched)
-
-
 def test_a_snapshot_of_the_hub_is_read_through_its_links(tmp_path: Path) -> None:
     """Files are named by their contents, and linked to by the names that one looks for."""
     model = filled(llama)
@@ -267,20 +248,6 @@ def test_read_error_on_one_rank_is_raised_on_all(tmp_path: Path, monkeypatch: py
         assert isinstance(outcome, CheckpointError)
         assert "the model holds some of its weights now: load again" in str(outcome)
         assert "rank 1: OSError: the disk is gone" in str(outcome)
-
-
-def test_whatever_one_rank_finds_wrong_changes_nothing_on_any(tmp_path: Path) -> None:
-    """What is wrong with the model is found before reading, not while: here whole parameters, on one rank."""
-    model = filled(Plain)
-    export(model, tmp_path, 1)
-    ranks = [shards_for(model, 0, 2), shards_for(model, 1, 2)]
-    ranks[1][0] = shards_for(model, 0, 1)[0]._replace(local=ranks[1][0].local)
-    for shard in ranks[0]:
-        shard.main.fill_(7)
-    for outcome in on_threads(2, lambda group: load_shards(model, ranks[group.rank], group, tmp_path)):
-        assert isinstance(outcome, CheckpointError)
-        assert "rank 1: parameter 'scale' has 1 elements" in str(outcome)
-    assert all(bool((shard.main == 7).all()) for shard in ranks[0])
 
 
 # ------------------------------------------------------------------------------------------------ large mistakes

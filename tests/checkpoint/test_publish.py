@@ -193,20 +193,6 @@ def test_error_anywhere_leaves_the_old_one_or_the_new(
     assert found == {"old", "new"}
 
 
-def test_links_are_replaced_and_not_followed(tmp_path: Path) -> None:
-    """Directories of Hugging Face's cache are made of links to files that others share."""
-    exports = make_exports(tmp_path, 150, 150)
-    directory = tmp_path / "out"
-    directory.mkdir()
-    for name in names_in(exports.old):
-        (directory / name).symlink_to(exports.old / name)
-    before = stored_bytes(exports.old)
-    exports.replace(directory)
-    assert exports.found(directory) == "new"
-    assert stored_bytes(exports.old) == before
-    assert not any(path.is_symlink() for path in directory.iterdir())
-
-
 def test_export_replaces_one_with_more_files(tmp_path: Path) -> None:
     """Files of the earlier export are gone, other files stay."""
     model = filled(llama)

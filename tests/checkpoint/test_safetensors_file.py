@@ -91,12 +91,6 @@ def test_split_equals_huggingface_hubs(described: dict[str, Any], max_bytes: int
     assert index["weight_map"] == theirs.tensor_to_filename
 
 
-def test_tensor_larger_than_a_file_gets_one_of_its_own() -> None:
-    """It is numbered before the file being filled, which goes on being filled."""
-    specs = [TensorSpec(name, (numel,), torch.uint8) for name, numel in (("a", 3), ("big", 50), ("b", 3), ("c", 6))]
-    assert [list(file.offsets) for file in plan_files(specs, 10)] == [["big"], ["a", "b"], ["c"]]
-
-
 def test_index_counts_parameters_and_bytes() -> None:
     """What `save_pretrained` writes: sorted, indented, one newline."""
     files = plan_files([TensorSpec("b", (2,), torch.float32), TensorSpec("a", (1,), torch.float32)], 8)
@@ -104,15 +98,6 @@ def test_index_counts_parameters_and_bytes() -> None:
         '{\n  "metadata": {\n    "total_parameters": 3,\n    "total_size": 12\n  },\n  "weight_map": {\n'
         '    "a": "model-00002-of-00002.safetensors",\n    "b": "model-00001-of-00002.safetensors"\n  }\n}\n'
     )
-
-
-@pytest.mark.parametrize(
-    ("size", "in_bytes"),
-    [(7, 7), ("5GB", 5 * 10**9), (" 1.5 mb ", 1_500_000), ("2TB", 2 * 10**12), ("12KB", 12_000), ("70GiB", 70 * 2**30)],
-)
-def test_sizes_are_decimal_unless_they_say_otherwise(size: int | str, in_bytes: int) -> None:
-    """As huggingface_hub reads them; memory is counted in GiB."""
-    assert parse_bytes("max_shard_size", size) == in_bytes
 
 
 @pytest.mark.parametrize("size", [0, -1, "0GB", "5", "GB", "5Gi", "-1MB", "infGB", "nanKB", None, 1.5, ""])

@@ -116,13 +116,6 @@ def test_full_state_dict_is_what_the_plain_model_gives(context: RankContext, nam
 
 
 @on_ranks(2)
-def test_tied_names_share_one_tensor(context: RankContext) -> None:
-    """Which is saved once."""
-    state = _model(Tied)[0].full_state_dict(rank0_only=False)
-    assert state["layers.2.linear.weight"].data_ptr() == state["layers.0.linear.weight"].data_ptr()
-
-
-@on_ranks(2)
 def test_what_a_module_raises_on_one_rank_is_an_error_on_all(context: RankContext) -> None:
     """And the parameters are pieces again."""
 

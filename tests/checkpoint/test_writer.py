@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from streamshard.checkpoint import export as exports_module
 from streamshard.checkpoint import safetensors_file
 from streamshard.checkpoint.export import TensorEntry, _copy, export_shards, write_sharded
 from streamshard.errors import CheckpointError
-from tests.checkpoint.exporting import Plain, ThreadGroup, export, filled, names_in, on_threads, shards_for
+from tests.checkpoint.exporting import Plain, ThreadGroup, filled, names_in, on_threads, shards_for
 from tests.families import llama
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -97,16 +96,6 @@ def test_directory_that_other_ranks_do_not_see_is_named(tmp_path: Path) -> None:
         assert "rank 1: " in str(outcome)
         assert "must be on storage all ranks share" in str(outcome)
     assert names_in(tmp_path / "host0") == []
-
-
-def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system may write less than it was given."""
-    pwrite = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: pwrite(descriptor, data[:3], offset))
-    model = filled(Plain)
-    export(model, tmp_path, 2)
-    monkeypatch.undo()
-    assert torch.equal(load_file(tmp_path / "model.safetensors")["first.weight"], model.first.weight)
 
 
 def test_interrupt_removes_the_temporaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
