@@ -24,7 +24,6 @@ from _systems import System, build
 
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.ranks import Ranks
-from streamshard.comm.streams import StreamName, Streams
 
 PHASES = ("forward", "backward")
 NAMES = ("plain", "fsdp2", "streamshard")
@@ -60,17 +59,12 @@ class Layers(nn.Module):
         return hidden
 
 
-def connect_as_gpus_do(
-    group: dist.ProcessGroup,
-    streams: Streams,
-    stream: StreamName = StreamName.COMM,
-    all_ranks: dist.ProcessGroup | None = None,
-    replica: int = 0,
-) -> Ranks:
-    """In the place of `streamshard.comm.connect.connect`: NCCL's transport, on the CPU."""
-    ranks = Ranks(group, streams, stream, all_ranks, replica)
-    ranks.transport = NcclTransport(ranks)
-    return ranks
+class RanksAsOnGpus(Ranks):
+    """NCCL's transport, on the CPU."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.transport = NcclTransport(self)
 
 
 def main() -> None:
@@ -82,7 +76,7 @@ def main() -> None:
 
     dist.init_process_group("fake", rank=0, world_size=arguments.world_size, store=FakeStore())
     try:
-        with mock.patch("streamshard.build.connect", connect_as_gpus_do):
+        with mock.patch("streamshard.build.Ranks", RanksAsOnGpus):
             cases = [_measure(count, arguments, device) for count in arguments.parameters]
     finally:
         dist.destroy_process_group()

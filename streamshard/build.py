@@ -13,10 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from streamshard.comm.connect import connect
 from streamshard.comm.groups import Groups, groups_of, refuse_together, resolve_group
 from streamshard.comm.ranks import Ranks
-from streamshard.comm.shared_memory import share_memory
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.config import Precision, Settings
 from streamshard.device import module_of, training_device, warn_if_untested
@@ -130,13 +128,11 @@ def _make_engine(
     settings, found = checked.settings, checked.found
     layouts = _plan_layouts(found, checked.parts, ranks.world_size, settings)
     segments = [segment for layout in layouts for segment in layout.segments]
-    share_memory(ranks, _most_bytes(segments), len(segments))
+    ranks.share_memory(_most_bytes(segments), len(segments))
     ranks.board.names = [layouts[segment.unit].name or "the root unit" for segment in segments]
     ledger = Ledger(ranks.streams, ranks.transport.allocate_visible)
     copies = ranks.total_size // ranks.world_size
-    drawback = ranks.transport.find_drawback(settings.precision)
-    if drawback is not None and ranks.is_first:
-        warn_user(drawback)
+    ranks.transport.check_precision(settings.precision)
     shared, scratch_numel = _share_slots(found), _scratch_numel(ranks)
     sizing = Sizing(layouts, shared, settings.precision, ranks.world_size, scratch_numel, copies)
     plan, reason = _choose_slots(sizing, settings, checked.budget, ranks)
@@ -239,10 +235,10 @@ def _connect(who: Groups | None, here: torch.device, device: torch.device) -> tu
         who = groups_of(resolve_group(device))
     refuse_together(who.all_ranks, None)
     streams = Streams(device)
-    ranks = connect(who.shard, streams, StreamName.COMM, who.all_ranks, who.replica)
+    ranks = Ranks(who.shard, streams, StreamName.COMM, who.all_ranks, who.replica)
     if who.replicate is None:
         return ranks, None
-    return ranks, Replicas(connect(who.replicate, streams, StreamName.REPLICA, who.all_ranks))
+    return ranks, Replicas(Ranks(who.replicate, streams, StreamName.REPLICA, who.all_ranks))
 
 
 def _check_ranks_agree(ranks: Ranks, module: nn.Module, checked: _Checked) -> None:
@@ -388,13 +384,8 @@ def _allocate_weight_slots(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger:
     slots = {}
     for slot, n_bytes in largest_of(plan.weights, [layout.weight_bytes for layout in sizing.layouts]).items():
         mine = [unit for unit, number in enumerate(plan.weights) if number == slot]
-        # The compute shards of slots that hold one unit each lie in them: then other ranks read the slot, and where
-        # main weights are one with them, the user does.
-        kinds = [segment.kind for unit in mine for segment in sizing.layouts[unit].segments]
-        is_users = any(kind.main_dtype is kind.compute_dtype for kind in kinds)
-        buffer = ledger.allocate(
-            Category.WEIGHT_SLOTS, n_bytes, torch.uint8, is_visible=plan.keeps_weights, is_users=is_users
-        )
+        # Slots of one unit each hold its compute shards, which other ranks read.
+        buffer = ledger.allocate(Category.WEIGHT_SLOTS, n_bytes, torch.uint8, is_visible=plan.keeps_weights)
         is_streamed = any(plan.shared[unit] for unit in mine)
         slots[slot] = WeightSlot(buffer, ranks.streams, f"weight slot {slot}", is_shared=is_streamed)
     return slots
@@ -406,13 +397,9 @@ def _allocate_grad_slots(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: L
     needed = [sizing.scratch_bytes(unit, plan) for unit in range(len(sizing.layouts))]
     room = {number: Scratch(n_bytes, ledger) for number, n_bytes in largest_of(plan.scratch, needed).items()}
     slots = {}
-    for slot, scratch, layout in zip(plan.grads, plan.scratch, sizing.layouts, strict=True):
+    for slot, scratch in zip(plan.grads, plan.scratch, strict=True):
         if slot not in slots:
-            kinds = [segment.kind for segment in layout.segments]
-            is_users = any(holds_main_grads(kind, plan, ranks.world_size) for kind in kinds)
-            slots[slot] = GradSlot(
-                slot_bytes[slot], ledger, ranks.streams, room[scratch], f"grad slot {slot}", holds_main_grads=is_users
-            )
+            slots[slot] = GradSlot(slot_bytes[slot], ledger, ranks.streams, room[scratch], f"grad slot {slot}")
     return slots
 
 

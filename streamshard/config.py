@@ -68,7 +68,7 @@ class Precision:
     bf16              bf16              `SUM_16`
     ================  ================  ======================
 
-    On GPUs those with 16 bits on the wire are not for any number of ranks (`StreamShard` warns of too many).
+    On GPUs those with 16 bits on the wire are not for any number of ranks (`StreamShard` refuses too many).
     `EXCHANGE_16` sends half of the bytes of `FP32` within a machine, but G (1 - 1/M) / 2 times as many between M
     machines of G GPUs each: more, from three machines of four or two of eight on. `SUM_16` adds up in 16 bits, where a
     sum of more than 256 gradients that are alike grows no more (2048 in fp16). On CPUs all three send to each other

@@ -14,10 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import ConfigError, ShardingError, StreamShard
-from streamshard.comm.connect import connect
 from streamshard.comm.groups import host_group_of, refuse_together
 from streamshard.comm.ranks import Ranks
-from streamshard.comm.streams import Streams
 from streamshard.device import free_bytes, serves, training_device, warn_if_untested
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
@@ -106,7 +104,7 @@ def test_a_group_without_a_backend_for_the_parameters_is_refused(gloo: dist.Proc
     """It says which it has, and which is wanted."""
     streams = types.SimpleNamespace(device=torch.device("cuda", 0))
     with pytest.raises(ConfigError, match=r"on cuda:0, .*\(cpu:gloo,cuda:gloo\) has no backend: .*'nccl'"):
-        connect(gloo, streams)  # type: ignore[arg-type]  # no GPU is here
+        Ranks(gloo, streams)  # type: ignore[arg-type]  # no GPU is here
 
 
 # ---------------------------------------------------------------------------------------------- whoever makes the group
@@ -156,13 +154,10 @@ def test_hosts_talk_although_the_group_serves_devices_only(context: RankContext,
     host_group = host_group_of(group, makes=False)
     assert host_group is not None
     assert serves(host_group, "cpu")
-    ranks = Ranks(group, Streams(CPU))
-    assert ranks.host_group is host_group
-    assert ranks.host_groups() == [host_group]
     with pytest.raises(ConfigError, match="has no backend"):
         StreamShard(Stack(), precision=FP32)
     if context.rank == 1:
         refuse_together(group, ValueError("no"))
     else:
-        with pytest.raises(ShardingError, match="rank 1 refused its model: ValueError: no"):
+        with pytest.raises(ShardingError, match="rank 1: ValueError: no"):
             refuse_together(group, None)

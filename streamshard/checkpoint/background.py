@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 
 from streamshard.checkpoint.disk_layout import Piece
-from streamshard.comm.flight_recorder import Board, Kind
+from streamshard.comm.flight_recorder import Board, Guard, Kind
 from streamshard.comm.groups import close_connections
 from streamshard.comm.objects import gather_bytes
 from streamshard.comm.ranks import Ranks
-from streamshard.comm.watchdog import Guard
 from streamshard.device import has_streams, module_of, on_device
 from streamshard.errors import CheckpointError, CommunicationError
 from streamshard.log import log

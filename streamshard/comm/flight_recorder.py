@@ -1,34 +1,53 @@
-"""What each rank has issued, in order, so that a rank that waits can say what the others do.
+"""Names the rank that hangs, fails or does something else: logs of what each rank issues, and a watchdog over waits.
 
-All ranks issue the same exchanges in the same order (the program's). If they do not, each waits for a message that the
-other never sends. So each rank keeps a log of what it has issued, and a `Board` shows the logs of all ranks to each.
-Ranks on one machine read each other's memory. The others put their logs up in the store that the process group met at:
-when they wait, and when they have issued nothing for a while. So nothing is sent while training runs, and a rank that
-sleeps or waits for something else than StreamShard can still be described.
+All ranks issue the same collectives in the same order. If they do not, each waits for a message that never comes. So
+each rank logs what it issues. A `Board` shows the logs of all ranks, and the first failure, in the store of the process
+group. A rank shows its log when it waits, and when it has issued nothing for a while: training sends nothing.
+
+A thread, the watchdog, looks twice a second at what a rank waits for. If the logs show that the wait is in vain, the
+watchdog ends the wait. Otherwise it logs a warning after half a minute, and again whenever the wait has doubled: what
+this rank waits for, and what the missing ranks did last. Those may be in another library's collective, or asleep, so
+only the process group's timeout ends such a wait. On devices no host waits for collectives. There a rank counts as
+waiting when it has issued nothing for half a minute.
 """
 
 from __future__ import annotations
 
-import base64
+import atexit
 import contextlib
 import enum
+import json
+import threading
 import time
 import weakref
-import zlib
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
-from streamshard.comm.foreign import collective_counter
+from streamshard.errors import CommunicationError, StreamShardError
+from streamshard.log import log
 
-__all__ = ["Board", "Failure", "Kind", "Log", "describe_difference", "describe_missing"]
+__all__ = ["Board", "Guard", "Kind", "Log", "MismatchError", "Wait", "Watch", "describe_difference", "explain"]
 
-_SIZE = 1024  # entries that are kept
-_COUNT, _TIME = _SIZE, _SIZE + 1  # words behind the entries
-_TAG_BITS, _CODE_BITS = 20, 24
+_ENTRIES = 512  # of a log that are kept
 _MOST_PEERS = 64  # logs that one rank reads: among more ranks, those of the ranks behind it
 _FAILURE_KEY = "streamshard/failure"
+_PATIENCE_S = 1.0  # until a waiting rank compares logs
+_REPORT_AFTER_S = 30.0  # until the first warning
+_SHOW_AFTER_S = 10.0  # without anything issued, until a rank shows its log
+_LOGS_WITHIN_S = 5.0  # until other ranks have shown theirs
+_END_WITHIN_S = 5.0  # at exit
+
+# This rank's own errors, which say nothing of others, although they are RuntimeErrors as those of backends are.
+_OWN: tuple[type[Exception], ...] = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+
+_ADVICE = (
+    "All of them have to call forward (evaluation and generate() too), backward, norms and everything that collects "
+    "weights, and run the same layers in the same order (some may skip layers, but not reorder or repeat them). Where "
+    "inputs run out on some ranks first, use Join (docs/guide/uneven_inputs.md)"
+)
 
 
 class Kind(enum.IntEnum):
@@ -47,168 +66,94 @@ class Kind(enum.IntEnum):
     ALL_TO_ALL = 11
 
 
+_WORDS = {
+    Kind.FORWARD: "begins a forward",
+    Kind.GATHER: "gathers {unit}",
+    Kind.GATHER_FULL: "collects weights or optimizer state of {unit} (full_state_dict, summon_full_params)",
+    Kind.REDUCE: "reduces the gradients of {unit}",
+    Kind.AVERAGE: "averages over replicas",
+    Kind.BROADCAST: "sends or receives a tensor of rank 0",
+    Kind.SUM: "sums over all ranks (a norm, a check)",
+    Kind.MEETING: "exchanges objects (save_checkpoint, load_checkpoint, an export, an agreement)",
+    Kind.VOTE: "votes (in a forward, in set-up)",
+    Kind.END_OF_STEP: "has ended its step (Join)",
+    Kind.ALL_TO_ALL: "exchanges parameters with their owners (a step of WholeParameterOptimizer)",
+}
+
+
 class _Entry(NamedTuple):
-    kind: Kind
+    """The n-th thing that a rank has issued, and the tag of its unit."""
+
+    number: int
+    kind: int
     tag: int
 
 
-class Failure(NamedTuple):
-    """The first failure in a process group: the rank's number, and its error's text."""
+class _Shown(NamedTuple):
+    """A log as other ranks see it: its entries by number, how many there were in all, and when the last one came."""
 
-    rank: int
-    text: str
+    entries: Mapping[int, _Entry]
+    total: int
+    time_s: float
 
 
 class Log:
-    """The last exchanges that a rank has issued. Entry n says that it is the n-th, so one that was overwritten shows.
+    """The last collectives that a rank has issued.
 
     Attributes:
-        words: [Log.WORDS] int64: the entries, how many have been issued, and when the last one was (Unix time in ms).
-        digest: stands for all entries, from the first one on.
+        count: how many have been issued.
+        digest: stands for all of them, in order.
+        time_s: when the last one was, in Unix time.
     """
-
-    WORDS = _SIZE + 2
 
     def __init__(self) -> None:
-        self.words = memoryview(bytearray(8 * self.WORDS)).cast("q")
+        self.count = 0
         self.digest = 0
-        self._count = 0
-        self._count_collectives = collective_counter()
-        self._collectives = [self._count_collectives()] * _SIZE  # before each entry; other libraries' are among them
-        self.words[_TIME] = _now_ms()
+        self.time_s = time.time()
+        self._entries: list[_Entry | None] = [None] * _ENTRIES
 
     def add(self, kind: Kind, tag: int = 0) -> None:
-        """`kind` is being issued, on what `tag` says."""
-        entry = self._count << _CODE_BITS | kind << _TAG_BITS | tag
-        self.digest = hash((self.digest, entry))  # of integers: the same in every process
-        self.words[self._count % _SIZE] = entry
-        self._collectives[self._count % _SIZE] = self._count_collectives()
-        self._count += 1
-        self.words[_TIME] = _now_ms()
-        self.words[_COUNT] = self._count
+        """`kind` is being issued, for the unit of `tag`."""
+        self.digest = hash((self.digest, int(kind), tag))  # of integers: the same in every process
+        self._entries[self.count % _ENTRIES] = _Entry(self.count, int(kind), tag)
+        self.count += 1
+        self.time_s = time.time()
 
-    def move_to(self, words: memoryview) -> None:
-        """Keep the entries in `words`, [Log.WORDS] int64, from now on, where other ranks may read them."""
-        words[:] = self.words
-        self.words = words
-
-    @property
-    def idle_s(self) -> float:
-        """How long this rank has issued nothing."""
-        return _idle_s(self.words)
-
-    @property
-    def count(self) -> int:
-        """How many entries have been issued."""
-        return self._count
-
-    def collectives_before(self, number: int) -> int | None:
-        """How many collectives this rank has issued on the default group between two entries.
-
-        Args:
-            number: the later entry. `count`: the one that is issued next.
-
-        Returns:
-            Those since entry ``number - 1``, its own among them; None if that is too long ago.
-        """
-        if not self._count - _SIZE < number <= self._count:
-            return None
-        now = self._count_collectives() if number == self._count else self._collectives[number % _SIZE]
-        return now - self._collectives[(number - 1) % _SIZE]
+    def show(self) -> _Shown:
+        """The log as it is now. Any thread may call this."""
+        entries = [entry for entry in list(self._entries) if entry is not None]
+        return _Shown({entry.number: entry for entry in entries}, self.count, self.time_s)
 
 
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
-
-
-def _idle_s(words: Sequence[int]) -> float:
-    return max(0.0, (_now_ms() - words[_TIME]) / 1000)
-
-
-def describe_difference(logs: Mapping[int, Sequence[int]], names: Sequence[str]) -> str | None:
-    """The first exchange that ranks have not issued alike, in words; None if there is none so far.
+def describe_difference(logs: Mapping[int, _Shown], names: Sequence[str]) -> str | None:
+    """The first collective that ranks have not issued alike, in words; None if there is none so far.
 
     Args:
-        logs: `Log.words` by rank, of the ranks whose logs are known.
+        logs: by rank, of the ranks whose logs are known.
         names: of units, by tag.
     """
-    counts = [log[_COUNT] for log in logs.values()]
-    for number in range(max(0, max(counts) - _SIZE), sorted(counts)[-2] if len(counts) > 1 else 0):
-        known = {rank: entry for rank, log in logs.items() if (entry := _entry(log, number)) is not None}
-        if len(set(known.values())) > 1:
-            stories = [f"rank {rank} {_say(entry, names)}" for rank, entry in sorted(known.items())]
-            return f"ranks do not do the same: {', '.join(stories)}"
+    for number in sorted({number for shown in logs.values() for number in shown.entries}):
+        found = {rank: shown.entries[number] for rank, shown in sorted(logs.items()) if number in shown.entries}
+        if len(set(found.values())) > 1:
+            did = ", ".join(f"rank {rank} {_say(entry, names)}" for rank, entry in found.items())
+            return f"ranks do not do the same: {did}"
     return None
 
 
-def describe_missing(own: int, logs: Mapping[int, Sequence[int] | None], names: Sequence[str]) -> str | None:
-    """Which ranks have not issued as much as this one, and what each did last; None if there are none.
-
-    Args:
-        own: this rank.
-        logs: `Log.words` by rank; None: not known.
-        names: of units, by tag.
-    """
-    count = 0 if (mine := logs[own]) is None else mine[_COUNT]
-    behind = {rank: log for rank, log in sorted(logs.items()) if log is None or log[_COUNT] < count}
-    ranks_of: dict[str, list[int]] = {}
-    for rank, log in behind.items():
-        ranks_of.setdefault("it shows no log" if log is None else f"last: {_say_last(log, names)}", []).append(rank)
-    stories = []
-    for last, ranks in ranks_of.items():
-        idle = [_idle_s(log) for rank in ranks if (log := behind[rank]) is not None]
-        nothing = f", and has issued nothing for {min(idle):.0f} s" if idle else ""
-        stories.append(f"rank {_list_ranks(ranks)} has not come{nothing} ({last})")
-    return (
-        f"{'; '.join(stories)}. It may be in another library's collective, in a loop, asleep, or gone"
-        if stories
-        else None
-    )
-
-
-def _list_ranks(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-
-
-def _say_last(log: Sequence[int], names: Sequence[str]) -> str:
-    entry = _entry(log, log[_COUNT] - 1)
-    return "nothing so far" if entry is None else f"it {_say(entry, names)}"
-
-
-def _entry(log: Sequence[int], number: int) -> _Entry | None:
-    word = log[number % _SIZE]
-    code = word & ((1 << _CODE_BITS) - 1)
-    if word >> _CODE_BITS != number or code == 0:
-        return None
-    return _Entry(Kind(code >> _TAG_BITS), code & ((1 << _TAG_BITS) - 1))
-
-
-def _say(entry: _Entry, names: Sequence[str]) -> str:
-    if entry.kind is Kind.GATHER and entry.tag == len(names):  # of which parameters were used
-        return "ends a backward"
+def _say(entry: _Entry | None, names: Sequence[str]) -> str:
+    if entry is None:
+        return "has issued nothing so far"
+    if entry.kind == Kind.GATHER and entry.tag == len(names):
+        return "ends a backward"  # the gather of which parameters were used
     unit = repr(names[entry.tag]) if entry.tag < len(names) else f"unit {entry.tag}"
-    return {
-        Kind.FORWARD: "begins (or, in fp32, ends) a forward",
-        Kind.GATHER: f"gathers {unit}",
-        Kind.GATHER_FULL: f"collects weights or optimizer state of {unit} (full_state_dict, summon_full_params)",
-        Kind.REDUCE: f"reduces the gradients of {unit}",
-        Kind.AVERAGE: "averages over replicas",
-        Kind.BROADCAST: "sends or receives a tensor that is rank 0's",
-        Kind.SUM: "sums over all ranks (a norm, a check)",
-        Kind.VOTE: "asks whether anything has changed that ranks share, at the start or the end of a forward",
-        Kind.END_OF_STEP: "has ended its step (under Join: in its loop, or by repeat=)",
-        Kind.ALL_TO_ALL: "exchanges parameters with their owners (a step of WholeParameterOptimizer)",
-        Kind.MEETING: "meets the others (save_checkpoint, load_checkpoint, an export, or to agree on something)",
-    }[entry.kind]
+    return _WORDS[Kind(entry.kind)].format(unit=unit)
 
 
 class Board:
-    """Where the ranks of a group see each other's logs, and the first failure.
-
-    Any thread may call its methods.
+    """Shows the logs of a group's ranks, and the first failure, to all of them. Any thread may call its methods.
 
     Args:
-        group: all ranks of a model; its store is used.
+        group: all ranks of a model; the board uses the group's store.
         rank, world_size: of this rank in it.
 
     Attributes:
@@ -226,110 +171,75 @@ class Board:
         self._rank = rank
         self._world_size = world_size
         self._peers = [(rank + 1 + step) % world_size for step in range(min(world_size - 1, _MOST_PEERS))]
-        self._shared: Mapping[int, Sequence[int]] = {}
-        self._shown_count = -1
-        self._shown_call: str | None = None
-        self._verdict: str | None = None
-
-    def share(self, logs: Mapping[int, Sequence[int]]) -> None:
-        """These ranks' logs lie in memory that this rank can read: `Log.words` by rank."""
-        self._shared = logs
+        self._shown_count: int | None = None  # of the log that the store has
 
     def show(self) -> None:
-        """Put up this rank's log, if it has changed."""
-        count = self.log.words[_COUNT]
-        if self._store is None or count == self._shown_count or all(peer in self._shared for peer in self._peers):
-            return
-        shown = base64.b85encode(zlib.compress(bytes(self.log.words), 1)).decode()
-        with contextlib.suppress(RuntimeError):  # the store may have gone with its rank
-            self._store.set(f"{self._key}{self._rank}", shown)
-        self._shown_count = count
+        """Put this rank's log into the store, if it has changed."""
+        shown = self.log.show()
+        if self._store is not None and shown.total != self._shown_count:
+            with contextlib.suppress(RuntimeError):  # the store may have gone with its rank
+                self._store.set(self._key + str(self._rank), json.dumps([*shown.entries.values(), *shown[1:]]))
+            self._shown_count = shown.total
 
-    def show_if_idle(self, after_s: float) -> None:
-        """Put up this rank's log once it has issued nothing for so long, and take it back when it goes on."""
-        if self.log.idle_s >= after_s:
+    def show_if_idle(self) -> None:
+        """Show the log once this rank has issued nothing for a while, and take it back when the rank goes on."""
+        if self.idle_s >= _SHOW_AFTER_S:
             self.show()
-        elif self._store is not None and self._shown_count not in (-1, self.log.words[_COUNT]):
+        elif self._store is not None and self._shown_count not in (None, self.log.count):
             with contextlib.suppress(RuntimeError):
-                self._store.delete_key(f"{self._key}{self._rank}")
-            self._shown_count = -1
+                self._store.delete_key(self._key + str(self._rank))
+            self._shown_count = None
 
-    def find_difference(self, *, among_shared: bool = False) -> str | None:
-        """What this rank and others have issued that is not the same; None if all is, as far as one can know.
+    @property
+    def idle_s(self) -> float:
+        """How long this rank has issued nothing."""
+        return max(0.0, time.time() - self.log.time_s)
 
-        Args:
-            among_shared: look at the ranks only whose memory this rank can read: sends nothing.
-        """
-        if self._verdict is not None:
-            return self._verdict
-        logs = self._read(among_shared=among_shared)
-        return describe_difference({rank: log for rank, log in logs.items() if log is not None}, self.names)
+    def _read(self) -> dict[int, _Shown]:
+        self.show()
+        logs = {self._rank: self.log.show()}
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                for peer in self._peers:
+                    if self._store.check([key := self._key + str(peer)]):
+                        *entries, total, time_s = json.loads(self._store.get(key))
+                        logs[peer] = _Shown({entry[0]: _Entry(*entry) for entry in entries}, total, time_s)
+        return logs
 
-    def show_call(self, call: str | None) -> None:
-        """Put up that this rank is in another library's collective: `call`, or None: in none (any more)."""
-        shown = None if call is None else f"{self.log.count}:{self.log.collectives_before(self.log.count)}:{call}"
-        if self._store is None or shown == self._shown_call:
-            return
-        with contextlib.suppress(RuntimeError):
-            if shown is None:
-                self._store.delete_key(self._call_key(self._rank))
-            else:
-                self._store.set(self._call_key(self._rank), shown)
-        self._shown_call = shown
-
-    def find_foreign(self) -> str | None:
-        """A rank that is in another library's collective, which this rank has not called; None if there is none.
-
-        All ranks issue the same collectives between the same two entries. So if that rank has issued more of them
-        since its last entry than this rank before its next one, this rank never joins it: it waits for that rank.
-        From then on `find_difference` says the same, to whatever waits.
-        """
-        if self._store is None:
-            return None
-        with contextlib.suppress(RuntimeError):
-            for peer in self._peers:
-                if not self._store.check([key := self._call_key(peer)]):
-                    continue
-                count, collectives, call = self._store.get(key).decode().split(":", 2)
-                own = self.log.collectives_before(int(count)) if int(count) < self.log.count else None
-                if own is not None and int(collectives) > own:
-                    own_last = self.describe_last().removeprefix("it ")
-                    self._verdict = f"ranks do not do the same: rank {self._rank} {own_last}, rank {peer} is in {call}"
-                    return self._verdict
-        return None
-
-    def _call_key(self, rank: int) -> str:
-        return f"{self._key}{rank}/call"
+    def find_difference(self, *, within_s: float = 0.0) -> str | None:
+        """What ranks have not issued alike; None if the logs that are shown within `within_s` are alike."""
+        deadline = time.monotonic() + within_s
+        while (found := describe_difference(self._read(), self.names)) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
 
     def describe_missing(self, *, among_shown: bool = False) -> str | None:
-        """See `describe_missing`.
+        """The ranks that have not issued as much as this one, and what each did last; None if there are none.
 
         Args:
             among_shown: leave out ranks that show no log, which may be at work.
         """
-        logs = {rank: log for rank, log in self._read().items() if log is not None or not among_shown}
-        return describe_missing(self._rank, logs, self.names)
+        logs = self._read()
+        ranks_of: dict[str, list[int]] = {}
+        for peer in sorted(self._peers):
+            shown = logs.get(peer)
+            if shown is not None and shown.total < self.log.count:
+                idle_s = max(0.0, time.time() - shown.time_s)
+                last = _say(shown.entries.get(shown.total - 1), self.names)
+                ranks_of.setdefault(f"has issued nothing for {idle_s:.0f} s (last: it {last})", []).append(peer)
+            elif shown is None and not among_shown:
+                ranks_of.setdefault("shows no log", []).append(peer)
+        missing = [f"rank {', '.join(map(str, ranks))} has not come: it {did}" for did, ranks in ranks_of.items()]
+        return "; ".join([*missing, "it may be in another library's collective, asleep, or gone"]) if missing else None
 
     def describe_last(self) -> str:
-        """What this rank has issued last: ``it gathers 'layers.0'``."""
-        return _say_last(self.log.words, self.names)
+        """What this rank has issued last."""
+        shown = self.log.show()
+        return _say(shown.entries.get(shown.total - 1), self.names)
 
     def describe_rank(self) -> str:
         """This rank: ``rank 0 of 8``."""
         return f"rank {self._rank} of {self._world_size}"
-
-    def _read(self, *, among_shared: bool = False) -> dict[int, Sequence[int] | None]:
-        logs: dict[int, Sequence[int] | None] = dict.fromkeys((self._rank, *self._peers))
-        logs.update(self._shared)
-        logs[self._rank] = self.log.words
-        if self._store is not None and not among_shared:
-            self.show()
-            with contextlib.suppress(RuntimeError):
-                for peer in self._peers:
-                    if peer not in self._shared and self._store.check([key := f"{self._key}{peer}"]):
-                        packed = base64.b85decode(self._store.get(key))
-                        logs[peer] = memoryview(zlib.decompress(packed)).cast("q")
-        return logs
 
     def post_failure(self, text: str) -> None:
         """Tell the other ranks, and other models of the group, how this rank has failed. The first failure counts."""
@@ -337,15 +247,184 @@ class Board:
             with contextlib.suppress(RuntimeError):
                 self._store.compare_set(_FAILURE_KEY, "", f"{self._rank}:{text}")
 
-    def read_failure(self) -> Failure | None:
-        """How another rank has failed; None if none has, as far as one can know."""
-        failure = None
+    def read_failure(self) -> str | None:
+        """Which other rank has failed, and how; None if none has, as far as this rank can know."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
                 if self._store.check([_FAILURE_KEY]):
                     rank, _, text = self._store.get(_FAILURE_KEY).decode().partition(":")
-                    failure = Failure(int(rank), text)
-        return None if failure is None or failure.rank == self._rank else failure
+                    return f"rank {rank} has failed: {text}" if int(rank) != self._rank else None
+        return None
 
 
 _boards: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+# -- the watchdog -------------------------------------------------------------------------------------------------
+
+
+class Wait:
+    """One wait for other ranks.
+
+    Args:
+        what: the rank waits for.
+
+    Attributes:
+        what: see above.
+        since: `time.monotonic` of when the wait began.
+        report_at_s: after so long the watchdog reports the wait (again).
+    """
+
+    __slots__ = ("report_at_s", "since", "what")
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.since = time.monotonic()
+        self.report_at_s = _REPORT_AFTER_S
+
+
+class Watch:
+    """What one rank of one model waits for. Owns the watchdog thread, which ends with the watch.
+
+    Args:
+        board: of the rank.
+        has_streams: ranks are on devices, for whose collectives no host waits.
+        abort: ends the waits of this rank's host; a method of an object that the thread must not keep alive.
+
+    Attributes:
+        wait: what the rank's host waits for; None: for nothing.
+        difference: why the wait is in vain; None: the watchdog has not found that.
+    """
+
+    def __init__(self, board: Board, *, has_streams: bool = False, abort: Callable[[], None] | None = None) -> None:
+        self.wait: Wait | None = None
+        self.difference: str | None = None
+        self._board = board
+        self._has_streams = has_streams
+        self._abort = None if abort is None else weakref.WeakMethod(abort)
+        self._on_device: Wait | None = None
+        thread = threading.Thread(target=_run, args=(weakref.ref(self),), name="streamshard watchdog", daemon=True)
+        _threads.add(thread)
+        thread.start()
+
+    def look(self) -> None:
+        """Compare logs, report or end the wait if it is due. The thread calls this."""
+        self._board.show_if_idle()
+        wait = self.wait or self._wait_on_device()
+        if wait is None:
+            return
+        waited_s = time.monotonic() - wait.since
+        reports = waited_s >= wait.report_at_s
+        if waited_s < _PATIENCE_S or (self._has_streams and not reports):
+            return
+        if reports:
+            wait.report_at_s = 2 * waited_s
+        difference = self._board.find_difference()
+        if difference is None:
+            if reports:
+                self._report(wait, waited_s)
+            return
+        self.difference = difference
+        self._board.post_failure(f"{wait.what}: {difference}. {_ADVICE}")
+        if reports:  # where nobody can end the wait, on a device
+            log.error("%s: %s. %s", wait.what, difference, _ADVICE)
+        if self._abort is not None and (abort := self._abort()) is not None:
+            abort()
+
+    def _wait_on_device(self) -> Wait | None:
+        idle_s = self._board.idle_s
+        if not self._has_streams or idle_s < _REPORT_AFTER_S:
+            self._on_device = None
+        elif self._on_device is None:
+            self._on_device = Wait("what it has issued on its device")
+            self._on_device.since -= idle_s
+        return self._on_device
+
+    def _report(self, wait: Wait, waited_s: float) -> None:
+        missing = self._board.describe_missing(among_shown=wait is self._on_device)
+        if missing is None and wait is self._on_device:
+            return  # the rank computes, or does something of its own
+        log.warning(
+            "%s has waited for %.0f s in %s (last: it %s): %s. All ranks have to call norms, forward, generate() and "
+            "everything that collects weights",
+            self._board.describe_rank(),
+            waited_s,
+            wait.what,
+            self._board.describe_last(),
+            missing or "all ranks have come, so a rank or the network is slow",
+        )
+
+
+def _run(watch_of: weakref.ref[Watch]) -> None:
+    while not _is_over.wait(_PATIENCE_S / 2):
+        watch = watch_of()
+        if watch is None:
+            return
+        watch.look()
+        del watch
+
+
+def _end_threads() -> None:
+    """At exit. Python aborts where it ends a daemon thread in a C++ call, such as one of the store."""
+    if alive := [thread for thread in list(_threads) if thread.is_alive()]:  # none are in a forked child
+        _is_over.set()
+        for thread in alive:
+            thread.join(_END_WITHIN_S)
+
+
+_is_over = threading.Event()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+atexit.register(_end_threads)
+
+
+class Guard:
+    """A context around a wait for other ranks. Turns a backend's error into a `CommunicationError` that names the wait.
+
+    Args:
+        ranks: `Ranks`, or what has its ``board``, ``watch``, ``failure`` and ``fail()``. Marked as failed by an error,
+            so that nothing more is issued to ranks that may be gone.
+        action: what goes on inside, such as "the gather of".
+        subject: whose it is, such as a unit's name; "" if nobody's.
+
+    Raises:
+        CommunicationError: when entered, if something has failed before.
+    """
+
+    __slots__ = ("_outer", "_ranks", "_what")
+
+    def __init__(self, ranks: Any, action: str, subject: str = "") -> None:
+        self._ranks = ranks
+        self._what = f"{action} {subject!r}" if subject else action
+
+    def __enter__(self) -> None:
+        ranks = self._ranks
+        if ranks.failure is not None:
+            raise CommunicationError(f"{self._what} is not possible any more: {ranks.failure}")
+        self._outer, ranks.watch.wait = ranks.watch.wait, Wait(self._what)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        ranks = self._ranks
+        ranks.watch.wait = self._outer
+        if error is None or (ranks.failure is not None and isinstance(error, StreamShardError)):
+            return
+        if not isinstance(error, RuntimeError) or isinstance(error, (StreamShardError, *_OWN)):
+            ranks.fail(f"{self._what} ended with {type(error).__name__}: {error}")
+            return
+        message = f"{self._what} failed on {ranks.board.describe_rank()}: {explain(error, ranks.board)}"
+        ranks.fail(message)
+        raise CommunicationError(message) from error
+
+
+def explain(error: Exception, board: Board) -> str:
+    """Why a collective ended with `error`, as far as this rank can know."""
+    is_mismatch = isinstance(error, MismatchError)
+    if (difference := board.find_difference(within_s=_LOGS_WITHIN_S if is_mismatch else 0.0)) is not None:
+        return f"{difference}. {_ADVICE}"
+    if (failure := board.read_failure()) is not None:
+        return failure
+    missing = board.describe_missing()
+    return f"{error}. {missing or 'Another rank has died, or ranks do not do the same'}. {_ADVICE}"
+
+
+class MismatchError(RuntimeError):
+    """Ranks have come to the same point of the program in different ways."""

@@ -20,28 +20,22 @@ _SUM_BLOCK = 1 << 17  # elements
 # where a message is longer than the memory for it.
 _TAGS_PER_UNIT = 3
 _ALL_TO_ALL_TAG = 1 << 30  # behind those of all units
-# Messages that nobody waits for any more, as long as their group lives. gloo frees a receive with its work object, and
-# the message that comes for it then stays at the head of the connection: nothing passes between the two ranks again.
+# Messages without a wait (of a model that was deleted, say), as long as their group lives. gloo frees a receive with
+# its work object. The message for it would then block the connection between the two ranks for good.
 _abandoned: weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.Work]] = weakref.WeakKeyDictionary()
 
 
 class PairwiseTransport(Transport):
     """CPU ranks over gloo: every pair of ranks exchanges its chunks directly, without staging copies."""
 
-    def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
-        """See `Transport.start_gather`. Other ranks' shards are received in index; this rank's is copied."""
-        self.ranks.log.add(Kind.GATHER, tag)
-        return self._exchange(shard, slot, tag, 0)
-
-    def start_gather_full(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> Work | None:
-        """See `Transport.start_gather_full`."""
-        self.ranks.log.add(Kind.GATHER_FULL, tag)
-        return self._exchange(shard, full, tag, 2)
-
-    def _exchange(self, shard: torch.Tensor, slot: torch.Tensor, tag: int, kind: int) -> Work:
+    def start_gather(
+        self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
+    ) -> Work | None:
+        """See `Transport.start_gather`. Other ranks' shards are received in place; this rank's is copied."""
+        self.ranks.board.log.add(Kind.GATHER if is_published else Kind.GATHER_FULL, tag)
         chunks = slot.view(self.ranks.world_size, -1)
         self.streams.declare(self.stream, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
-        messages, message_tag = [], tag * _TAGS_PER_UNIT + kind
+        messages, message_tag = [], tag * _TAGS_PER_UNIT + (0 if is_published else 2)
         for peer in self._peers():
             messages.append(self.ranks.group.send([shard], peer, message_tag))
             messages.append(self.ranks.group.recv([chunks[peer]], peer, message_tag))
@@ -61,7 +55,7 @@ class PairwiseTransport(Transport):
             reads=(reduction.slot,),
             writes=(reduction.scratch, reduction.out),
         )
-        self.ranks.log.add(Kind.REDUCE, reduction.tag)
+        self.ranks.board.log.add(Kind.REDUCE, reduction.tag)
         messages = []
         for index, peer in enumerate(self._peers()):
             tag = reduction.tag * _TAGS_PER_UNIT + 1
@@ -72,16 +66,21 @@ class PairwiseTransport(Transport):
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
         """See `Transport.start_average`. The backend's own sum; divided when it is waited for."""
         self.streams.declare(self.stream, Collective.ALL_REDUCE, tag, writes=(tensor,))
-        self.ranks.log.add(Kind.AVERAGE)
+        self.ranks.board.log.add(Kind.AVERAGE)
         work = dist.all_reduce(tensor, group=self.ranks.group, async_op=True)
-        return _Exchange(self.ranks.group, [work], lambda: self._divide(tensor))
+
+        def divide() -> None:
+            with self.streams.on(self.stream), torch.no_grad():
+                tensor.div_(self.ranks.world_size)
+
+        return _Exchange(self.ranks.group, [work], divide)
 
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
         """See `Transport.start_all_to_all`. gloo delivers messages of one tag in the order in which they were sent."""
         self.streams.declare(
             self.stream, Collective.ALL_TO_ALL, None, reads=(exchange.send,), writes=(exchange.received,)
         )
-        self.ranks.log.add(Kind.ALL_TO_ALL)
+        self.ranks.board.log.add(Kind.ALL_TO_ALL)
         messages = []
         for peer in self._peers():
             sent, received = exchange.chunks(peer)
@@ -93,10 +92,6 @@ class PairwiseTransport(Transport):
             sent, received = exchange.chunks(self.ranks.rank)
             received.copy_(sent)
         return _Exchange(self.ranks.group, messages)
-
-    def _divide(self, tensor: torch.Tensor) -> None:
-        with self.streams.on(self.stream), torch.no_grad():
-            tensor.div_(self.ranks.world_size)
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
         """Every other rank's chunk is received before the sum."""

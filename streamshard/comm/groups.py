@@ -1,4 +1,4 @@
-"""Who trains a model together: process groups from a mesh, from the user, or from the launcher's environment."""
+"""Which ranks train a model together: process groups from a mesh, from the user, or from the launcher."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from streamshard.comm.flight_recorder import Board, Kind
-from streamshard.comm.watchdog import Wait, Watch, explain
+from streamshard.comm.flight_recorder import Board, Kind, Wait, Watch, explain
+from streamshard.comm.objects import gather_bytes, gather_results, raise_if
 from streamshard.device import has_streams, serves
-from streamshard.errors import CommunicationError, ConfigError, ShardingError, StreamShardError
+from streamshard.errors import CommunicationError, ConfigError, ShardingError
 
 __all__ = [
     "Groups",
@@ -32,7 +32,7 @@ __all__ = [
 
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's, as its documentation says
 _COME = "streamshard/come"  # how many ranks have come to make a host group
-_NOBODYS_TAG = (1 << 31) - 1  # of a message that is never sent
+_UNUSED_TAG = (1 << 31) - 1  # of a message that is never sent
 
 
 class Groups(NamedTuple):
@@ -142,17 +142,17 @@ _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.Proc
 
 
 def host_group_of(group: dist.ProcessGroup, *, makes: bool = True) -> dist.ProcessGroup | None:
-    """A group of the same ranks for tensors in CPU memory, over which StreamShard alone talks.
+    """A gloo group of the same ranks, over which StreamShard alone talks.
 
     Over the user's own group gloo would pair a collective of StreamShard's on one rank with another library's on the
-    next, and hand each the other's bytes. Over this one ranks also agree where `group` serves devices only: that needs
-    no device, and no watchdog ends the process while one rank writes files.
+    next, and hand each the other's bytes. A group of devices has its own watchdog, which would end the process while
+    one rank writes files.
 
     Args:
         group: of gloo or of devices. Another backend that takes tensors in CPU memory is used as it is.
         makes: make it if there is none yet, which is collective; else the result is None then.
     """
-    if _is_talked_over(group):
+    if serves(group, "cpu") and (group.size() == 1 or group._get_backend(torch.device("cpu")).name() != "gloo"):
         return group
     if makes and group not in _host_groups:
         ranks = dist.get_process_group_ranks(group)
@@ -160,36 +160,26 @@ def host_group_of(group: dist.ProcessGroup, *, makes: bool = True) -> dist.Proce
         # torch names the group of some ranks by the number of groups that each is in, which may differ. Where all ranks
         # make it, it is named by the number that have been made.
         is_of_some = len(ranks) < dist.get_world_size()
-        _await_all(group, timeout)
+        _await_all(group, timeout.total_seconds())
         host_group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=is_of_some)
         _host_groups[group] = _host_groups[host_group] = weakref.ref(host_group)
     group_of = _host_groups.get(group)
     return None if group_of is None else group_of()
 
 
-def _is_talked_over(group: dist.ProcessGroup) -> bool:
-    if not serves(group, "cpu"):
-        return False
-    return group.size() == 1 or group._get_backend(torch.device("cpu")).name() != "gloo"
-
-
-def _await_all(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
-    """Return once all ranks of `group` have called this, each once.
+def _await_all(group: dist.ProcessGroup, timeout_s: float) -> None:
+    """Return once all ranks of `group` have called this.
 
     ``dist.new_group`` would keep the store's connection while it waits, so that the watchdog could not report.
 
     Raises:
-        RuntimeError: `timeout` is over.
+        RuntimeError: the timeout is over.
     """
-    store, sleep_s = group.get_group_store(), 1e-4
-    timeout_s = timeout.total_seconds()
-    deadline = time.monotonic() + timeout_s
+    store, deadline, sleep_s = group.get_group_store(), time.monotonic() + timeout_s, 1e-4
     come = store.add(_COME, 1)
     while come < group.size():
         if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"timed out after {timeout.total_seconds():g} s: {come} of {group.size()} ranks have come"
-            )
+            raise RuntimeError(f"timed out after {timeout_s:g} s: {come} of {group.size()} ranks have come")
         time.sleep(sleep_s)
         sleep_s = min(2 * sleep_s, 0.1)
         come = store.add(_COME, 0)
@@ -214,11 +204,7 @@ def close_connections(group: dist.ProcessGroup) -> None:
     if group.size() > 1:
         peer = (group.rank() + 1) % group.size()
         with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1)], peer, _NOBODYS_TAG).wait(datetime.timedelta(milliseconds=1))
-
-
-def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, StreamShardError) else f"{type(error).__name__}: {error}"
+            group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(datetime.timedelta(milliseconds=1))
 
 
 def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) -> None:
@@ -227,29 +213,27 @@ def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) ->
     Returns on a rank with an error, which then raises its own.
 
     Raises:
-        ShardingError: here all is well, but another rank refuses its model; names the rank and says why.
+        ShardingError: all is well here, but another rank refuses its model; names the rank and says why.
         CommunicationError: another rank did not come.
     """
     group = group or dist.group.WORLD
-    errors: list[str | None] = [None] * dist.get_world_size(group)
-    if group is None or len(errors) == 1:
+    if group is None or group.size() == 1:
         return
-    board = Board(group, dist.get_rank(group), len(errors))
+    board = Board(group, group.rank(), group.size())
     watch = Watch(board)
     watch.wait = Wait("the start of StreamShard(model), which all ranks have to call")
     board.log.add(Kind.MEETING)
     try:
         hosts = host_group_of(group)
-        has_failed = torch.tensor(error is not None, dtype=torch.uint8)
-        dist.all_reduce(has_failed, dist.ReduceOp.MAX, group=hosts)
-        if not has_failed:
-            return
-        dist.all_gather_object(errors, None if error is None else _told(error), group=hosts)
-    except RuntimeError as failure:
+        if hosts is None:
+            raise RuntimeError("the process group was destroyed")
+        gather_results(
+            lambda data: gather_bytes(hosts, data), "shard the model", lambda: raise_if(error), ShardingError
+        )
+    except (RuntimeError, ShardingError) as failure:
         if error is not None:
             return
+        if isinstance(failure, ShardingError):
+            raise
         told = f"{watch.wait.what} failed on {board.describe_rank()}: {explain(failure, board)}"
         raise CommunicationError(told) from failure
-    for rank, message in enumerate(errors):
-        if error is None and message is not None:
-            raise ShardingError(f"rank {rank} refused its model: {message}")

@@ -6,20 +6,14 @@ in bf16 every gradient is 0.2 % too large for N = 3 or 6. Only sums are added up
 a copy of registered buffers. In fp16, where a sum of N could overflow and N-ths could vanish, a power of two near the
 root of N is divided out before, which is exact, and the rest after (as FSDP2 does).
 
-[Note: 16 bits among many ranks]
-Of a unit of B bytes, N ranks on M machines of G each: along rings, each of which enters a machine once, a GPU's network
-card sends B/G. Where chunks are exchanged (`EXCHANGE_16`) it sends B (N - G)/N: G (1 - 1/M) times as many, and half of
-that against fp32. Within a machine it is half. What a rank launches and holds does not depend on N, but it has N - 1
-connections, and messages of B/N.
+[Note: sums in 16 bits]
 Where the backend adds up in 16 bits (`SUM_16`), each step along a ring rounds. Independent gradients lose 0.5 % of
-their mean at 16 ranks, 1.9 % at 256 (bf16; the error grows with the root of N). Alike ones lose more: the spacing of
-numbers around k is k eps or half of that, so from k = 2/eps on (256 in bf16) adding one more changes nothing. A mean of
-512 is 0.7 of what it should be, of 1024 the half of that.
+their mean at 16 ranks, 1.9 % at 256 (bf16; the error grows with the root of N). Equal gradients lose more: the spacing
+of numbers around k is k eps or half of that, so from k = 2/eps on (256 in bf16) adding one more changes nothing.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -29,6 +23,7 @@ from streamshard.comm.flight_recorder import Kind
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport
 from streamshard.config import Precision, ReductionMode
+from streamshard.errors import ConfigError
 
 __all__ = ["NcclTransport"]
 
@@ -45,17 +40,11 @@ class NcclTransport(Transport):
         with self.streams.on(self.stream):
             dist.all_reduce(torch.zeros(1, device=self.streams.device), group=self.ranks.group)
 
-    def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
+    def start_gather(
+        self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
+    ) -> Work | None:
         """See `Transport.start_gather`."""
-        self.ranks.log.add(Kind.GATHER, tag)
-        return self._gather(shard, slot, tag)
-
-    def start_gather_full(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> Work | None:
-        """See `Transport.start_gather_full`."""
-        self.ranks.log.add(Kind.GATHER_FULL, tag)
-        return self._gather(shard, full, tag)
-
-    def _gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
+        self.ranks.board.log.add(Kind.GATHER if is_published else Kind.GATHER_FULL, tag)
         self.streams.declare(self.stream, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         with self.streams.on(self.stream):
             _all_gather_single(slot, shard, group=self.ranks.group)
@@ -65,7 +54,7 @@ class NcclTransport(Transport):
         """See `Transport.start_reduce`, and [Note: sums]."""
         slot, out, scratch, mode, accumulate, tag = reduction
         self.streams.declare(self.stream, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(scratch, out, slot))
-        self.ranks.log.add(Kind.REDUCE, tag)
+        self.ranks.board.log.add(Kind.REDUCE, tag)
         size = self.ranks.world_size
         with self.streams.on(self.stream), torch.no_grad():
             if mode is ReductionMode.EXCHANGE_16:
@@ -96,7 +85,7 @@ class NcclTransport(Transport):
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
         """See `Transport.start_average`."""
         self.streams.declare(self.stream, Collective.ALL_REDUCE, tag, writes=(tensor,))
-        self.ranks.log.add(Kind.AVERAGE)
+        self.ranks.board.log.add(Kind.AVERAGE)
         with self.streams.on(self.stream):
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.ranks.group)
             tensor.mul_(1.0 / self.ranks.world_size)
@@ -106,7 +95,7 @@ class NcclTransport(Transport):
         """See `Transport.start_all_to_all`."""
         send, send_numels, received, received_numels = exchange
         self.streams.declare(self.stream, Collective.ALL_TO_ALL, None, reads=(send,), writes=(received,))
-        self.ranks.log.add(Kind.ALL_TO_ALL)
+        self.ranks.board.log.add(Kind.ALL_TO_ALL)
         with self.streams.on(self.stream):
             dist.all_to_all_single(received, send, list(received_numels), list(send_numels), group=self.ranks.group)
         return None
@@ -121,38 +110,15 @@ class NcclTransport(Transport):
             case ReductionMode.SUM_16:
                 return shard_numel
 
-    def find_drawback(self, precision: Precision) -> str | None:
-        """See `Transport.find_drawback`, and [Note: 16 bits among many ranks]."""
-        size, dtype = self.ranks.world_size, precision.slot_grad_dtype
-        match precision.reduction_mode:
-            case ReductionMode.FP32:
-                return None
-            case ReductionMode.EXCHANGE_16:
-                per_machine = int(os.environ.get("LOCAL_WORLD_SIZE") or self.streams.module.device_count())
-                factor = _exchange_factor(size, per_machine)
-                if factor <= 1:
-                    return None
-                return (
-                    f"grad_dtype={dtype} summed in fp32: every rank sends to each other one, which on {size} ranks, "
-                    f"{per_machine} on a machine, is about {factor:.1f} times the bytes that the default "
-                    "(reduce_dtype=torch.float32 alone) sends between machines. Take the default, or a mesh that "
-                    f"shards within machines: init_device_mesh(device_type, ({size // per_machine}, {per_machine}))"
-                )
-            case ReductionMode.SUM_16:
-                limit = int(2 / torch.finfo(dtype).eps)
-                if size <= limit:
-                    return None
-                return (
-                    f"reduce_dtype={dtype} on {size} ranks: in {dtype} a sum of more than {limit} gradients that are "
-                    "alike grows no more, so their mean comes out too small. Take the default "
-                    "(reduce_dtype=torch.float32), or smaller shard groups: a 2-D mesh, replicate x shard, averages "
-                    "over replicas in fp32"
-                )
-
-
-def _exchange_factor(size: int, per_machine: int) -> float:
-    """How many times fp32's bytes an exchange of 16-bit chunks sends. See [Note: 16 bits among many ranks]."""
-    return 0.5 if size <= per_machine else per_machine * (1 - per_machine / size) / 2
+    def check_precision(self, precision: Precision) -> None:
+        """See `Transport.check_precision`, and [Note: sums in 16 bits]."""
+        dtype, size = precision.slot_grad_dtype, self.ranks.world_size
+        if precision.reduction_mode is ReductionMode.SUM_16 and size > (most := int(2 / torch.finfo(dtype).eps)):
+            raise ConfigError(
+                f"reduce_dtype={dtype} on {size} ranks: a sum of more than {most} equal gradients stops growing in "
+                f"{dtype}, so their mean comes out too small. Take reduce_dtype=torch.float32, or smaller shard "
+                "groups: a 2-D mesh, replicate x shard, averages over replicas in fp32"
+            )
 
 
 def _share_before(size: int) -> int:

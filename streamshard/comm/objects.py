@@ -1,9 +1,9 @@
-"""Objects between ranks: every rank prepares its own first, so that an error of one rank becomes the same error on all.
+"""Objects between ranks. An error of one rank becomes the same error on all ranks.
 
 [Note: errors of one rank]
-Other ranks wait for each rank in a collective. So a rank runs and pickles whatever can fail before the collective
-starts. If that fails, the rank takes part with the text of the error, and every rank raises. The connections stay in
-step: training and later saves go on.
+In a collective, ranks wait for each other. So each rank runs and pickles before the collective starts. If that fails,
+the rank sends the text of the error instead, and every rank raises. The connections stay in step: training and later
+saves go on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import pickle
 from collections.abc import Callable
-from typing import NoReturn, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -116,19 +116,29 @@ def gather_results(
             result cannot be pickled there, or a result cannot be unpickled. A rank that was interrupted
             (`KeyboardInterrupt`, `SystemExit`) raises that instead.
     """
+    error: BaseException | None = None
+    sent = _VALUE
     try:
         value = action()
-        sent = b"" if gather is None else _VALUE + pickle.dumps(value)
-    except BaseException as error:
-        _fail(gather, doing, error, raises)
+        if gather is not None:
+            sent += pickle.dumps(value)
+    except BaseException as caught:
+        error, sent = caught, _ERROR + describe(caught).encode(errors="backslashreplace")
+    gathered = [sent] if gather is None else gather(sent)
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    errors = {rank: each[1:].decode() for rank, each in enumerate(gathered) if each.startswith(_ERROR)}
+    if errors:
+        failed = "; ".join(f"rank {rank}: {text}" for rank, text in errors.items())
+        if len(errors) == len(gathered) and len(set(errors.values())) == 1:
+            failed = f"all ranks: {errors[0]}" if len(errors) > 1 else errors[0]
+        raise raises(f"could not {doing}: {failed}") from error
     if gather is None:
         return [value]
-    gathered = gather(sent)
-    _raise_errors(gathered, doing, raises)
     try:
-        return [pickle.loads(memoryview(each)[len(_VALUE) :]) for each in gathered]
-    except Exception as error:  # of the same bytes on all ranks
-        raise raises(f"could not {doing}: {describe(error)}") from error
+        return [pickle.loads(memoryview(each)[1:]) for each in gathered]
+    except Exception as bad:  # of the same bytes on all ranks
+        raise raises(f"could not {doing}: {describe(bad)}") from bad
 
 
 def raise_if(error: Exception | None) -> None:
@@ -146,30 +156,6 @@ def describe(error: BaseException) -> str:
     if isinstance(error, StreamShardError):
         return words
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
-
-
-def _fail(
-    gather: Callable[[bytes], list[bytes]] | None, doing: str, error: BaseException, raises: type[StreamShardError]
-) -> NoReturn:
-    """Take part with `error` in the place of a value, and raise what all ranks raise."""
-    told = _ERROR + describe(error).encode(errors="backslashreplace")
-    gathered = [told] if gather is None else gather(told)
-    if not isinstance(error, Exception):
-        raise error
-    _raise_errors(gathered, doing, raises, error)
-    raise error  # not reached: `told` is among them
-
-
-def _raise_errors(
-    gathered: list[bytes], doing: str, raises: type[StreamShardError], cause: Exception | None = None
-) -> None:
-    errors = [each[len(_ERROR) :].decode() if each.startswith(_ERROR) else None for each in gathered]
-    failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
-    if not failed:
-        return
-    if len(set(errors)) == 1:
-        failed = [f"all ranks: {errors[0]}" if len(errors) > 1 else str(errors[0])]
-    raise raises(f"could not {doing}: " + "; ".join(failed)) from cause
 
 
 def gather_bytes(group: dist.ProcessGroup, data: bytes, timeout: datetime.timedelta | None = None) -> list[bytes]:

@@ -1,10 +1,9 @@
-"""Who trains a model together: who this rank is, what ranks agree on, and whether something between them has failed.
+"""The ranks that train a model together: the transport between them, what they agree on, and whether one has failed.
 
-[Note: ranks that do not do the same]
-All ranks issue the same exchanges in the same order. A transport logs what it issues
-(`streamshard.comm.flight_recorder`). A rank that has waited for long compares the logs of all ranks, and if they
-differ, waits no longer. A rank that fails, for this reason or another, posts its error's text on the board and closes
-its connections. That ends the waits of the others, which read the text. So all ranks end soon, with the same words.
+[Note: ranks that differ]
+A rank that fails posts its error's text on the board and closes its connections. That ends the waits of the others,
+which read the text. So all ranks end soon, with the same words. The watchdog fails a rank whose wait is in vain
+(`streamshard.comm.flight_recorder`).
 """
 
 from __future__ import annotations
@@ -20,14 +19,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from streamshard.comm.flight_recorder import Board, Kind, Log
-from streamshard.comm.groups import host_group_of
+from streamshard.comm.flight_recorder import Board, Guard, Kind, Log, Watch
+from streamshard.comm.gloo import PairwiseTransport
+from streamshard.comm.groups import close_connections, host_group_of
+from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.objects import gather_bytes, gather_results
+from streamshard.comm.shared_memory import SharedBuffers, SharedMemoryTransport, make_memory, map_memory
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.comm.transport import Transport
-from streamshard.comm.watchdog import Guard, Watch
 from streamshard.device import serves
-from streamshard.errors import CommunicationError, ShardingError, StreamShardError
+from streamshard.errors import CommunicationError, ConfigError, ShardingError, StreamShardError
 
 __all__ = ["Ranks"]
 
@@ -35,26 +36,29 @@ _T = TypeVar("_T")
 
 
 class Ranks:
-    """The ranks of a shard group, among all that train the model. Holds the one transport between them.
+    """The ranks of a shard group, among all that train the model. Collective: makes connections.
 
     Args:
         group: the shard group: gathers, reductions and norms are among its ranks.
         streams: the engine's streams.
-        stream: that on which something moves between these ranks.
-        all_ranks: all ranks that train this model, replicas included, who agree on things; None: the shard group.
+        stream: on which the transport runs.
+        all_ranks: all ranks that train this model, replicas included; None: the shard group.
         replica: number of this rank's replica among them, on the replicate axis.
 
     Attributes:
-        transport: moves bytes between them. Whoever wants to watch or disturb that puts another one here.
+        transport: moves bytes between the ranks: the one for the device of `streams`. Tests put another one here.
         rank: this rank within the shard group.
         world_size: N.
-        replica: see above; weights are written to files by replica 0.
+        replica: see above; replica 0 writes weights to files.
         number: of this rank among all ranks.
-        is_first: whether this is the rank whose weights count at the start and that writes what is written once.
+        is_first: number is 0. Its weights count at the start, and it writes what is written once.
         total_size: number of ranks in `all_ranks`.
         failure: how a collective has failed; None: none has.
         board: what this rank and the others have issued, and the first failure.
         watch: what this rank waits for.
+
+    Raises:
+        ConfigError: the group has no backend for the device.
     """
 
     transport: Transport
@@ -67,6 +71,12 @@ class Ranks:
         all_ranks: dist.ProcessGroup | None = None,
         replica: int = 0,
     ) -> None:
+        if not serves(group, streams.device.type):
+            backend = dist.get_default_backend_for_device(streams.device)
+            raise ConfigError(
+                f"parameters are on {streams.device}, for which the process group ({dist.get_backend_config(group)}) "
+                f"has no backend: torch.distributed.init_process_group({backend!r}), or without a name for all devices"
+            )
         self.failure: str | None = None
         # Weak: destroy_process_group() has to end gloo's threads, which must not outlive Python (they take its lock).
         self._users_group_of = weakref.ref(all_ranks or group)
@@ -85,6 +95,35 @@ class Ranks:
         self.board = Board(self.all_ranks, self.number, self.total_size)
         self.watch = Watch(self.board, has_streams=streams.has_streams, abort=self.abort)
         _alive_ones.add(self)
+        self.transport = NcclTransport(self) if streams.has_streams else PairwiseTransport(self)
+        if self.world_size > 1:
+            with self.guard("the first meeting of a process group's ranks"):
+                self.transport.meet()
+
+    def share_memory(self, nbytes: int, units: int) -> None:
+        """Let CPU ranks that can map each other's memory move bytes through it. Collective.
+
+        Args:
+            nbytes: the most that `Transport.allocate_visible` will be asked for.
+            units: how many shards will be published.
+        """
+        if self.streams.has_streams or self.world_size == 1:
+            return
+        mine = make_memory(nbytes, units)
+        buffers: list[SharedBuffers] = []
+        try:
+            offers = self.gather_objects(None if mine is None else mine[1], with_replicas=False)
+            for rank, offer in enumerate(offers):
+                is_own = mine is not None and rank == self.rank
+                mapped = SharedBuffers(mine[0], units, None) if mine and is_own else map_memory(offer, units)
+                if mapped is not None:
+                    buffers.append(mapped)
+            all_can = all(self.gather_objects(len(buffers) == self.world_size, with_replicas=False))
+        finally:
+            if mine is not None:
+                os.close(mine[1].descriptor)  # mappings stay
+        if all_can:
+            self.transport = SharedMemoryTransport(self, buffers)
 
     @property
     def log(self) -> Log:
@@ -95,6 +134,8 @@ class Ranks:
     def has_failed(self) -> bool:
         """Whether a collective has failed: nothing more is issued."""
         return self.failure is not None
+
+    # -- groups -----------------------------------------------------------------------------------------------------
 
     @property
     def users_group(self) -> dist.ProcessGroup:
@@ -125,25 +166,16 @@ class Ranks:
         _alive(self._users_group_of)
         return _alive(self._all_ranks_of)
 
-    def host_groups(self) -> list[dist.ProcessGroup]:
-        """The groups over which hosts talk and that have not been destroyed: StreamShard's own, then the user's.
-
-        In this order they are closed: a rank that leaves the user's finds the others closed.
-        """
-        groups = [group_of() for group_of in (self._group_of, self._all_ranks_of, self._users_group_of)]
-        alive = [group for group in groups if group is not None]
-        hosts = [host_group_of(group, makes=False) for group in alive]
-        found = dict.fromkeys(group for group in (*hosts, *alive) if group is not None)
-        return [group for group in found if serves(group, "cpu")]
-
     @property
     def host_group(self) -> dist.ProcessGroup:
         """All ranks, for tensors in CPU memory. Collective the first time."""
         return _host_group(self.all_ranks)
 
     def guard(self, action: str, subject: str = "") -> Guard:
-        """A context around collectives and waits for them: says what failed, see `Guard`."""
+        """A context around collectives and waits for them, see `Guard`."""
         return Guard(self, action, subject)
+
+    # -- what ranks tell each other ---------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrite `tensor` on every rank by that of rank number `source`. Blocks."""
@@ -170,11 +202,22 @@ class Ranks:
 
     def any_rank(self, value: bool) -> bool:
         """Whether `value` is true on any rank, replicas included. Blocks the host; no device waits or is waited for."""
+        return self._maximum([int(value)]) == [1]
+
+    def are_equal(self, text: str) -> bool:
+        """Whether all ranks give the same `text`, replicas included. Blocks the host."""
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        return self._maximum([number, -number]) == [number, -number]
+
+    def _maximum(self, numbers: list[int]) -> list[int]:
         if self.total_size == 1:
-            return value
+            return numbers
+        found = torch.tensor(numbers)
         self.transport.before_talk()
         with self.guard("a vote of all ranks"):
-            return self.transport.any_rank(value)
+            self.log.add(Kind.VOTE)
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.host_group)
+        return found.tolist()
 
     def gather_objects(self, value: object, *, with_replicas: bool = True) -> list[Any]:
         """Every rank's `value`, in rank order. Blocks; for set-up and errors, not for steps.
@@ -225,42 +268,38 @@ class Ranks:
         """The first rank's `value`, which can be pickled. Blocks; for set-up."""
         return self.gather_objects(value if self.is_first else None)[0]
 
-    def are_equal(self, text: str) -> bool:
-        """Whether all ranks give the same `text`, replicas too: a sum of 16 bytes however many they are. Blocks."""
-        if self.total_size == 1:
-            return True
-        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        extremes = torch.tensor([number, -number])
-        self.transport.before_talk()
-        with self.guard("a comparison of all ranks"):
-            self.log.add(Kind.VOTE)
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.host_group)
-        return extremes.tolist() == [number, -number]
-
     def barrier(self) -> None:
         """Return once every rank has called this."""
         self.gather_objects(None)
 
-    # -- when ranks do not do the same ------------------------------------------------------------------------------
+    # -- failures ---------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End this rank's waits, which are in vain. The watchdog's thread calls this."""
+        """End this rank's waits, which are in vain, and those of ranks that wait for it. The watchdog calls this."""
         if self.failure is None:
-            self.transport.abort()
+            self._close()
 
     def fail(self, failure: str) -> None:
-        """A collective has failed: issue nothing more, let nobody wait for this rank. The first failure counts."""
+        """A collective has failed: issue nothing more, let no rank wait for this one. The first failure counts."""
         is_first = self.failure is None
         if is_first:
             self.failure = failure
             self.board.post_failure(failure)  # before the others' waits end: they read it then
-        self.transport.on_failure()
+        self.transport.leave()
         if is_first:
-            self.transport.abort()
+            self._close()
+
+    def _close(self) -> None:
+        """StreamShard's own groups first: a rank that leaves the user's group finds them closed."""
+        alive = [group for of in (self._group_of, self._all_ranks_of, self._users_group_of) if (group := of())]
+        hosts = [host for group in alive if (host := host_group_of(group, makes=False))]
+        for group in dict.fromkeys((*hosts, *alive)):
+            if serves(group, "cpu"):
+                close_connections(group)
 
     @contextlib.contextmanager
     def fails_if_alone(self, action: str) -> Iterator[None]:
-        """Around work with collectives in which all ranks raise the same `StreamShardError`s, and other errors alone.
+        """Around work in which all ranks raise the same `StreamShardError`s, and other errors alone.
 
         Such another error, of memory that runs out or of a bug, fails all ranks with its text.
         """
@@ -297,8 +336,8 @@ def _after_fork_in_child() -> None:
     for ranks in _alive_ones:
         if ranks.total_size > 1:
             ranks.failure = (
-                f"this process was forked from rank {ranks.rank} and is none of its own: it has the weights that "
-                "it was forked with, but no connection to other ranks"
+                f"this process was forked from rank {ranks.rank} and has no connection to other ranks: start processes "
+                "with the spawn method"
             )
 
 

@@ -1,57 +1,209 @@
-"""Ranks of one machine read each other's memory: the CPU transport without sockets in between.
+"""CPU ranks of one machine read each other's memory: a transport without sockets in between.
 
-What other ranks read (compute shards, grad slots) lies in one anonymous memory file per rank, its *arena*, which every
-peer maps. A gather then is one copy out of each peer's compute shard, a reduction one sum over all ranks' grad slots,
-and who is how far is told by counters in the arenas ([Note: counters]). NCCL does the same between the GPUs of one
-machine. Through gloo's sockets the same exchange cost three to four times the CPU time (docs/internals/log.md).
+What other ranks read (compute shards, grad slots) lies in one anonymous memory file per rank, its shared buffers. Every
+peer maps the file. An all-gather copies each peer's compute shard, a reduction sums all ranks' grad slots, and counters
+in the file tell how far each rank is ([Note: counters]). NCCL does the same between the GPUs of one machine. Through
+gloo's sockets the same exchange cost three to four times the CPU time (docs/internals/log.md).
+
+A forked child does not get the mapping (MADV_DONTFORK): it must not write what other ranks read. A child that touches
+weights there ends with a segmentation fault.
 
 [Note: counters]
-Each rank has five counters, which only it increments:
+Each rank has four counters, which only it increments:
 
-- PUBLISHED: my compute shards are cast and may be read. Peers wait for it before they copy.
-- RETRACTED: I have read all I was going to read. Peers wait for it before they cast anew (rule 6).
-- WRITTEN: reductions whose grad slot I have filled. Peers wait for it before they sum.
-- SUMMED: reductions that I have summed. Peers wait for it before they write that slot again (rule 3).
-- VOTED: votes that I have given. A rank gives its next one when it has read all of the last, so room for two is enough.
+- PUBLISHED: this rank's compute shards are cast. Peers wait for it before they copy.
+- RETRACTED: this rank has read all it was going to read. Peers wait for it before they cast anew (rule 6).
+- WRITTEN: reductions whose grad slot this rank has filled. Peers wait for it before they sum.
+- SUMMED: reductions that this rank has summed. Peers wait for it before they write that slot again (rule 3).
 
-Counts say enough because passes and reductions come in the same order on all ranks (the program's). That they do is
-compared: with each count goes what the log of all that was issued before came to (`flight_recorder.Log`). Sums are
-taken in that order too, as early as possible, so no rank waits for a sum that waits for it.
+Counts say enough because passes and reductions come in the same order on all ranks. With each count goes the digest of
+all that was issued before, and ranks compare the digests. Sums are taken in that order too, as early as possible, so no
+rank waits for a sum that waits for it.
 """
 
 from __future__ import annotations
 
+import enum
+import mmap
 import os
 import platform
+import select
+import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from streamshard.comm.arena import Arena, Counter, State, arena_bytes, map_all, offer_memory
-from streamshard.comm.flight_recorder import Kind
+from streamshard.comm.flight_recorder import Kind, MismatchError
 from streamshard.comm.gloo import PairwiseTransport, sum_in_pieces
 from streamshard.comm.groups import timeout_of
-from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import Reduction
+from streamshard.comm.transport import Peers, Reduction
 from streamshard.config import ReductionMode
 from streamshard.errors import StateError
 
-__all__ = ["SharedMemoryTransport", "share_memory"]
+__all__ = ["Counter", "Offer", "SharedBuffers", "SharedMemoryTransport", "make_memory", "map_memory"]
 
 _DISABLE = "STREAMSHARD_SHARED_MEMORY"  # environment variable: "0" leaves everything to gloo
 _ORDERED = ("x86_64", "AMD64")  # where stores become visible in program order, which counters rely on
+_ALIGNMENT = 64  # bytes, of a buffer: a cache line
+_WORD_BYTES = 8
+_PUBLICATIONS = 2  # at most so many are compared at the same time
 _YIELDS = 200  # how often to look before sleeping between looks
 _LONGEST_SLEEP_S = 1e-3
-_COMPARE_EVERY_S = 0.1  # while waiting: the logs of all ranks
+
+
+class Counter(enum.IntEnum):
+    """See [Note: counters]."""
+
+    PUBLISHED = 0
+    RETRACTED = 1
+    WRITTEN = 2
+    SUMMED = 3
+
+
+class Offer(NamedTuple):
+    """What peers need to map a rank's memory.
+
+    Attributes:
+        system: of the process; in another system its number means another process, or none.
+        process, descriptor: where the file is.
+    """
+
+    system: str
+    process: int
+    descriptor: int
+
+
+class SharedBuffers:
+    """One rank's shared memory, as a process sees it.
+
+    Args:
+        memory: the mapped file.
+        units: how many shards are published.
+        process: a descriptor (pidfd) of the rank's process, which this object owns; None: of this process.
+
+    Attributes:
+        counters: [4], by `Counter`.
+        gone: [1], 1 once the counters will not change any more.
+        published: [2], digest of the log at the last publications, by count.
+        shards: [units], where the compute shards begin, in bytes.
+        written: [units], digest of the log at the last reductions, by count.
+    """
+
+    def __init__(self, memory: mmap.mmap, units: int, process: int | None) -> None:
+        self._memory = memory
+        self._used = 0
+        self.counters = self._words(len(Counter))
+        self.gone = self._words(1)
+        self.published = self._words(_PUBLICATIONS)
+        self.shards = self._words(units)
+        self.written = self._words(units)
+        self._start = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+        self._poll = select.poll()
+        if process is not None:
+            self._poll.register(process, select.POLLIN)
+            weakref.finalize(self, os.close, process)
+        _mapped.add(self)
+
+    def has_died(self) -> bool:
+        """Whether the rank's process has ended. False for this process's own buffers."""
+        return bool(self._poll.poll(0))
+
+    def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The elements [numel] at `offset` bytes."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A new buffer [numel] of zeros. Only on the rank that owns the memory."""
+        offset = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        self._used = offset + numel * dtype.itemsize
+        return self.view(offset, numel, dtype)
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Where `tensor` lies, in bytes; None if that is somewhere else."""
+        offset = tensor.data_ptr() - self._start
+        return offset if 0 < offset < self._used else None
+
+    def _words(self, count: int) -> memoryview:
+        start, self._used = self._used, self._used + _WORD_BYTES * count
+        return memoryview(self._memory)[start : self._used].cast("q")
+
+
+_mapped: weakref.WeakSet[SharedBuffers] = weakref.WeakSet()
+_kept: list[SharedBuffers] = []  # in a forked child: to unmap its inherited objects would unmap something else
+
+
+def _after_fork_in_child() -> None:
+    _kept.extend(_mapped)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def make_memory(nbytes: int, units: int) -> tuple[mmap.mmap, Offer] | None:
+    """An anonymous memory file with room for `nbytes` of buffers; None where that is not possible.
+
+    The caller has to close the offer's descriptor when all ranks have mapped the file.
+
+    Args:
+        nbytes: of buffers. Memory is taken only when touched.
+        units: how many shards will be published.
+    """
+    if sys.platform != "linux" or os.environ.get(_DISABLE, "1") == "0" or platform.machine() not in _ORDERED:
+        return None
+    descriptor = None
+    try:
+        descriptor = os.memfd_create("streamshard", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, nbytes + _WORD_BYTES * (len(Counter) + 1 + _PUBLICATIONS + 2 * units))
+        return _map(descriptor), Offer(_system(), os.getpid(), descriptor)
+    except (OSError, ValueError):
+        if descriptor is not None:
+            os.close(descriptor)
+        return None
+
+
+def map_memory(offer: Offer | None, units: int) -> SharedBuffers | None:
+    """Another rank's memory; None unless it is of this machine and may be mapped. Opens nothing of other machines."""
+    process = file = None
+    try:
+        if offer is None or offer.system != _system():
+            return None
+        process = os.pidfd_open(offer.process)
+        file = os.open(f"/proc/{offer.process}/fd/{offer.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        buffers = SharedBuffers(_map(file), units, process)
+        process = None
+        return buffers
+    except (OSError, ValueError):
+        return None
+    finally:
+        for descriptor in (process, file):
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+def _map(descriptor: int) -> mmap.mmap:
+    memory = mmap.mmap(descriptor, 0)
+    memory.madvise(mmap.MADV_DONTFORK)
+    return memory
+
+
+def _system() -> str:
+    """The running kernel and the namespace of process numbers: where both are the same, a number is one process."""
+    namespace = os.stat("/proc/self/ns/pid")
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    return f"{boot} {namespace.st_dev} {namespace.st_ino}"
 
 
 class _Once:
-    """Work that is done by whoever waits for it."""
+    """Work that its first wait does."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action: Callable[[], None] | None = action
@@ -64,27 +216,25 @@ class _Once:
 
 
 class SharedMemoryTransport(PairwiseTransport):
-    """CPU ranks of one machine. Made by `share_memory`.
+    """CPU ranks of one machine. Made by `Ranks.share_memory`.
 
     Args:
-        ranks: between whom; their log is kept where the others can read it from here on.
-        arenas: all ranks', by rank.
+        ranks: between whom.
+        buffers: all ranks', by rank.
     """
 
-    def __init__(self, ranks: Ranks, arenas: Sequence[Arena]) -> None:
+    def __init__(self, ranks: Peers, buffers: Sequence[SharedBuffers]) -> None:
         super().__init__(ranks)
-        self._arenas = arenas
-        self._own = arenas[ranks.rank]
-        ranks.log.move_to(self._own.log_words)
-        ranks.board.share(dict(zip(_numbers_of(ranks), (arena.log_words for arena in arenas), strict=True)))
+        self._buffers = buffers
+        self._own = buffers[ranks.rank]
         self._timeout_s = timeout_of(ranks.group).total_seconds()
         self._started: deque[Reduction] = deque()  # not summed yet
         self._compared = 0  # publications
-        weakref.finalize(self, _leave, self._own, os.getpid())
+        weakref.finalize(self, _leave, self._own.gone, os.getpid())
 
-    def allocate_visible(self, numel: int, dtype: torch.dtype, *, is_users: bool = False) -> torch.Tensor:
+    def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Transport.allocate_visible`."""
-        return self._own.allocate(numel, dtype, is_users=is_users)
+        return self._own.allocate(numel, dtype)
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
         """Nothing is received, so there is nothing to receive it in."""
@@ -92,7 +242,7 @@ class SharedMemoryTransport(PairwiseTransport):
             case ReductionMode.FP32 | ReductionMode.EXCHANGE_16 | ReductionMode.SUM_16:
                 return 0
 
-    # -- gathers ----------------------------------------------------------------------------------------------------
+    # -- all-gathers ------------------------------------------------------------------------------------------------
 
     def retract_shards(self) -> Work | None:
         """See `Transport.retract_shards`."""
@@ -102,44 +252,32 @@ class SharedMemoryTransport(PairwiseTransport):
 
     def publish_shards(self, shards: Sequence[torch.Tensor]) -> None:
         """See `Transport.publish_shards`."""
-        self._own.forget_copy()
         for tag, shard in enumerate(shards):
             self._own.shards[tag] = self._offset_of(shard) if shard.numel() else 0
         count = self._own.counters[Counter.PUBLISHED] + 1
-        self._own.published[count % len(self._own.published)] = self.ranks.log.digest
+        self._own.published[count % _PUBLICATIONS] = self.ranks.board.log.digest
         self._advance(Counter.PUBLISHED)
 
-    def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
+    def start_gather(
+        self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
+    ) -> Work | None:
         """See `Transport.start_gather`. Copies when it is waited for: the shards stay where they are until then."""
-        if self._own.offset_of(shard) is None:  # of something that is not published: sent, as between machines
-            return super().start_gather(shard, slot, tag)
+        if not is_published or self._own.offset_of(shard) is None:  # sent, as between machines
+            return super().start_gather(shard, slot, tag, is_published=is_published)
         self.streams.declare(self.stream, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
-        self.ranks.log.add(Kind.GATHER, tag)
+        self.ranks.board.log.add(Kind.GATHER, tag)
         return _Once(lambda: self._copy(shard, slot, tag))
 
     def _copy(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> None:
         count = self._own.counters[Counter.PUBLISHED]
         if self._compared < count:
             self._await(Counter.PUBLISHED, count)
-            self._compare([arena.published[count % len(arena.published)] for arena in self._arenas])
+            self._compare([buffers.published[count % _PUBLICATIONS] for buffers in self._buffers])
             self._compared = count
         with self.streams.on(self.stream), torch.no_grad():
-            for arena, chunk in zip(self._arenas, slot.view(self.ranks.world_size, -1), strict=True):
-                if chunk.data_ptr() != shard.data_ptr():  # a slot that is its unit's alone holds the compute shard
-                    chunk.copy_(arena.view(arena.shards[tag], shard.numel(), shard.dtype))
-
-    # -- votes ------------------------------------------------------------------------------------------------------
-
-    def any_rank(self, value: bool) -> bool:
-        """See `Ranks.any_rank`. Replicas may be on other machines."""
-        if self.ranks.total_size > self.ranks.world_size:
-            return super().any_rank(value)
-        self.ranks.log.add(Kind.VOTE)
-        turn = self._own.counters[Counter.VOTED] % len(self._own.votes)
-        self._own.votes[turn] = value
-        count = self._advance(Counter.VOTED)
-        self._await(Counter.VOTED, count)
-        return any(arena.votes[turn] for arena in self._arenas)
+            for buffers, chunk in zip(self._buffers, slot.view(self.ranks.world_size, -1), strict=True):
+                if chunk.data_ptr() != shard.data_ptr():  # a slot of one unit alone holds the compute shard
+                    chunk.copy_(buffers.view(buffers.shards[tag], shard.numel(), shard.dtype))
 
     # -- reductions -------------------------------------------------------------------------------------------------
 
@@ -149,13 +287,14 @@ class SharedMemoryTransport(PairwiseTransport):
             self.stream, Collective.REDUCE_SCATTER, reduction.tag, reads=(reduction.slot,), writes=(reduction.out,)
         )
         self._started.append(reduction)
-        self.ranks.log.add(Kind.REDUCE, reduction.tag)
-        self._own.written[self._own.counters[Counter.WRITTEN] % len(self._own.written)] = self.ranks.log.digest
+        self.ranks.board.log.add(Kind.REDUCE, reduction.tag)
+        written = self._own.written
+        written[self._own.counters[Counter.WRITTEN] % len(written)] = self.ranks.board.log.digest
         count = self._advance(Counter.WRITTEN)
         return _Once(lambda: self._finish(count))
 
     def progress(self) -> None:
-        """See `Transport.progress`. Sums what all ranks have written, so that nobody has to wait for it later."""
+        """See `Transport.progress`. Sums what all ranks have written, so that no rank has to wait for it later."""
         while self._started and self._is_everywhere(Counter.WRITTEN, self._own.counters[Counter.SUMMED] + 1):
             with self.ranks.guard("a reduction"):
                 self._sum_next()
@@ -168,18 +307,18 @@ class SharedMemoryTransport(PairwiseTransport):
 
     def _sum_next(self) -> None:
         number = self._own.counters[Counter.SUMMED]
-        self._compare([arena.written[number % len(arena.written)] for arena in self._arenas])
+        self._compare([buffers.written[number % len(buffers.written)] for buffers in self._buffers])
         slot, out, _, _, accumulate, _ = self._started.popleft()
-        # Grad slots are allocated in the same order on all ranks, so they lie at the same place in every arena.
+        # All ranks allocate grad slots in the same order, so slots lie at the same place in each rank's memory.
         start = self._offset_of(slot) + self.ranks.rank * out.numel() * slot.element_size()
         with self.streams.on(self.stream):
-            sum_in_pieces([arena.view(start, out.numel(), slot.dtype) for arena in self._arenas], out, accumulate)
+            sum_in_pieces([buffers.view(start, out.numel(), slot.dtype) for buffers in self._buffers], out, accumulate)
         self._advance(Counter.SUMMED)
 
     def _offset_of(self, tensor: torch.Tensor) -> int:
         offset = self._own.offset_of(tensor)
         if offset is None:
-            raise StateError("a shard or slot", "in memory of this rank alone", "in its arena")
+            raise StateError("a shard or slot", "in memory of this rank alone", "in shared memory")
         return offset
 
     # -- counters ---------------------------------------------------------------------------------------------------
@@ -189,99 +328,44 @@ class SharedMemoryTransport(PairwiseTransport):
         return self._own.counters[counter]
 
     def _is_everywhere(self, counter: Counter, count: int) -> bool:
-        return all(arena.counters[counter] >= count for arena in self._arenas)
+        return all(buffers.counters[counter] >= count for buffers in self._buffers)
 
     def _await(self, counter: Counter, count: int) -> None:
         """Return once all ranks' counters have reached `count`.
 
         Raises:
-            RuntimeError: one never will, because its rank has died, has failed, has left or does something else; or the
+            RuntimeError: a counter never will, because its rank has died, has gone or does something else; or the
                 process group's timeout is over.
         """
-        began, sleep_s = time.monotonic(), 2e-5
-        compare_at = began + _COMPARE_EVERY_S
-        for look in range(1 << 62):
-            if self._is_everywhere(counter, count):
-                return
-            if look < _YIELDS:
+        deadline, sleep_s, looks = time.monotonic() + self._timeout_s, 2e-5, 0
+        while not self._is_everywhere(counter, count):
+            looks += 1
+            if looks < _YIELDS:
                 os.sched_yield()
                 continue
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
-            missing = [rank for rank, arena in enumerate(self._arenas) if arena.counters[counter] < count]
+            missing = [rank for rank, buffers in enumerate(self._buffers) if buffers.counters[counter] < count]
             for rank in missing:
-                self._check_takes_part(rank, counter, count)
-            if time.monotonic() > compare_at:
-                compare_at += _COMPARE_EVERY_S
-                if (difference := self._find_difference()) is not None:
-                    raise RuntimeError(difference)
-            if time.monotonic() > began + self._timeout_s:
+                has_died = self._buffers[rank].has_died()
+                # Its last act may have been to reach the count.
+                if (has_died or self._buffers[rank].gone[0]) and self._buffers[rank].counters[counter] < count:
+                    raise RuntimeError(f"rank {rank} has {'died' if has_died else 'left, or has failed'}")
+            if self.ranks.watch.difference is not None:
+                raise MismatchError(self.ranks.watch.difference)
+            if time.monotonic() > deadline:
                 raise RuntimeError(f"timed out after {self._timeout_s:g} s of waiting for ranks {missing}")
 
-    def _check_takes_part(self, rank: int, counter: Counter, count: int) -> None:
-        """Raise if `rank`, which has not reached `count`, never will."""
-        arena = self._arenas[rank]
-        story = _STORIES[arena.state]
-        if story is None and arena.process is not None and not arena.process.is_running():
-            story = "has died"
-        # Its last act may have been to get there.
-        if story is not None and arena.counters[counter] < count:
-            raise RuntimeError(self._find_difference() or f"rank {rank} {story}")
-
-    # -- when ranks do not do the same ------------------------------------------------------------------------------
-
-    def _find_difference(self) -> str | None:
-        return self.ranks.board.find_difference(among_shared=True)
-
-    def on_failure(self) -> None:
-        """See `Transport.on_failure`."""
-        self._own.leave(State.HAS_FAILED)
-
     def _compare(self, digests: Sequence[int]) -> None:
-        """Raise if ranks have come to the same count on different ways."""
+        """Raise if ranks have come to the same count in different ways."""
         if any(digest != digests[self.ranks.rank] for digest in digests):
-            raise RuntimeError(self._find_difference() or "ranks have not done the same, some time ago")
+            raise MismatchError("ranks have issued different collectives")
+
+    def leave(self) -> None:
+        """See `Transport.leave`."""
+        self._own.gone[0] = 1
 
 
-_STORIES = {
-    State.TAKES_PART: None,
-    State.HAS_LEFT: "has left: its program is over, or its model was deleted",
-    State.HAS_FAILED: "has failed, its own error says how",
-}
-
-
-def _numbers_of(ranks: Ranks) -> list[int]:
-    """The numbers of the shard group's ranks among all."""
-    return [dist.get_group_rank(ranks.all_ranks, rank) for rank in dist.get_process_group_ranks(ranks.group)]
-
-
-def _leave(arena: Arena, process: int) -> None:
-    if process == os.getpid():  # not in a forked child
-        arena.leave(State.HAS_LEFT)
-
-
-def share_memory(ranks: Ranks, nbytes: int, units: int) -> None:
-    """Let ranks of a shard group that can map each other's memory move bytes through it. Blocks.
-
-    Args:
-        ranks: whose transport is replaced.
-        nbytes: the most that will be asked for with `Transport.allocate_visible`; memory is taken only when touched.
-        units: how many shards will be published.
-    """
-    if not isinstance(ranks.transport, PairwiseTransport) or ranks.world_size == 1:
-        return
-    nbytes = arena_bytes(nbytes, units)
-    mine = None
-    if os.environ.get(_DISABLE, "1") != "0" and platform.machine() in _ORDERED:
-        mine = offer_memory(nbytes)
-    arenas = None
-    try:
-        offers = ranks.gather_objects(None if mine is None else mine[1], with_replicas=False)
-        if mine is not None:
-            arenas = map_all(offers, ranks.rank, mine[0], units)
-        all_can = all(ranks.gather_objects(arenas is not None, with_replicas=False))
-    finally:
-        if mine is not None:
-            os.close(mine[1].descriptor)  # mappings stay
-    if all_can and arenas is not None:
-        ranks.transport = SharedMemoryTransport(ranks, arenas)
+def _leave(gone: memoryview, process: int) -> None:
+    if process == os.getpid():  # a forked child has no such memory
+        gone[0] = 1

@@ -268,13 +268,12 @@ class Streams:
         Raises:
             ShardingError: it does.
         """
-        if self.module is None or not getattr(self.module, "is_current_stream_capturing", _is_not)():
-            return
-        raise ShardingError(
-            "a pass of a StreamShard model is captured in a device graph: replaying it would repeat this step's "
-            "collectives without the host, which decides what follows them. Capture layers: torch.compile(layer, "
-            'mode="reduce-overhead"), whose weights stay at the same addresses'
-        )
+        if self.module is not None and getattr(self.module, "is_current_stream_capturing", bool)():
+            raise ShardingError(
+                "a pass of a StreamShard model is captured in a device graph: a replay would repeat this step's "
+                "collectives without the host, which decides what follows them. Capture layers: torch.compile(layer, "
+                'mode="reduce-overhead"), whose weights stay at the same addresses'
+            )
 
     def keep(self, buffer: torch.Tensor) -> None:
         """Own streams use `buffer`, so its memory is nobody's until they are done, whenever it is freed."""
@@ -325,7 +324,3 @@ class Streams:
         """Tell the observers that a collective is issued. Arguments: see `Observer.on_collective`."""
         for observer in self.observers:
             observer.on_collective(stream, collective, tag, reads, writes)
-
-
-def _is_not() -> bool:
-    return False

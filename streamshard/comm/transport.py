@@ -1,8 +1,7 @@
 """What moves units' bytes between ranks: the interface that each backend implements.
 
-`streamshard.comm.gloo` serves CPUs, `streamshard.comm.nccl` GPUs; one over shared memory
-(`streamshard.comm.shared_memory`) or one that misbehaves on purpose (`streamshard.inspect.adversary`) implements the
-same methods. Who the ranks are, and all that is not movement, is in `streamshard.comm.ranks`.
+`streamshard.comm.gloo` serves CPUs, `streamshard.comm.nccl` GPUs, `streamshard.comm.shared_memory` the CPU ranks of one
+machine. `streamshard.inspect.adversary` misbehaves on purpose.
 
 [Note: reductions]
 Every reduction ends in main grads, fp32, as the mean over ranks; its `ReductionMode` says how it comes about. Where
@@ -21,10 +20,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from streamshard.comm.flight_recorder import Board, Kind, Log
-from streamshard.comm.groups import close_connections
+from streamshard.comm.flight_recorder import Board, Guard, Kind, Watch
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
-from streamshard.comm.watchdog import Guard
 from streamshard.config import Precision, ReductionMode
 from streamshard.errors import StateError
 
@@ -32,32 +29,19 @@ __all__ = ["AllToAll", "Peers", "Reduction", "Transport", "sum_in_rank_order"]
 
 
 class Peers(Protocol):
-    """What a transport knows of the ranks between which it moves bytes; see `streamshard.comm.ranks.Ranks`."""
+    """What a transport knows of its ranks, see `streamshard.comm.ranks.Ranks`."""
 
     rank: int
     world_size: int
-    total_size: int
     streams: Streams
     stream: StreamName
     board: Board
+    watch: Watch
 
     @property
-    def log(self) -> Log:
-        """What this rank has issued."""
+    def group(self) -> dist.ProcessGroup: ...
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The shard group."""
-
-    @property
-    def host_group(self) -> dist.ProcessGroup:
-        """All ranks, for tensors in CPU memory."""
-
-    def host_groups(self) -> list[dist.ProcessGroup]:
-        """The groups over which hosts talk and that have not been destroyed."""
-
-    def guard(self, action: str, subject: str = "") -> Guard:
-        """A context around collectives and waits for them."""
+    def guard(self, action: str, subject: str = "") -> Guard: ...
 
 
 class Reduction(NamedTuple):
@@ -69,7 +53,7 @@ class Reduction(NamedTuple):
         scratch: [what `Transport.scratch_numel` says] slot_grad_dtype.
         mode: how; the same for all reductions of a model.
         accumulate: add to `out` instead of overwriting it.
-        tag: index of the unit: distinguishes its reductions from other messages.
+        tag: index of the unit's segment: distinguishes its reductions from other messages.
     """
 
     slot: torch.Tensor
@@ -87,7 +71,7 @@ class AllToAll(NamedTuple):
         send: [sum of send_numels] 1-D contiguous.
         send_numels: elements for each rank, this one included.
         received: [sum of received_numels], of the same dtype; does not overlap `send`.
-        received_numels: elements from each rank, this one included: what that rank's `send_numels` says for this one.
+        received_numels: elements from each rank: what that rank's `send_numels` says for this one.
     """
 
     send: torch.Tensor
@@ -96,7 +80,7 @@ class AllToAll(NamedTuple):
     received_numels: Sequence[int]
 
     def chunks(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What goes to `rank`, and what comes from it."""
+        """The chunk for `rank`, and the chunk from `rank`."""
         sent, received = sum(self.send_numels[:rank]), sum(self.received_numels[:rank])
         return (
             self.send.narrow(0, sent, self.send_numels[rank]),
@@ -108,11 +92,11 @@ class Transport(abc.ABC):
     """Moves a unit's bytes between ranks.
 
     The `start_` methods return at once. On CUDA the result is in place once the transport's stream has reached the
-    point of return; elsewhere once the returned work has been waited for. Buffers belong to the caller and must not be
-    touched in between.
+    point of return; elsewhere once the returned work has been waited for. Buffers belong to the caller, who must not
+    touch them in between.
 
     Args:
-        ranks: between whom, who hold this.
+        ranks: between whom; they hold this transport.
 
     Attributes:
         stream: on which it runs.
@@ -125,22 +109,26 @@ class Transport(abc.ABC):
 
     @property
     def ranks(self) -> Peers:
-        """Between whom it moves."""
+        """Between whom it moves bytes."""
         ranks = self._ranks_of()
         if ranks is None:
             raise StateError("a transport", "without its ranks", "a model that is alive")
         return ranks
 
-    def meet(self) -> None:  # noqa: B027  # others are connected when their group is made
-        """Make the connections now that a backend makes in its first collective. Collective."""
+    def meet(self) -> None:  # noqa: B027  # others connect when their group is made
+        """Make the connections that a backend would make in its first collective. Collective."""
 
     @abc.abstractmethod
-    def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
-        """Start an all-gather of `shard` [shard_numel] from all ranks into `slot` [N * shard_numel], same dtype."""
+    def start_gather(
+        self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
+    ) -> Work | None:
+        """Start an all-gather of `shard` [shard_numel] from all ranks into `slot` [N * shard_numel], same dtype.
 
-    def start_gather_full(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> Work | None:
-        """The same outside of steps, of something other than compute shards."""
-        return self.start_gather(shard, full, tag)
+        Args:
+            shard, slot: see above.
+            tag: of the segment.
+            is_published: `shard` is a compute shard. Otherwise it is another tensor, outside of steps.
+        """
 
     @abc.abstractmethod
     def start_reduce(self, reduction: Reduction) -> Work | None:
@@ -148,22 +136,22 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
-        """Start to replace `tensor` [n] fp32 by its mean over the ranks of the group. Completed as the other two.
+        """Start to replace `tensor` [n] fp32 by its mean over the ranks of the group.
 
         Args:
             tensor: any tensor.
-            tag: index of the unit whose main grads it is; None: something else.
+            tag: of the segment whose main grads it is; None: something else.
         """
 
     @abc.abstractmethod
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
-        """Start an all-to-all. Completed as the others; several may be under way."""
+        """Start an all-to-all. Several may be under way."""
 
     @abc.abstractmethod
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
         """Elements of scratch that reductions of such a unit need.
 
-        Each transport names every mode here, so that the type checker finds those that do not know a new one.
+        Each transport names every mode, so that the type checker finds those that do not know a new one.
 
         Args:
             shard_numel: of the unit.
@@ -171,22 +159,20 @@ class Transport(abc.ABC):
             adds: whether main grads may hold something that is added to.
         """
 
-    def find_drawback(self, precision: Precision) -> str | None:
-        """What `precision` costs among so many ranks that others would not; None: nothing. In words, for a warning."""
-        return None
+    def check_precision(self, precision: Precision) -> None:  # noqa: B027  # most sum in fp32
+        """Raise if sums over so many ranks would be wrong in `precision`.
 
-    def allocate_visible(self, numel: int, dtype: torch.dtype, *, is_users: bool = False) -> torch.Tensor:
-        """Memory for what other ranks are to read: a buffer [numel] of zeros on the device of the streams.
-
-        Args:
-            numel, dtype: how much, of which type.
-            is_users: whether the user sees it too.
+        Raises:
+            ConfigError: they would.
         """
+
+    def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer [numel] of zeros on the device of the streams, which other ranks may read."""
         return torch.zeros(numel, dtype=dtype, device=self.streams.device)
 
     def retract_shards(self) -> Work | None:
-        """Before compute shards are written: the work that is done once no other rank reads them. None: none does."""
-        self.ranks.log.add(Kind.FORWARD)
+        """Compute shards are about to be written: the work that is done once no other rank reads them, if any does."""
+        self.ranks.board.log.add(Kind.FORWARD)
         return None
 
     def publish_shards(self, shards: Sequence[torch.Tensor]) -> None:  # noqa: B027  # few transports need to know
@@ -197,37 +183,23 @@ class Transport(abc.ABC):
         """
 
     def progress(self) -> None:  # noqa: B027  # where a backend has threads of its own there is nothing to do
-        """Do what can be done for collectives under way without waiting for anyone. Called with every gradient."""
+        """Do what can be done for collectives under way without waiting. Called with every gradient."""
 
     def gather_now(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> None:
-        """An all-gather outside of steps: in place, for the compute stream, on return."""
+        """An all-gather outside of steps. Its result is in place, for the compute stream, on return."""
         fence = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "full tensors", self.stream)
         fence.record()
         fence.wait()
         arrived = Fence(self.streams, Rule.RESULTS_ARRIVED, self.stream, "full tensors")
         with self.ranks.guard("a gather of full tensors"):
-            arrived.record(self.start_gather_full(shard, full, tag))
+            arrived.record(self.start_gather(shard, full, tag, is_published=False))
             arrived.wait()
 
-    def any_rank(self, value: bool) -> bool:
-        """See `Ranks.any_rank`."""
-        flag = torch.tensor([value], dtype=torch.uint8)
-        self.ranks.log.add(Kind.VOTE)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.ranks.host_group)
-        return bool(flag)
+    def before_talk(self) -> None:  # noqa: B027  # a late transport completes what others wait for
+        """Ranks are about to talk to each other beside this transport."""
 
-    def before_talk(self) -> None:  # noqa: B027  # who is late on purpose completes what others wait for
-        """Ranks are about to talk to each other, beside what is moved here."""
-
-    # -- when ranks do not do the same ------------------------------------------------------------------------------
-
-    def abort(self) -> None:
-        """End every wait of this rank's host, and of those that wait for it, with an error."""
-        for group in self.ranks.host_groups():
-            close_connections(group)
-
-    def on_failure(self) -> None:  # noqa: B027  # most have nobody to tell
-        """This rank has failed, and is about to hang up."""
+    def leave(self) -> None:  # noqa: B027  # most have nobody to tell
+        """This rank has failed: let no rank wait for it."""
 
 
 def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accumulate: bool) -> None:

@@ -105,16 +105,16 @@ class AdversarialTransport(Transport):
         self.inner = ranks.transport
         self._pending: deque[_Late] = deque() if pending is None else pending
 
-    def start_gather(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> Work | None:
+    def start_gather(
+        self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
+    ) -> Work | None:
         """See `Transport.start_gather`. Until it is waited for the slot holds NaN and the shard has not been read."""
+        if not is_published:
+            return self._start(lambda: self.inner.start_gather(shard, slot, tag, is_published=False))
         self.streams.declare(self.stream, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         with self.streams.on(self.stream):
             _spoil(slot, keep=shard)
         return self._start(lambda: self.inner.start_gather(shard, slot, tag))
-
-    def start_gather_full(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> Work | None:
-        """See `Transport.start_gather_full`."""
-        return self._start(lambda: self.inner.start_gather_full(shard, full, tag))
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. The slot is read when that is waited for, and holds NaN afterwards."""
@@ -141,9 +141,9 @@ class AdversarialTransport(Transport):
         """See `Transport.scratch_numel`."""
         return self.inner.scratch_numel(shard_numel, mode, adds=adds)
 
-    def allocate_visible(self, numel: int, dtype: torch.dtype, *, is_users: bool = False) -> torch.Tensor:
+    def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Transport.allocate_visible`."""
-        return self.inner.allocate_visible(numel, dtype, is_users=is_users)
+        return self.inner.allocate_visible(numel, dtype)
 
     def retract_shards(self) -> Work | None:
         """See `Transport.retract_shards`. What has not been read by then never is."""
@@ -154,13 +154,9 @@ class AdversarialTransport(Transport):
         """See `Transport.publish_shards`."""
         self.inner.publish_shards(shards)
 
-    def abort(self) -> None:
-        """See `Transport.abort`."""
-        self.inner.abort()
-
-    def on_failure(self) -> None:
-        """See `Transport.on_failure`."""
-        self.inner.on_failure()
+    def leave(self) -> None:
+        """See `Transport.leave`."""
+        self.inner.leave()
 
     def complete(self, until: _Late | None = None) -> None:
         """Do what is pending, in order, up to `until` (None: all)."""
@@ -170,10 +166,6 @@ class AdversarialTransport(Transport):
     def before_talk(self) -> None:
         """See `Transport.before_talk`. The others may wait for our part of something."""
         self.complete()
-
-    def any_rank(self, value: bool) -> bool:
-        """See `Transport.any_rank`."""
-        return self.inner.any_rank(value)
 
     def progress(self) -> None:
         """See `Transport.progress`: nothing is early here."""

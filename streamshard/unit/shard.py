@@ -55,18 +55,16 @@ class Ledger:
         dtype: torch.dtype,
         *,
         is_visible: bool = False,
-        is_users: bool = False,
     ) -> torch.Tensor:
         """A new buffer [numel] of zeros, so that padding never holds a NaN.
 
         Args:
             category, numel, dtype: what, how much, of which type.
             is_visible: whether other ranks may read it (compute shards, grad slots).
-            is_users: whether the user sees it too (main weights, main grads), if other ranks may read it.
         """
         with leave_inference_mode():
             if is_visible and self._allocate_visible is not None:
-                buffer = self._allocate_visible(numel, dtype, is_users=is_users)
+                buffer = self._allocate_visible(numel, dtype)
             else:
                 buffer = torch.zeros(numel, dtype=dtype, device=self._streams.device)
             self._streams.keep(buffer)
@@ -142,7 +140,6 @@ class GradSlot:
         ledger, streams: see there.
         scratch: what reductions from this slot need beside it.
         what: names it in messages.
-        holds_main_grads: the user sees this rank's ranges of it: they are main grads of the one unit that it serves.
 
     Attributes:
         buffer: [n_bytes] uint8.
@@ -159,12 +156,8 @@ class GradSlot:
         streams: Streams,
         scratch: Scratch,
         what: str,
-        *,
-        holds_main_grads: bool,
     ) -> None:
-        self.buffer = ledger.allocate(
-            Category.GRAD_SLOTS, n_bytes, torch.uint8, is_visible=True, is_users=holds_main_grads
-        )
+        self.buffer = ledger.allocate(Category.GRAD_SLOTS, n_bytes, torch.uint8, is_visible=True)
         self.content: int | None = None
         self.written = Fence(streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what)
         self.drained = Fence(streams, Rule.GRADS_DRAINED, StreamName.COMM, what)
@@ -290,7 +283,7 @@ class SegmentShard:
             self.compute = weights.narrow(0, ranks.rank * numel, numel)
         else:
             category = Category.COMPUTE_SHARDS if is_cast else kept_as
-            self.compute = ledger.allocate(category, numel, dtype, is_visible=True, is_users=not is_cast)
+            self.compute = ledger.allocate(category, numel, dtype, is_visible=True)
         self.weights = self.compute if weights is None else weights
         self.main = ledger.allocate(kept_as, numel, main_dtype) if is_cast else self.compute
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import streamshard.build as build
-import streamshard.comm.watchdog as watch
+import streamshard.comm.flight_recorder as recorder
 from streamshard import StreamShard
 from streamshard.comm.flight_recorder import Board, Kind, Log, describe_difference
 from streamshard.errors import CommunicationError
@@ -94,7 +94,7 @@ WAYS: dict[str, Callable[[Any, int], None]] = {
 def _caught(context: RankContext, over: str, way: str) -> str:
     """What this rank was told."""
     model = _model(over)
-    with mock.patch.object(watch, "_PATIENCE_S", 0.2), pytest.raises(CommunicationError, match="Join") as caught:
+    with mock.patch.object(recorder, "_PATIENCE_S", 0.2), pytest.raises(CommunicationError, match="Join") as caught:
         WAYS[way](model, context.rank)
     with pytest.raises(CommunicationError, match="is not possible any more: .*ranks do not do the same"):
         model(vector_batch(0, context.rank))
@@ -127,12 +127,12 @@ def test_a_rank_that_is_only_late_is_waited_for(context: RankContext, over: str)
     board = engine_inside(model).ranks.board
     find = board.find_difference
 
-    def look(**where: bool) -> str | None:
-        looked.append(found := find(**where))
+    def look(**within: float) -> str | None:
+        looked.append(found := find(**within))
         return found
 
     board.find_difference = look  # type: ignore[method-assign]
-    with mock.patch.object(watch, "_PATIENCE_S", 0.02):
+    with mock.patch.object(recorder, "_PATIENCE_S", 0.02):
         model.layers[1].register_forward_hook(lambda *_: time.sleep(0.3 * context.rank))
         for step in range(3):
             model(vector_batch(step, context.rank)).sum().backward()
@@ -167,7 +167,7 @@ def _warnings() -> Iterator[queue.Queue[str]]:
     constants = {"_PATIENCE_S": 0.05, "_REPORT_AFTER_S": 0.3, "_SHOW_AFTER_S": 0.1}
     log.addHandler(handler)
     try:
-        with mock.patch.multiple(watch, **constants):
+        with mock.patch.multiple(recorder, **constants):
             yield told
     finally:
         log.removeHandler(handler)
@@ -212,68 +212,9 @@ def test_a_long_wait_for_a_rank_in_another_collective_is_logged(
             "a meeting": "a meeting of all ranks",
         }[operation]
         pattern = (
-            rf"rank 0 of 2 has waited for \d+ s in {what} \(last: .*\): rank 1 has not come, and has issued nothing"
+            rf"rank 0 of 2 has waited for \d+ s in {what} \(last: .*\): rank 1 has not come: it has issued nothing"
         )
         assert re.match(pattern, story) is not None, story
-
-
-_ALONE: dict[str, Callable[[Any], object]] = {
-    "a norm": lambda model: next(model.parameters()).norm(),
-    "a forward and backward": lambda model: model(vector_batch(1, 0)).sum().backward(),
-    "a meeting": lambda model: engine_inside(model).ranks.barrier(),
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("over", TRANSPORTS)
-@pytest.mark.parametrize("operation", list(_ALONE))
-def test_a_wait_for_a_rank_that_is_in_another_collective_of_the_same_ranks_ends(
-    context: RankContext, over: str, operation: str
-) -> None:
-    """Both would wait for the group's timeout: rank 0 has not called what rank 1 is in, and never will."""
-    model = _model(over)
-    _end_of_step(model, context)
-    with mock.patch.multiple(watch, _PATIENCE_S=0.05, _CALL_AFTER_S=0.1):
-        if context.rank == 0:
-            place = r"rank 1 is in torch.distributed.barrier, called at tests/comm/test_flight_recorder.py:\d+"
-            with pytest.raises(CommunicationError, match=rf"ranks do not do the same: rank 0 .*, {place}"):
-                _ALONE[operation](model)
-        else:
-            with pytest.raises(RuntimeError):  # gloo's, of a connection that was closed
-                dist.barrier()
-            with pytest.raises(CommunicationError, match="rank 0 has failed: .*rank 1 is in torch.distributed.barrier"):
-                _ALONE[operation](model)
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("over", TRANSPORTS)
-def test_a_rank_in_a_collective_that_the_waiting_rank_has_called_is_waited_for(context: RankContext, over: str) -> None:
-    """Rank 0 has sent its part and goes on. Rank 1 waits for that of rank 2, which is slow."""
-    model = _model(over)
-    apart = dist.new_group([0, 2])
-    looked = threading.Semaphore(0)
-    board = engine_inside(model).ranks.board
-    find = board.find_foreign
-
-    def look() -> str | None:
-        found = find()
-        looked.release()
-        return found
-
-    board.find_foreign = look  # type: ignore[method-assign]
-    with mock.patch.multiple(watch, _PATIENCE_S=0.05, _CALL_AFTER_S=0.1):
-        part, parts = torch.ones(1), [torch.empty(1) for _ in range(3)] if context.rank == 1 else None
-        if context.rank == 0:
-            dist.gather(part, dst=1)
-            signal = threading.Thread(target=lambda: [looked.acquire() for _ in range(20)] and dist.barrier(apart))
-            signal.start()
-        elif context.rank == 2:
-            dist.barrier(apart)
-            dist.gather(part, dst=1)
-        else:
-            dist.gather(part, parts, dst=1)
-        norm = next(model.parameters()).norm()
-    assert norm > 0
 
 
 @on_ranks(2)
@@ -298,9 +239,9 @@ def test_a_long_wait_for_a_rank_that_does_not_shard_a_model_is_logged(context: R
 @on_ranks(1)
 def test_a_long_wait_is_reported_at_doubling_intervals(context: RankContext) -> None:
     """After half a minute, a minute, two."""
-    with _warnings() as told, mock.patch.multiple(watch, _thread=mock.Mock(), _REPORT_AFTER_S=30.0):
-        waits = watch.Watch(Board(_world(), context.rank, context.world_size))
-        waits.wait = watch.Wait("something")
+    with _warnings() as told, mock.patch.multiple(recorder, _run=lambda _: None, _REPORT_AFTER_S=30.0):
+        waits = recorder.Watch(Board(_world(), context.rank, context.world_size))
+        waits.wait = recorder.Wait("something")
         for waited_s, reports in ((20, 0), (40, 1), (70, 1), (90, 2), (170, 2), (200, 3)):
             waits.wait.since = time.monotonic() - waited_s
             waits.look()
@@ -311,7 +252,7 @@ def test_a_long_wait_is_reported_at_doubling_intervals(context: RankContext) -> 
 def test_a_rank_on_a_device_that_issues_nothing_more_reports_those_that_have_issued_less(context: RankContext) -> None:
     """No host waits there. A rank that is behind, or has company, is silent."""
     board = Board(_world(), context.rank, context.world_size)
-    waits = watch.Watch(board, has_streams=True)
+    waits = recorder.Watch(board, has_streams=True)
     with _warnings() as told:
         board.names = ("the root unit",)
         board.log.add(Kind.END_OF_STEP)
@@ -341,7 +282,7 @@ def test_the_error_after_the_groups_timeout_names_the_operation_and_the_missing_
 def _times_out(context: RankContext) -> None:
     model = _model("sockets")
     apart = dist.new_group(timeout=datetime.timedelta(seconds=60))
-    with mock.patch.multiple(watch, _PATIENCE_S=0.05, _SHOW_AFTER_S=0.1):
+    with mock.patch.multiple(recorder, _PATIENCE_S=0.05, _SHOW_AFTER_S=0.1):
         _end_of_step(model, context)
         if context.rank == 0:
             with pytest.raises(CommunicationError) as caught:
@@ -395,7 +336,7 @@ def _log(*entries: tuple[Kind, int]) -> Log:
 
 
 def _differ(*logs: Log | None) -> str | None:
-    return describe_difference({rank: log.words for rank, log in enumerate(logs) if log is not None}, NAMES)
+    return describe_difference({rank: log.show() for rank, log in enumerate(logs) if log is not None}, NAMES)
 
 
 def test_the_first_difference_is_named_and_units_by_their_names() -> None:
@@ -409,34 +350,12 @@ def test_the_first_difference_is_named_and_units_by_their_names() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_every_kind_has_words(kind: Kind) -> None:
-    """Beside another one."""
-    other = Kind.SUM if kind is not Kind.SUM else Kind.FORWARD
-    found = _differ(_log((kind, 2)), None, _log((other, 1)))
-    assert found is not None
-    assert found.startswith("ranks do not do the same: rank 0 ")
-    assert ", rank 2 " in found
-
-
-def test_what_only_one_rank_called_is_named() -> None:
-    """A checkpoint saved, or weights collected, behind ``if rank == 0:``."""
-    found = _differ(_log((Kind.MEETING, 0)), _log((Kind.GATHER_FULL, 1)))
-    assert found is not None
-    assert re.search(r"rank 0 .*save_checkpoint.*rank 1 .*'layers\.0' .*full_state_dict", found)
-
-
-def test_a_rank_that_is_behind_does_the_same() -> None:
-    """It may still come."""
+def test_a_rank_that_is_behind_does_not_differ() -> None:
+    """It may still come. Two others may differ although this rank is behind both."""
     entries = [(Kind.FORWARD, 0), (Kind.GATHER, 0), (Kind.GATHER, 1)]
     assert _differ(_log(*entries), _log(*entries[:1]), _log()) is None
     assert _differ(_log(*entries)) is None
-
-
-def test_of_the_rest_two_that_differ_are_found_although_this_rank_is_behind_both() -> None:
-    """It waits for them in vain."""
-    logs = [_log(), _log((Kind.GATHER, 0)), _log((Kind.GATHER, 1))]
-    assert _differ(*logs) is not None
+    assert _differ(_log(), _log((Kind.GATHER, 0)), _log((Kind.GATHER, 1))) is not None
 
 
 def test_what_was_overwritten_is_not_compared() -> None:
@@ -450,12 +369,10 @@ def test_what_was_overwritten_is_not_compared() -> None:
     assert _log(*entries[1:]).digest != ahead.digest
 
 
-def test_the_thread_is_over_before_the_interpreter_ends() -> None:
-    """Python aborts if a daemon thread is in a C++ call then, such as one of the store."""
-    thread = watch._Thread()
-    watched = mock.Mock()
-    thread.add(watched)
-    running = thread._thread
-    assert running is not None and running.is_alive()
-    thread.end()
-    assert not running.is_alive()
+def test_the_thread_ends_with_its_watch() -> None:
+    """And before the interpreter does: Python aborts where it ends a daemon thread in a C++ call."""
+    watch = recorder.Watch(mock.Mock())
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "streamshard watchdog"]
+    del watch
+    thread.join(60)
+    assert not thread.is_alive()

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from streamshard.comm.connect import connect
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.ranks import Ranks
-from streamshard.comm.shared_memory import SharedMemoryTransport, share_memory
+from streamshard.comm.shared_memory import SharedMemoryTransport
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport, sum_in_rank_order
 from streamshard.config import Precision, ReductionMode
@@ -36,12 +35,12 @@ PRECISIONS = {  # by how gradients are reduced
 
 def _gloo(device: torch.device) -> Ranks:
     assert dist.group.WORLD is not None
-    return connect(dist.group.WORLD, Streams(device))
+    return Ranks(dist.group.WORLD, Streams(device))
 
 
 def _shared(device: torch.device) -> Ranks:
     ranks = _gloo(device)
-    share_memory(ranks, 1 << 20, UNITS)
+    ranks.share_memory(1 << 20, UNITS)
     assert isinstance(ranks.transport, SharedMemoryTransport)
     return ranks
 
