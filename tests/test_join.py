@@ -337,24 +337,3 @@ def test_ranks_compare_what_they_repeat(
         torch.set_grad_enabled(context.rank == 1),
     ):
         model(torch.ones(2, 16))
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("who", ["loop", "repeat"])
-@pytest.mark.parametrize("more", [0, 3])
-def test_a_norm_that_only_some_take_ends_all_of_them(context: RankContext, who: str, more: int) -> None:
-    """It would be summed with what is none. They do not wait for the process group's timeout."""
-    model = _sharded(Stack)
-    optimizer = sgd(model)
-
-    def finish(clips: bool) -> None:
-        if clips:
-            model.clip_grad_norm_(1.0)
-        optimizer.step()
-
-    story = "ranks do not do the same.*sums over|Connection closed|Application timeout"  # the latter two in Join's own
-    with pytest.raises(RuntimeError, match=story), Join([model], repeat=lambda: finish(who == "repeat")):
-        for number in range((2 + more, 1, 2)[context.rank]):
-            stack_step(model, Call(number, context.rank, context.world_size, 1.0))
-            finish(who == "loop")
-            optimizer.zero_grad()

@@ -14,24 +14,12 @@ from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
 
 
-def _refuse(what: str) -> NoReturn:
-    raise ValueError(what)
-
-
 class Unreadable:
     """Can be pickled, not unpickled."""
 
     def __reduce__(self) -> Any:
         """A call that raises."""
-        return _refuse, ("not here",)
-
-
-class Wordless(Exception):
-    """Cannot say what it is."""
-
-    def __str__(self) -> NoReturn:
-        """Raise."""
-        raise AttributeError
+        return int, ("not here",)
 
 
 class Raising:
@@ -47,9 +35,7 @@ class Raising:
 
 CASES: dict[str, tuple[Any, str]] = {
     "no pickle": (threading.Lock, "rank 1: TypeError: cannot pickle '_thread.lock'"),
-    "no unpickling": (Unreadable, "ValueError: not here"),
-    "an error without words": (lambda: Raising(Wordless()), "rank 1: Wordless"),
-    "an error that pickle does not expect": (lambda: Raising(RecursionError("too deep")), "rank 1: RecursionError"),
+    "no unpickling": (Unreadable, "ValueError: invalid literal.*not here"),
     "an interrupt": (lambda: Raising(KeyboardInterrupt()), "rank 1: KeyboardInterrupt"),
 }
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.ranks import Ranks
 from streamshard.comm.shared_memory import SharedMemoryTransport
@@ -247,26 +246,6 @@ def test_every_transport_has_every_reduction(context: RankContext, through: str,
     _check_reductions(ranks, mode, sums=ranks.streams.has_streams)
 
 
-@pytest.mark.parametrize(
-    ("param", "grad", "reduce", "mode"),
-    [
-        ("float32", None, "float32", ReductionMode.FP32),
-        ("float32", "float32", "float32", ReductionMode.FP32),
-        ("bfloat16", None, "float32", ReductionMode.FP32),
-        ("float16", "float32", "float32", ReductionMode.FP32),
-        ("bfloat16", "bfloat16", "float32", ReductionMode.EXCHANGE_16),
-        ("float16", "float16", "float32", ReductionMode.EXCHANGE_16),
-        ("bfloat16", None, "bfloat16", ReductionMode.SUM_16),
-        ("float16", "float16", "float16", ReductionMode.SUM_16),
-    ],
-)
-def test_the_mode_follows_from_the_dtypes(param: str, grad: str | None, reduce: str, mode: ReductionMode) -> None:
-    """Of what is sent, and of what is summed in."""
-    grad_dtype = None if grad is None else getattr(torch, grad)
-    precision = Precision(param_dtype=getattr(torch, param), grad_dtype=grad_dtype, reduce_dtype=getattr(torch, reduce))
-    assert precision.reduction_mode is mode
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("through", ["sockets", "shared memory", "a device"])
 def test_scratch_is_what_the_mode_needs(context: RankContext, through: str) -> None:
@@ -291,20 +270,6 @@ def test_what_nccl_does(context: RankContext, is_late: bool) -> None:
     _check_main_grads_in_the_slot(ranks)
     _check_all_to_all(ranks)
     _check_talk(ranks)
-
-
-@on_ranks(2)
-def test_the_adversary_is_put_in_one_place(context: RankContext) -> None:
-    """Whoever holds the ranks moves bytes through it, and through the ranks' own transport afterwards."""
-    ranks = _gloo(torch.device("cpu"))
-    own = ranks.transport
-    with Adversary(ranks) as adversary:
-        assert ranks.transport is adversary.transport
-        assert adversary.transport.inner is own
-        _check_gathers(ranks, torch.float32)
-    assert ranks.transport is own
-    assert type(own) is PairwiseTransport
-    _check_gathers(ranks, torch.float32)
 
 
 @on_ranks(3, 4)

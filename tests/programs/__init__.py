@@ -1,8 +1,8 @@
 """Random training programs: what a user may do with a model, in any legal order, beside plain torch doing the same.
 
 A `Program` is a list of operations, each done by all ranks: by plain torch, one process of which plays every rank in
-turn, then by StreamShard. After each, losses and refusals are compared; at `Check` and at the end gradients and
-weights. What StreamShard may refuse, and plain torch does not, has to be refused on all ranks.
+turn, then by StreamShard. After each operation, losses and refusals are compared; at `Check` and at the end gradients
+and weights. What StreamShard may refuse, and plain torch does not, has to be refused on all ranks.
 
     python -m tests.programs --minutes 5 --seed 3
 
@@ -11,28 +11,10 @@ tries programs for that long and prints the first that fails, shrunk, as Python.
 
 from __future__ import annotations
 
-from tests.programs.between import (
-    Check,
-    Clip,
-    Edit,
-    Export,
-    Forbidden,
-    Freeze,
-    HookLayer,
-    Import,
-    Load,
-    LoadOptimizer,
-    NoSync,
-    Save,
-    SaveOptimizer,
-    Step,
-    StepWithClosure,
-    Summon,
-    ZeroGrad,
-)
+from tests.programs.between import Check, Clip, Edit, Freeze, Load, NoSync, Save, Step, ZeroGrad
 from tests.programs.generate import Program, programs
 from tests.programs.model import Plan
-from tests.programs.passes import Backward, Direct, Disorder, Forget, Forward
+from tests.programs.passes import Backward, Direct, Forget, Forward
 from tests.programs.run import run_program
 
 __all__ = [
@@ -40,25 +22,16 @@ __all__ = [
     "Check",
     "Clip",
     "Direct",
-    "Disorder",
     "Edit",
-    "Export",
-    "Forbidden",
     "Forget",
     "Forward",
     "Freeze",
-    "HookLayer",
-    "Import",
     "Load",
-    "LoadOptimizer",
     "NoSync",
     "Plan",
     "Program",
     "Save",
-    "SaveOptimizer",
     "Step",
-    "StepWithClosure",
-    "Summon",
     "ZeroGrad",
     "programs",
     "run_program",

@@ -12,23 +12,15 @@ from tests.programs.between import (
     Check,
     Clip,
     Edit,
-    Export,
-    Forbidden,
     Freeze,
-    HookLayer,
-    Import,
     Load,
-    LoadOptimizer,
     NoSync,
     Save,
-    SaveOptimizer,
     Step,
-    StepWithClosure,
-    Summon,
     ZeroGrad,
 )
 from tests.programs.model import Brief, Plan
-from tests.programs.passes import Backward, Direct, Disorder, Forget, Forward
+from tests.programs.passes import Backward, Direct, Forget, Forward
 from tests.programs.players import Operation
 
 __all__ = ["Program", "programs"]
@@ -106,8 +98,6 @@ FORWARDS = st.builds(
 BACKWARDS = st.builds(Backward, picks=PICKS, retains=SELDOM)
 STEPS = st.tuples(st.just(Step()), st.builds(ZeroGrad, to_none=st.booleans(), by_optimizer=st.booleans()))
 FREEZES = st.builds(Freeze, part=PARTS, name=st.sampled_from([None, "weight", "bias"]), trains=st.booleans())
-FORBIDDEN = ["copy", "half", "hook on a weight", "pickled state", "sharded again", "forward while whole"]
-FORBIDDEN += ["step while whole", "layer without call", "wrong state"]
 
 # What is tried alone, and how often: one line for each.
 OTHERS: Sequence[tuple[int, st.SearchStrategy[Operation]]] = [
@@ -116,18 +106,10 @@ OTHERS: Sequence[tuple[int, st.SearchStrategy[Operation]]] = [
     (5, FREEZES),
     (3, st.builds(Direct, layer=PLACES)),
     (3, st.builds(Forget, pick=PLACES)),
-    (3, st.builds(HookLayer, layer=st.integers(-1, 3), kind=st.sampled_from(["pre", "forward", "backward"]))),
     (3, st.builds(Clip, kind=st.sampled_from(["model", "torch", "inf", "value"]))),
     (3, st.builds(Edit, part=PARTS, factor=FACTORS)),
-    (2, st.builds(StepWithClosure, plan=_rarely(st.builds(Plan, route=ROUTES), Plan()))),
     (2, st.just(Save())),
     (2, st.just(Load())),
-    (1, st.just(Export())),
-    (1, st.just(Import())),
-    (2, st.just(SaveOptimizer())),
-    (2, st.just(LoadOptimizer())),
-    (3, st.builds(Summon, factor=st.just(1.0) | FACTORS, with_grads=st.booleans())),
-    (2, st.builds(Forbidden, what=st.sampled_from(FORBIDDEN))),
     (3, st.builds(Check, has_gradients=st.booleans())),
 ]
 EACH = [number for number, (weight, _) in enumerate(OTHERS) for _ in range(weight)]
@@ -160,8 +142,6 @@ def programs(draw: st.DrawFn, longest: int = 16) -> Program:
     """Any program of up to `longest` phrases."""
     at_least = draw(st.sampled_from([1, longest // 4, longest // 2]))
     ops = [op for phrase in draw(st.lists(_phrases(), min_size=at_least, max_size=longest)) for op in phrase]
-    if draw(st.integers(0, 19)) == 19:
-        ops.append(Disorder(draw(st.tuples(*[ROUTES] * 3))))
     slots: st.SearchStrategy[Any] = st.sampled_from([2, 3, "all"])
     precision = draw(_rarely(st.sampled_from(["bf16", "bf16 sent", "bf16 summed"]), "fp32"))
     depth = draw(st.integers(1, 4))

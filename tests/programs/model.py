@@ -33,7 +33,6 @@ class Plan(Brief):
     Attributes:
         route: layers that run; None: all in turn.
         left_out: by rank, a layer that this rank does not run; -1: none.
-        routes: by rank, instead of `route`.
         recomputes: checkpointing, "once more" or "reentrant", of each layer, or behind "all " of all of them together.
         calls: of two layers the first calls the second.
         seen: a visit of whose output there is a second loss.
@@ -43,7 +42,6 @@ class Plan(Brief):
 
     route: tuple[int, ...] | None = None
     left_out: tuple[int, ...] = ()
-    routes: tuple[tuple[int, ...], ...] = ()
     recomputes: str = ""
     calls: tuple[int, int] | None = None
     seen: int | None = None
@@ -52,8 +50,6 @@ class Plan(Brief):
 
     def places(self, depth: int, rank: int) -> list[int]:
         """The numbers of the layers that `rank` runs, in order."""
-        if self.routes:
-            return [place % depth for place in self.routes[rank % len(self.routes)]]
         route = range(depth) if self.route is None else self.route
         out = self.left_out[rank] if rank < len(self.left_out) else -1
         return [place % depth for place in route if out < 0 or place % depth != out % depth]

@@ -16,7 +16,7 @@ from tests.programs.players import Operation, Player, Shown, State
 if TYPE_CHECKING:
     from tests.programs.generate import Program
 
-__all__ = ["Backward", "Direct", "Disorder", "Forget", "Forward"]
+__all__ = ["Backward", "Direct", "Forget", "Forward"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,31 +82,6 @@ class Forward(Operation):
             state.is_unreached = True
             state.order = state.order or self.plan
         state.born.extend([state.edits] * self._keeps(state.program))
-
-
-@dataclass(frozen=True, repr=False)
-class Disorder(Operation):
-    """Ranks run layers in orders of their own, and backward: that all raise, or it is right. The program ends."""
-
-    routes: tuple[tuple[int, ...], ...] = ()
-
-    def may_be_refused(self, state: State) -> bool:
-        return True
-
-    def perform(self, player: Player, number: int) -> Shown:
-        player.kept.clear()
-        player.model.zero_grad()
-        losses = [loss for loss, _ in player.forward(number, Plan(routes=self.routes))]
-        for place, _ in player.each_rank():
-            if losses[place].requires_grad:
-                (losses[place] / len(losses)).backward()  # type: ignore[no-untyped-call]
-        if player.is_sharded:
-            player.model.check_weights()  # who needed nothing of the others hears of them when they next meet
-        return _named(player, "loss", losses)
-
-    def after(self, state: State, outcome: str) -> None:
-        state.born = []
-        state.is_spoilt = True
 
 
 @dataclass(frozen=True, repr=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +63,6 @@ class Player:
         kept: losses that wait for a backward, each of all ranks.
         final: names of parameters whose gradient was reported as complete since it was last cleared.
         has_penalties: losses had terms of the parameters themselves.
-        handles: of hooks on layers, by layer and kind.
     """
 
     def __init__(self, program: Program, ranks: Sequence[int], wrap: Callable[[Model], Any]) -> None:
@@ -76,14 +74,10 @@ class Player:
         self.me = dist.get_rank()
         self.kept: list[list[Tensor]] = []
         self.final: set[str] = set()
-        self.handles: dict[tuple[int, str], Any] = {}
         self.saved: Weights | None = None
-        self.saved_optimizer: dict[str, Any] = {}
-        self.exported: Any = None
         self.quiet = contextlib.ExitStack()  # what leaves the no_sync stretch it is in
         self.is_quiet = False
         self.has_penalties = False
-        self._end = contextlib.ExitStack()
         self._buffers = [
             {key: buffer if number == 0 else buffer.clone() for key, buffer in self.model.named_buffers()}
             for number in range(len(ranks))
@@ -162,16 +156,9 @@ class Player:
     def _buffers_at(self, place: int) -> Mapping[str, Tensor]:
         return self._buffers[place] if len(self._buffers) > 1 else dict(self.model.named_buffers())
 
-    def directory(self) -> str:
-        """A new one that all ranks have and that is removed when the program has ended."""
-        paths = [self._end.enter_context(tempfile.TemporaryDirectory()) if dist.get_rank() == 0 else ""]
-        dist.broadcast_object_list(paths, 0)
-        return paths[0]
-
     def close(self) -> None:
         """The program has ended."""
         self.quiet.close()
-        self._end.close()
 
 
 def _optimizer(kind: str, model: nn.Module) -> Optimizer:
