@@ -7,8 +7,8 @@
         optimizer.step()
 
 Public names: `detect_races`, which makes a `RaceDetector`, which finds a `Race` between two of `Access`.
-It works on the CPU as on CUDA, because it looks at what is declared and not at what happened to run first: a wait that
-is missing is found even if nothing went wrong this time. It costs host time at every operation. See [Note: clocks].
+It works on the CPU as on CUDA. It looks at what is declared, not at what happened to run first, so it finds a missing
+wait even if nothing went wrong this time. It costs host time at every operation. See [Note: clocks].
 
 [Note: clocks]
 Each stream has a vector clock: how far it has come, and how far it knows the others to have come. A fence's record
@@ -27,7 +27,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -69,8 +68,7 @@ class Access(NamedTuple):
         return f"{self.what}{owner} {'writes' if self.is_write else 'reads'} on the {self.stream.value} stream"
 
 
-@dataclass(frozen=True)
-class Race:
+class Race(NamedTuple):
     """Two accesses that nothing orders.
 
     Attributes:
@@ -216,9 +214,8 @@ class RaceDetector(Observer):
             RaceError: there are some.
         """
         if self.found:
-            shown = "\n  ".join(str(race) for race in self.found[:20])
-            more = f"\n  and {len(self.found) - 20} more" if len(self.found) > 20 else ""
-            raise RaceError(f"{len(self.found)} race(s) on rank {self.engine.ranks.rank}\n  {shown}{more}")
+            shown = "\n  ".join(map(str, self.found[:20]))
+            raise RaceError(f"{len(self.found)} race(s) on rank {self.engine.ranks.rank}\n  {shown}")
 
     # -- happens before ---------------------------------------------------------------------------------------------
 
@@ -270,19 +267,15 @@ class RaceDetector(Observer):
         )
 
     def _watch_buffers(self) -> None:
-        """(Again) look at the ledger: main grads of a unit appear when it is unfrozen."""
-        known = {buffer.address: index for index, buffer in enumerate(self._buffers)}
+        """Look at the ledger, again when an optimizer has allocated buffers for its rounds."""
         owners = _describe(self.engine)
         buffers = []
         for category, tensor in self.engine.ledger.buffers:
             name, unit, slot = owners.get(tensor.data_ptr(), (category.value, None, None))
             buffers.append(_Buffer(tensor.data_ptr(), tensor.nbytes, category, name, unit, slot))
         buffers.sort(key=_address)
-        indices = [known.get(buffer.address) for buffer in buffers]
-        self._history = [
-            {stream: {} for stream in self._clocks} if index is None else self._history[index] for index in indices
-        ]
-        self._declared = [set() if index is None else self._declared[index] for index in indices]
+        self._history = [{stream: {} for stream in self._clocks} for _ in buffers]
+        self._declared = [set() for _ in buffers]
         self._buffers = buffers
 
 

@@ -51,16 +51,6 @@ def test_sockets_and_shared_memory_train_alike_bit_by_bit(context: RankContext, 
         assert_same(full_weights(model), reference(context, scenario, PRECISIONS[precision]), scenario, EXACT)
 
 
-@on_ranks(2)
-def test_all_models_of_a_group_talk_over_one_further_group(context: RankContext) -> None:
-    """StreamShard alone uses it, so no other library's collective can take the place of one of StreamShard's."""
-    before = dict(dist.distributed_c10d._world.pg_map)
-    for _ in range(2):
-        ranks = engine_inside(StreamShard(Stack())).ranks
-        assert ranks.group is ranks.all_ranks is ranks.host_group
-        assert {*dist.distributed_c10d._world.pg_map} - {*before} == {ranks.group}
-
-
 # -- whose memory it is -------------------------------------------------------------------------------------------
 
 
@@ -239,18 +229,6 @@ def test_collectives_of_different_layers_are_never_mixed(context: RankContext) -
         assert work is not None
         work.wait()
     assert out.tolist() == [0.0] * 4
-
-
-@on_ranks(2)
-def test_gathers_in_different_orders_raise_at_the_next_forward(context: RankContext) -> None:
-    """Although no gather needs a partner here: through sockets, or on GPUs, it would."""
-    model = StreamShard(Stack(), precision=BF16)
-    model(vector_batch(0, 0))
-    transport, slot = _shared(model), torch.zeros(2)
-    own = transport._own.view(transport._own.shards[0], 1, torch.bfloat16)
-    transport.start_gather(own, slot, 1 + context.rank)
-    with pytest.raises(CommunicationError, match=r"rank 0 gathers 'layers\.0', rank 1 gathers 'layers\.1'"):
-        model(vector_batch(0, 0))
 
 
 # -- forks --------------------------------------------------------------------------------------------------------

@@ -93,38 +93,6 @@ def test_the_body_of_on_is_on_that_stream() -> None:
     assert streams.current is COMPUTE
 
 
-def test_observers_come_and_go_in_any_order() -> None:
-    """Each hears what happens while it is there, in the order in which they came; an error takes nobody else away."""
-    streams, lines = Streams(torch.device("cpu")), list[str]()
-
-    class _Named(Observer):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def on_record(self, fence: Fence) -> None:
-            lines.append(f"{self.name} hears {fence.what}")
-
-    def record(what: str) -> None:
-        Fence(streams, Rule.SLOT_RELEASED, COMPUTE, what).record()
-
-    first, second = (streams.observed_by(_Named(name)) for name in ("first", "second"))
-    record("nothing")
-    first.__enter__()
-    record("one")
-    second.__enter__()
-    record("two")
-    with streams.unobserved():
-        record("three")
-    first.__exit__(None, None, None)
-    record("four")
-    with pytest.raises(ZeroDivisionError), streams.observed_by(_Named("third")):
-        raise ZeroDivisionError
-    second.__exit__(None, None, None)
-    record("five")
-    assert lines == ["first hears one", "first hears two", "second hears two", "second hears four"]
-    assert streams.observers == ()
-
-
 def test_the_host_says_when_it_waits_and_for_what() -> None:
     """Around the work itself, once, whether the wait is declared or not; without work there is nothing to wait for."""
     streams, log = _observed()

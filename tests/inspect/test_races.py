@@ -134,28 +134,6 @@ def test_a_race_names_buffer_bytes_operations_and_units(context: RankContext) ->
     )
 
 
-@on_ranks(2)
-def test_an_error_of_the_body_is_not_hidden_by_races(context: RankContext) -> None:
-    """What the user's code raised is what comes out."""
-    model = sharded("two layers", FP32)
-    with dropping(model, Rule.WEIGHTS_ARRIVED), pytest.raises(ZeroDivisionError), detect_races(model) as races:
-        train(model, "two layers", context)
-        raise ZeroDivisionError
-    assert races.found
-
-
-@on_ranks(2)
-def test_nothing_is_observed_outside(context: RankContext) -> None:
-    """The engine is left as it was, so that it costs nothing afterwards."""
-    model = sharded("two layers", FP32)
-    with detect_races(model) as races:
-        train(model, "two layers", context, steps=1)
-    seen = races.accesses
-    train(model, "two layers", context, steps=1)
-    assert races.accesses == seen > 0
-    assert engine_inside(model).streams.observers == ()
-
-
 # -- happens before, on a bench ------------------------------------------------------------------------------------
 
 
@@ -216,21 +194,6 @@ def test_a_fence_orders_what_was_before_its_record(context: RankContext) -> None
     detector.on_wait(fence)
     detector.on_operation(slot[:20], write=False, what="op")
     assert [(race.start, race.stop) for race in detector.found] == [(40, 80)]
-
-
-@on_ranks(2)
-def test_order_is_passed_on_through_the_other_stream(context: RankContext) -> None:
-    """compute -> comm -> compute: what comm waited for, the next to wait for comm knows as well."""
-    detector, slot = _bench(context)
-    there, back = _fence(detector, COMPUTE), _fence(detector, COMM)
-    detector.on_operation(slot, write=True, what="first")
-    detector.on_record(there)
-    detector.on_wait(there)
-    _gathers_into(detector, slot)
-    detector.on_record(back)
-    detector.on_wait(back)
-    detector.on_operation(slot, write=True, what="third")
-    assert detector.found == []
 
 
 @on_ranks(2)

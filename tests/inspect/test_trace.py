@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from streamshard import StreamShard
-from streamshard.comm.streams import Rule, StreamName
+from streamshard.comm.streams import StreamName
 from streamshard.errors import ShardingError
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
@@ -22,7 +22,7 @@ from streamshard.inspect.trace import Activity, Span, Trace, trace_step
 from tests.models import Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import EXACT, Call, adamw, assert_same, full_weights, lm_step
-from tests.scenarios import BF16, dropping, sharded, train
+from tests.scenarios import BF16, sharded, train
 
 DEPTH = 5
 COMM = StreamName.COMM
@@ -152,15 +152,6 @@ def test_recomputed_layers_are_in_the_trace(context: RankContext) -> None:
     with trace_step(model) as trace:
         train(model, "checkpointing", context, steps=1)
     assert [span.unit for span in _of(trace, Activity.FORWARD) if span.unit] == [1, 2, 3, 4, 5, 5, 4, 3, 2, 1]
-
-
-@on_ranks(2)
-def test_races_are_found_while_a_step_is_traced(context: RankContext) -> None:
-    """A missing wait is a race."""
-    model = sharded("plain", BF16)
-    with dropping(model, Rule.GRADS_DRAINED), trace_step(model), detect_races(model, raise_at_exit=False) as races:
-        train(model, "plain", context, steps=1)
-    assert {race.rule for race in races.found} == {Rule.GRADS_DRAINED}
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,13 +69,6 @@ def test_cutting_between_blocks_costs_little(
 
 
 @given(sizes, world_sizes, alignments)
-def test_one_rank_needs_no_cuts(params: list[ParamSize], world_size: int, pieces: int) -> None:
-    """Nor does a size that says that everything may be cut."""
-    assert _plan(params, 1, pieces=pieces).padded_numel == _plan(params, 1).padded_numel
-    assert _plan(params, world_size, pieces=1) == _plan(params, world_size)
-
-
-@given(sizes, world_sizes, alignments)
 def test_the_ranks_ranges_tile_every_parameter(params: list[ParamSize], world_size: int, pieces: int) -> None:
     """In rank order, each element once, at the place in the shard that the flat buffer gives it."""
     layout = _plan(params, world_size, pieces=pieces)
@@ -102,10 +94,3 @@ def test_an_example_by_hand() -> None:
     assert [layout.local_range(weight, rank) for rank in (0, 1)] == [LocalRange(0, 15, 0), LocalRange(0, 0, 0)]
     assert layout.local_range(bias, 1) == LocalRange(0, 3, 0)
     assert layout.local_range(scale, 1) == LocalRange(0, 1, 8)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_a_unit_without_parameters_takes_no_memory(world_size: int) -> None:
-    """As the root unit of a model that has nothing outside its layers."""
-    layout = _plan([], world_size)
-    assert (layout.padded_numel, layout.shard_numel, layout.numel) == (0, 0, 0)

@@ -17,7 +17,7 @@ from streamshard import Precision, StreamShard
 from streamshard.inspect import engine_inside
 from streamshard.inspect.memory import MemoryReport
 from streamshard.plan.memory import Category
-from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM
+from tests.models import DIM, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, adamw, lm_step, stack_step
 from tests.scenarios import SCENARIOS, RoutedStack, over_sockets, sharded, train
@@ -173,18 +173,6 @@ def test_a_parameter_that_is_frozen_takes_no_gradient_memory(context: RankContex
 
 
 @on_ranks(2)
-def test_a_lone_large_unit_does_not_size_the_slots_of_the_others(context: RankContext) -> None:
-    """It has slots of its own."""
-    model = nn.Sequential(nn.Linear(DIM, 40 * DIM), nn.Linear(40 * DIM, DIM), *(Layer() for _ in range(4)))
-    model = StreamShard(model, units=["0", "2", "3", "4", "5"], precision=FP32)
-    engine = engine_inside(model)
-    sizes = {unit.name: unit.weight_slot.buffer.numel() // 4 for unit in engine.units}
-    assert sizes["2"] == sizes["3"] == DIM * DIM + DIM
-    assert sizes["0"] == 41 * DIM * DIM - DIM * DIM + 40 * DIM
-    assert len({unit.weight_slot.buffer.data_ptr() for unit in engine.units}) == 4
-
-
-@on_ranks(2)
 def test_the_report_can_be_read(context: RankContext) -> None:
     """One line for each category, in MiB and bytes per parameter, and the setting."""
     text = str(_report(StreamShard(TinyLM(), precision=FP32)))
@@ -283,18 +271,6 @@ def test_no_tensor_made_in_a_step_outlives_it(context: RankContext, precision: s
             optimizer.zero_grad()
         assert len(made.refs) > 20
         assert made.alive() == [], scenario
-
-
-def test_a_tensor_that_is_kept_is_noticed() -> None:
-    """By Python or by autograd only: the test above would see it."""
-    weight = torch.ones(3, requires_grad=True)
-    with _watched() as made:
-        kept = weight * 2
-        graph = (weight.exp() * 3).sum()
-        (weight + 1).sum()
-    assert made.alive() == [(3,), (3,), ()]  # `kept`, the result of exp, which its backward needs, and `graph`
-    del kept, graph
-    assert made.alive() == []
 
 
 @on_ranks(2)

@@ -71,22 +71,6 @@ def test_ranks_that_skip_visits_issue_the_same_operations_in_the_same_order(
     assert schedule.finish() == []
 
 
-@given(visits_lists, slots_lists, turns_lists, st.data())
-def test_being_asked_for_a_visit_issues_its_gather(
-    visits: list[int], slots: list[int], turns: list[bool], data: st.DataObject
-) -> None:
-    """And all before it."""
-    schedule = Schedule(visits, slots, turns, reduce=False)
-    issued: list[Op] = []
-    for unit in data.draw(st.lists(st.sampled_from(visits or [0]), max_size=15), label="used"):
-        visit = schedule.find(unit)
-        issued += schedule.reach(unit)
-        assert schedule.reach(unit) == []
-        if visit is not None:
-            assert [op.unit for op in issued][: visit + 1] == visits[: visit + 1]
-            assert visits[visit] == unit
-
-
 @given(visits_lists, slots_lists, st.lists(st.integers(0, UNITS - 1), max_size=15))
 def test_a_unit_is_left_before_another_is_used(visits: list[int], slots: list[int], used: list[int]) -> None:
     """Also for one outside of the program: backward must see them in the order in which they ran."""
@@ -97,17 +81,6 @@ def test_a_unit_is_left_before_another_is_used(visits: list[int], slots: list[in
     places = iter(schedule.log)
     stays = [unit for place, unit in enumerate(used) if used[place - 1 : place] != [unit]]
     assert all(unit in places for unit in stays)
-
-
-def test_the_log_has_what_was_passed_and_what_was_used_beside_the_program() -> None:
-    """In order: backward is planned from it."""
-    schedule = Schedule([0, 1, 2, 3], [0, 1, 0, 1], ALL_TURN, reduce=False)
-    schedule.reach(1)
-    schedule.reach(6)
-    schedule.reach(0)  # its turn is over
-    schedule.finish()
-    assert schedule.log == [0, 1, 6, 0, 2, 3]
-    assert schedule.used == [1, 6, 0]
 
 
 @given(visits_lists, slots_lists, st.lists(st.integers(0, UNITS - 1), max_size=15))

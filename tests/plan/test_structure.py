@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import ConfigError, ShardingError, StreamShardError
-from streamshard.plan.structure import check_params, params_of
+from streamshard.plan.structure import check_params
 from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -23,7 +23,6 @@ from tests.reference import (
     Call,
     assert_same,
     assert_trains_like_plain,
-    full_grads,
     lm_step,
     sgd,
     stack_step,
@@ -79,34 +78,6 @@ def test_views_of_one_storage_that_do_not_overlap_are_fine() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- attributes
-
-
-class ScaledLayer(Layer):
-    """Reads a multiplier from its parameter, as muP's optimizers do, and leaves a note on it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear.weight.multiplier = 0.5  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """tanh(W x + b) times the multiplier, added to x"""
-        weight: Any = self.linear.weight
-        weight.calls = getattr(weight, "calls", 0) + 1
-        return x + torch.tanh(self.linear(x)) * weight.multiplier
-
-
-@on_ranks(1, 2)
-def test_attributes_of_parameters_are_read_and_kept_in_forward(context: RankContext) -> None:
-    """What is set before sharding, after it and in forward is the same on the parameter and inside forward."""
-    model = StreamShard(nn.Sequential(*(ScaledLayer() for _ in range(3))), precision=FP32)
-    x = vector_batch(0, context.rank)
-    halved = model(x)
-    weights: list[Any] = [layer.linear.weight for layer in model]
-    assert [weight.calls for weight in weights] == [1, 1, 1]
-    for weight in weights:
-        weight.multiplier = 0.0
-    assert torch.equal(model(x), x)
-    assert not torch.equal(halved, x)
 
 
 # ---------------------------------------------------------------------------------------------- classes
@@ -180,55 +151,6 @@ def test_the_class_of_a_layer_makes_ordinary_layers(context: RankContext) -> Non
         type("Mine", (StreamShard,), {})(Stack())
     with pytest.raises(ShardingError, match="Derived derives from"):
         type("Derived", (type(model),), {})()
-
-
-class OwnMethods(Stack):
-    """Has methods and a child by names that StreamShard uses, and lists of parts that leave some out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.check_weights = nn.Linear(DIM, DIM)
-
-    def clip_grad_norm_(self, limit: float) -> str:
-        """Nothing of the kind."""
-        return f"clipped at {limit}"
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, width] -> [rows, 1]"""
-        return super().forward(self.check_weights(x))
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The head's only."""
-        return self.head.parameters(recurse)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """By other names."""
-        return ((f"my_{name}", param) for name, param in super().named_parameters(*args, **kwargs))
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """None."""
-        return iter(())
-
-
-@on_ranks(1, 2)
-def test_a_models_own_names_stay_its_own(context: RankContext) -> None:
-    """Its methods and children by names that we use are what it finds; ours are there as functions."""
-    torch.manual_seed(3)
-    plain = OwnMethods()
-    torch.manual_seed(3)
-    model = StreamShard(OwnMethods(), precision=FP32, check_grads=True)
-    assert model.clip_grad_norm_(2.0) == "clipped at 2.0"
-    assert isinstance(model.check_weights, nn.Linear)
-    assert all(name.startswith("my_") for name, _ in model.named_parameters())
-    assert list(model.parameters()) == list(model.head.parameters())
-    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
-    for rank in range(context.world_size):
-        stack_step(plain, Call(0, rank, context.world_size, 1 / context.world_size))
-    wanted = torch.nn.utils.clip_grad_norm_(params_of(plain).values(), 0.1)
-    torch.testing.assert_close(StreamShard.clip_grad_norm_(model, 0.1).as_subclass(Tensor), wanted)
-    assert list(model.local_ranges()) == list(params_of(plain))
-    assert_same(full_grads(model), full_grads(plain), "gradients")
-    StreamShard.check_weights(model)
 
 
 @on_ranks(2)
@@ -382,19 +304,3 @@ def test_what_needs_all_weights_says_that_layers_are_computing(context: RankCont
     stack_step(model, Call(0, context.rank, 2, 1.0))
     assert refused == list(calls)
     assert_same(model.full_state_dict(rank0_only=False), whole, "weights")
-
-
-@on_ranks(2)
-def test_a_state_dict_after_a_failed_backward_holds_pieces(context: RankContext) -> None:
-    """Not what layers computed with when it failed."""
-    model = StreamShard(Stack(), precision=FP32)
-    wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-
-    def fail(*_: object) -> None:
-        raise KeyError("mine")
-
-    handle = model.layers[1].register_full_backward_hook(fail)
-    with pytest.raises(KeyError, match="mine"):
-        stack_step(model, Call(0, context.rank, 2, 1.0))
-    handle.remove()
-    assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == wanted
