@@ -3,7 +3,7 @@
 `Ledger` allocates. `WeightSlot` and `GradSlot` hold whole units. `SegmentShard` is what one rank owns of a segment's
 weights: the main weights, and the compute shard that its gathers send. The user's Parameter objects stay what they
 were, so an optimizer built before sharding keeps working; their data become pieces of the main weights. See
-[Note: slots] in `streamshard.plan.slots`, [Note: segments] in `streamshard.plan.segments`.
+[Note: slots] in `streamshard.plan.memory`, [Note: segments] in `streamshard.plan.segments`.
 """
 
 from __future__ import annotations

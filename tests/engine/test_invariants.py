@@ -240,12 +240,12 @@ def test_who_cannot_go_on_issues_nothing_more(context: RankContext, what: str) -
     def before() -> None:
         if what != "interrupted":
             engine.ranks.failure = "somebody has died"
-        counts.append(engine.ranks.log._count)
+        counts.append(engine.ranks.log.count)
 
     kind = Stop if what == "interrupted" else Trouble
     with pytest.raises(kind):
         _fail_in_forward(model, context, kind, before)
-    assert engine.ranks.log._count == counts[0]
+    assert engine.ranks.log.count == counts[0]
     engine.ranks.failure = None
     _assert_at_rest(engine)
 
