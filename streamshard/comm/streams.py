@@ -2,8 +2,8 @@
 
 On an accelerator streams are real. On the CPU streams are declared: computation runs in the calling thread,
 communication in the backend's own threads, and a fence carries the pending work that its wait completes. Observers,
-such as the race detector, hear of every record and wait, so any machine can check the order. See [Note: ordering rules],
-[Note: observers].
+such as the race detector, hear of every record and wait, so any machine can check the order. See [Note: ordering
+rules], [Note: observers].
 
 [Note: ordering rules]
 1. WEIGHTS_ARRIVED: a unit's forward or backward does not start until its weights are in its slot.

@@ -6,8 +6,8 @@ the bytes of each rank. See [Note: flat segments].
 [Note: flat segments]
 A segment's parameters lie one after another in one flat buffer. Each start is aligned, and the buffer is padded to a
 multiple of the world size N. Rank r owns elements [r * shard_numel, (r + 1) * shard_numel), wherever parameters begin.
-So a rank owns at most one contiguous range of each parameter, possibly empty (the range map of Megatron-LM's distributed
-optimizer, megatron/core/optimizer/distrib_optimizer.py).
+So a rank owns at most one contiguous range of each parameter, possibly empty (the range map of Megatron-LM's
+distributed optimizer, megatron/core/optimizer/distrib_optimizer.py).
 
 With `align_pieces_to`, each parameter is cut between blocks of so many elements (*grains*) only. All shards have one
 size, so the cuts stay and the parameters move: a parameter with a cut inside starts later, by less than a grain. A
