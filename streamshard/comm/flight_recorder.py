@@ -422,7 +422,8 @@ def explain(error: Exception, board: Board) -> str:
     if (failure := board.read_failure()) is not None:
         return failure
     missing = board.describe_missing()
-    return f"{error}. {missing or 'Another rank has died, or ranks do not do the same'}. {_ADVICE}"
+    details = f"{error}. {missing}" if missing else str(error)
+    return f"{details}. Either another rank has died, or ranks do not do the same. {_ADVICE}"
 
 
 class MismatchError(RuntimeError):

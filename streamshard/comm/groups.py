@@ -235,5 +235,5 @@ def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) ->
             return
         if isinstance(failure, ShardingError):
             raise
-        told = f"{watch.wait.what} failed on {board.describe_rank()}: {explain(failure, board)}"
-        raise CommunicationError(told) from failure
+        message = f"{watch.wait.what} failed on {board.describe_rank()}: {explain(failure, board)}"
+        raise CommunicationError(message) from failure

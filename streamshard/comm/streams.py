@@ -1,9 +1,9 @@
-"""The streams and the fences that tie them: every wait of the ordering rules is a `Fence` made here.
+"""The streams, and the fences between them: every wait of the ordering rules is a `Fence`.
 
-On an accelerator they are real. On the CPU they are declared: computation runs in the calling thread, communication in
-the backend's own threads, and a fence carries the pending work that its wait completes. Observers (such as the race
-detector of `streamshard.inspect`) hear of every record and wait, so every machine can check the order.
-See [Note: ordering rules], [Note: observers].
+On an accelerator streams are real. On the CPU streams are declared: computation runs in the calling thread,
+communication in the backend's own threads, and a fence carries the pending work that its wait completes. Observers,
+such as the race detector, hear of every record and wait, so any machine can check the order. See [Note: ordering
+rules], [Note: observers].
 
 [Note: ordering rules]
 1. WEIGHTS_ARRIVED: a unit's forward or backward does not start until its weights are in its slot.
@@ -12,14 +12,13 @@ See [Note: ordering rules], [Note: observers].
 4. GRADS_WRITTEN: a reduction does not start until every gradient of its unit is written.
 5. SHARDS_WRITTEN: no gather reads a shard before it is written (the cast, the optimizer), nor an exchange its flags.
 6. SHARDS_READ: no cast writes a compute shard that a gather still reads.
-7. RESULTS_ARRIVED: what arrives outside of slots is not read before it is complete: main grads by the optimizer and by
-   the average over replicas, flags by the host, whole tensors by whoever asked for them.
+7. RESULTS_ARRIVED: no result outside of slots is read before it is complete: main grads by the optimizer and by the
+   average over replicas, flags by the host, full tensors by the caller.
 
 [Note: observers]
-Instruments hear what happens through `Observer`, and through nothing else: they replace no methods. Who issues a
-collective, records or waits at a fence, or reaches a `Moment` says so to all of `Streams.observers`, in a loop over a
-tuple that is empty unless somebody listens. They may be several, do not know of each other, and come and go in any
-order.
+Instruments hear what happens through `Observer` only: they replace no methods. The engine tells all of
+`Streams.observers` when it issues a collective, records or waits at a fence, or reaches a `Moment`. The tuple is empty
+unless an instrument listens. Several observers do not know of each other, and come and go in any order.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class AllWork:
 
 
 def as_one(works: Sequence[Work | None]) -> Work | None:
-    """What a fence records for several collectives that it stands behind; None on devices, whose streams wait."""
+    """Several works as the one that a fence records; None on devices, whose streams wait."""
     pending = [work for work in works if work is not None]
     return AllWork(pending) if len(pending) > 1 else pending[0] if pending else None
 
@@ -97,15 +96,14 @@ class Collective(enum.Enum):
 class Moment(enum.Enum):
     """A point of a step that the compute stream reaches. See `Observer.on_moment`.
 
-    What begins computes once its weights are there: the wait for them (rule 1) may come after FORWARD_BEGINS and
-    BACKWARD_BEGINS. The root unit's forward is the whole pass, in which layers' forwards lie, and in them those of
-    layers that they call. A forward that an exception ends has no end of its own; the pass has.
+    The wait for weights (rule 1) may come after FORWARD_BEGINS and BACKWARD_BEGINS. The root unit's forward is the
+    whole pass: the layers' forwards lie inside it. A layer's forward that raises has no end. The pass always has one.
     """
 
     CAST_BEGINS = enum.auto()
     """Main weights become compute shards; of all units."""
     CAST_ENDS = enum.auto()
-    """They have."""
+    """They are compute shards."""
     FORWARD_BEGINS = enum.auto()
     """A layer of the unit is called in a pass."""
     FORWARD_ENDS = enum.auto()
@@ -124,7 +122,7 @@ class Moment(enum.Enum):
 
 
 class Observer:
-    """Hears what happens; each method does nothing unless it is overridden. See [Note: observers]."""
+    """Hears what happens. Each method does nothing unless it is overridden. See [Note: observers]."""
 
     def on_collective(
         self,

@@ -1,17 +1,16 @@
-"""A transport that misbehaves as far as the ordering rules allow: if a wait is missing, numbers come out wrong.
+"""A transport that is as late as the ordering rules allow: if a wait is missing, numbers come out wrong.
 
     from streamshard.inspect.adversary import make_adversarial
 
     with make_adversarial(model):          # a debugging tool: nothing overlaps any more
         train(model)                       # bit by bit what it gives without
 
-A real network is usually fast enough to hide a missing wait. This one is late on purpose: between the start of a
-collective and the moment something waits for it, a slot that is being gathered into holds NaN, and a grad slot has not
-been read yet; afterwards it holds NaN. What the engine reads too early or overwrites too soon is therefore seen.
+A real network is usually fast enough to hide a missing wait. This transport is late on purpose. Until a collective is
+waited for, a slot that is gathered into holds NaN, and a grad slot has not been read. After a reduction the grad slot
+holds NaN. So reads that are too early, and writes that are too soon, show as NaN.
 
-On the CPU it cannot be early: computation runs in the calling thread, so waits of other streams for the compute
-stream (rules 2 and 4) are kept there by the order of the code. Those are what `streamshard.inspect.races` is for. On
-CUDA collectives are delayed on their stream.
+On the CPU, computation runs in the calling thread, so the code's order alone keeps other streams' waits for the compute
+stream (rules 2 and 4). `streamshard.inspect.races` checks those. On CUDA, collectives are delayed on their stream.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ _DELAY_CYCLES = 2_000_000  # about a millisecond of a GPU
 def make_adversarial(model: nn.Module) -> Adversary:
     """From now on the collectives of `model` are as late as the engine's waits allow. Call it on every rank.
 
-    Ranks that wait for each other by other means than the model (an all-reduce of yours) while only some of them have
-    waited for a gather do so for ever: call `Adversary.restore` before.
+    Call `Adversary.restore` before a collective of your own: a rank that has not waited for a gather yet would hold up
+    the others for ever.
 
     Args:
         model: made by `StreamShard`.
@@ -198,7 +197,7 @@ class _Late:
         self._transport.complete(self)
 
     def complete(self, streams: Streams) -> None:
-        """Really do it, now. It has been declared when it was started, so nobody is told again."""
+        """Really do it, now. The start has declared it, so observers do not hear of it again."""
         self.is_done = True
         with streams.unobserved():
             work = self._start()

@@ -1,18 +1,17 @@
 """Where every parameter lies: a pure function from parameter sizes to offsets and per-rank ranges.
 
-No torch here. The engine, the memory report, checkpoints and the exporter all read the same layout object,
-so they cannot disagree about which bytes a rank owns. See [Note: flat segments].
+No torch here. The engine, the memory report, checkpoints and the exporter read the same layout object, so they agree on
+the bytes of each rank. See [Note: flat segments].
 
 [Note: flat segments]
-A segment's parameters are laid out one after another in one flat buffer, each start aligned, the whole padded to a
-multiple of the world size N. Rank r owns elements [r * shard_numel, (r + 1) * shard_numel). The partition does
-not respect parameter boundaries: a rank owns at most one contiguous range of each parameter, possibly empty
-(the range map of Megatron-LM's distributed optimizer, megatron/core/optimizer/distrib_optimizer.py).
+A segment's parameters lie one after another in one flat buffer. Each start is aligned, and the buffer is padded to a
+multiple of the world size N. Rank r owns elements [r * shard_numel, (r + 1) * shard_numel), wherever parameters begin.
+So a rank owns at most one contiguous range of each parameter, possibly empty (the range map of Megatron-LM's
+distributed optimizer, megatron/core/optimizer/distrib_optimizer.py).
 
-Where pieces are to be whole blocks of their parameter (*grains*), it is cut at multiples of so many elements only. All
-shards are of one size, so that cuts are where they are; what moves are the parameters. One that holds a cut starts
-later, by less than a grain, so that the cut falls between two grains; one larger than a shard holds several, so the
-grain divides the shard as well.
+With `align_pieces_to`, each parameter is cut between blocks of so many elements (*grains*) only. All shards have one
+size, so the cuts stay and the parameters move: a parameter with a cut inside starts later, by less than a grain. A
+parameter larger than a shard has several cuts, so the grain divides the shard as well.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""What of a unit moves together: its parameters of one dtype that train, or do not. Pure data.
+"""The flat parameters of a unit, called segments: which of its parameters move together. Pure data.
 
 [Note: segments]
-A unit's parameters lie in *segments*: those that layers compute with in one dtype, that are kept in one dtype, and that
-train, or do not, when the model is sharded. Most units have one. Each segment is a flat buffer of its own, one gather,
-and, if it trains, one reduction; a unit's gather is its segments' gathers in order, behind one fence. In a weight slot
-a unit's segments lie one behind the other, in a grad slot those that train.
+A unit's parameters lie in *segments*. All parameters of a segment have one compute dtype and one storage dtype, and all
+of them train or none does. Most units have one segment. Each segment is one flat buffer, one all-gather and, if it
+trains, one reduction. A unit's all-gather is its segments' all-gathers in order, behind one fence. In a weight slot a
+unit's segments lie one after another; in a grad slot only those that train.
 
-What trains is kept in fp32. What does not has no gradient to add up, so it stays in the dtype that it came in, unless
-layers compute in fp32, which holds it as well. Where that is the dtype that layers compute in, the main weights are the
-compute shard.
+Trainable parameters are kept in fp32. Frozen parameters have no gradients to add up, so they keep their own dtype,
+unless layers compute in fp32. Where the storage dtype is the compute dtype, the main weights are the compute shard.
 """
 
 from __future__ import annotations
