@@ -7,6 +7,7 @@ they are needed.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "backend_of",
+    "count_collectives",
     "data_attribute",
     "forget_composable",
     "grad_attribute",
@@ -107,3 +109,14 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
         RuntimeError: there is none.
     """
     return group._get_backend(device)
+
+
+def count_collectives() -> int:
+    """How many collectives this rank has called on the default process group; 0 if there is none that counts.
+
+    torch's own flight recorder counts too, but only on NCCL.
+    """
+    with contextlib.suppress(RuntimeError, AttributeError):
+        world: Any = dist.group.WORLD
+        return int(world._get_sequence_number_for_group())
+    return 0

@@ -6,9 +6,13 @@ group. A rank shows its log when it waits, and when it has issued nothing for a 
 
 A thread, the watchdog, looks twice a second at what a rank waits for. If the logs show that the wait is in vain, the
 watchdog ends the wait. Otherwise it logs a warning after half a minute, and again whenever the wait has doubled: what
-this rank waits for, and what the missing ranks did last. Those may be in another library's collective, or asleep, so
-only the process group's timeout ends such a wait. On devices no host waits for collectives. There a rank counts as
-waiting when it has issued nothing for half a minute.
+this rank waits for, and what the missing ranks did last. Those may be asleep, so only the process group's timeout ends
+such a wait. On devices no host waits for collectives. There a rank counts as waiting when it has issued nothing for
+half a minute.
+
+A missing rank may also wait in another library's collective (``accelerator.gather``, ``dist.barrier()``) for a rank
+that waits for it. torch counts the collectives of the default process group, which all ranks call in one order. So if
+a missing rank has called more of them than the rank that waits, both waits are in vain.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from streamshard.errors import CommunicationError, StreamShardError, log
+from streamshard.torch_private import count_collectives
 
 __all__ = ["Board", "Guard", "Kind", "Log", "MismatchError", "Wait", "Watch", "describe_difference", "explain"]
 
@@ -35,7 +40,7 @@ _MOST_PEERS = 64  # logs that one rank reads: among more ranks, those of the ran
 _FAILURE_KEY = "streamshard/failure"
 _PATIENCE_S = 1.0  # until a waiting rank compares logs
 _REPORT_AFTER_S = 30.0  # until the first warning
-_SHOW_AFTER_S = 10.0  # without anything issued, until a rank shows its log
+_SHOW_AFTER_S = 3.0  # without anything issued, until a rank shows its log
 _LOGS_WITHIN_S = 5.0  # until other ranks have shown theirs
 _END_WITHIN_S = 5.0  # at exit
 
@@ -89,11 +94,19 @@ class _Entry(NamedTuple):
 
 
 class _Shown(NamedTuple):
-    """A log as other ranks see it: its entries by number, how many there were in all, and when the last one came."""
+    """A log as other ranks see it.
+
+    Attributes:
+        entries: by number.
+        total: how many there were in all.
+        time_s: when the last one came, in Unix time.
+        others: how many collectives this rank has called on the default process group.
+    """
 
     entries: Mapping[int, _Entry]
     total: int
     time_s: float
+    others: int = 0
 
 
 class Log:
@@ -121,7 +134,7 @@ class Log:
     def show(self) -> _Shown:
         """The log as it is now. Any thread may call this."""
         entries = [entry for entry in list(self._entries) if entry is not None]
-        return _Shown({entry.number: entry for entry in entries}, self.count, self.time_s)
+        return _Shown({entry.number: entry for entry in entries}, self.count, self.time_s, count_collectives())
 
 
 def describe_difference(logs: Mapping[int, _Shown], names: Sequence[str]) -> str | None:
@@ -170,24 +183,24 @@ class Board:
         self._rank = rank
         self._world_size = world_size
         self._peers = [(rank + 1 + step) % world_size for step in range(min(world_size - 1, _MOST_PEERS))]
-        self._shown_count: int | None = None  # of the log that the store has
+        self._shown: tuple[int, int] | None = None  # how many collectives the log in the store has, ours and others
 
     def show(self) -> None:
         """Put this rank's log into the store, if it has changed."""
         shown = self.log.show()
-        if self._store is not None and shown.total != self._shown_count:
+        if self._store is not None and (shown.total, shown.others) != self._shown:
             with contextlib.suppress(RuntimeError):  # the store may have gone with its rank
                 self._store.set(self._key + str(self._rank), json.dumps([*shown.entries.values(), *shown[1:]]))
-            self._shown_count = shown.total
+            self._shown = shown.total, shown.others
 
     def show_if_idle(self) -> None:
         """Show the log once this rank has issued nothing for a while, and take it back when the rank goes on."""
         if self.idle_s >= _SHOW_AFTER_S:
             self.show()
-        elif self._store is not None and self._shown_count not in (None, self.log.count):
+        elif self._store is not None and self._shown is not None and self._shown[0] != self.log.count:
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(self._key + str(self._rank))
-            self._shown_count = None
+            self._shown = None
 
     @property
     def idle_s(self) -> float:
@@ -201,8 +214,8 @@ class Board:
             with contextlib.suppress(RuntimeError):
                 for peer in self._peers:
                     if self._store.check([key := self._key + str(peer)]):
-                        *entries, total, time_s = json.loads(self._store.get(key))
-                        logs[peer] = _Shown({entry[0]: _Entry(*entry) for entry in entries}, total, time_s)
+                        *entries, total, time_s, others = json.loads(self._store.get(key))
+                        logs[peer] = _Shown({entry[0]: _Entry(*entry) for entry in entries}, total, time_s, others)
         return logs
 
     def find_difference(self, *, within_s: float = 0.0) -> str | None:
@@ -211,6 +224,18 @@ class Board:
         while (found := describe_difference(self._read(), self.names)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
         return found
+
+    def find_other_collective(self) -> str | None:
+        """A missing rank that waits in another library's collective for this one; None if there is none."""
+        logs = self._read()
+        own = logs[self._rank]
+        for peer, shown in sorted(logs.items()):
+            if shown.total < own.total and shown.others > own.others:
+                return (
+                    f"rank {peer} has not come: it waits in another library's collective on the default process group "
+                    "(dist.barrier(), accelerator.gather()), which this rank has not called"
+                )
+        return None
 
     def describe_missing(self, *, among_shown: bool = False) -> str | None:
         """The ranks that have not issued as much as this one, and what each did last; None if there are none.
@@ -319,6 +344,8 @@ class Watch:
         if reports:
             wait.report_at_s = 2 * waited_s
         difference = self._board.find_difference()
+        if difference is None and not self._has_streams:
+            difference = self._board.find_other_collective()
         if difference is None:
             if reports:
                 self._report(wait, waited_s)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from streamshard import StreamShard, load_safetensors
-from streamshard.comm import watchdog
+from streamshard.comm import flight_recorder
 from streamshard.comm.ranks import Ranks
 from streamshard.errors import CheckpointError, CommunicationError, ConfigError
 from streamshard.optim import WholeParameterOptimizer
@@ -311,7 +311,7 @@ def test_what_rank_0_calls_alone_in_a_callback_raises_and_leaves_the_earlier_sav
             if state.is_world_process_zero:
                 _ALONE[call](saved["trainer"], str(tmp_path))
 
-    patience = mock.patch.multiple(watchdog, _PATIENCE_S=0.05, _CALL_AFTER_S=0.1)
+    patience = mock.patch.multiple(flight_recorder, _PATIENCE_S=0.05, _SHOW_AFTER_S=0.1)
     error = pytest.raises(CommunicationError if context.rank == 0 else RuntimeError)
     with launched(context), patience, error as caught:
         train(
