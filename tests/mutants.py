@@ -249,8 +249,6 @@ MUTANTS: list[Mutant] = [
         Drop("if not grad.is_kept:"),
         "invariants::test_a_cleared_gradient_beside_kept_ones_begins_at_zero loops graphs",
     ),
-    # a gradient that is kept elsewhere is written again
-    Mutant("unit/grads", "ParamGrad.take", Drop("kept.piece = self._earlier"), "pieces"),
     # `give` drops what autograd has put on the sharded parameter
     Mutant(
         "unit/grads",
@@ -544,13 +542,6 @@ MUTANTS: list[Mutant] = [
         Drop("if reduction is None:"),
         "simulated_device::test_an_average_starts_at_once",
     ),
-    # ranks meet in their first collective
-    Mutant(
-        "comm/connect",
-        "connect",
-        Drop("ranks.transport.meet()"),
-        "simulated_device::test_all_groups_are_connected_from_the_start",
-    ),
     # a slot is free one visit early
     Mutant(
         "plan/program",
@@ -610,41 +601,6 @@ MUTANTS: list[Mutant] = [
         ),
         "fp32_modules",
     ),
-    # keep deletes the newest ones
-    Mutant(
-        "checkpoint/directory",
-        "_delete_all_but",
-        Swap("in own[:-keep]:", "in own[keep:]:"),
-        "training_state::test_keep_deletes_the_oldest_ones",
-    ),
-    # keep deletes what people call otherwise
-    Mutant(
-        "checkpoint/directory",
-        "_delete_all_but",
-        Swap("if _is_own_name(found.path)]", "]"),
-        "directory::test_copies_and_links_of_ones_own_are_neither_counted_nor_deleted",
-    ),
-    # the clock says which checkpoint is the latest
-    Mutant(
-        "checkpoint/directory",
-        "newest_last",
-        Swap("return manifest.generation, manifest.number,", 'return manifest.versions["saved_at"], manifest.number,'),
-        "directory::test_the_last_save_is_the_latest_whatever_the_clock_says",
-    ),
-    # the manifest comes after the directory has its name
-    Mutant(
-        "checkpoint/directory",
-        "publish_checkpoint",
-        Swap("sync_directory(partial.path)", 'os.replace(partial.path / MANIFEST_NAME, partial.path / "m")'),
-        "training_state::test_keep_deletes_the_oldest_ones",
-    ),
-    # an error after publishing is raised
-    Mutant(
-        "checkpoint/directory",
-        "publish_checkpoint",
-        Swap("except Exception as error:", "except ZeroDivisionError as error:"),
-        "directory::test_nothing_raises_once_a_checkpoint_has_its_name",
-    ),
     # a backward that was left is not issued to its end
     Mutant("engine/backward", "Backward.recover", Drop("self._close_pass()"), "exceptions invariants"),
     # a backward that was left is not waited for
@@ -652,72 +608,6 @@ MUTANTS: list[Mutant] = [
     Mutant("engine/backward", "Backward.need", Swap("use.graph is self.graph and", "True and"), "invariants"),
     # a graph through weights that have changed since is not refused
     Mutant("engine/backward", "_refuse_changed", Swap("raise ", "return "), "graphs"),
-    # the checkpoint that is replaced is deleted first
-    Mutant(
-        "checkpoint/directory",
-        "_place",
-        Swap("os.replace(path, replaced)", "shutil.rmtree(path)"),
-        "training_state::test_an_error_anywhere_leaves_what_was_there_or_the_new_one directory",
-    ),
-    # a directory that another run has deleted is published
-    Mutant(
-        "checkpoint/directory",
-        "_place",
-        Drop("if not partial.is_at(partial.path):"),
-        "directory::test_a_partial_directory_that_is_gone_is_not_published",
-    ),
-    # a directory is written to that another run is deleting
-    Mutant(
-        "checkpoint/directory",
-        "_create",
-        Swap("is not False and made.is_at(partial):", "is not False:"),
-        "directory::test_a_directory_that_another_run_takes_for_a_leftover_is_made_again",
-    ),
-    # what another run is writing is deleted
-    Mutant(
-        "checkpoint/directory",
-        "_sweep",
-        Swap("if is_free:", "if True:"),
-        "directory::test_two_runs_that_save_one_number_at_once_leave_a_whole_checkpoint directory",
-    ),
-    # the latest checkpoint may lack files
-    Mutant(
-        "checkpoint/directory",
-        "_read_whole",
-        Drop("check_sizes(path, manifest)"),
-        "directory::test_the_latest_is_the_latest_that_is_whole",
-    ),
-    # a whole checkpoint that a killed run has left is deleted
-    Mutant(
-        "checkpoint/directory",
-        "_finish",
-        Swap("if own is None or not is_newer:", "if True:"),
-        "directory::test_a_whole_checkpoint_under_a_partial_name_is_found_and_gets_its_name",
-    ),
-    # a numbered file of an export gets a name that another had
-    Mutant(
-        "checkpoint/export",
-        "_final_names",
-        Swap('f"model-{token}-"', 'f"model-{16 * chr(48)}-"'),
-        "publish::test_no_name_of_a_numbered_file_is_used_again",
-    ),
-    # the old front of an export goes before the new one is there
-    Mutant(
-        "checkpoint/export",
-        "_publish",
-        Swap(
-            "        os.replace(own / front, root / front)\n",
-            "        _remove(root / front)\n        os.replace(own / front, root / front)\n",
-        ),
-        "publish::test_export_killed_anywhere_leaves_the_old_one_or_the_new",
-    ),
-    # writes that the system takes in parts go to one place
-    Mutant(
-        "checkpoint/safetensors_file",
-        "write_all",
-        Swap("data[written:], offset + written", "data[written:], offset"),
-        "writer::test_short_writes_are_continued",
-    ),
 ]
 
 

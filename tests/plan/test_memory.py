@@ -126,15 +126,24 @@ def _train(model: nn.Module, context: RankContext, steps: int) -> None:
 
 
 def _reachable_storages(model: nn.Module) -> dict[int, int]:
-    """Bytes by address of every storage that the engine's objects lead to, the model's own buffers aside."""
+    """Bytes by address of every storage that the engine's objects lead to, the model's own buffers aside.
+
+    On one rank parameters are storages inside of others.
+    """
     storages: dict[int, int] = {}
     buffers = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
     for tensor in _tensors_behind(engine_inside(model)):
         with torch._C.DisableTorchFunctionSubclass():  # compute views, which may be absent
             storage = tensor.untyped_storage()
         if storage.nbytes() and storage.data_ptr() not in buffers:
-            storages[storage.data_ptr()] = storage.nbytes()
-    return storages
+            start = storage.data_ptr()
+            storages[start] = max(storage.nbytes(), storages.get(start, 0))
+    ends = {start: start + size for start, size in storages.items()}
+    return {
+        start: size
+        for start, size in storages.items()
+        if not any(other < start and start + size <= end for other, end in ends.items())
+    }
 
 
 def _tensors_behind(start: object) -> Iterator[torch.Tensor]:
