@@ -83,11 +83,11 @@ def _group(device: torch.device, pretended: int) -> Iterator[None]:
     """A process group of this process alone, or one that pretends to be larger."""
     patched: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if pretended > 1:
-        from host_overhead import connect_as_gpus_do
+        from host_overhead import RanksAsOnGpus
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", rank=0, world_size=pretended, store=FakeStore())
-        patched = mock.patch("streamshard.build.connect", connect_as_gpus_do)
+        patched = mock.patch("streamshard.build.Ranks", RanksAsOnGpus)
     else:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())

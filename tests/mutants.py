@@ -608,6 +608,35 @@ MUTANTS: list[Mutant] = [
     Mutant("engine/backward", "Backward.need", Swap("use.graph is self.graph and", "True and"), "invariants"),
     # a graph through weights that have changed since is not refused
     Mutant("engine/backward", "_refuse_changed", Swap("raise ", "return "), "graphs"),
+    # checkpoints are ordered by number, not by generation
+    Mutant(
+        "checkpoint/directory",
+        "newest_last",
+        Swap("manifest.generation, manifest.number,", "manifest.number, manifest.generation,"),
+        "directory::test_the_last_save_is_the_latest_whatever_clocks_and_numbers_say",
+    ),
+    # a checkpoint whose files are cut off is the latest
+    Mutant("checkpoint/directory", "_read_whole", Drop("check_sizes(path, manifest)"), "directory"),
+    # one checkpoint too many is deleted
+    Mutant("checkpoint/directory", "publish_checkpoint", Swap("len(own) + 1 - keep", "len(own) + 2 - keep"), "restore"),
+    # what cannot be deleted after publishing raises
+    Mutant(
+        "checkpoint/directory",
+        "publish_checkpoint",
+        Swap("except OSError as error:", "except ZeroDivisionError as error:"),
+        "directory restore",
+    ),
+    # the partial directory of a run that is saving is deleted
+    Mutant(
+        "checkpoint/directory",
+        "_delete_unless_locked",
+        Swap("if not _lock(manifest.fileno()):", "if False:"),
+        "directory",
+    ),
+    # the file that an export no longer needs stays
+    Mutant("checkpoint/export", "_publish", Drop("(root / other).unlink(missing_ok=True)"), "publish"),
+    # numbered files of exports have the same names
+    Mutant("checkpoint/export", "_create", Swap('f"model-{token}-"', 'f"model-{8 * chr(48)}-"'), "publish"),
 ]
 
 

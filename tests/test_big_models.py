@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import re
+import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,11 +37,28 @@ def make() -> Any:
     return Stack((WIDTH,) * (LAYERS + 1)).requires_grad_(False)
 
 
-def memory_bytes(what: str) -> int:
-    """Of this process: "VmRSS" is what it has now, "VmHWM" the most that it has ever had."""
-    match = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return int(match[1]) * 1024
+def memory_bytes() -> int:
+    """What this process has now, but for files that are mapped: their pages the system can take back."""
+    found = re.findall(r"Rss(?:Anon|Shmem):\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return sum(map(int, found)) * 1024
+
+
+@contextlib.contextmanager
+def sampling_peak() -> Iterator[list[int]]:
+    """The most memory that this process has inside, by samples."""
+    peak, is_over = [memory_bytes()], threading.Event()
+
+    def sample() -> None:
+        while not is_over.wait(0.0002):
+            peak[0] = max(peak[0], memory_bytes())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def train(rank: int, way: str, directory: Path, connection: Connection) -> None:
@@ -52,17 +70,18 @@ def train(rank: int, way: str, directory: Path, connection: Connection) -> None:
         "gloo", store=store, rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=TIMEOUT_S)
     )
     init_weights(StreamShard(on_meta(Stack)))  # what is imported, connected and started once
-    before = memory_bytes("VmRSS")
-    if way == "rank 0":
-        torch.manual_seed(0)
-        model: Any = StreamShard(make() if rank == 0 else on_meta(make), precision=FP32)
-    else:
-        model = StreamShard(on_meta(make), precision=FP32)
-        if way == "load":
-            load_safetensors(model, directory)
+    before = memory_bytes()
+    with sampling_peak() as peak:
+        if way == "rank 0":
+            torch.manual_seed(0)
+            model: Any = StreamShard(make() if rank == 0 else on_meta(make), precision=FP32)
         else:
-            init_weights(model, seed=0)
-    connection.send(memory_bytes("VmHWM") - before)
+            model = StreamShard(on_meta(make), precision=FP32)
+            if way == "load":
+                load_safetensors(model, directory)
+            else:
+                init_weights(model, seed=0)
+    connection.send(peak[0] - before)
     assert not any(param.isnan().any() for param in model.parameters())
     dist.barrier()
     dist.destroy_process_group()

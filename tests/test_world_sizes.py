@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamshard import Precision, StreamShard
+from streamshard import ConfigError, Precision, StreamShard
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Collective, Observer, StreamName
 from streamshard.inspect import engine_inside
@@ -115,27 +115,11 @@ def test_what_a_rank_holds_is_what_the_formula_says(size: int) -> None:
     assert report.held_bytes["main weights"] < 4 * (report.numel / size + 9 * 16)
 
 
-# -- 16 bits among many ranks -------------------------------------------------------------------------------------
-
-EXCHANGED = Precision(grad_dtype=torch.bfloat16)
-SUMMED = Precision(reduce_dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("precision", "size", "per_machine", "warning"),
-    [
-        (EXCHANGED, 8, 8, None),  # one machine
-        (EXCHANGED, 16, 8, r"16 ranks, 8 on a machine, is about 2.0 times .* \(2, 8\)"),
-        (SUMMED, 256, 8, None),
-        (SUMMED, 257, 8, "bfloat16 on 257 ranks: .* more than 256 gradients"),
-    ],
-)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_who_sends_16_bits_to_too_many_ranks_hears_of_it(
-    monkeypatch: pytest.MonkeyPatch, precision: Precision, size: int, per_machine: int, warning: str | None, rank: int
-) -> None:
-    """Once, from the first rank."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_machine))
-    told = pytest.warns(UserWarning, match=warning) if warning and rank == 0 else contextlib.nullcontext()
-    with _one_of(size, rank), simulated_device(), told:
-        StreamShard(Stack((8,) * 3), precision=precision)
+@pytest.mark.parametrize(("size", "raises"), [(256, False), (257, True)])
+def test_sums_in_16_bits_over_more_than_256_ranks_are_refused(size: int, raises: bool) -> None:
+    """A sum of more than 256 equal bf16 numbers stops growing."""
+    refused = (
+        pytest.raises(ConfigError, match=r"bfloat16 on 257 ranks.*float32") if raises else contextlib.nullcontext()
+    )
+    with _one_of(size), simulated_device(), refused:
+        StreamShard(Stack((8,) * 3), precision=Precision(reduce_dtype=torch.bfloat16))

@@ -166,20 +166,18 @@ def gather_bytes(group: dist.ProcessGroup, data: bytes, timeout: datetime.timede
         data: of any length, another one on each rank.
         timeout: None: the group's own.
     """
-    sizes = [int(size) for size in _all_gather(group, torch.tensor([len(data)]), timeout)]
+    sizes = _all_gather(group, torch.tensor([len(data)]), timeout).flatten().tolist()
     if not any(sizes):
         return [b""] * len(sizes)
     padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
-    gathered = _all_gather(group, padded, timeout)
-    return [each[:size].numpy().tobytes() for each, size in zip(gathered, sizes, strict=True)]
+    gathered = _all_gather(group, padded, timeout).numpy()
+    return [row[:size].tobytes() for row, size in zip(gathered, sizes, strict=True)]
 
 
-def _all_gather(
-    group: dist.ProcessGroup, tensor: torch.Tensor, timeout: datetime.timedelta | None
-) -> list[torch.Tensor]:
-    results = [torch.empty_like(tensor) for _ in range(group.size())]
+def _all_gather(group: dist.ProcessGroup, tensor: torch.Tensor, timeout: datetime.timedelta | None) -> torch.Tensor:
+    results = tensor.new_empty(group.size(), tensor.numel())
     options = AllgatherOptions()
     if timeout is not None:
         options.timeout = timeout
-    group.allgather([results], [tensor], options).wait()
+    group.allgather([list(results.unbind())], [tensor], options).wait()
     return results

@@ -351,8 +351,9 @@ def test_what_was_overwritten_is_not_compared() -> None:
 
 def test_the_thread_ends_with_its_watch() -> None:
     """And before the interpreter does: Python aborts where it ends a daemon thread in a C++ call."""
+    before = threading.enumerate()
     watch = recorder.Watch(mock.Mock())
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "streamshard watchdog"]
+    (thread,) = [thread for thread in threading.enumerate() if thread not in before]
     del watch
     thread.join(60)
     assert not thread.is_alive()
