@@ -22,7 +22,7 @@ from streamshard.plan.memory import Category
 from streamshard.plan.segments import PlannedSegment
 from streamshard.torch_private import AsTensors
 from streamshard.unit.shard import GradSlot, Ledger, ParamShard
-from streamshard.unit.sharded_parameter import drop_unreduced, grad_of, keep_unreduced, put_grad
+from streamshard.unit.sharded_parameter import drop_unreduced, grad_of, is_unreduced, keep_unreduced, put_grad
 from streamshard.unit.sharded_tensor import Life, Piece, ShardedTensor
 
 __all__ = ["ParamGrad", "SegmentGrads", "UnitGrads"]
@@ -75,7 +75,7 @@ class ParamGrad:
     def take(self) -> None:
         """Move what ``.grad`` holds into the main grads. A gradient kept elsewhere raises from now on."""
         param = self.shard.param
-        grad = param.grad
+        grad = None if grad_of(param) is None and not is_unreduced(param) else param.grad
         self.is_kept = grad is not None
         if grad is not self.in_main:
             if self._is_given:
@@ -85,7 +85,8 @@ class ParamGrad:
                 self.in_main = ShardedTensor.wrap(self._local.detach(), kept.piece._replace(life=self._life))
             if grad is not None:
                 self.in_main.copy_(grad)
-        put_grad(param, None)
+        if grad is not None:
+            put_grad(param, None)
 
     def give(self) -> nn.Parameter:
         """The piece of the main grads becomes ``.grad``, with what autograd has put there meanwhile (a penalty)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable
 from typing import Any, NoReturn, cast
 
 import torch
@@ -30,7 +30,7 @@ __all__ = [
 
 # What ``.grad`` gives of parameters whose gradients wait in their slots (``no_sync()``, ``grad_slots="all"``). Under
 # FSDP2 it is None, which Optimizer.zero_grad() passes over: a micro-batch that the user drops would be stepped with.
-_unreduced: MutableMapping[torch.Tensor, ShardedTensor] = WeakIdKeyDictionary()
+_unreduced: Any = WeakIdKeyDictionary()  # from parameter to ShardedTensor; its length is slow, its `data` is not
 _WHY_UNREDUCED = (
     "was accumulated inside no_sync() and has not been reduced over ranks. Run the last backward outside of no_sync() "
     "before you step, clip or read gradients; zero_grad(set_to_none=True) drops what was accumulated"
@@ -65,7 +65,8 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     @skip
     def grad(self) -> torch.Tensor | None:
         """The gradient. What autograd has put there, of a penalty, is a `ShardedTensor` from now on."""
-        if _unreduced and (unreduced := _unreduced.get(self)) is not None:
+        if _unreduced.data and self in _unreduced:
+            unreduced: ShardedTensor = _unreduced[self]
             return unreduced
         with AsTensors():
             grad: torch.Tensor | None = grad_attribute.__get__(self)
@@ -149,17 +150,17 @@ def keep_unreduced(param: nn.Parameter) -> None:
 
 def drop_unreduced(param: torch.Tensor) -> bool:
     """Whether a gradient of `param` waited until now."""
-    return bool(_unreduced) and _unreduced.pop(param, None) is not None
+    return bool(_unreduced.data) and _unreduced.pop(param, None) is not None
 
 
 def is_unreduced(param: torch.Tensor) -> bool:
     """Whether a gradient of `param` waits."""
-    return bool(_unreduced) and param in _unreduced
+    return bool(_unreduced.data) and param in _unreduced
 
 
 def refuse_unreduced(params: Iterable[torch.Tensor], what: str) -> None:
     """Raise if the gradient of one of `params` waits: `what` needs the reduced gradient."""
-    for param in params if _unreduced else ():
+    for param in params if _unreduced.data else ():
         if (unreduced := _unreduced.get(param)) is not None:
             _refuse(unreduced, what)
 
