@@ -1,4 +1,4 @@
-"""The command ``streamshard``: look at checkpoints, export and convert them. Needs no GPU, ranks or model code."""
+"""The command ``streamshard``: inspect, export and convert checkpoints. Needs no GPU, no ranks and no model code."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ["main"]
 
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _SHOWN_CHARACTERS = 72
-_RUN = "a checkpoint, or a directory of them, whose latest is taken"
+_RUN = "a checkpoint, or a directory of checkpoints: the latest is used"
 _EXAMPLES = """\
 examples:
-  streamshard inspect runs/llama                     which checkpoints there are
-  streamshard inspect runs/llama/checkpoint-1000     what is in one
-  streamshard export runs/llama llama-hf             for from_pretrained
-  streamshard convert runs/llama llama-dcp --to dcp  for FSDP2: dcp.load
-  streamshard convert fsdp2-run runs/llama --from dcp
+  streamshard inspect runs/llama                       list the checkpoints
+  streamshard inspect runs/llama/checkpoint-1000       describe one, verify its files
+  streamshard export runs/llama llama-hf               for from_pretrained
+  streamshard convert runs/llama llama-dcp --to dcp    for FSDP2: dcp.load
+  streamshard convert fsdp2-run runs/llama --from dcp  for load_checkpoint
 
-Exit codes: 0 all is well, 1 an error (one line on standard error), 2 arguments
-that cannot work. docs/guide/commands.md says more.
+Exit codes: 0 success, 1 an error (one line on standard error), 2 arguments that
+cannot work. More in docs/guide/commands.md.
 """
 
 
@@ -39,16 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: its arguments; None: those of the process.
+        argv: the command's arguments; None: those of the process.
 
     Returns:
-        0; 1 after an error, which is on standard error in one line; 2 if the arguments cannot work.
+        The exit code: 0; 1 after an error (one line on standard error); 2 if the arguments cannot work; 130 after
+        Ctrl-C.
     """
     arguments = _parser().parse_args(argv)
     try:
         arguments.run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # of `... | head`, which has ended
+    except BrokenPipeError:  # the reader has ended: `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
     except (StreamShardError, OSError) as error:
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(text: object, stream: TextIO | None = None) -> None:
-    """Print one line. Strangers may have written a part of it: their checkpoint, or names in it."""
+    """Print one line. It may hold names from a checkpoint that a stranger made, so control characters are escaped."""
     print(printable(str(text)), file=stream)
 
 
@@ -71,29 +72,29 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"streamshard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
 
-    inspect = commands.add_parser("inspect", help="what is in a checkpoint, and whether it is as it was written")
-    inspect.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a directory of them")
+    inspect = commands.add_parser("inspect", help="show what is in a checkpoint, and verify its files")
+    inspect.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a directory of checkpoints")
     inspect.add_argument("--tensors", action="store_true", help="list all tensors: name, dtype, shape")
-    inspect.add_argument("--no-verify", action="store_true", help="look at the sizes of files, not at the checksums")
+    inspect.add_argument("--no-verify", action="store_true", help="check the sizes of files, not their checksums")
     inspect.set_defaults(run=_inspect)
 
-    export = commands.add_parser("export", help="a checkpoint's weights as a Hugging Face directory")
+    export = commands.add_parser("export", help="write a checkpoint's weights as a Hugging Face directory")
     export.add_argument("directory", metavar="DIR", type=Path, help=_RUN)
-    export.add_argument("out", metavar="OUT", type=Path, help="where to; an earlier export there is replaced")
-    export.add_argument("--model", metavar="NAME", help="which one, if several were saved; inspect has their names")
-    export.add_argument("--dtype", help="of floating-point weights, such as bfloat16 (default: as before sharding)")
-    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="split files above (%(default)s)")
+    export.add_argument("out", metavar="OUT", type=Path, help="the directory to write; replaces an earlier export")
+    export.add_argument("--model", metavar="NAME", help="the model, if several were saved; inspect shows their names")
+    export.add_argument("--dtype", help="floating-point dtype, such as bfloat16 (default: as before sharding)")
+    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="size of one file (%(default)s)")
     export.set_defaults(run=_export)
 
-    convert = commands.add_parser("convert", help="a checkpoint into one of FSDP2's (DCP), or back")
-    convert.add_argument("directory", metavar="DIR", type=Path, help=f"with --to: {_RUN}; with --from: FSDP2's")
-    convert.add_argument("out", metavar="OUT", type=Path, help="with --to: a new directory; else one of checkpoints")
+    convert = commands.add_parser("convert", help="convert a checkpoint to FSDP2's format (DCP), or back")
+    convert.add_argument("directory", metavar="DIR", type=Path, help=f"--to: {_RUN}; --from: a DCP directory")
+    convert.add_argument("out", metavar="OUT", type=Path, help="--to: a new directory; --from: one of checkpoints")
     way = convert.add_mutually_exclusive_group(required=True)
-    way.add_argument("--to", choices=("dcp",), help="write what dcp.load and set_state_dict read")
+    way.add_argument("--to", choices=("dcp",), help="write OUT for dcp.load and set_state_dict")
     way.add_argument("--from", choices=("dcp",), dest="source", help="add a checkpoint for load_checkpoint to OUT")
     convert.add_argument("--step", type=int, metavar="N", help="with --from: the checkpoint's number (default: next)")
     for name in ("model", "optimizer"):
-        about = f"with --from: what keys of the {name} begin with (%(default)s)"
+        about = f"with --from: the prefix of the {name}'s keys (%(default)s)"
         convert.add_argument(f"--{name}-key", metavar="KEY", default=name, help=about)
     convert.set_defaults(run=_convert)
     return parser
@@ -122,7 +123,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def _inspect_several(paths: Iterable[Path], *, verifies: bool) -> None:
-    """A line for each checkpoint; the error at the end names what is damaged."""
+    """Print a line for each checkpoint. The error at the end names the damaged files."""
     complete: list[tuple[tuple[int, int, bool], Path]] = []
     lines: dict[Path, str] = {}
     errors: list[str] = []
@@ -147,7 +148,7 @@ def _inspect_several(paths: Iterable[Path], *, verifies: bool) -> None:
 
 
 def _describe(manifest: Manifest) -> list[tuple[str, str]]:
-    """Name and content of each part of a checkpoint."""
+    """Rows (name, content), one for each part of a checkpoint."""
     replicas = f" in {manifest.replicas} replicas" if manifest.replicas > 1 else ""
     rows = [
         ("number", str(manifest.number)),
@@ -171,7 +172,7 @@ def _dtype_of(tensor: TensorRecord) -> str:
 
 
 def _saved_at(manifest: Manifest) -> str:
-    """When, to the second, in UTC."""
+    """When the checkpoint was saved, to the second, in UTC."""
     return manifest.versions["saved_at"][: len("2000-01-01T00:00:00")].replace("T", " ") + " UTC"
 
 
@@ -185,7 +186,7 @@ def _number_and_name(path: Path) -> tuple[int, str]:
 
 
 def _verify(path: Path, manifest: Manifest, *, reads: bool) -> None:
-    """Raise a CheckpointError that names the file that is missing or damaged; without `reads`, of another size."""
+    """Raise a CheckpointError that names a missing or damaged file. Without `reads`, compare sizes only."""
     check_sizes(path, manifest)
     if reads:
         CheckpointFiles(path, manifest).verify_together(SingleProcess())

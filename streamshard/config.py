@@ -36,29 +36,30 @@ _PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class ReductionMode(enum.Enum):
-    """How gradients become their mean over ranks: what is sent, and in what it is summed.
+    """How gradients become their mean over ranks: the dtype that is sent, and the dtype of the sum.
 
-    `Precision.reduction_mode` says which; each transport has a branch for each in `Transport.start_reduce`, and says in
-    `Transport.scratch_numel` what that needs. Through gloo and shared memory all are summed in fp32, in rank order.
+    `Precision.reduction_mode` chooses the mode. Each transport implements every mode in `Transport.start_reduce`; its
+    `Transport.scratch_numel` gives the memory that a mode needs. gloo and shared memory always sum in fp32, in rank
+    order.
     """
 
     FP32 = enum.auto()
-    """Gradients are widened on their way into the grad slot. fp32 is sent and summed, straight into main grads where
-    nothing is there to add to."""
+    """Gradients are converted to fp32 when they are written into the grad slot. fp32 is sent and summed. The sum goes
+    straight into main grads unless it is added to earlier gradients."""
     EXCHANGE_16 = enum.auto()
-    """16-bit chunks are exchanged, and summed by whom they are for, in fp32 in rank order (Megatron-LM's
-    ``reduce_scatter_with_fp32_accumulation``)."""
+    """16-bit chunks are exchanged. Each rank sums the chunks that it receives, in fp32 and in rank order (as in
+    Megatron-LM's ``reduce_scatter_with_fp32_accumulation``)."""
     SUM_16 = enum.auto()
-    """16 bits are sent and summed by the backend; the result is widened."""
+    """The backend sends and sums 16-bit numbers; the result is converted to fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Which dtype each stage of a unit's journey has. Main weights and main grads are fp32.
+    """The dtypes of all-gathers, compute and reductions. Main weights and main grads are always fp32.
 
-    What is frozen when the model is sharded stays in the dtype that it came in, if layers compute in half precision.
+    Parameters that are frozen when the model is sharded keep their own dtype if layers compute in half precision.
 
-    How gradients are reduced follows from `grad_dtype` and `reduce_dtype`, see `ReductionMode` (shown for bf16):
+    `grad_dtype` and `reduce_dtype` decide the `ReductionMode` (shown for bf16):
 
     ================  ================  ======================
     grad_dtype        reduce_dtype      reduction
@@ -68,27 +69,31 @@ class Precision:
     bf16              bf16              `SUM_16`
     ================  ================  ======================
 
-    On GPUs those with 16 bits on the wire are not for any number of ranks (`StreamShard` refuses too many).
-    `EXCHANGE_16` sends half of the bytes of `FP32` within a machine, but G (1 - 1/M) / 2 times as many between M
-    machines of G GPUs each: more, from three machines of four or two of eight on. `SUM_16` adds up in 16 bits, where a
-    sum of more than 256 gradients that are alike grows no more (2048 in fp16). On CPUs all three send to each other
-    rank, and sum in fp32.
+    On GPUs:
+
+    - `EXCHANGE_16` sends half as many bytes as `FP32` within a machine. Between M machines of G GPUs each it sends
+      G (1 - 1/M) / 2 times as many: more, from three machines of four GPUs or two machines of eight.
+    - `SUM_16` adds up in 16 bits. In bf16 a sum of 256 equal gradients stops growing (in fp16, of 2048), so
+      `StreamShard` refuses more ranks than that.
+
+    On CPUs every rank sends to every other rank in all three modes, and sums are in fp32.
 
     Args:
-        param_dtype: what layers compute with and all-gathers send. bf16, fp16 or fp32.
-        reduce_dtype: what gradients are summed in over ranks. fp32, or `param_dtype`.
-        grad_dtype: what grad slots hold and reductions send; None means `reduce_dtype`.
+        param_dtype: dtype of compute and of all-gathers. bf16, fp16 or fp32.
+        reduce_dtype: dtype of the sum of gradients over ranks. fp32, or `param_dtype`.
+        grad_dtype: dtype of grad slots and of the gradients that are sent; None means `reduce_dtype`.
         output_dtype: floating-point outputs of the model are cast to it; None leaves them.
         buffer_dtype: floating-point buffers are cast to it once, at construction; None leaves them.
         cast_inputs: cast floating-point inputs of the model and of each unit to `param_dtype`.
-        fp32_modules: what computes in fp32 all the same: module classes, and names, which are whole words of modules'
-            or parameters' (``"router"``, ``"model.norm"``). They are gathered in fp32, and their gradients reduced in
-            fp32. Such modules are given fp32; units give it on, others give what they were given. What a transformers
-            model's class keeps in fp32 (``_keep_in_fp32_modules_strict``; in fp16 ``_keep_in_fp32_modules`` too), and
-            norms with running statistics in fp32, need not be listed.
+        fp32_modules: modules and parameters that stay in fp32: module classes, or names that contain these whole
+            words (``"router"``, ``"model.norm"``). Their all-gathers, compute and reductions are in fp32. Their
+            floating-point inputs are cast to fp32. A unit returns fp32; any other module returns the dtype of its
+            inputs. You need not list what the class of a transformers model keeps in fp32
+            (``_keep_in_fp32_modules_strict``; in fp16 ``_keep_in_fp32_modules`` too), nor norms whose running
+            statistics are in fp32.
 
     Raises:
-        ConfigError: a dtype is not one of those above, or `fp32_modules` is none of what is said there.
+        ConfigError: a dtype is not one of those above, or `fp32_modules` is not a list of classes and names.
     """
 
     param_dtype: torch.dtype = torch.bfloat16
@@ -137,10 +142,10 @@ def _want(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `streamshard.StreamShard` can be told, beside the model and who trains it; see there for what each means.
+    """The keyword arguments of `streamshard.StreamShard`, except units and mesh. `StreamShard` documents each.
 
     Raises:
-        ConfigError: one is none of its values, or two of them contradict each other.
+        ConfigError: a value is not allowed, or two values contradict each other.
     """
 
     precision: Precision = Precision()
@@ -181,7 +186,7 @@ class Settings:
         return parse_bytes("min_unit_size", self.min_unit_size, at_least=0)
 
     def rows(self) -> list[str]:
-        """A line for each, ``name=value``; the same on all ranks."""
+        """One line ``name=value`` for each setting; ranks compare these lines."""
         return [f"{field.name}={getattr(self, field.name)!r}" for field in fields(self)]
 
 
@@ -190,19 +195,19 @@ def _is_int(value: object) -> bool:
 
 
 _PREFIX = "STREAMSHARD_"
-_NO_SETTINGS = ("SHARED_MEMORY", "TEST_", "BENCHMARK", "COMMIT")  # what else goes by that prefix
+_NO_SETTINGS = ("SHARED_MEMORY", "TEST_", "BENCHMARK", "COMMIT")  # other variables with that prefix
 _LISTS = ("units", "resident")  # of names
 
 
 def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """What the environment says of `Settings`, of `Precision` and of units, by name.
+    """Fields of `Settings` and `Precision`, units and resident modules from ``STREAMSHARD_*`` variables, by name.
 
     ``STREAMSHARD_WEIGHT_SLOTS=4`` is ``weight_slots=4``, ``STREAMSHARD_GRAD_DTYPE=bfloat16`` is
-    ``grad_dtype=torch.bfloat16``, ``STREAMSHARD_UNITS=Block,Head`` is ``units=["Block", "Head"]``, and so is
-    ``STREAMSHARD_RESIDENT``. `Settings` checks the values.
+    ``grad_dtype=torch.bfloat16``, ``STREAMSHARD_UNITS=Block,Head`` is ``units=["Block", "Head"]``.
+    ``STREAMSHARD_RESIDENT`` is a list too. `Settings` checks the values.
 
     Raises:
-        ConfigError: a variable has the prefix and is none of them.
+        ConfigError: a variable has the prefix but names no setting.
     """
     known = {field.name for field in (*fields(Settings), *fields(Precision))} - {"precision"} | set(_LISTS)
     found: dict[str, Any] = {}
@@ -237,11 +242,11 @@ def parse_bytes(name: str, size: object, *, at_least: int = 1) -> int:
 
     Args:
         name: of the argument, for messages.
-        size: what was given for it.
+        size: the argument's value.
         at_least: the smallest number allowed, 1 or 0.
 
     Raises:
-        ConfigError: it is neither, or too small.
+        ConfigError: `size` is neither a number nor such text, or is too small.
     """
     wanted = f'wanted {"a positive number of" if at_least else "0 or more"} bytes, or text such as "5GB" or "70GiB"'
     count: float | None = None
@@ -257,14 +262,14 @@ def parse_bytes(name: str, size: object, *, at_least: int = 1) -> int:
 
 
 def parse_path(name: str, path: object) -> Path:
-    """A path from text or an object that stands for one.
+    """A path from text or an ``os.PathLike`` object.
 
     Args:
         name: of the argument, for messages.
-        path: what was given for it.
+        path: the argument's value.
 
     Raises:
-        ConfigError: it is neither, or stands for bytes.
+        ConfigError: `path` is neither, or is a path of bytes.
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):

@@ -1,6 +1,6 @@
-"""Devices: which one a model trains on, and what torch offers for it. ``torch.cuda`` is named nowhere else.
+"""Devices: which one a model trains on, and torch's module for it. No other module names ``torch.cuda``.
 
-Nothing here is a collective: what is found depends on this rank's machine, and on how its process group was made.
+Nothing here is a collective. Results depend on this rank's machine and on its process group's backends.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = [
 TRIED = ("cpu", "cuda")  # cuda is ROCm's name too
 
 stand_ins: dict[str, Any] = {}
-"""What takes the place of torch's module for a type of device: tests give the CPU streams with it."""
+"""Replacements of torch's module, by device type: with one, tests give the CPU streams."""
 
 
 def module_of(device: torch.device) -> Any:
-    """``torch.cuda`` and its kin: streams, events and memory of `device`."""
+    """torch's module for `device`, such as ``torch.cuda``: streams, events and memory."""
     return stand_ins.get(device.type) or torch.get_device_module(device.type)
 
 
@@ -46,14 +46,15 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether kernels run beside the host, in streams. On the CPU the calling thread runs them."""
+    """Whether kernels run asynchronously, in streams. On the CPU the calling thread runs them."""
     return device.type != "cpu" or device.type in stand_ins
 
 
 def serves(group: dist.ProcessGroup, kind: str) -> bool:
     """Whether `group` has a backend for tensors on devices of type `kind`.
 
-    Its own name may be "undefined", or several. gloo takes tensors of GPUs, by way of the host, which is none.
+    gloo does not count for GPUs: it copies their tensors through the host. The group's public backend name is no
+    answer: it may be "undefined", or name several backends.
     """
     try:
         backend = backend_of(group, torch.device(kind))
@@ -63,12 +64,12 @@ def serves(group: dist.ProcessGroup, kind: str) -> bool:
 
 
 def training_device(params: torch.device, group: dist.ProcessGroup | None, wanted: str | None) -> torch.device:
-    """Where a model trains whose parameters are on `params`: there, or from the CPU on this rank's accelerator.
+    """The device on which a model trains: where its parameters are, or this rank's accelerator if they are on the CPU.
 
     Args:
-        params: where they are.
-        group: over which it will be sharded; None: one that suits the device will be made.
-        wanted: the type of device that the user's mesh is for; None: there is no mesh.
+        params: the device of the model's parameters.
+        group: shards the model; None: one that suits the device will be made.
+        wanted: the device type of the user's mesh; None: there is no mesh.
     """
     if params.type != "cpu":
         return params
@@ -93,13 +94,13 @@ def accelerator() -> str | None:
 
 
 def _own_index(current: int, count: int) -> int:
-    """Which of a machine's `count` devices is this rank's: the launcher's word, unless somebody has chosen one."""
+    """This rank's device, of `count`: the current device if the user set one (not 0), else number LOCAL_RANK."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     return local if current == 0 and local < count else current
 
 
 def warn_if_untested(device: torch.device) -> None:
-    """Warn of an accelerator that no test of StreamShard has seen."""
+    """Warn if StreamShard has never been tested on this type of device."""
     if device.type not in TRIED:
         warn_user(
             f"the parameters are on {device}: StreamShard has been tried on {' and '.join(TRIED)} devices only. On "
@@ -108,11 +109,11 @@ def warn_if_untested(device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device, replaced: int = 0) -> int:
-    """What can be allocated on `device` now.
+    """How many bytes can be allocated on `device` now.
 
     Args:
-        device: where.
-        replaced: bytes there that are about to be freed.
+        device: any.
+        replaced: bytes on `device` that are about to be freed; they count as free.
     """
     if device.type == "cpu":
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

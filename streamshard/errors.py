@@ -5,15 +5,15 @@
     +-- UnitError           units that overlap, are empty, or are not part of the model
     +-- ShardingError       a model that cannot be sharded, or is used in a way sharding forbids
     +-- RankMismatchError   ranks disagree about the model or the settings
-    +-- OptimizerError      an optimizer's step raised on some rank
+    +-- OptimizerError      an optimizer's step raised on some rank; raised on all
     +-- CommunicationError  a collective failed or timed out: a rank has died, or ranks ran different things
     +-- CheckpointError     files that cannot be written or read
     +-- GradientError       gradients that hold nan or inf, with check_grads
     +-- StateError          an invariant of the engine is broken; carries the unit and its state
-    +-- RaceError           two streams touch the same bytes and nothing orders them
+    +-- RaceError           two streams access the same bytes and no fence orders them
 
-A message says what was given, what is wanted, and which parameter, layer or rank it is about. What is no error is said
-by `warn_user`, or written to `log`.
+A message says what was given, what is wanted, and which parameter, layer or rank is affected. Anything less than an
+error goes to `warn_user` or to `log`.
 """
 
 from __future__ import annotations
@@ -70,12 +70,14 @@ class CommunicationError(StreamShardError):
 
 
 class CheckpointError(StreamShardError):
-    """Files of a run, or of weights, that cannot be written or read.
+    """Files of a checkpoint, an export or a conversion that cannot be written or read.
+
+    The lists are complete, while the message may show only some names. They are empty if something else is wrong.
 
     Attributes:
-        missing: names of tensors that the model wants and the files do not have, if that is what is wrong; all of them.
+        missing: names of tensors that the model wants and the files do not have.
         unexpected: names of tensors that the files have and the model does not.
-        mismatched: names of those of another shape or kind, and what these are.
+        mismatched: names of tensors whose shape or kind differs, each with the difference.
     """
 
     def __init__(
@@ -100,8 +102,8 @@ class StateError(StreamShardError):
 
     Args:
         unit: name of the unit the engine was handling.
-        state: what the engine found.
-        wanted: what should have been the case.
+        state: the unit's state.
+        wanted: the state that it should have had.
     """
 
     def __init__(self, unit: str, state: str, wanted: str) -> None:
@@ -111,14 +113,14 @@ class StateError(StreamShardError):
 
 
 class RaceError(StreamShardError):
-    """Two streams touch the same bytes and nothing orders them: a bug here, found by `streamshard.inspect.races`."""
+    """Two streams access the same bytes and no fence orders them: a bug here, found by `streamshard.inspect.races`."""
 
 
 _PACKAGE = os.path.dirname(__file__)
 
 
 def warn_user(message: str) -> None:
-    """A UserWarning that points at the line of the user's that has called the package."""
+    """Issue a UserWarning that points at the line of the user's code that called the package."""
     level, frame = 1, sys._getframe(0)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
@@ -129,5 +131,5 @@ log = logging.getLogger("streamshard")
 
 
 def printable(text: str) -> str:
-    """`text` in one line, without what a terminal may take for a command: as a file, or its name, may hold."""
+    """`text` in one line, with control characters escaped: file names and files may hold terminal commands."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

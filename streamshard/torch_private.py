@@ -1,8 +1,18 @@
-"""torch's private functions and classes: all that the package uses, each with its reason. No other module names one.
+"""All private functions and classes of torch that the package uses, each with its reason. No other module names one.
 
-What a layer's forward or backward calls is an alias, because a wrapper would cost host time for each layer. Attributes
-of modules and tensors (``_parameters``, ``_version``) and the documented ``torch._foreach_`` functions are used where
-they are needed.
+Functions that each layer's forward or backward calls are aliases, because a wrapper would cost host time per layer.
+Other modules do use private attributes of modules and tensors (``_parameters``, ``_version``) and the
+``torch._foreach_`` functions.
+
+Imported under torch's own names:
+
+- ``AllgatherOptions``: an all-gather with a timeout of its own; ``dist.all_gather`` has no such argument.
+- ``OpOverload``: the type of the operations that a ``TorchDispatchMode`` sees.
+- ``TorchDispatchMode``: sees every operation on tensors. torch's notes on extending PyTorch describe it.
+- ``is_traceable_wrapper_subclass``: finds tensors that consist of other tensors, such as DTensor.
+- ``skip``: torch.compile breaks its graph at this function, runs it uncompiled, and compiles the functions that it
+  calls. ``torch.compiler.disable`` would leave those uncompiled too.
+- ``tree_leaves``, ``tree_map_only``: tensors inside nested lists and dicts.
 """
 
 from __future__ import annotations
@@ -46,31 +56,34 @@ __all__ = [
 
 _T = TypeVar("_T")
 
-# Inside it operations see a tensor subclass as a plain tensor. torch has no public name for it.
+# A context in which operations treat a tensor subclass as a plain tensor. torch has no public name for it
+# (pytorch/pytorch#88218 gave it this one).
 AsTensors = torch._C.DisableTorchFunctionSubclass
 
-# ``param.data`` and ``param.grad`` as autograd has them: each goes through __torch_function__ unless it is looked up
-# here, and every module and optimizer asks for them in each step.
+# ``param.data`` and ``param.grad`` without __torch_function__, which a subclass's attribute would call. Every module
+# and optimizer reads them in each step.
 data_attribute: Any = torch._C.TensorBase.data
 grad_attribute: Any = torch._C.TensorBase.grad
 
-# The number of the backward that this thread runs, -1 outside: torch.autograd does not say whether a backward runs.
+# The number of the backward that runs on this thread, or -1. torch.autograd has no public function for it; torch's own
+# torch/autograd/graph.py uses this one.
 graph_task_id = torch._C._current_graph_task_id
 
-# The user's saved-tensor hooks that ours stand in front of, to be called as well; torch has setters only.
+# The saved-tensor hooks that are active now. Ours replace the user's, so ours call the user's. torch.autograd.graph can
+# set hooks, but not read them.
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
-# Puts another tensor under a Parameter object that the user holds. torch.utils.swap_tensors refuses weak references,
-# which RNNs keep to their weights.
+# Exchanges the tensors inside two Parameter objects; the user's object stays. torch.utils.swap_tensors refuses tensors
+# with weak references (pytorch/pytorch#186796), which RNN modules keep to their weights.
 swap_tensor = torch._C._swap_tensor_impl
-
-# skip: torch.compile breaks its graph at this function, runs it as it is and goes on compiling in what it calls.
-# torch.compiler.disable would leave what it calls uncompiled as well.
 
 
 @skip
 def untraced(function: Callable[..., _T], *args: Any) -> _T:
-    """Call `function`, never compiled."""
+    """Call `function`, and the functions that it calls, uncompiled.
+
+    Outside of torch.compile the call is direct: ``torch._dynamo.disable`` costs host time.
+    """
     if get_eval_frame_callback() in (None, False):
         return function(*args)
     result: _T = torch._dynamo.disable(function)(*args)
@@ -78,12 +91,18 @@ def untraced(function: Callable[..., _T], *args: Any) -> _T:
 
 
 def is_traced() -> bool:
-    """Whether torch.compile or torch.export traces the calling code."""
+    """Whether this thread traces for torch.compile or torch.export.
+
+    ``torch.compiler.is_compiling`` is true only in code that is traced, not in code that the tracer itself runs.
+    """
     return TracingContext.try_get() is not None
 
 
 def innermost_transform() -> str | None:
-    """The name of a torch.func transform around the calling code that is no vmap; None if there is none."""
+    """The innermost torch.func transform around the caller, such as "grad", except vmap; None if there is none.
+
+    torch.func does not say which transforms are active.
+    """
     if torch._C._functorch.maybe_current_level() is None:
         return None
     kinds = [interpreter.key() for interpreter in torch._C._functorch.get_interpreter_stack() or ()]
@@ -91,9 +110,12 @@ def innermost_transform() -> str | None:
 
 
 def forget_composable(module: torch.nn.Module, names: set[str]) -> set[str]:
-    """Those of `names` that torch's composable APIs (fully_shard, replicate) have put on `module`, which forgets them.
+    """Remove the marks of torch's composable APIs (fully_shard, replicate) from `module`.
 
-    They mark modules in a private register only.
+    These APIs mark modules in a private registry only.
+
+    Returns:
+        Those of `names` that were there. If none was, nothing is removed.
     """
     found = names.intersection(_get_registry(module) or ())
     if found:
@@ -103,18 +125,18 @@ def forget_composable(module: torch.nn.Module, names: set[str]) -> set[str]:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The backend of `group` for `device`; its public name may be "undefined", or several.
+    """The backend of `group` for `device`. ``dist.get_backend`` gives a name, which may be "undefined" or several.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: the group has no backend for `device`.
     """
     return group._get_backend(device)
 
 
 def count_collectives() -> int:
-    """How many collectives this rank has called on the default process group; 0 if there is none that counts.
+    """How many collectives this rank has called on the default process group; 0 if no group counts them.
 
-    torch's own flight recorder counts too, but only on NCCL.
+    torch's own flight recorder counts only NCCL's.
     """
     with contextlib.suppress(RuntimeError, AttributeError):
         world: Any = dist.group.WORLD

@@ -1,1 +1,1 @@
-"""Sharded models on disk: the Hugging Face layout, written and read by all ranks at once, without a gather."""
+"""Checkpoints of runs, and weights in the Hugging Face layout: all ranks write and read at once, without a gather."""

@@ -1,6 +1,6 @@
-"""Save beside training: copies in host memory, the thread that writes them, and the group over which its ranks talk.
+"""Save in the background: copies in host memory, the thread that writes them, and a process group for these threads.
 
-Owns the save that is running, of which there is one in a process, and the groups.
+Owns the running save (at most one per process) and the groups.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ __all__ = [
     "run_in_background",
 ]
 
-MADE_WITHIN = datetime.timedelta(seconds=20)  # a group, once ranks have met
+MADE_WITHIN = datetime.timedelta(seconds=20)  # timeout for making a group, after ranks have met
 WRITTEN_WITHIN = datetime.timedelta(minutes=30)  # how long the fastest rank waits for the slowest one's disk
 SHOWN_WITHIN_S = 5.0  # how long a rank waits, after a failure, for others to show that they are alive
 
 
 def copy_to_host(pieces: Sequence[Piece], device: torch.device) -> Callable[[], list[Piece]]:
-    """Start to copy what is saved into new host memory, on the current stream: later work on it may change everything.
+    """Start to copy `pieces` into new host memory, on the current stream. Later work on this stream may change them.
 
     Returns:
         A function that waits for the copies, in any thread, and returns them.
@@ -66,17 +66,17 @@ def copy_to_host(pieces: Sequence[Piece], device: torch.device) -> Callable[[], 
 
 
 class Saving:
-    """A checkpoint that is being written while training goes on, as it was at the call.
+    """A save that runs in the background, returned by ``save_checkpoint(..., wait=False)``.
 
-    Everything that is saved was copied before the call returned, so all of it may change at once.
+    The checkpoint holds the state at the call: everything was copied before the call returned.
 
-    An interpreter that ends, after an error or Ctrl-C too, waits for the save. SIGTERM ends the process at once, as
-    always: the checkpoint is not finished then, earlier ones are whole, and the next save removes what is left. To
-    finish it, call ``wait()`` in a handler of your own and exit after that. Python calls handlers once the main thread
+    When Python exits, after an error or Ctrl-C too, it waits for the save. SIGTERM ends the process at once: the
+    checkpoint is not finished, earlier checkpoints stay whole, and the next save removes the leftovers. To finish the
+    save, call ``wait()`` in a SIGTERM handler of your own, then exit. Python calls handlers only while the main thread
     is not in a collective.
 
     Attributes:
-        path: of the checkpoint; before it is there, its path if no other run publishes the same number.
+        path: the checkpoint's path. It may change until the save is done, if another run saves the same number.
     """
 
     def __init__(self, path: Path, write: Callable[[], Path]) -> None:
@@ -84,7 +84,7 @@ class Saving:
         self._error: BaseException | None = None
         self._is_told = False
         self._write = write
-        # No daemon: an interpreter that ends waits for it.
+        # Not a daemon: Python waits for it at exit.
         self._thread = threading.Thread(target=self._run, name=f"save {path}")
         self._thread.start()
 
@@ -100,8 +100,8 @@ class Saving:
         """Return the checkpoint's path, once the checkpoint is there.
 
         Raises:
-            CheckpointError: it could not be written; names the rank and the cause. If a rank has died or was
-                interrupted: on all others as soon as they notice, after 30 minutes of silence at the latest.
+            CheckpointError: the checkpoint could not be written; names the rank and the cause. If a rank has died or
+                was interrupted, the others raise as soon as they notice, after 30 minutes at the latest.
         """
         self._thread.join()
         if self._error is not None:
@@ -110,7 +110,7 @@ class Saving:
         return self.path
 
     def finish(self) -> None:
-        """Wait, and raise what went wrong, unless ``wait()`` has raised it before."""
+        """Wait for the save. Raise its error, unless ``wait()`` has raised it before."""
         self._thread.join()
         if self._error is not None and not self._is_told:
             self.wait()
@@ -142,7 +142,7 @@ def finish_running() -> None:
     """Wait for the save in the background, if there is one.
 
     Raises:
-        Exception: what went wrong, unless ``wait()`` has raised it on this rank. The caller tells the other ranks.
+        Exception: the save's error, unless ``wait()`` has raised it on this rank. The caller tells the other ranks.
     """
     global _running
     saving = _running
@@ -157,13 +157,13 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGr
 
 
 class BackgroundRanks:
-    """The ranks, as a thread beside training talks to them: over a group that nobody else uses, nor destroys.
+    """The `RankGroup` of a save in the background: it has a process group that nothing else uses.
 
-    What fails is told as everywhere: see `Guard`.
+    Failures are reported as in training: see `Guard`.
 
     Args:
-        ranks: all that save.
-        group: over which they talk; None: this is the only rank.
+        ranks: all ranks that save.
+        group: connects them; None: this is the only rank.
     """
 
     def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
@@ -195,7 +195,7 @@ class BackgroundRanks:
                 raise
 
     def fail(self, failure: str) -> None:
-        """This rank cannot go on: all others end with these words. The first failure counts."""
+        """Make all other ranks fail with this text. Only the first failure is kept."""
         if self.failure is None:
             self.failure = failure
         if self._group is not None:
@@ -205,14 +205,14 @@ class BackgroundRanks:
             close_connections(self._group)
 
     def _await_others(self) -> None:
-        """Return once it is known who has failed, or who has come as far as this rank."""
+        """Return when another rank has posted its failure, or all ranks have come as far as this one."""
         deadline = time.monotonic() + SHOWN_WITHIN_S
         while time.monotonic() < deadline and self.board.read_failure() is None and self.board.describe_missing():
             time.sleep(0.02)
 
 
 def has_connections(ranks: Ranks) -> bool:
-    """Whether this rank need not make a group for a save in the background."""
+    """Whether this rank already has a group for saves in the background."""
     group_of = _groups.get(ranks.all_ranks)
     return group_of is not None and group_of() is not None
 
@@ -220,12 +220,11 @@ def has_connections(ranks: Ranks) -> bool:
 def background_ranks(ranks: Ranks, *, connects: bool) -> BackgroundRanks:
     """The ranks, for one save in the background.
 
-    To be called where ranks have just met: to make a group they meet at the store, which does not say that one of them
-    has died on the way there.
+    Call it right after a collective. Making a group waits at the store, which does not notice that a rank has died.
 
     Args:
-        ranks: all that save.
-        connects: make a new group, which is collective: a rank has none, see `has_connections`.
+        ranks: all ranks that save.
+        connects: make a new group (collective), because some rank has none; see `has_connections`.
 
     Raises:
         CommunicationError: another rank did not come.

@@ -1,13 +1,13 @@
 """Convert checkpoints from and to torch.distributed.checkpoint (DCP), as FSDP2 writes it: weights and optimizer state.
 
-torch reads and writes DCP's files. Here names are translated.
+torch reads and writes DCP's files. This module translates names.
 
-FSDP2's way is ``dcp.save({"model": ..., "optimizer": ...})`` of what ``get_state_dict`` gives. Keys are
+With FSDP2, users call ``get_state_dict`` and ``dcp.save({"model": ..., "optimizer": ...})``. Keys are then
 ``model.<name>``, ``optimizer.state.<name>.exp_avg`` and ``optimizer.param_groups.0.lr``; with
-``flatten_optimizer_state_dict`` the last is ``optimizer.param_groups.<name>.lr``. Accelerate has models and optimizers
-in directories of their own.
+``flatten_optimizer_state_dict`` the last is ``optimizer.param_groups.<name>.lr``. Accelerate writes models and
+optimizers to separate directories.
 
-DCP pickles its metadata, and values that are no tensors. Unpickling can run code, so our unpicklers know data only.
+DCP pickles its metadata, and values other than tensors. Unpickling can run code, so our unpicklers accept data only.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _CPU = torch.device("cpu")
 
 @contextmanager
 def _without_ranks() -> Iterator[None]:
-    """torch warns that there is no process group, which a conversion does not need."""
+    """Silence torch's warning that there is no process group: a conversion needs none."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is ", category=UserWarning)
         yield
@@ -98,7 +98,7 @@ def _read(root: Path) -> dict[str, Any]:
 
 
 class _Reader(FileSystemReader):
-    """Unpickles nothing but data."""
+    """Reads metadata with an unpickler that accepts data only."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with open(Path(self.path) / _METADATA_NAME, "rb") as file:
@@ -115,7 +115,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows DCP's own records, and what they are made of."""
+    """Accepts DCP's own records, and the dtypes, paths and sizes inside them."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_record = module == "torch.distributed.checkpoint.metadata" and name in _RECORDS
@@ -223,7 +223,7 @@ def _optimizer_out(files: CheckpointFiles, name: str) -> dict[str, Any]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Reads a tensor when it is written, and frees the one before, which torch's writer goes on holding."""
+    """Reads each tensor when it is written, and frees the one before, which torch's writer would keep."""
 
     def __init__(self, files: CheckpointFiles) -> None:
         super().__init__()
@@ -280,22 +280,21 @@ def from_dcp(
     optimizer: str = "optimizer",
     step: int | None = None,
 ) -> Converted:
-    """Make a checkpoint of FSDP2's, from which `load_checkpoint(out, model, optimizer)` goes on.
+    """Convert a DCP directory to a checkpoint, which `load_checkpoint(out, model, optimizer)` loads.
 
-    DCP's files hold pickles, with which others could run code on this machine. They are read by unpicklers that know
-    tensors, numbers, strings, lists, dicts and DCP's own records, and refuse anything else. All of it is read into host
-    memory.
+    DCP's files hold pickles, which could run code on this machine. Our unpicklers accept tensors, numbers, strings,
+    lists, dicts and DCP's own records, and refuse anything else. All of it is read into host memory.
 
     Args:
         directory: a DCP directory, or one of Accelerate's with ``pytorch_model_fsdp_0`` in it.
-        out: a directory of checkpoints.
-        model: what the keys of weights begin with, such as ``"app.model"``; empty: with nothing.
-        optimizer: what those of the optimizer begin with. It may be missing.
-        step: the checkpoint's number; None is one more than the largest that is there.
+        out: a directory of checkpoints; the new one is added.
+        model: prefix of the weights' keys, such as ``"app.model"``; empty: keys have no prefix.
+        optimizer: prefix of the optimizer's keys. The directory may have no optimizer.
+        step: the checkpoint's number; None is one more than the largest number in `out`.
 
     Raises:
-        CheckpointError: it is no DCP directory, it is damaged, or holds what StreamShard could not load.
-        ConfigError: no key begins so.
+        CheckpointError: `directory` is no DCP directory, is damaged, or holds values that StreamShard cannot load.
+        ConfigError: no key has the prefix.
     """
     values, root = _read(parse_path("directory", directory)), parse_path("out", out)
     own, prefix = f"{optimizer}.", f"{model}." if model else ""
@@ -401,7 +400,7 @@ def _value_in(value: Any, key: str, name: str, weight: torch.Tensor, tensors: di
 
 
 def _joined(options_of: Mapping[str, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Param groups of parameters that have the same options."""
+    """Param groups: parameters with the same options are in one group."""
     groups: list[dict[str, Any]] = []
     for name, options in options_of.items():
         group = next((each for each in groups if {**each, "params": None} == {**options, "params": None}), None)

@@ -6,9 +6,9 @@ the disk, one rename gives the directory its name. Until then there is no checkp
 Nothing is ever overwritten: if ``checkpoint-1000`` exists, the new one is called ``checkpoint-1000-2``.
 
 [Note: two runs in one directory]
-A job that was requeued may start while the job before it still saves. So each save holds a lock (flock) on the manifest
-in its partial directory, which is created first and filled last. The system releases the lock when the process ends,
-however it ends. A save deletes the partial directories whose lock is free: killed runs have left them.
+A requeued job may start while its predecessor still saves. So each save holds a lock (flock) on the manifest in its
+partial directory. The manifest is created first and filled last. The system releases the lock when the process ends,
+however it ends. A save deletes partial directories whose lock is free: killed runs have left them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 PARTIAL = ".partial"
-"""What the name of a directory ends in until it is complete."""
+"""Suffix of a directory's name until the directory is complete."""
 
 _NAME = re.compile(r"checkpoint-(\d+)(-\d+)?")
 _LEFT = re.compile(r"(checkpoint-\d+(-\d+)?|model)\.[0-9a-f]{8}\.partial")
@@ -64,14 +64,14 @@ class _Found(NamedTuple):
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint in `directory` that was saved last, of those that are whole; None where there is none.
+    """The latest whole checkpoint in `directory`; None if there is none.
 
-    A checkpoint is whole if its manifest is what its checksum says, and all files are there and as long as they were.
-    `load_checkpoint` verifies their contents. Checkpoints are ordered by a generation number, not by clocks.
+    A checkpoint is whole if its manifest matches its checksum, and all files are there with their recorded sizes.
+    `load_checkpoint` verifies the files' contents. Checkpoints are ordered by a generation number, not by clocks.
 
     Raises:
         CheckpointError: `directory` cannot be read.
-        ConfigError: `directory` is no path.
+        ConfigError: `directory` is not a path.
     """
     whole, others = _look_into(parse_path("directory", directory))
     for why in others:
@@ -104,7 +104,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> CheckpointFiles:
 
 
 def no_checkpoint(directory: Path) -> CheckpointError:
-    """What to raise for a directory without a whole checkpoint."""
+    """The error to raise for a directory without a whole checkpoint."""
     reasons = "; ".join(_look_into(directory)[1]) or "wanted a directory that save_checkpoint has written to"
     return CheckpointError(
         f"{directory} holds no whole checkpoint: {reasons}. `streamshard convert DIR OUT --from dcp` makes one of a "
@@ -113,18 +113,18 @@ def no_checkpoint(directory: Path) -> CheckpointError:
 
 
 def whole_checkpoints(directory: Path) -> list[Path]:
-    """Those in `directory`, the newest first. Their files' contents have not been verified."""
+    """The whole checkpoints in `directory`, newest first. The contents of their files have not been verified."""
     return [found.path for found in reversed(_look_into(directory)[0])]
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """`directory` if it is a checkpoint, and those in it, whole or not."""
+    """`directory` if it is a checkpoint, and the checkpoints in it, whole or not."""
     inside = [path for path in _children(directory) if not path.name.endswith(PARTIAL)]
     return [path for path in [directory, *inside] if _holds_manifest(path)]
 
 
 def newest_last(path: Path, manifest: Manifest) -> tuple[int, int, bool]:
-    """Key that sorts checkpoints of one directory. A user's own copy comes before its original."""
+    """Sort key for the checkpoints of one directory, newest last. A user's copy comes before its original."""
     return manifest.generation, manifest.number, _NAME.fullmatch(path.name) is not None
 
 
@@ -134,13 +134,13 @@ def checkpoint_name(number: int) -> str:
 
 
 def next_number(directory: Path) -> int:
-    """One more than the largest number of a directory that is called like a checkpoint."""
+    """One more than the largest number in the names of checkpoints in `directory`."""
     numbers = [int(match[1]) for path in _children(directory) if (match := _NAME.match(path.name))]
     return max(numbers, default=0) + 1
 
 
 def _look_into(directory: Path) -> tuple[list[_Found], list[str]]:
-    """Checkpoints that are whole, the newest last; of the others, why they are not."""
+    """Whole checkpoints, newest last; and for each other one the reason why it is not whole."""
     whole, others = [], []
     for path in checkpoints_in(directory):
         try:
@@ -247,7 +247,7 @@ def publish_checkpoint(partial: Partial, manifest: Manifest, keep: int | None) -
     """Make a checkpoint of `partial`, whose files are all there, then delete all but the newest `keep`.
 
     A copy under another name, a link, and a write-protected directory are not deleted. An error leaves everything as it
-    was. Once the checkpoint has its name there is no error: what cannot be deleted is logged.
+    was. After the rename nothing raises: a checkpoint that cannot be deleted is logged.
 
     Returns:
         The checkpoint's path: ``checkpoint-N``, or ``checkpoint-N-2`` and so on if that exists.

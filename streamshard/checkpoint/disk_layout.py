@@ -1,12 +1,12 @@
-"""Which tensors a model has on disk, and which elements of which parameter they are made of.
+"""A model's tensors on disk, and the ranges of parameters and buffers of which each consists.
 
-Export and load both read this, so they cannot disagree. The same on every rank: nothing here depends on the rank.
+Export and load both use this plan, so they agree. The plan is the same on every rank.
 
 [Note: rearrangements]
 transformers splits, joins and reorders some weights when it saves them (stacked experts become one tensor each), and
-the other way round when it loads them. A rank has a byte range of such a tensor, never the whole. So the very same code
-runs on meta tensors, which have shapes, strides and storages but no data. `Rearrangement` writes down which storages
-were copied into which. The result is a list of runs: "elements [a, b) of this tensor are elements [c, d) of that one".
+does the reverse when it loads them. A rank has only a range of such a tensor. So transformers' own code runs on meta
+tensors, which have shapes, strides and storages but no data, and `Rearrangement` records which storages were copied
+into which. The result is a list of runs: "elements [a, b) of this tensor are elements [c, d) of that one".
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Rearrangement(TorchDispatchMode):
     def _record(self, result: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> None:
         parts = [part for part in parts if part.numel()]
         if not result.is_contiguous() or any(part.dtype is not result.dtype for part in parts):
-            return  # then nothing is known of this storage, and asking for it says so
+            return  # not recorded: `runs` raises for this storage
         row_numels = tuple(_row_numel(part, dim) for part in parts)
         self._origins[_storage(result)] = _Joined(tuple(parts), row_numels)
         self._alive.append(result)
@@ -205,13 +205,13 @@ class DiskTensor(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What becomes of the tensors in files when a model loads them.
+    """The model's tensors, made from the tensors in files.
 
     Attributes:
-        wanted: by parameter or buffer, its names in the model, with its shape and dtype. Tied ones have several.
-        tensors: by name in the model, what is made for it: shape, dtype, and ranges of tensors in files, in order.
-        failed: by name in the model, why nothing can be made for it of what the files have.
-        used: names in the files of what is needed for all of this.
+        wanted: by parameter or buffer, its tensors in the model: names, shape, dtype. Tied ones have several names.
+        tensors: by name in the model, the tensor as made from the files: shape, dtype, ranges of tensors in files.
+        failed: by name in the model, why the tensor cannot be made from the files.
+        used: names of the tensors in files that are needed.
     """
 
     wanted: dict[str, list[DiskTensor]]
@@ -318,9 +318,9 @@ def plan_disk(
 
 
 def plan_loading(model: nn.Module, shards: Sequence[ParamShard], stored: Mapping[str, torch.Tensor]) -> Made:
-    """What `model` makes of tensors in files.
+    """Plan how `model` loads tensors from files.
 
-    One of transformers' what ``from_pretrained`` makes, any other those that have its names.
+    A transformers model loads as ``from_pretrained`` does; any other model loads the tensors with its names.
 
     Args:
         model: the sharded model.

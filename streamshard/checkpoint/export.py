@@ -132,7 +132,7 @@ def _copy(data: torch.Tensor, start: int, target: torch.Tensor) -> None:
 
 
 def model_dtype(model: nn.Module, shards: Sequence[ParamShard], dtype: torch.dtype | None) -> torch.dtype | None:
-    """What ``model.dtype`` would be of the exported model: that of its first floating-point parameter."""
+    """``model.dtype`` of the exported model: the dtype of its first floating-point parameter."""
     by_name = {shard.name: shard.dtype for shard in shards}
     own = (by_name[source] for source in saved_names(model, shards).values() if source in by_name)
     first = next((each for each in own if each.is_floating_point), None)
@@ -140,10 +140,10 @@ def model_dtype(model: nn.Module, shards: Sequence[ParamShard], dtype: torch.dty
 
 
 def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype that a user means by it.
+    """The dtype that a user gave, perhaps as text.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `dtype` is no floating-point dtype.
     """
     if dtype is None:
         return None
@@ -175,7 +175,7 @@ def export_checkpoint(
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
 ) -> Exported:
-    """The files that `export_safetensors` would have written of a model when it was saved, to the byte.
+    """Write, from a checkpoint, exactly the files that `export_safetensors` would have written at the time of the save.
 
     The checkpoint's checksums are verified first. Needs the memory of two chunks.
 

@@ -1,4 +1,4 @@
-"""`load_safetensors`: a directory in the Hugging Face layout into a sharded model, each rank reading its own bytes."""
+"""`load_safetensors`: load a Hugging Face directory into a sharded model. Each rank reads its own bytes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _SAMPLE_BYTES = 256
 
 
 class StoredDirectory(OpenFiles):
-    """The tensors of a Hugging Face directory. Of files, headers only are read.
+    """The tensors of a Hugging Face directory. Making one reads the files' headers only.
 
     Attributes:
         tensors: by name, views of the mapped files.
         files: names of the files.
 
     Raises:
-        CheckpointError: there is nothing to read, or what is there is damaged or contradicts itself.
+        CheckpointError: there are no weights, or files are damaged or contradict each other.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -64,7 +64,7 @@ class StoredDirectory(OpenFiles):
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def digest(self) -> str:
-        """A hash of names, shapes and some bytes of each tensor, which tells weights from those after another step."""
+        """A hash of names, shapes and some bytes of each tensor. Weights of another training step have another one."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.tensors.items()):
             digest.update(repr((name, tensor.shape, tensor.dtype)).encode())
@@ -120,12 +120,12 @@ def load_shards(
 
 
 class Difference(NamedTuple):
-    """The names that only the files or only the model has, in their order in the model or of the alphabet.
+    """Names on which the files and the model differ, in the model's order or alphabetical.
 
     Attributes:
-        missing: the model wants them, and the files do not have them.
-        unexpected: the files have them, and the model does not.
-        mismatched: of another shape or kind, and what these are.
+        missing: names that the model wants and the files do not have.
+        unexpected: names that the files have and the model does not.
+        mismatched: names whose shape or kind differs, each with the difference.
     """
 
     missing: list[str]
@@ -167,7 +167,7 @@ class _Plan(NamedTuple):
 
 
 def _plan(model: nn.Module, shards: Sequence[ParamShard], stored: StoredDirectory) -> _Plan:
-    """Find everything that may be wrong with the files or the model, before anything is changed."""
+    """Find all differences between the files and the model, before anything changes."""
     matches, difference = _compare(model, shards, stored.tensors)
     return _Plan(matches, local_pieces(model, shards, buffers=True), difference)
 
@@ -227,7 +227,7 @@ def _read(model: nn.Module, plan: _Plan, files: StoredDirectory) -> None:
 
 
 def put_back_buffers(model: nn.Module, pieces: Mapping[str, LocalPiece]) -> None:
-    """Where a buffer was not contiguous, what was read is still in a copy of it."""
+    """Copy loaded values into buffers that are not contiguous: they were read into contiguous copies."""
     with torch.no_grad():
         for name, buffer in model.named_buffers(remove_duplicate=False):
             piece = pieces.get(name)

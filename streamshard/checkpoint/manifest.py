@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: which files there are, and where in them each tensor lies.
 
-The manifest is JSON, with the SHA-256 of itself in its first line and checksums of all other files inside. So any
-changed byte of a checkpoint is noticed. A checksum does not say who wrote a file, so `read_manifest` also checks that
-file names stay inside the directory, and that no tensor is larger than the files that hold it.
+The manifest is JSON. Its first line holds its own SHA-256, and it lists checksums of all other files, so any changed
+byte of a checkpoint is noticed. Anyone can compute checksums, so `read_manifest` also checks that file names stay
+inside the directory, and that no tensor is larger than its files.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ class Manifest:
         number: of the checkpoint among those of its directory; users give the step.
         world_size: ranks that have saved, replicas included.
         replicas: how many copies of the model they held.
-        versions: of streamshard and torch, and when, for people.
-        files: beside the manifest, in the order in which pieces count them.
+        versions: versions of streamshard and torch, and the time of the save; for people.
+        files: all files except the manifest. Pieces refer to them by their place in this list.
         tensors: by name.
-        state: everything that is no tensor.
-        generation: orders the checkpoints of a directory. Each has one more than the largest that was there when it
-            was published. No clock decides.
+        state: everything except tensors.
+        generation: orders the checkpoints of a directory, without clocks: one more than the largest generation in the
+            directory when the checkpoint was published.
     """
 
     number: int
@@ -116,7 +116,7 @@ class Manifest:
     generation: int = 0
 
     def numel_of_params(self, model: str) -> int:
-        """How many numbers the parameters of a saved model are."""
+        """How many elements the parameters of a saved model have."""
         return sum(self.tensors[f"{model}/{param}"].numel for param in self.state["models"][model]["params"])
 
     def encode(self) -> bytes:

@@ -1,8 +1,8 @@
-"""The optimizer's state: what this rank keeps of it, and all of it put together, by name or by number.
+"""The optimizer's state: this rank's part, and the full state of all ranks.
 
-`LocalState` turns the state into JSON and pieces of tensors. Checkpoints write these. `gather_state` puts them together
-in memory, in the format of ``torch.optim.Optimizer.state_dict()``: parameters by number, in the order of the param
-groups. `scatter_state` loads this format, which plain torch writes too.
+`LocalState` turns this rank's part into JSON and pieces of tensors, which checkpoints write. `gather_state` assembles
+the full state in memory, in the format of ``torch.optim.Optimizer.state_dict()``: parameters by number, in the order of
+the param groups. `scatter_state` loads this format, which plain torch writes too.
 """
 
 from __future__ import annotations
@@ -53,31 +53,31 @@ def is_owned(optimizer: Optimizer, param: nn.Parameter) -> bool:
 
 
 def own_part(optimizer: Optimizer, param: nn.Parameter, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What this rank keeps of the `values` for a parameter that is owned."""
+    """This rank's part of the state `values` of an owned parameter."""
     ask: Any = optimizer
     return dict(ask.own_part(param, values))
 
 
 def settle(optimizer: Optimizer, ranks: Ranks) -> None:
-    """Before all ranks' state is put together. Collective for an optimizer that steps whole parameters."""
+    """Prepare for gathering the state. Collective for an optimizer that steps whole parameters."""
     if (act := getattr(optimizer, "settle", None)) is not None:
         act(ranks)
 
 
 def params_in(optimizer: Optimizer) -> list[nn.Parameter]:
-    """In the order of their numbers in a state dict."""
+    """The optimizer's parameters, in the order of their numbers in a state dict."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def names_of_moments(shards: Sequence[ParamShard], optimizer: Optimizer) -> list[str]:
-    """Names of state that has an element for each of the parameter's, in order of appearance."""
+    """Names of state tensors with the parameter's shape (moments), in order of appearance."""
     stepped = (shard for shard in shards if not is_owned(optimizer, shard.param))
     names = ((shard, name) for shard in stepped for name in optimizer.state.get(shard.param, {}))
     return list(dict.fromkeys(name for shard, name in names if moment_of(shard, optimizer, name) is not None))
 
 
 def moment_of(shard: ParamShard, optimizer: Optimizer, name: str) -> torch.Tensor | None:
-    """State `name` of a parameter, in its sharded shape; None if it does not have one element for each of its."""
+    """State `name` of a parameter, as this rank's piece; None if it does not have the parameter's shape."""
     value = optimizer.state.get(shard.param, {}).get(name)
     if isinstance(value, ShardedTensor):  # made by the optimizer's constructor
         value = value.as_subclass(torch.Tensor)
@@ -92,7 +92,7 @@ def is_moment(saved: Any) -> bool:
 
 
 def drifts_apart(engine: Engine) -> bool:
-    """Whether replicas train on their own, so that each has other weights (local SGD)."""
+    """Whether replicas have different weights, because each trains on its own (local SGD)."""
     replicas = engine.reductions.replicas
     return replicas is not None and not replicas.averages_grads
 
@@ -105,19 +105,19 @@ def name_here(tensor: str, engine: Engine) -> str | None:
 
 
 class LocalState:
-    """What this rank keeps of one optimizer's state. Whatever can fail on one rank alone fails when it is made.
+    """This rank's part of one optimizer's state. Errors that concern one rank alone are raised by the constructor.
 
     Args:
-        name: of the optimizer; names of tensors begin with it.
-        optimizer: keeps the state.
-        names: of its parameters.
-        owners: those that are sharded, and their engines.
+        name: the optimizer's name; names of tensors begin with it.
+        optimizer: the optimizer.
+        names: names of its parameters.
+        owners: its sharded parameters, and their engines.
 
     Attributes:
-        pieces: this rank's, of tensors.
-        tensors: by name, those that are the same on all ranks.
-        outlines: of parameters of which this rank steps a piece. A rank without elements has nothing to say.
-        owned: of parameters that this rank steps whole, or slices of them.
+        pieces: this rank's pieces of tensors.
+        tensors: tensors that are the same on all ranks, by name.
+        outlines: JSON for parameters of which this rank steps a piece. A piece without elements has no entry.
+        owned: JSON for parameters that this rank steps whole, or slices of them.
 
     Raises:
         CheckpointError, ShardingError: names state that cannot be put together.
@@ -176,7 +176,7 @@ class LocalState:
         return outline
 
     def _small(self, value: Any, path: str) -> Any:
-        """JSON of what does not have an element for each of the parameter's."""
+        """JSON of state that does not have the parameter's shape, such as a step count."""
         tensors: dict[str, torch.Tensor] = {}
         json = encode(value, path, tensors)
         if tensors:
@@ -193,7 +193,7 @@ class LocalState:
             told: every rank's `outlines` and `owned`.
 
         Raises:
-            RankMismatchError: two ranks keep different things.
+            RankMismatchError: two ranks have different state for a parameter.
         """
         agreed: State = {}
         for rank, (outlines, _) in enumerate(told):
@@ -268,14 +268,14 @@ def _gather_pieces(
     *,
     to_all: bool,
 ) -> None:
-    """Fill `wholes`, in CPU memory, by what all ranks have: on the first rank, or on all. Collective.
+    """Fill the full tensors `wholes`, in CPU memory, from all ranks' pieces. Collective.
 
     Args:
-        ranks: all of them.
-        pieces: this rank's.
-        rows: by rank: name, shape, dtype, first element and the one behind the last of each of its pieces.
-        wholes: by name; empty on a rank that gets nothing.
-        to_all: every rank gets them.
+        ranks: all ranks.
+        pieces: this rank's pieces.
+        rows: by rank, for each of its pieces: name, shape, dtype, first element, and one past the last.
+        wholes: full tensors by name; empty on a rank that gets none.
+        to_all: fill them on every rank; False: on the first rank only.
     """
     own = {piece.name: piece.data for piece in pieces}
     for source, theirs in enumerate(rows):

@@ -1,6 +1,6 @@
-"""`load_checkpoint`: a training run back from disk, on any number of ranks.
+"""`load_checkpoint`: continue a training run from disk, on any number of ranks.
 
-verify all bytes -> compare what was saved with what is there, changing nothing -> load objects -> read tensors
+verify all bytes -> compare the checkpoint with the run, changing nothing -> load objects -> read tensors
 """
 
 from __future__ import annotations
@@ -63,17 +63,16 @@ def load_checkpoint(
     scaler: Any = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Loaded:
-    """Go on where `save_checkpoint` was called: on any number of ranks, with any units, slots and meshes.
+    """Continue from a checkpoint of `save_checkpoint`: on any number of ranks, with any units, slots and meshes.
 
-    On as many ranks as have saved, training continues as it would have, to the bit. Every file is verified before
-    anything changes; each rank reads what it owns.
+    On the same number of ranks training continues bit for bit. Every file is verified before anything changes. Each
+    rank reads only the parts that it owns.
 
     Args:
-        directory: a checkpoint, or a directory of them, of which the latest that is whole is taken.
-        model: as given when it was saved; so are `optimizer`, `scheduler` and `scaler`. Those that are left out stay as
-            they are.
-        extra: objects that were saved under the same keys, whose ``load_state_dict`` is called. Values need not be
-            given.
+        directory: a checkpoint, or a directory of checkpoints: the latest whole one is used.
+        model: as given to `save_checkpoint`. The same holds for `optimizer`, `scheduler` and `scaler`; those that you
+            leave out stay as they are.
+        extra: objects saved under the same keys; their ``load_state_dict`` is called. Plain values need not be passed.
 
     Returns:
         What was saved as `extra`, by key.
@@ -156,21 +155,21 @@ def _read(plan: Plan, files: CheckpointFiles) -> None:
 
 
 class Plan:
-    """What a rank does to take over a checkpoint, found without changing anything.
+    """The steps in which a rank loads a checkpoint. Making a plan changes nothing.
 
     Args:
-        parts: what is there.
-        files: what was saved.
+        parts: the run.
+        files: the checkpoint.
 
     Attributes:
-        loads: of users' objects, which may refuse what they are given; by name.
-        reads: what is read, and where to.
-        finish: what follows once all of it is read.
+        loads: calls of ``load_state_dict`` of users' objects, which may raise; by name.
+        reads: tensors to read, and their targets.
+        finish: functions to call when all tensors are read.
         filled: by model, the parameters and buffers that are read.
-        values: plain ones that were saved, by the user's key.
+        values: saved plain values, by the user's key.
 
     Raises:
-        CheckpointError: names all that is missing, not expected, or of another shape.
+        CheckpointError: names all tensors that are missing, not expected, or of another shape.
     """
 
     def __init__(self, parts: Parts, files: CheckpointFiles) -> None:
@@ -252,7 +251,7 @@ class Plan:
         self.finish.append(partial(optimizer.load_state_dict, loaded))
 
     def _plan_moments(self, name: str, engine: Engine, shard: ParamShard, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What this rank keeps of a parameter of which it steps a piece."""
+        """This rank's optimizer state of a parameter of which it steps a piece."""
         own: dict[str, Any] = {}
         if shard.layout.numel and not shard.local.numel:
             return own  # nothing to step

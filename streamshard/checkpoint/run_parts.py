@@ -1,8 +1,8 @@
-"""What a training run is made of, the names under which its parts are saved, and all of it as named tensors and JSON.
+"""The parts of a training run, their names in a checkpoint, and their content as named tensors and JSON.
 
-Weights and moments are keyed by the parameter's name and cut by element, so that neither units nor slots nor the number
-of ranks occur in what is saved. Everything else is a tree (see `manifest.encode`): one where all ranks have the same,
-otherwise one of each rank.
+Weights and moments are saved by the parameter's name and by ranges of elements. So a checkpoint does not depend on
+units, slots or the number of ranks. Everything else is a tree (see `manifest.encode`): one tree if all ranks have the
+same, else one per rank.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ RANDOM = "random"
 
 
 class Parts(NamedTuple):
-    """What a user has given, by the names under which it is saved.
+    """The parts of a run, by their names in a checkpoint.
 
     Attributes:
-        models: sharded ones, and their engines.
-        optimizers: of parameters of these, or of others.
-        objects: with ``state_dict()``: schedulers, scalers, models that are not sharded.
-        values: plain ones.
+        models: sharded models, and their engines.
+        optimizers: optimizers of any parameters.
+        objects: objects with ``state_dict()``: schedulers, scalers, models that are not sharded.
+        values: plain values.
     """
 
     models: dict[str, tuple[nn.Module, Engine]]
@@ -80,16 +80,16 @@ def name_parts(
     *,
     accepts_empty: bool,
 ) -> Parts:
-    """Sort what was given to ``save_checkpoint`` or ``load_checkpoint``. Each is one object, or a dict of several.
+    """Sort the arguments of ``save_checkpoint`` or ``load_checkpoint``. Each is one object, or a dict of several.
 
     Args:
-        what: is done with it, for messages.
-        model, optimizer, scheduler, scaler, extra: see there.
+        what: the action, for messages.
+        model, optimizer, scheduler, scaler, extra: as given to these functions.
         accepts_empty: models may have no values yet.
 
     Raises:
-        ConfigError: names what is none of what it should be.
-        ShardingError: a model's forward or backward is under way, or none is sharded.
+        ConfigError: names an argument of a wrong type.
+        ShardingError: a model is inside a forward or backward, or no model is sharded.
     """
     parts = Parts({}, {}, {}, {})
     for name, each in _named("model", model):
@@ -173,7 +173,7 @@ def param_names(optimizer: Optimizer, parts: Parts) -> tuple[dict[nn.Parameter, 
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Of every generator that a rank has by default."""
+    """The state of all of this rank's default random generators."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": (version, torch.tensor(numbers, dtype=torch.int64), gauss),
@@ -197,12 +197,12 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 class Collected(NamedTuple):
-    """What a rank saves.
+    """The content that a rank saves.
 
     Attributes:
-        state: the JSON, which is the first rank's to write.
-        differing: trees that are not the same on all ranks, which `state` does not have; by name, this rank's.
-        pieces: this rank's, of tensors, which are its own memory, not copied.
+        state: JSON, which the first rank writes.
+        differing: this rank's trees, by name, that are not the same on all ranks; `state` lacks them.
+        pieces: this rank's pieces of tensors: its own memory, not copies.
     """
 
     state: dict[str, Any]
@@ -211,10 +211,10 @@ class Collected(NamedTuple):
 
 
 def collect(parts: Parts) -> Collected:
-    """Everything that is to be saved. Collective: ranks meet once.
+    """Collect everything to save. Collective.
 
     Raises:
-        CheckpointError: on every rank; names what cannot be saved.
+        CheckpointError: on every rank; names a part that cannot be saved.
     """
     ranks = parts.engine.ranks
     pieces: list[Piece] = []
@@ -347,7 +347,7 @@ def _collect_trees(
 
 
 def _export_plan(model: nn.Module, shards: Sequence[ParamShard], *, with_files: bool) -> dict[str, Any]:
-    """What `export_safetensors` would write, for those who have the checkpoint and not the model."""
+    """The plan of `export_safetensors`, saved so that a checkpoint can be exported without the model."""
     files: dict[str, str] = {}
     try:
         huggingface.check_exportable(model)

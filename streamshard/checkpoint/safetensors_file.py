@@ -51,7 +51,7 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 CHUNK_BYTES = 8 << 20
-"""What one checksum is of; and the memory that copying to or from a device, or in another dtype, takes."""
+"""Bytes per checksum, and the memory for copying to or from a device or to another dtype."""
 
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 8
@@ -210,7 +210,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @contextlib.contextmanager
 def _created(path: Path) -> Iterator[int]:
-    """A new file, which is on the disk behind the context."""
+    """A new file, synced to the disk when the context ends."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         yield descriptor

@@ -1,4 +1,4 @@
-"""`save_checkpoint`: a training run to disk.
+"""`save_checkpoint`: write a training run to disk.
 
 collect -> copy to the host, if training goes on meanwhile -> make a partial directory (rank 0) ->
 write and fsync one file (every rank) -> publish by renaming (rank 0)
@@ -63,12 +63,12 @@ def save_checkpoint(
     step: int | None = None,
     wait: bool = True,
 ) -> Any:
-    """Save all that a run needs to go on, as a new checkpoint in `directory`. Call it on every rank, between steps.
+    """Save the run as a new checkpoint in `directory`. Call it on every rank, between steps.
 
-    It holds main weights, buffers, the optimizer's state, random states of every rank, and what else is given. Each
-    rank writes what it owns into a file of its own, so nothing is gathered. The files are safetensors; the rest is JSON
-    with checksums of each file. There is no pickle and no code. A checkpoint is there whole or not at all, whenever a
-    rank is killed.
+    A checkpoint holds main weights, buffers, the optimizer's state, random states of every rank, and everything else
+    that you pass. Each rank writes a file of its own, so nothing is gathered. The files are safetensors, the manifest
+    is JSON with checksums of each file; there is no pickle and no code. A checkpoint is complete or absent, even if a
+    rank is killed at any time.
 
     Gradients are not saved: save after ``optimizer.step()``, not between the micro-batches of one step. Inside
     ``no_sync()`` a warning says so.
@@ -85,15 +85,15 @@ def save_checkpoint(
         keep: how many of the newest checkpoints to keep; older ones are deleted once the new one is whole.
         step: the checkpoint's number, as in ``checkpoint-1000``; None is one more than the largest that is there. If
             ``checkpoint-1000`` exists, the new one is called ``checkpoint-1000-2``: nothing is overwritten.
-        wait: False: return once everything is copied to host memory; a thread writes it. See `Saving`.
+        wait: False: return when everything is copied to host memory; a thread writes the files. See `Saving`.
 
     Returns:
-        The checkpoint's path; with ``wait=False`` a `Saving`. A save that is running is waited for first.
+        The checkpoint's path; with ``wait=False`` a `Saving`. The call first waits for an earlier save that still runs.
 
     Raises:
-        CheckpointError: on every rank; names the rank, the file and the cause. Nothing is left of the new checkpoint
-            then, and older ones are untouched. What went wrong in the background is raised by the next call, or by
-            the handle's ``wait()``.
+        CheckpointError: on every rank; names the rank, the file and the cause. Nothing is left of the new checkpoint,
+            and older ones are untouched. The next call, or the handle's ``wait()``, raises the error of a save in the
+            background.
         ConfigError: an argument that cannot work.
         RankMismatchError: `directory`, `keep`, `step`, `wait`, or which models and optimizers there are, differs
             between ranks.
@@ -182,7 +182,7 @@ def _finish(finish: Callable[[], list[Piece]] | Exception) -> list[Piece]:
 
 
 def _say_what_is_lost(parts: Parts) -> None:
-    """Gradients that are certain to wait for more: elsewhere they may be those that a step has used."""
+    """Warn if unreduced gradients wait inside ``no_sync()``. Elsewhere gradients may be those of the last step."""
     for name, (_, engine) in parts.models.items():
         params = [shard.param for shard in engine.param_shards if shard.param.grad is not None]
         if params and (not engine.casts.is_synced or any(map(is_unreduced, params))):

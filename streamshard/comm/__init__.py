@@ -1,1 +1,1 @@
-"""Streams, fences, and everything that passes between ranks."""
+"""Streams, fences, and all communication between ranks."""

@@ -1,18 +1,20 @@
-"""Names the rank that hangs, fails or does something else: logs of what each rank issues, and a watchdog over waits.
+"""Logs of the collectives that each rank issues, and a watchdog: they name the rank that hangs, fails or differs.
 
-All ranks issue the same collectives in the same order. If they do not, each waits for a message that never comes. So
-each rank logs what it issues. A `Board` shows the logs of all ranks, and the first failure, in the store of the process
-group. A rank shows its log when it waits, and when it has issued nothing for a while: training sends nothing.
+All ranks issue the same collectives in the same order. If they do not, each rank waits for a message that never comes.
+So each rank logs the collectives that it issues. A `Board` publishes the logs, and the first failure, in the store of
+the process group. A rank publishes its log only while it waits or idles, so training sends nothing.
 
-A thread, the watchdog, looks twice a second at what a rank waits for. If the logs show that the wait is in vain, the
-watchdog ends the wait. Otherwise it logs a warning after half a minute, and again whenever the wait has doubled: what
-this rank waits for, and what the missing ranks did last. Those may be asleep, so only the process group's timeout ends
-such a wait. On devices no host waits for collectives. There a rank counts as waiting when it has issued nothing for
-half a minute.
+The watchdog is a thread that checks twice a second whether this rank waits:
 
-A missing rank may also wait in another library's collective (``accelerator.gather``, ``dist.barrier()``) for a rank
-that waits for it. torch counts the collectives of the default process group, which all ranks call in one order. So if
-a missing rank has called more of them than the rank that waits, both waits are in vain.
+- If the logs differ, the wait can never succeed, and the watchdog ends it.
+- Otherwise a rank may only be slow. The watchdog logs a warning after 30 seconds, and again whenever the wait has
+  doubled: what this rank waits for, and what the missing ranks did last. Only the process group's timeout ends such a
+  wait.
+- On devices no host waits for collectives. There a rank counts as waiting when it has issued nothing for 30 seconds.
+
+A missing rank may stand in another library's collective (``accelerator.gather``, ``dist.barrier()``) and wait for this
+one. torch counts the collectives of the default process group, which all ranks call in one order. So if a missing rank
+has called more of them than this rank, neither can go on, and on CPUs the watchdog ends the wait.
 """
 
 from __future__ import annotations
@@ -35,16 +37,16 @@ from streamshard.torch_private import count_collectives
 
 __all__ = ["Board", "Guard", "Kind", "Log", "MismatchError", "Wait", "Watch", "describe_difference", "explain"]
 
-_ENTRIES = 512  # of a log that are kept
-_MOST_PEERS = 64  # logs that one rank reads: among more ranks, those of the ranks behind it
+_ENTRIES = 512  # a log keeps its last so many entries
+_MOST_PEERS = 64  # a rank reads the logs of at most so many ranks, those with the next higher numbers
 _FAILURE_KEY = "streamshard/failure"
-_PATIENCE_S = 1.0  # until a waiting rank compares logs
-_REPORT_AFTER_S = 30.0  # until the first warning
-_SHOW_AFTER_S = 3.0  # without anything issued, until a rank shows its log
-_LOGS_WITHIN_S = 5.0  # until other ranks have shown theirs
-_END_WITHIN_S = 5.0  # at exit
+_PATIENCE_S = 1.0  # a rank waits so long before it compares logs
+_REPORT_AFTER_S = 30.0  # a wait takes so long before the first warning
+_SHOW_AFTER_S = 3.0  # a rank that has issued nothing for so long shows its log
+_LOGS_WITHIN_S = 5.0  # after a mismatch, how long to wait for the logs of other ranks
+_END_WITHIN_S = 5.0  # at exit, how long to wait for each watchdog thread
 
-# This rank's own errors, which say nothing of others, although they are RuntimeErrors as those of backends are.
+# RuntimeErrors of this rank alone, such as out of memory. They are no sign that a collective failed.
 _OWN: tuple[type[Exception], ...] = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 
 _ADVICE = (
@@ -55,7 +57,7 @@ _ADVICE = (
 
 
 class Kind(enum.IntEnum):
-    """What is issued."""
+    """What a log entry records."""
 
     FORWARD = 1
     GATHER = 2
@@ -86,7 +88,7 @@ _WORDS = {
 
 
 class _Entry(NamedTuple):
-    """The n-th thing that a rank has issued, and the tag of its unit."""
+    """The `number`-th entry of a rank's log: what was issued, and the tag of its unit."""
 
     number: int
     kind: int
@@ -97,10 +99,10 @@ class _Shown(NamedTuple):
     """A log as other ranks see it.
 
     Attributes:
-        entries: by number.
-        total: how many there were in all.
-        time_s: when the last one came, in Unix time.
-        others: how many collectives this rank has called on the default process group.
+        entries: the entries that the log still has, by number.
+        total: how many entries were added in all.
+        time_s: Unix time of the last entry.
+        others: how many collectives the rank has called on the default process group, other libraries' included.
     """
 
     entries: Mapping[int, _Entry]
@@ -110,12 +112,12 @@ class _Shown(NamedTuple):
 
 
 class Log:
-    """The last collectives that a rank has issued.
+    """The last collectives that this rank has issued.
 
     Attributes:
-        count: how many have been issued.
-        digest: stands for all of them, in order.
-        time_s: when the last one was, in Unix time.
+        count: how many collectives have been issued in all.
+        digest: a hash of all of them, in order.
+        time_s: Unix time of the last one.
     """
 
     def __init__(self) -> None:
@@ -125,7 +127,7 @@ class Log:
         self._entries: list[_Entry | None] = [None] * _ENTRIES
 
     def add(self, kind: Kind, tag: int = 0) -> None:
-        """`kind` is being issued, for the unit of `tag`."""
+        """Record that this rank issues `kind`, for the unit of `tag`."""
         self.digest = hash((self.digest, int(kind), tag))  # of integers: the same in every process
         self._entries[self.count % _ENTRIES] = _Entry(self.count, int(kind), tag)
         self.count += 1
@@ -138,11 +140,11 @@ class Log:
 
 
 def describe_difference(logs: Mapping[int, _Shown], names: Sequence[str]) -> str | None:
-    """The first collective that ranks have not issued alike, in words; None if there is none so far.
+    """The first entry in which the logs differ, in words; None if they agree so far.
 
     Args:
-        logs: by rank, of the ranks whose logs are known.
-        names: of units, by tag.
+        logs: the known logs, by rank.
+        names: names of units, by tag.
     """
     for number in sorted({number for shown in logs.values() for number in shown.entries}):
         found = {rank: shown.entries[number] for rank, shown in sorted(logs.items()) if number in shown.entries}
@@ -156,45 +158,46 @@ def _say(entry: _Entry | None, names: Sequence[str]) -> str:
     if entry is None:
         return "has issued nothing so far"
     if entry.kind == Kind.GATHER and entry.tag == len(names):
-        return "ends a backward"  # the gather of which parameters were used
+        return "ends a backward"  # it gathers the flags of used parameters
     unit = repr(names[entry.tag]) if entry.tag < len(names) else f"unit {entry.tag}"
     return _WORDS[Kind(entry.kind)].format(unit=unit)
 
 
 class Board:
-    """Shows the logs of a group's ranks, and the first failure, to all of them. Any thread may call its methods.
+    """Publishes each rank's log and the first failure, in the store of the group. Any thread may call its methods.
 
     Args:
-        group: all ranks of a model; the board uses the group's store.
-        rank, world_size: of this rank in it.
+        group: all ranks of a model.
+        rank: this rank's number in `group`.
+        world_size: number of ranks in `group`.
 
     Attributes:
-        log: this rank's.
-        names: of units, by tag; for messages.
+        log: this rank's log.
+        names: names of units, by tag; for messages.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
         self.log = Log()
         self.names: Sequence[str] = ()
-        number = _boards.get(group, 0)  # the same on all ranks, which make boards together
+        number = _boards.get(group, 0)  # the same on all ranks: they create boards in the same order
         _boards[group] = number + 1
         self._store = group.get_group_store() if world_size > 1 else None
         self._key = f"streamshard/{number}/"
         self._rank = rank
         self._world_size = world_size
         self._peers = [(rank + 1 + step) % world_size for step in range(min(world_size - 1, _MOST_PEERS))]
-        self._shown: tuple[int, int] | None = None  # how many collectives the log in the store has, ours and others
+        self._shown: tuple[int, int] | None = None  # `total` and `others` of the log in the store
 
     def show(self) -> None:
-        """Put this rank's log into the store, if it has changed."""
+        """Write this rank's log to the store, if it has changed."""
         shown = self.log.show()
         if self._store is not None and (shown.total, shown.others) != self._shown:
-            with contextlib.suppress(RuntimeError):  # the store may have gone with its rank
+            with contextlib.suppress(RuntimeError):  # the rank that hosts the store may have ended
                 self._store.set(self._key + str(self._rank), json.dumps([*shown.entries.values(), *shown[1:]]))
             self._shown = shown.total, shown.others
 
     def show_if_idle(self) -> None:
-        """Show the log once this rank has issued nothing for a while, and take it back when the rank goes on."""
+        """Show the log when this rank has issued nothing for a while. Remove it when the rank goes on."""
         if self.idle_s >= _SHOW_AFTER_S:
             self.show()
         elif self._store is not None and self._shown is not None and self._shown[0] != self.log.count:
@@ -204,7 +207,7 @@ class Board:
 
     @property
     def idle_s(self) -> float:
-        """How long this rank has issued nothing."""
+        """Seconds since this rank last issued something."""
         return max(0.0, time.time() - self.log.time_s)
 
     def _read(self) -> dict[int, _Shown]:
@@ -219,14 +222,14 @@ class Board:
         return logs
 
     def find_difference(self, *, within_s: float = 0.0) -> str | None:
-        """What ranks have not issued alike; None if the logs that are shown within `within_s` are alike."""
+        """The first difference between the logs that are in the store within `within_s`, in words; None if none."""
         deadline = time.monotonic() + within_s
         while (found := describe_difference(self._read(), self.names)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
         return found
 
     def find_other_collective(self) -> str | None:
-        """A missing rank that waits in another library's collective for this one; None if there is none."""
+        """A message that names a missing rank which waits in another library's collective; None: there is none."""
         logs = self._read()
         own = logs[self._rank]
         for peer, shown in sorted(logs.items()):
@@ -238,10 +241,10 @@ class Board:
         return None
 
     def describe_missing(self, *, among_shown: bool = False) -> str | None:
-        """The ranks that have not issued as much as this one, and what each did last; None if there are none.
+        """The ranks that have issued less than this one, and what each did last; None if there are none.
 
         Args:
-            among_shown: leave out ranks that show no log, which may be at work.
+            among_shown: leave out ranks without a log in the store: they may be computing.
         """
         logs = self._read()
         ranks_of: dict[str, list[int]] = {}
@@ -257,22 +260,22 @@ class Board:
         return "; ".join([*missing, "it may be in another library's collective, asleep, or gone"]) if missing else None
 
     def describe_last(self) -> str:
-        """What this rank has issued last."""
+        """What this rank issued last, in words."""
         shown = self.log.show()
         return _say(shown.entries.get(shown.total - 1), self.names)
 
     def describe_rank(self) -> str:
-        """This rank: ``rank 0 of 8``."""
+        """This rank in words: ``rank 0 of 8``."""
         return f"rank {self._rank} of {self._world_size}"
 
     def post_failure(self, text: str) -> None:
-        """Tell the other ranks, and other models of the group, how this rank has failed. The first failure counts."""
+        """Publish how this rank has failed, to all ranks and models of the group. Only the first failure is kept."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.compare_set(_FAILURE_KEY, "", f"{self._rank}:{text}")
 
     def read_failure(self) -> str | None:
-        """Which other rank has failed, and how; None if none has, as far as this rank can know."""
+        """Which other rank has failed, and how; None if the store says of none."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
                 if self._store.check([_FAILURE_KEY]):
@@ -291,12 +294,12 @@ class Wait:
     """One wait for other ranks.
 
     Args:
-        what: the rank waits for.
+        what: the collective or exchange, for messages.
 
     Attributes:
         what: see above.
-        since: `time.monotonic` of when the wait began.
-        report_at_s: after so long the watchdog reports the wait (again).
+        since: `time.monotonic` at the start of the wait.
+        report_at_s: the watchdog logs its next warning when the wait has taken so long.
     """
 
     __slots__ = ("report_at_s", "since", "what")
@@ -308,16 +311,16 @@ class Wait:
 
 
 class Watch:
-    """What one rank of one model waits for. Owns the watchdog thread, which ends with the watch.
+    """The current wait of one rank of one model. Owns the watchdog thread, which ends with this object.
 
     Args:
-        board: of the rank.
-        has_streams: ranks are on devices, for whose collectives no host waits.
-        abort: ends the waits of this rank's host; a method of an object that the thread must not keep alive.
+        board: this rank's board.
+        has_streams: ranks are on devices, so no host waits for collectives.
+        abort: a method that ends the waits of this rank's host. The thread does not keep the method's object alive.
 
     Attributes:
-        wait: what the rank's host waits for; None: for nothing.
-        difference: why the wait is in vain; None: the watchdog has not found that.
+        wait: what this rank's host waits for; None: it does not wait.
+        difference: why the wait can never succeed; None: the watchdog has found no reason.
     """
 
     def __init__(self, board: Board, *, has_streams: bool = False, abort: Callable[[], None] | None = None) -> None:
@@ -332,7 +335,7 @@ class Watch:
         thread.start()
 
     def look(self) -> None:
-        """Compare logs, report or end the wait if it is due. The thread calls this."""
+        """Compare logs if the wait has taken long enough; end the wait or log a warning. The thread calls this."""
         self._board.show_if_idle()
         wait = self.wait or self._wait_on_device()
         if wait is None:
@@ -352,7 +355,7 @@ class Watch:
             return
         self.difference = difference
         self._board.post_failure(f"{wait.what}: {difference}. {_ADVICE}")
-        if reports:  # where nobody can end the wait, on a device
+        if reports:  # nothing can end a wait on a device, so at least log the reason
             log.error("%s: %s. %s", wait.what, difference, _ADVICE)
         if self._abort is not None and (abort := self._abort()) is not None:
             abort()
@@ -369,7 +372,7 @@ class Watch:
     def _report(self, wait: Wait, waited_s: float) -> None:
         missing = self._board.describe_missing(among_shown=wait is self._on_device)
         if missing is None and wait is self._on_device:
-            return  # the rank computes, or does something of its own
+            return  # no rank is behind: this rank computes, or runs code of the user's
         log.warning(
             "%s has waited for %.0f s in %s (last: it %s): %s. All ranks have to call norms, forward, generate() and "
             "everything that collects weights",
@@ -391,8 +394,8 @@ def _run(watch_of: weakref.ref[Watch]) -> None:
 
 
 def _end_threads() -> None:
-    """At exit. Python aborts where it ends a daemon thread in a C++ call, such as one of the store."""
-    if alive := [thread for thread in list(_threads) if thread.is_alive()]:  # none are in a forked child
+    """End the threads at exit: Python aborts if it ends a daemon thread inside a C++ call, such as one of the store."""
+    if alive := [thread for thread in list(_threads) if thread.is_alive()]:  # a forked child has none
         _is_over.set()
         for thread in alive:
             thread.join(_END_WITHIN_S)
@@ -407,13 +410,13 @@ class Guard:
     """A context around a wait for other ranks. Turns a backend's error into a `CommunicationError` that names the wait.
 
     Args:
-        ranks: `Ranks`, or what has its ``board``, ``watch``, ``failure`` and ``fail()``. Marked as failed by an error,
-            so that nothing more is issued to ranks that may be gone.
-        action: what goes on inside, such as "the gather of".
-        subject: whose it is, such as a unit's name; "" if nobody's.
+        ranks: `Ranks`, or another object with ``board``, ``watch``, ``failure`` and ``fail()``. After an error `ranks`
+            is marked as failed and issues nothing more: other ranks may be gone.
+        action: what happens inside, such as "the gather of".
+        subject: what `action` is about, such as a unit's name; "" if nothing.
 
     Raises:
-        CommunicationError: when entered, if something has failed before.
+        CommunicationError: on entry, if `ranks` has failed before.
     """
 
     __slots__ = ("_outer", "_ranks", "_what")
@@ -442,7 +445,7 @@ class Guard:
 
 
 def explain(error: Exception, board: Board) -> str:
-    """Why a collective ended with `error`, as far as this rank can know."""
+    """Why a collective ended with `error`, from the logs and the failure in the store."""
     is_mismatch = isinstance(error, MismatchError)
     if (difference := board.find_difference(within_s=_LOGS_WITHIN_S if is_mismatch else 0.0)) is not None:
         return f"{difference}. {_ADVICE}"
@@ -454,4 +457,4 @@ def explain(error: Exception, board: Board) -> str:
 
 
 class MismatchError(RuntimeError):
-    """Ranks have come to the same point of the program in different ways."""
+    """Ranks issued different collectives before they came to the same count."""

@@ -1,4 +1,4 @@
-"""CPU ranks over gloo: chunks are exchanged between pairs of ranks, and summed where they arrive."""
+"""CPU ranks over gloo: pairs of ranks exchange chunks, and each rank sums the chunks that it receives."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from streamshard.config import ReductionMode
 __all__ = ["PairwiseTransport", "sum_in_pieces"]
 
 _SUM_BLOCK = 1 << 17  # elements
-# A unit's gathers, its reductions and gathers of full tensors must never be taken for each other: gloo ends the process
-# where a message is longer than the memory for it.
+# One tag each for a unit's all-gathers, its reductions, and gathers of full tensors. gloo ends the process if a message
+# is longer than the buffer of its receiver, so these messages must not be mixed up.
 _TAGS_PER_UNIT = 3
-_ALL_TO_ALL_TAG = 1 << 30  # behind those of all units
-# Messages without a wait (of a model that was deleted, say), as long as their group lives. gloo frees a receive with
-# its work object. The message for it would then block the connection between the two ranks for good.
+_ALL_TO_ALL_TAG = 1 << 30  # higher than the tags of all units
+# Messages that nothing has waited for, for example of a deleted model, kept as long as their group. gloo cancels a
+# receive when its work object is freed. The message would then block the connection between the two ranks for good.
 _abandoned: weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.Work]] = weakref.WeakKeyDictionary()
 
 
 class PairwiseTransport(Transport):
-    """CPU ranks over gloo: every pair of ranks exchanges its chunks directly, without staging copies."""
+    """CPU ranks over gloo: every pair of ranks exchanges its chunks directly, without intermediate copies."""
 
     def start_gather(
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
     ) -> Work | None:
-        """See `Transport.start_gather`. Other ranks' shards are received in place; this rank's is copied."""
+        """See `Transport.start_gather`. Other ranks' shards arrive in the slot; this rank copies its own."""
         self.ranks.board.log.add(Kind.GATHER if is_published else Kind.GATHER_FULL, tag)
         chunks = slot.view(self.ranks.world_size, -1)
         self.streams.declare(self.stream, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
@@ -45,7 +45,7 @@ class PairwiseTransport(Transport):
         return _Exchange(self.ranks.group, messages)
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
-        """See `Transport.start_reduce`. In all modes: sums in rank order, in fp32, when the work is waited for."""
+        """See `Transport.start_reduce`. The first wait sums, in all modes in fp32 and in rank order."""
         chunks = reduction.slot.view(self.ranks.world_size, -1)
         received = reduction.scratch.view(self.ranks.world_size - 1, -1)
         self.streams.declare(
@@ -64,7 +64,7 @@ class PairwiseTransport(Transport):
         return _Exchange(self.ranks.group, messages, lambda: self._sum(chunks[self.ranks.rank], received, reduction))
 
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
-        """See `Transport.start_average`. The backend's own sum; divided when it is waited for."""
+        """See `Transport.start_average`. gloo sums; the first wait divides."""
         self.streams.declare(self.stream, Collective.ALL_REDUCE, tag, writes=(tensor,))
         self.ranks.board.log.add(Kind.AVERAGE)
         work = dist.all_reduce(tensor, group=self.ranks.group, async_op=True)
@@ -76,7 +76,7 @@ class PairwiseTransport(Transport):
         return _Exchange(self.ranks.group, [work], divide)
 
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
-        """See `Transport.start_all_to_all`. gloo delivers messages of one tag in the order in which they were sent."""
+        """See `Transport.start_all_to_all`. All use one tag: gloo keeps the order of messages with the same tag."""
         self.streams.declare(
             self.stream, Collective.ALL_TO_ALL, None, reads=(exchange.send,), writes=(exchange.received,)
         )
@@ -94,7 +94,7 @@ class PairwiseTransport(Transport):
         return _Exchange(self.ranks.group, messages)
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
-        """Every other rank's chunk is received before the sum."""
+        """One chunk from every other rank, which arrive before the sum."""
         match mode:
             case ReductionMode.FP32 | ReductionMode.EXCHANGE_16 | ReductionMode.SUM_16:
                 return shard_numel * (self.ranks.world_size - 1)
@@ -112,10 +112,10 @@ class PairwiseTransport(Transport):
 
 
 class _Exchange:
-    """Messages under way in gloo's threads, and what to do once all have arrived.
+    """Pending messages in gloo's threads, and a function to call when all have arrived.
 
     Args:
-        group: whose messages they are: they are kept as long as it lives if nobody waits for them.
+        group: sends the messages. Messages that nothing waits for are kept as long as the group.
         messages: sends and receives.
         finish: called at the end of the first wait.
     """
@@ -150,9 +150,9 @@ class _Exchange:
 
 
 def sum_in_pieces(chunks: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool) -> None:
-    """`sum_in_rank_order` for a CPU, whose cache keeps a piece of `out` between the addends.
+    """`sum_in_rank_order`, block by block, so that a block of `out` stays in the CPU's cache.
 
-    If `out` is one of the chunks (main grads that lie in the grad slot), that one comes first: it is overwritten.
+    If `out` is one of the chunks (main grads in the grad slot), that chunk is added first, because it is overwritten.
     """
     first = [chunk for chunk in chunks if chunk.data_ptr() == out.data_ptr()]
     ordered = [*first, *(chunk for chunk in chunks if chunk.data_ptr() != out.data_ptr())]

@@ -1,4 +1,4 @@
-"""Which ranks train a model together: process groups from a mesh, from the user, or from the launcher."""
+"""Process groups of the ranks that train a model: from a mesh, from the user, or from the launcher's environment."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ __all__ = [
 ]
 
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's, as its documentation says
-_COME = "streamshard/come"  # how many ranks have come to make a host group
+_COME = "streamshard/come"  # counts the ranks that have come to make a host group
 _UNUSED_TAG = (1 << 31) - 1  # of a message that is never sent
 
 
 class Groups(NamedTuple):
-    """Who does what together.
+    """The process groups of one model.
 
     Attributes:
-        shard: ranks that hold a model between them.
-        replicate: ranks that hold the same shard of it; None where there is one replica.
-        all_ranks: all ranks of both.
+        shard: ranks that share one replica of the model.
+        replicate: ranks that hold the same shard, one in each replica; None if there is one replica.
+        all_ranks: all ranks that train the model.
         replica: this rank's number in `replicate`.
-        device_type: what the user's mesh is for; None: it was none.
+        device_type: the device type of the user's mesh; None: the user gave no mesh.
     """
 
     shard: dist.ProcessGroup
@@ -58,7 +58,8 @@ def groups_of(mesh: object) -> Groups:
     """The groups of a process group or of a 1-D (shard) or 2-D (replicate x shard) DeviceMesh.
 
     Raises:
-        ConfigError: it is something else, has more axes, its ranks are in another order, or this one is not in it.
+        ConfigError: `mesh` is something else, has more axes, has its ranks in another order, or does not contain this
+            rank.
     """
     if isinstance(mesh, dist.ProcessGroup):
         return Groups(mesh, None, mesh)
@@ -77,7 +78,7 @@ def groups_of(mesh: object) -> Groups:
         raise ConfigError(f"mesh={mesh!r}: rank {dist.get_rank()} is not in it, so it has no part of the model")
     if mesh.ndim == 1:
         return Groups(mesh.get_group(), None, mesh.get_group(), device_type=mesh.device_type)
-    if any(row != sorted(row) for row in mesh.mesh.tolist()):  # groups number their ranks in this order
+    if any(row != sorted(row) for row in mesh.mesh.tolist()):  # a process group sorts its ranks
         raise ConfigError(f"mesh={mesh!r}: wanted ranks that ascend along the second axis, shard")
     replicate, shard = mesh.get_group(0), mesh.get_group(1)
     if mesh.size(0) == 1:
@@ -90,7 +91,7 @@ def groups_of(mesh: object) -> Groups:
 
 
 def resolve_group(device: torch.device) -> dist.ProcessGroup:
-    """The default group, or one made from the launcher's environment, which serves `device` and the CPU.
+    """The default process group. If there is none, one from the launcher's environment, for `device` and the CPU.
 
     Raises:
         ShardingError: there is neither a process group nor a launcher.
@@ -111,11 +112,11 @@ def resolve_group(device: torch.device) -> dist.ProcessGroup:
 
 
 def make_default_group(device: torch.device, **rendezvous: Any) -> None:
-    """Make the default group, which serves `device` and the CPU.
+    """Make the default process group, with backends for `device` and the CPU.
 
     Args:
-        device: that ranks train on.
-        **rendezvous: as for ``init_process_group``; without any, what the launcher's environment says.
+        device: the device that ranks train on.
+        **rendezvous: arguments of ``init_process_group``; without any, the launcher's environment counts.
     """
     backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
     several = ",".join(f"{kind}:{backend}" for kind, backend in backends.items())
@@ -133,33 +134,33 @@ def _default() -> dist.ProcessGroup:
 
 
 def _end(group_of: weakref.ref[dist.ProcessGroup]) -> None:
-    """At exit: a backend of devices complains of groups that nobody has ended."""
+    """Destroy the default group at exit: NCCL warns otherwise."""
     if dist.is_initialized() and group_of() is dist.group.WORLD:
         dist.destroy_process_group()
 
 
-# Groups over which hosts talk, by the group whose ranks they have. Kept by torch until it destroys them.
+# StreamShard's own gloo groups, by the user's group of the same ranks. Weak: torch owns them.
 _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 def host_group_of(group: dist.ProcessGroup, *, makes: bool = True) -> dist.ProcessGroup | None:
-    """A gloo group of the same ranks, over which StreamShard alone talks.
+    """StreamShard's own gloo group of the same ranks.
 
-    Over the user's own group gloo would pair a collective of StreamShard's on one rank with another library's on the
-    next, and hand each the other's bytes. A group of devices has its own watchdog, which would end the process while
-    one rank writes files.
+    StreamShard does not use the user's group for this. gloo would pair StreamShard's collective on one rank with
+    another library's collective on another, and give each the other's bytes. NCCL's watchdog would end the process
+    while one rank writes files.
 
     Args:
-        group: of gloo or of devices. Another backend that takes tensors in CPU memory is used as it is.
-        makes: make it if there is none yet, which is collective; else the result is None then.
+        group: the user's group. It is returned as it is if it serves the CPU and has one rank or no gloo.
+        makes: make the group if there is none yet (collective); False: return None then.
     """
     if serves(group, "cpu") and (group.size() == 1 or backend_of(group, torch.device("cpu")).name() != "gloo"):
         return group
     if makes and group not in _host_groups:
         ranks = dist.get_process_group_ranks(group)
         timeout = timeout_of(group) if serves(group, "cpu") else _DEFAULT_TIMEOUT
-        # torch names the group of some ranks by the number of groups that each is in, which may differ. Where all ranks
-        # make it, it is named by the number that have been made.
+        # With use_local_synchronization torch names a group by the number of groups that this rank is in. That number
+        # may differ between ranks, so a group of all ranks does without.
         is_of_some = len(ranks) < dist.get_world_size()
         _await_all(group, timeout.total_seconds())
         host_group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=is_of_some)
@@ -171,10 +172,10 @@ def host_group_of(group: dist.ProcessGroup, *, makes: bool = True) -> dist.Proce
 def _await_all(group: dist.ProcessGroup, timeout_s: float) -> None:
     """Return once all ranks of `group` have called this.
 
-    ``dist.new_group`` would keep the store's connection while it waits, so that the watchdog could not report.
+    ``dist.new_group`` would block the store's connection while it waits, and the watchdog could not read the logs.
 
     Raises:
-        RuntimeError: the timeout is over.
+        RuntimeError: the other ranks did not come in time.
     """
     store, deadline, sleep_s = group.get_group_store(), time.monotonic() + timeout_s, 1e-4
     come = store.add(_COME, 1)
@@ -187,19 +188,19 @@ def _await_all(group: dist.ProcessGroup, timeout_s: float) -> None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
-    """How long a collective on tensors in CPU memory may take over `group`."""
+    """The timeout of `group` for collectives on tensors in CPU memory."""
     options = getattr(backend_of(group, torch.device("cpu")), "options", None)
     timeout: datetime.timedelta = getattr(options, "_timeout", _DEFAULT_TIMEOUT)
     return timeout
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
-    """End every wait of this rank over `group`, and of ranks that wait for this one, with an error. For good.
+    """End all waits over `group` with an error, on this rank and on ranks that wait for it. Ends the group for good.
 
-    gloo has no function for it, but closes all connections when a message is overdue.
+    gloo has no function for it, but closes all connections when a receive times out.
 
     Args:
-        group: of gloo.
+        group: a gloo group.
     """
     if group.size() > 1:
         peer = (group.rank() + 1) % group.size()
@@ -208,12 +209,16 @@ def close_connections(group: dist.ProcessGroup) -> None:
 
 
 def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) -> None:
-    """Tell the other ranks that this one refuses its model, or None that it does not. Collective, blocks.
+    """Tell the other ranks whether this rank refuses its model. Collective; blocks.
 
-    Returns on a rank with an error, which then raises its own.
+    On a rank that passes an error this returns; the caller raises the error.
+
+    Args:
+        group: all ranks of the model; None: the default group.
+        error: why this rank refuses its model; None: it does not.
 
     Raises:
-        ShardingError: all is well here, but another rank refuses its model; names the rank and says why.
+        ShardingError: this rank accepts its model, but another one refuses; names that rank and its reason.
         CommunicationError: another rank did not come.
     """
     group = group or dist.group.WORLD

@@ -1,15 +1,15 @@
-"""Ranks on accelerators, over the backend's own collectives: NCCL's, for GPUs.
+"""Ranks on accelerators: the backend's own collectives, NCCL's for GPUs.
 
 [Note: sums]
-Means are sums, and 1/N where it is free. ncclAvg multiplies by 1/N, rounded to the type on the wire, before it adds:
-in bf16 every gradient is 0.2 % too large for N = 3 or 6. Only sums are added up by NVLink switches (NVLS), and without
-a copy of registered buffers. In fp16, where a sum of N could overflow and N-ths could vanish, a power of two near the
-root of N is divided out before, which is exact, and the rest after (as FSDP2 does).
+A mean is a sum over ranks, then a multiplication by 1/N. ncclAvg is not used: it multiplies by 1/N, rounded to the
+dtype that is sent, before it adds. In bf16 every gradient is then 0.2 % too large for N = 3 or 6. Also, NVLink switches
+(NVLS) only add. In fp16 a sum over N ranks could overflow, and N-ths could underflow. So each gradient is divided by a
+power of two near the root of N before the sum, which is exact, and by the rest afterwards (as FSDP2 does).
 
 [Note: sums in 16 bits]
-Where the backend adds up in 16 bits (`SUM_16`), each step along a ring rounds. Independent gradients lose 0.5 % of
-their mean at 16 ranks, 1.9 % at 256 (bf16; the error grows with the root of N). Equal gradients lose more: the spacing
-of numbers around k is k eps or half of that, so from k = 2/eps on (256 in bf16) adding one more changes nothing.
+If the backend adds up in 16 bits (`SUM_16`), each step along a ring rounds. The mean of independent gradients is off by
+0.5 % at 16 ranks and by 1.9 % at 256 (bf16; the error grows with the root of N). Equal gradients are worse: numbers
+near k are k eps or half of that apart, so from k = 2/eps on (256 in bf16) adding one more gradient changes nothing.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from streamshard.errors import ConfigError
 
 __all__ = ["NcclTransport"]
 
-# torch 2.13 renames the two and warns about the old names.
+# torch 2.13 renamed these two functions and warns about the old names.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class NcclTransport(Transport):
-    """The backend's own collectives, on a stream of ours."""
+    """The backend's own collectives, on one of the engine's streams."""
 
     def meet(self) -> None:
-        """See `Transport.meet`. Of many ranks that takes seconds, in the first backward where replicas are averaged."""
+        """See `Transport.meet`. NCCL connects in its first collective, which takes seconds with many ranks."""
         with self.streams.on(self.stream):
             dist.all_reduce(torch.zeros(1, device=self.streams.device), group=self.ranks.group)
 
@@ -62,7 +62,7 @@ class NcclTransport(Transport):
             elif mode is ReductionMode.FP32 and not accumulate:
                 _reduce_scatter_single(out, slot, op=dist.ReduceOp.SUM, group=self.ranks.group)
                 out.mul_(1.0 / size)
-            else:  # something to add to, or to widen
+            else:  # the sum is added to main grads, or converted to fp32
                 before = _share_before(size) if slot.dtype is torch.float16 else 1
                 if before > 1:
                     slot.mul_(1.0 / before)
@@ -78,7 +78,7 @@ class NcclTransport(Transport):
         widened, received = scratch.split([scratch.numel() - slot.numel(), slot.numel()])
         dist.all_to_all_single(received, slot, group=self.ranks.group)
         total = widened.view(torch.float32) if accumulate else out
-        # One kernel, which widens what it loads; chunks are in rank order, this rank's among them.
+        # One kernel, which converts to fp32 as it loads. Chunks of all ranks, this one's too, are in rank order.
         torch.sum(received.view(size, -1), 0, dtype=torch.float32, out=total)
         out.add_(total, alpha=1.0 / size) if accumulate else out.mul_(1.0 / size)
 
@@ -101,7 +101,7 @@ class NcclTransport(Transport):
         return None
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
-        """A chunk of each rank to sum, and an fp32 shard to add from; or one shard to add from or to widen."""
+        """`EXCHANGE_16`: a chunk from each rank, and an fp32 sum if it `adds`. Else one shard for the sum, or none."""
         match mode:
             case ReductionMode.FP32:
                 return shard_numel if adds else 0
@@ -122,5 +122,5 @@ class NcclTransport(Transport):
 
 
 def _share_before(size: int) -> int:
-    """The power of two next to the root of `size` from above."""
+    """The smallest power of two that is at least the root of `size`."""
     return 1 << ((size - 1).bit_length() + 1) // 2

@@ -1,9 +1,9 @@
-"""Objects between ranks. An error of one rank becomes the same error on all ranks.
+"""Exchange Python objects between ranks. If one rank fails, all ranks raise the same error.
 
 [Note: errors of one rank]
-In a collective, ranks wait for each other. So each rank runs and pickles before the collective starts. If that fails,
-the rank sends the text of the error instead, and every rank raises. The connections stay in step: training and later
-saves go on.
+In a collective, ranks wait for each other. So each rank does its own work, and pickles the result, before the
+collective starts. If that fails, the rank sends the error's text instead, and every rank raises. No rank leaves a
+collective early, so training and later saves go on.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class RankGroup(Protocol):
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one rank that does what is done once."""
+        """Whether this is the rank that does work for all, such as making a directory."""
 
     @property
     def replica(self) -> int:
-        """Which copy of the model this rank holds a shard of, from 0."""
+        """Number of this rank's replica of the model, from 0."""
 
     @property
     def number(self) -> int:
@@ -52,18 +52,18 @@ class RankGroup(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many ranks hold a copy of the model together."""
+        """How many ranks share one replica of the model."""
 
     @property
     def total_size(self) -> int:
-        """How many ranks there are."""
+        """How many ranks there are in all replicas."""
 
     def gather_bytes(self, data: bytes, /) -> list[bytes]:
-        """Every rank's `data`, in rank order. Blocks until all ranks have called it. Not called where there is one."""
+        """Every rank's `data`, in rank order. Blocks until all ranks have called it. A single rank need not call it."""
 
 
 class SingleProcess:
-    """One process without a process group, as the only rank."""
+    """The only rank: one process without a process group."""
 
     is_first = True
     replica = 0
@@ -72,12 +72,12 @@ class SingleProcess:
     total_size = 1
 
     def gather_bytes(self, data: bytes, /) -> list[bytes]:
-        """Its own."""
+        """`data` alone."""
         return [data]
 
 
 def run_on_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> _T:
-    """Run `action` on every rank; when it fails on one, fail on all.
+    """Run `action` on every rank. If it fails on one rank, raise on all.
 
     Args:
         group: the ranks.
@@ -93,7 +93,7 @@ def run_on_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> 
 
 
 def gather_from_all_ranks(group: RankGroup, doing: str, action: Callable[[], _T]) -> list[_T]:
-    """What `action` gives on every rank, in rank order; otherwise as `run_on_all_ranks`. It can be pickled."""
+    """As `run_on_all_ranks`; returns the results of all ranks, in rank order. Results are pickled."""
     return gather_results(group.gather_bytes if group.total_size > 1 else None, doing, action, CheckpointError)
 
 
@@ -106,15 +106,15 @@ def gather_results(
     """Run `action` on every rank, and return all results in rank order. See [Note: errors of one rank].
 
     Args:
-        gather: gives the bytes of all ranks, in rank order; None: this is the only rank.
+        gather: returns the bytes of all ranks, in rank order; None: this is the only rank.
         doing: what the action does, for the message: "could not <doing>".
-        action: this rank's work; it must not communicate, and its result can be pickled.
+        action: this rank's work; it must not communicate. Its result is pickled.
         raises: the class of the error.
 
     Raises:
-        StreamShardError: of class `raises`, on every rank, with the same words: the action raised on some rank, or its
-            result cannot be pickled there, or a result cannot be unpickled. A rank that was interrupted
-            (`KeyboardInterrupt`, `SystemExit`) raises that instead.
+        StreamShardError: of class `raises`, with the same text on every rank: on some rank `action` raised, or its
+            result cannot be pickled or unpickled. An interrupted rank raises `KeyboardInterrupt` or `SystemExit`
+            instead.
     """
     error: BaseException | None = None
     sent = _VALUE
@@ -137,18 +137,18 @@ def gather_results(
         return [value]
     try:
         return [pickle.loads(memoryview(each)[1:]) for each in gathered]
-    except Exception as bad:  # of the same bytes on all ranks
+    except Exception as bad:  # on all ranks alike: they unpickle the same bytes
         raise raises(f"could not {doing}: {describe(bad)}") from bad
 
 
 def raise_if(error: Exception | None) -> None:
-    """Raise `error`, which a rank has kept to go on with the collectives of others; an action of `gather_results`."""
+    """Raise `error` if there is one: the action of `gather_results` for an error that this rank has kept until now."""
     if error is not None:
         raise error
 
 
 def describe(error: BaseException) -> str:
-    """`error` in words, for other ranks; errors of this package name what they are about themselves."""
+    """`error` in words, for other ranks. The package's own errors need no class name."""
     try:
         words = str(error)
     except Exception:  # a class of the user's may fail to say what it is
@@ -159,12 +159,12 @@ def describe(error: BaseException) -> str:
 
 
 def gather_bytes(group: dist.ProcessGroup, data: bytes, timeout: datetime.timedelta | None = None) -> list[bytes]:
-    """Every rank's `data`, in rank order. Blocks; one collective if nobody has any, else two.
+    """Every rank's `data`, in rank order. Blocks. Two collectives; one if `data` is empty on all ranks.
 
     Args:
-        group: takes tensors in CPU memory.
-        data: of any length, another one on each rank.
-        timeout: None: the group's own.
+        group: has a backend for the CPU.
+        data: of any length, which may differ between ranks.
+        timeout: of each collective; None: the group's own.
     """
     sizes = _all_gather(group, torch.tensor([len(data)]), timeout).flatten().tolist()
     if not any(sizes):

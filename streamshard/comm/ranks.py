@@ -1,9 +1,9 @@
-"""The ranks that train a model together: the transport between them, what they agree on, and whether one has failed.
+"""The ranks that train a model together: their transport, small exchanges between them, and failures.
 
 [Note: ranks that differ]
-A rank that fails posts its error's text on the board and closes its connections. That ends the waits of the others,
-which read the text. So all ranks end soon, with the same words. The watchdog fails a rank whose wait is in vain
-(`streamshard.comm.flight_recorder`).
+A rank that fails posts its error's text on the board and closes its connections. That ends the waits of the other
+ranks, which then read the text. So all ranks end soon, with the same text. If a wait can never succeed, the watchdog
+makes its rank fail (`streamshard.comm.flight_recorder`).
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ _T = TypeVar("_T")
 
 
 class Ranks:
-    """The ranks of a shard group, among all that train the model. Collective: makes connections.
+    """The ranks of a shard group, and all ranks of its model. Making one is collective: it connects the ranks.
 
     Args:
-        group: the shard group: gathers, reductions and norms are among its ranks.
+        group: the shard group. Its ranks all-gather, reduce and sum norms together.
         streams: the engine's streams.
-        stream: on which the transport runs.
-        all_ranks: all ranks that train this model, replicas included; None: the shard group.
-        replica: number of this rank's replica among them, on the replicate axis.
+        stream: the transport's stream.
+        all_ranks: all ranks that train this model, in all replicas; None: the shard group.
+        replica: number of this rank's replica.
 
     Attributes:
-        transport: moves bytes between the ranks: the one for the device of `streams`. Tests put another one here.
-        rank: this rank within the shard group.
-        world_size: N.
+        transport: moves bytes between the ranks; chosen by the device of `streams`. Tests replace it.
+        rank: this rank's number in the shard group.
+        world_size: N, the number of ranks in the shard group.
         replica: see above; replica 0 writes weights to files.
-        number: of this rank among all ranks.
-        is_first: number is 0. Its weights count at the start, and it writes what is written once.
+        number: this rank's number among all ranks.
+        is_first: whether `number` is 0. The first rank's weights are broadcast at the start, and it writes manifests.
         total_size: number of ranks in `all_ranks`.
         failure: how a collective has failed; None: none has.
-        board: what this rank and the others have issued, and the first failure.
-        watch: what this rank waits for.
+        board: the logs of all ranks, and the first failure.
+        watch: this rank's current wait.
 
     Raises:
         ConfigError: the group has no backend for the device.
@@ -78,7 +78,7 @@ class Ranks:
                 f"has no backend: torch.distributed.init_process_group({backend!r}), or without a name for all devices"
             )
         self.failure: str | None = None
-        # Weak: destroy_process_group() has to end gloo's threads, which must not outlive Python (they take its lock).
+        # Weak: destroy_process_group() has to end gloo's threads before Python ends, because they take its lock.
         self._users_group_of = weakref.ref(all_ranks or group)
         if not streams.has_streams:
             group, all_ranks = _host_group(group), _host_group(all_ranks or group)
@@ -101,10 +101,10 @@ class Ranks:
                 self.transport.meet()
 
     def share_memory(self, nbytes: int, units: int) -> None:
-        """Let CPU ranks that can map each other's memory move bytes through it. Collective.
+        """Switch to the shared-memory transport if all CPU ranks can map each other's memory. Collective.
 
         Args:
-            nbytes: the most that `Transport.allocate_visible` will be asked for.
+            nbytes: `Transport.allocate_visible` will allocate at most so much.
             units: how many shards will be published.
         """
         if self.streams.has_streams or self.world_size == 1:
@@ -121,44 +121,44 @@ class Ranks:
             all_can = all(self.gather_objects(len(buffers) == self.world_size, with_replicas=False))
         finally:
             if mine is not None:
-                os.close(mine[1].descriptor)  # mappings stay
+                os.close(mine[1].descriptor)  # the mappings stay valid
         if all_can:
             self.transport = SharedMemoryTransport(self, buffers)
 
     @property
     def log(self) -> Log:
-        """What this rank has issued."""
+        """This rank's log."""
         return self.board.log
 
     @property
     def has_failed(self) -> bool:
-        """Whether a collective has failed: nothing more is issued."""
+        """Whether a collective has failed. If so, this rank issues nothing more."""
         return self.failure is not None
 
     # -- groups -----------------------------------------------------------------------------------------------------
 
     @property
     def users_group(self) -> dist.ProcessGroup:
-        """All ranks that train this model, in the group that the user gave, over which other libraries talk.
+        """All ranks that train this model, as the user's own group, which other libraries use too.
 
         Raises:
-            CommunicationError: it has been destroyed.
+            CommunicationError: the group has been destroyed.
         """
         return _alive(self._users_group_of)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The shard group: on devices the user's, on CPUs one of StreamShard's own. See `host_group_of`.
+        """The shard group: on devices the user's own, on CPUs StreamShard's. See `host_group_of`.
 
         Raises:
-            CommunicationError: it has been destroyed, or the user's has.
+            CommunicationError: this group or the user's has been destroyed.
         """
         _alive(self._users_group_of)
         return _alive(self._group_of)
 
     @property
     def all_ranks(self) -> dist.ProcessGroup:
-        """All ranks that train this model, as `group`.
+        """All ranks that train this model: on devices the user's own group, on CPUs StreamShard's.
 
         Raises:
             CommunicationError: the group has been destroyed.
@@ -168,17 +168,17 @@ class Ranks:
 
     @property
     def host_group(self) -> dist.ProcessGroup:
-        """All ranks, for tensors in CPU memory. Collective the first time."""
+        """A group of all ranks for tensors in CPU memory. The first call is collective."""
         return _host_group(self.all_ranks)
 
     def guard(self, action: str, subject: str = "") -> Guard:
-        """A context around collectives and waits for them, see `Guard`."""
+        """A context around collectives, and around waits for them. See `Guard`."""
         return Guard(self, action, subject)
 
     # -- what ranks tell each other ---------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Overwrite `tensor` on every rank by that of rank number `source`. Blocks."""
+        """Copy `tensor` of rank number `source` into `tensor` of every rank. Blocks."""
         if self.total_size > 1:
             self.transport.before_talk()
             with self.guard("a broadcast"):
@@ -190,8 +190,8 @@ class Ranks:
 
         Args:
             tensor: any shape.
-            maximum: instead of the sum.
-            with_replicas: over replicas too.
+            maximum: take the maximum instead of the sum.
+            with_replicas: reduce over all replicas too.
         """
         if (self.total_size if with_replicas else self.world_size) > 1:
             self.transport.before_talk()
@@ -201,11 +201,11 @@ class Ranks:
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
 
     def any_rank(self, value: bool) -> bool:
-        """Whether `value` is true on any rank, replicas included. Blocks the host; no device waits or is waited for."""
+        """Whether `value` is true on any rank, replicas included. Blocks the host, but no device stream."""
         return self._maximum([int(value)]) == [1]
 
     def are_equal(self, text: str) -> bool:
-        """Whether all ranks give the same `text`, replicas included. Blocks the host."""
+        """Whether `text` is the same on all ranks, replicas included. Blocks the host."""
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         return self._maximum([number, -number]) == [number, -number]
 
@@ -223,11 +223,11 @@ class Ranks:
         """Every rank's `value`, in rank order. Blocks; for set-up and errors, not for steps.
 
         Args:
-            value: can be pickled.
-            with_replicas: from replicas too.
+            value: any object that can be pickled.
+            with_replicas: include the ranks of other replicas.
 
         Raises:
-            ShardingError: on every rank: a value cannot be pickled, or not be unpickled. Ranks go on together.
+            ShardingError: on every rank: a value cannot be pickled or unpickled. The ranks can go on.
         """
         return self.gather_results("send an object to the other ranks", lambda: value, with_replicas=with_replicas)
 
@@ -252,11 +252,11 @@ class Ranks:
             return gather_bytes(self.host_group if with_replicas else _host_group(self.group), data)
 
     def send_to_first(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrite `tensor` on the first rank by that of rank number `source`. Only these two call it. Blocks.
+        """Copy `tensor` of rank number `source` into `tensor` of the first rank. Only these two ranks call it. Blocks.
 
         Args:
-            tensor: in CPU memory, contiguous, of the same shape and dtype on both.
-            source: not the first rank.
+            tensor: contiguous, in CPU memory; same shape and dtype on both ranks.
+            source: any rank but the first.
         """
         with self.guard("a tensor on its way to the first rank"):
             if self.number == source:
@@ -265,7 +265,7 @@ class Ranks:
                 dist.recv(tensor, src=dist.get_global_rank(self.host_group, source), group=self.host_group)
 
     def of_first(self, value: object) -> Any:
-        """The first rank's `value`, which can be pickled. Blocks; for set-up."""
+        """The first rank's `value`, pickled. Blocks; for set-up."""
         return self.gather_objects(value if self.is_first else None)[0]
 
     def barrier(self) -> None:
@@ -275,22 +275,22 @@ class Ranks:
     # -- failures ---------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End this rank's waits, which are in vain, and those of ranks that wait for it. The watchdog calls this."""
+        """End this rank's waits, and the waits of ranks that wait for it. The watchdog calls this."""
         if self.failure is None:
             self._close()
 
     def fail(self, failure: str) -> None:
-        """A collective has failed: issue nothing more, let no rank wait for this one. The first failure counts."""
+        """Stop issuing collectives, and end the waits of other ranks for this one. Only the first failure is kept."""
         is_first = self.failure is None
         if is_first:
             self.failure = failure
-            self.board.post_failure(failure)  # before the others' waits end: they read it then
+            self.board.post_failure(failure)  # first: other ranks read it when their waits end
         self.transport.leave()
         if is_first:
             self._close()
 
     def _close(self) -> None:
-        """StreamShard's own groups first: a rank that leaves the user's group finds them closed."""
+        """Close StreamShard's own groups, then the user's: a rank whose wait over the latter ends finds all closed."""
         alive = [group for of in (self._group_of, self._all_ranks_of, self._users_group_of) if (group := of())]
         hosts = [host for group in alive if (host := host_group_of(group, makes=False))]
         for group in dict.fromkeys((*hosts, *alive)):
@@ -299,9 +299,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def fails_if_alone(self, action: str) -> Iterator[None]:
-        """Around work in which all ranks raise the same `StreamShardError`s, and other errors alone.
+        """A context around work that raises `StreamShardError` on all ranks, but other errors on one rank alone.
 
-        Such another error, of memory that runs out or of a bug, fails all ranks with its text.
+        Another error, such as out of memory or a bug, makes all ranks fail with its text.
         """
         try:
             yield

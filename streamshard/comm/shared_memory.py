@@ -1,24 +1,24 @@
-"""CPU ranks of one machine read each other's memory: a transport without sockets in between.
+"""A transport for CPU ranks of one machine: they read each other's memory, without sockets.
 
-What other ranks read (compute shards, grad slots) lies in one anonymous memory file per rank, its shared buffers. Every
-peer maps the file. An all-gather copies each peer's compute shard, a reduction sums all ranks' grad slots, and counters
-in the file tell how far each rank is ([Note: counters]). NCCL does the same between the GPUs of one machine. Through
-gloo's sockets the same exchange cost three to four times the CPU time (docs/internals/log.md).
+Each rank has one anonymous memory file, its shared buffers, which holds its compute shards and grad slots. Every peer
+maps the file. An all-gather copies each peer's compute shard, a reduction sums all ranks' grad slots, and counters in
+the file say how far each rank is ([Note: counters]). NCCL does the same between the GPUs of one machine. Through gloo's
+sockets the same exchange took three to four times the CPU time (docs/internals/log.md).
 
-A forked child does not get the mapping (MADV_DONTFORK): it must not write what other ranks read. A child that touches
-weights there ends with a segmentation fault.
+A forked child does not get the mapping (MADV_DONTFORK), because it must not write to memory that other ranks read. A
+child that reads weights there ends with a segmentation fault.
 
 [Note: counters]
 Each rank has four counters, which only it increments:
 
-- PUBLISHED: this rank's compute shards are cast. Peers wait for it before they copy.
-- RETRACTED: this rank has read all it was going to read. Peers wait for it before they cast anew (rule 6).
-- WRITTEN: reductions whose grad slot this rank has filled. Peers wait for it before they sum.
-- SUMMED: reductions that this rank has summed. Peers wait for it before they write that slot again (rule 3).
+- PUBLISHED: how often this rank has cast its compute shards. Peers wait for it before they copy.
+- RETRACTED: how often this rank has finished reading peers' shards. Peers wait for it before they cast (rule 6).
+- WRITTEN: for how many reductions this rank has filled the grad slot. Peers wait for it before they sum.
+- SUMMED: how many reductions this rank has summed. Peers wait for it before they write that slot again (rule 3).
 
-Counts say enough because passes and reductions come in the same order on all ranks. With each count goes the digest of
-all that was issued before, and ranks compare the digests. Sums are taken in that order too, as early as possible, so no
-rank waits for a sum that waits for it.
+Counts suffice because passes and reductions come in the same order on all ranks. To check this, each rank stores with
+each count a digest of all that it has issued, and ranks compare the digests. Sums are taken in the same order, as early
+as possible, so two ranks never wait for each other's sums.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from streamshard.errors import StateError
 
 __all__ = ["Counter", "Offer", "SharedBuffers", "SharedMemoryTransport", "make_memory", "map_memory"]
 
-_DISABLE = "STREAMSHARD_SHARED_MEMORY"  # environment variable: "0" leaves everything to gloo
-_ORDERED = ("x86_64", "AMD64")  # where stores become visible in program order, which counters rely on
-_ALIGNMENT = 64  # bytes, of a buffer: a cache line
+_DISABLE = "STREAMSHARD_SHARED_MEMORY"  # environment variable: "0" uses gloo instead
+_ORDERED = ("x86_64", "AMD64")  # processors that make stores visible in program order: counters rely on it
+_ALIGNMENT = 64  # bytes; buffers start at cache lines
 _WORD_BYTES = 8
-_PUBLICATIONS = 2  # at most so many are compared at the same time
-_YIELDS = 200  # how often to look before sleeping between looks
+_PUBLICATIONS = 2  # digests of the last so many publications are kept
+_YIELDS = 200  # polls before the first sleep between polls
 _LONGEST_SLEEP_S = 1e-3
 
 
@@ -67,11 +67,12 @@ class Counter(enum.IntEnum):
 
 
 class Offer(NamedTuple):
-    """What peers need to map a rank's memory.
+    """The data with which peers map a rank's memory.
 
     Attributes:
-        system: of the process; in another system its number means another process, or none.
-        process, descriptor: where the file is.
+        system: identifies the kernel and process namespace in which `process` is valid.
+        process: the rank's process number.
+        descriptor: the file's descriptor in that process.
     """
 
     system: str
@@ -80,19 +81,19 @@ class Offer(NamedTuple):
 
 
 class SharedBuffers:
-    """One rank's shared memory, as a process sees it.
+    """One rank's shared memory, mapped into this process.
 
     Args:
         memory: the mapped file.
         units: how many shards are published.
-        process: a descriptor (pidfd) of the rank's process, which this object owns; None: of this process.
+        process: a descriptor (pidfd) of the rank's process, which this object owns; None: it is this process.
 
     Attributes:
         counters: [4], by `Counter`.
-        gone: [1], 1 once the counters will not change any more.
-        published: [2], digest of the log at the last publications, by count.
-        shards: [units], where the compute shards begin, in bytes.
-        written: [units], digest of the log at the last reductions, by count.
+        gone: [1], 1 when the rank has failed and its counters will not change any more.
+        published: [2], digest of the log at the last publications; publication n is at n modulo 2.
+        shards: [units], byte offsets of the compute shards.
+        written: [units], digest of the log at the last reductions; reduction n is at n modulo units.
     """
 
     def __init__(self, memory: mmap.mmap, units: int, process: int | None) -> None:
@@ -111,23 +112,23 @@ class SharedBuffers:
         _mapped.add(self)
 
     def has_died(self) -> bool:
-        """Whether the rank's process has ended. False for this process's own buffers."""
+        """Whether the rank's process has ended. False for this process."""
         return bool(self._poll.poll(0))
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The elements [numel] at `offset` bytes."""
+        """A view [numel] of the memory at byte `offset`."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A new buffer [numel] of zeros. Only on the rank that owns the memory."""
+        """A new buffer [numel] of zeros. Only the rank that owns the memory calls this."""
         offset = -(-self._used // _ALIGNMENT) * _ALIGNMENT
         self._used = offset + numel * dtype.itemsize
         return self.view(offset, numel, dtype)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Where `tensor` lies, in bytes; None if that is somewhere else."""
+        """The byte offset of `tensor` in this memory; None if it lies elsewhere."""
         offset = tensor.data_ptr() - self._start
         return offset if 0 < offset < self._used else None
 
@@ -137,7 +138,7 @@ class SharedBuffers:
 
 
 _mapped: weakref.WeakSet[SharedBuffers] = weakref.WeakSet()
-_kept: list[SharedBuffers] = []  # in a forked child: to unmap its inherited objects would unmap something else
+_kept: list[SharedBuffers] = []  # in a forked child: freeing the inherited objects would unmap other memory
 
 
 def _after_fork_in_child() -> None:
@@ -149,12 +150,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def make_memory(nbytes: int, units: int) -> tuple[mmap.mmap, Offer] | None:
-    """An anonymous memory file with room for `nbytes` of buffers; None where that is not possible.
+    """An anonymous memory file with room for `nbytes` of buffers; None if the system has no such files.
 
     The caller has to close the offer's descriptor when all ranks have mapped the file.
 
     Args:
-        nbytes: of buffers. Memory is taken only when touched.
+        nbytes: size of all buffers together. A page takes memory only once it is written.
         units: how many shards will be published.
     """
     if sys.platform != "linux" or os.environ.get(_DISABLE, "1") == "0" or platform.machine() not in _ORDERED:
@@ -171,7 +172,7 @@ def make_memory(nbytes: int, units: int) -> tuple[mmap.mmap, Offer] | None:
 
 
 def map_memory(offer: Offer | None, units: int) -> SharedBuffers | None:
-    """Another rank's memory; None unless it is of this machine and may be mapped. Opens nothing of other machines."""
+    """Another rank's memory; None if the rank is on another machine, or its memory may not be mapped."""
     process = file = None
     try:
         if offer is None or offer.system != _system():
@@ -196,14 +197,14 @@ def _map(descriptor: int) -> mmap.mmap:
 
 
 def _system() -> str:
-    """The running kernel and the namespace of process numbers: where both are the same, a number is one process."""
+    """Identifies the running kernel and the process namespace: process numbers are comparable if both are equal."""
     namespace = os.stat("/proc/self/ns/pid")
     boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     return f"{boot} {namespace.st_dev} {namespace.st_ino}"
 
 
 class _Once:
-    """Work that its first wait does."""
+    """Work that runs in its first wait."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action: Callable[[], None] | None = action
@@ -219,8 +220,8 @@ class SharedMemoryTransport(PairwiseTransport):
     """CPU ranks of one machine. Made by `Ranks.share_memory`.
 
     Args:
-        ranks: between whom.
-        buffers: all ranks', by rank.
+        ranks: the ranks of the shard group.
+        buffers: shared memory of all ranks, by rank.
     """
 
     def __init__(self, ranks: Peers, buffers: Sequence[SharedBuffers]) -> None:
@@ -237,7 +238,7 @@ class SharedMemoryTransport(PairwiseTransport):
         return self._own.allocate(numel, dtype)
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
-        """Nothing is received, so there is nothing to receive it in."""
+        """No scratch: chunks are read in place, not received."""
         match mode:
             case ReductionMode.FP32 | ReductionMode.EXCHANGE_16 | ReductionMode.SUM_16:
                 return 0
@@ -261,8 +262,8 @@ class SharedMemoryTransport(PairwiseTransport):
     def start_gather(
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
     ) -> Work | None:
-        """See `Transport.start_gather`. Copies when it is waited for: the shards stay where they are until then."""
-        if not is_published or self._own.offset_of(shard) is None:  # sent, as between machines
+        """See `Transport.start_gather`. The first wait copies: the shards stay unchanged until then."""
+        if not is_published or self._own.offset_of(shard) is None:  # send it through gloo
             return super().start_gather(shard, slot, tag, is_published=is_published)
         self.streams.declare(self.stream, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         self.ranks.board.log.add(Kind.GATHER, tag)
@@ -276,13 +277,13 @@ class SharedMemoryTransport(PairwiseTransport):
             self._compared = count
         with self.streams.on(self.stream), torch.no_grad():
             for buffers, chunk in zip(self._buffers, slot.view(self.ranks.world_size, -1), strict=True):
-                if chunk.data_ptr() != shard.data_ptr():  # a slot of one unit alone holds the compute shard
+                if chunk.data_ptr() != shard.data_ptr():  # a slot with one unit holds the compute shard itself
                     chunk.copy_(buffers.view(buffers.shards[tag], shard.numel(), shard.dtype))
 
     # -- reductions -------------------------------------------------------------------------------------------------
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
-        """See `Transport.start_reduce`. In all modes: sums in rank order, in fp32, once all ranks have started it."""
+        """See `Transport.start_reduce`. Sums in all modes in fp32 and in rank order, once all ranks have started it."""
         self.streams.declare(
             self.stream, Collective.REDUCE_SCATTER, reduction.tag, reads=(reduction.slot,), writes=(reduction.out,)
         )
@@ -294,7 +295,7 @@ class SharedMemoryTransport(PairwiseTransport):
         return _Once(lambda: self._finish(count))
 
     def progress(self) -> None:
-        """See `Transport.progress`. Sums what all ranks have written, so that no rank has to wait for it later."""
+        """See `Transport.progress`. Takes the sums for which all ranks have written, so that no rank waits later."""
         while self._started and self._is_everywhere(Counter.WRITTEN, self._own.counters[Counter.SUMMED] + 1):
             with self.ranks.guard("a reduction"):
                 self._sum_next()
@@ -309,7 +310,7 @@ class SharedMemoryTransport(PairwiseTransport):
         number = self._own.counters[Counter.SUMMED]
         self._compare([buffers.written[number % len(buffers.written)] for buffers in self._buffers])
         slot, out, _, _, accumulate, _ = self._started.popleft()
-        # All ranks allocate grad slots in the same order, so slots lie at the same place in each rank's memory.
+        # All ranks allocate grad slots in the same order, so a slot has the same offset in every rank's memory.
         start = self._offset_of(slot) + self.ranks.rank * out.numel() * slot.element_size()
         with self.streams.on(self.stream):
             sum_in_pieces([buffers.view(start, out.numel(), slot.dtype) for buffers in self._buffers], out, accumulate)
@@ -334,8 +335,8 @@ class SharedMemoryTransport(PairwiseTransport):
         """Return once all ranks' counters have reached `count`.
 
         Raises:
-            RuntimeError: a counter never will, because its rank has died, has gone or does something else; or the
-                process group's timeout is over.
+            RuntimeError: a rank has died, has failed, or issued something else, so its counter will not get there; or
+                the process group's timeout has passed.
         """
         deadline, sleep_s, looks = time.monotonic() + self._timeout_s, 2e-5, 0
         while not self._is_everywhere(counter, count):
@@ -348,7 +349,7 @@ class SharedMemoryTransport(PairwiseTransport):
             missing = [rank for rank, buffers in enumerate(self._buffers) if buffers.counters[counter] < count]
             for rank in missing:
                 has_died = self._buffers[rank].has_died()
-                # Its last act may have been to reach the count.
+                # Read the counter once more: the rank may have reached the count just before it ended.
                 if (has_died or self._buffers[rank].gone[0]) and self._buffers[rank].counters[counter] < count:
                     raise RuntimeError(f"rank {rank} has {'died' if has_died else 'left, or has failed'}")
             if self.ranks.watch.difference is not None:
@@ -357,7 +358,7 @@ class SharedMemoryTransport(PairwiseTransport):
                 raise RuntimeError(f"timed out after {self._timeout_s:g} s of waiting for ranks {missing}")
 
     def _compare(self, digests: Sequence[int]) -> None:
-        """Raise if ranks have come to the same count in different ways."""
+        """Raise if ranks with the same count have issued different collectives."""
         if any(digest != digests[self.ranks.rank] for digest in digests):
             raise MismatchError("ranks have issued different collectives")
 
@@ -367,5 +368,5 @@ class SharedMemoryTransport(PairwiseTransport):
 
 
 def _leave(gone: memoryview, process: int) -> None:
-    if process == os.getpid():  # a forked child has no such memory
+    if process == os.getpid():  # a forked child has no mapping
         gone[0] = 1

@@ -1,9 +1,9 @@
-"""The streams, and the fences between them: every wait of the ordering rules is a `Fence`.
+"""Streams, and the fences between them: every wait of the ordering rules is a `Fence`.
 
-On an accelerator streams are real. On the CPU streams are declared: computation runs in the calling thread,
-communication in the backend's own threads, and a fence carries the pending work that its wait completes. Observers,
-such as the race detector, hear of every record and wait, so any machine can check the order. See [Note: ordering
-rules], [Note: observers].
+On an accelerator streams are the device's. On the CPU streams are names only: computation runs in the calling thread,
+communication in the backend's threads, and a fence holds the pending work that its wait completes. Observers, such as
+the race detector, are told of every record and wait, so any machine can check the order. See [Note: ordering rules],
+[Note: observers].
 
 [Note: ordering rules]
 1. WEIGHTS_ARRIVED: a unit's forward or backward does not start until its weights are in its slot.
@@ -16,9 +16,9 @@ rules], [Note: observers].
    average over replicas, flags by the host, full tensors by the caller.
 
 [Note: observers]
-Instruments hear what happens through `Observer` only: they replace no methods. The engine tells all of
-`Streams.observers` when it issues a collective, records or waits at a fence, or reaches a `Moment`. The tuple is empty
-unless an instrument listens. Several observers do not know of each other, and come and go in any order.
+Instruments (race detector, trace) derive from `Observer`; they replace no methods. The engine calls all
+`Streams.observers` when it issues a collective, records a fence, waits for one, or reaches a `Moment`. Without an
+instrument the tuple is empty. Observers are independent of each other, and may be added and removed in any order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StreamName(enum.Enum):
     COMM = "comm"
     """Between the ranks of a shard group."""
     REPLICA = "replica"
-    """Between replicas: over other wires, so that the next gather need not queue behind an average."""
+    """Between replicas. A stream of its own, so that the next all-gather need not wait behind an average."""
 
 
 class Rule(enum.IntEnum):
@@ -60,14 +60,14 @@ class Rule(enum.IntEnum):
 
 
 class Work(Protocol):
-    """A collective under way in the backend's threads. Waiting twice is allowed and does nothing."""
+    """A pending collective in the backend's threads. A second wait does nothing."""
 
     def wait(self) -> None:
         """Block the calling thread until the result is in place."""
 
 
 class AllWork:
-    """Several works as one."""
+    """Several `Work` objects as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self.works = works
@@ -79,13 +79,13 @@ class AllWork:
 
 
 def as_one(works: Sequence[Work | None]) -> Work | None:
-    """Several works as the one that a fence records; None on devices, whose streams wait."""
+    """Several `Work` objects as one for a fence; None on devices, where streams wait."""
     pending = [work for work in works if work is not None]
     return AllWork(pending) if len(pending) > 1 else pending[0] if pending else None
 
 
 class Collective(enum.Enum):
-    """What moves bytes."""
+    """The kinds of collectives."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
@@ -94,35 +94,36 @@ class Collective(enum.Enum):
 
 
 class Moment(enum.Enum):
-    """A point of a step that the compute stream reaches. See `Observer.on_moment`.
+    """A point of a step on the compute stream. See `Observer.on_moment`.
 
     The wait for weights (rule 1) may come after FORWARD_BEGINS and BACKWARD_BEGINS. The root unit's forward is the
-    whole pass: the layers' forwards lie inside it. A layer's forward that raises has no end. The pass always has one.
+    whole pass: the layers' forwards lie inside it. If a layer's forward raises, its FORWARD_ENDS does not come; the
+    root unit's always comes.
     """
 
     CAST_BEGINS = enum.auto()
-    """Main weights become compute shards; of all units."""
+    """The cast of all units' main weights to compute shards begins."""
     CAST_ENDS = enum.auto()
-    """They are compute shards."""
+    """The cast is done."""
     FORWARD_BEGINS = enum.auto()
     """A layer of the unit is called in a pass."""
     FORWARD_ENDS = enum.auto()
-    """It has computed."""
+    """The layer has computed."""
     RECOMPUTATION_BEGINS = enum.auto()
     """A layer of the unit is called in a backward."""
     RECOMPUTATION_ENDS = enum.auto()
-    """It has computed."""
+    """The layer has computed."""
     BACKWARD_BEGINS = enum.auto()
-    """Backward moves on to the unit, and is over with those before it; it begins with the root unit."""
+    """Backward moves on to the unit, and has finished the units before it. The root unit comes first."""
     BACKWARD_ENDS = enum.auto()
-    """Backward has been through a pass; of all units."""
+    """Backward of the whole pass, all units, has ended."""
     GRAD_WRITTEN = enum.auto()
-    """A complete gradient has moved into the unit's grad slot (with one rank, into the main grads). On a device it may
-    move with others, a little later."""
+    """A complete gradient has been copied into the unit's grad slot (with one rank, into the main grads). On a device
+    several gradients may be copied together, a little later."""
 
 
 class Observer:
-    """Hears what happens. Each method does nothing unless it is overridden. See [Note: observers]."""
+    """Base class of instruments. Each method does nothing unless overridden. See [Note: observers]."""
 
     def on_collective(
         self,
@@ -132,47 +133,48 @@ class Observer:
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> None:
-        """`stream` reads and writes these: from here, where a collective is issued, until it is waited for.
+        """A collective is issued. It may read and write its tensors from now until a wait for it.
 
-        The fence in which it is recorded comes next.
+        The next `on_record` is of the fence that records this collective.
 
         Args:
-            stream: on which it runs.
-            collective: which.
-            tag: index of the unit that it moves; the number of units if it moves flags; None if it moves neither.
-            reads, writes: tensors of any shape and dtype.
+            stream: the stream on which it runs.
+            collective: its kind.
+            tag: index of the unit whose data it moves; the number of units for flags; None for other data.
+            reads: tensors that it reads, of any shape and dtype.
+            writes: tensors that it writes.
         """
 
     def on_record(self, fence: Fence) -> None:
-        """`fence.source` has reached this point; not on an accelerator, once ``fence.work`` is done."""
+        """`fence` is recorded at this point of its source. On the CPU the point is reached when its work is done."""
 
     def on_wait(self, fence: Fence) -> None:
-        """`fence.target` goes on only after what `fence` recorded last."""
+        """`fence.target` waits for the point that `fence` recorded last."""
 
     def on_block(self, fence: Fence, work: Work) -> None:
-        """The host is about to wait for `work`, which was recorded in `fence`. Not on an accelerator."""
+        """The host begins to wait for `work`, which `fence` recorded. Only on the CPU."""
 
     def on_done(self, fence: Fence, work: Work) -> None:
         """The host has waited for `work`."""
 
     def on_moment(self, moment: Moment, unit: int | None) -> None:
-        """The compute stream is where `moment` says; `unit` is the index of the unit, None where it is of all."""
+        """The compute stream has reached `moment` of the unit with index `unit`; None: of all units."""
 
 
 class Fence:
-    """A point in `source` that `target` waits for, on behalf of one rule.
+    """A point in stream `source` for which stream `target` waits, because of one ordering rule.
 
-    Owns one event of the device (on an accelerator), recorded anew each time, or the pending `Work` (elsewhere).
+    Owns one device event, recorded again each time (on an accelerator), or the pending `Work` (on the CPU).
 
     Args:
-        streams: whose streams it ties.
-        rule: the ordering rule it keeps.
-        source: where it is recorded.
-        what: what it guards, for messages ("slot 0").
-        target: who waits; None: comm for compute, and compute for the others.
+        streams: the engine's streams.
+        rule: the ordering rule that it enforces.
+        source: the stream that records it.
+        what: the guarded object, for messages ("slot 0").
+        target: the stream that waits; None: comm if `source` is compute, else compute.
 
     Attributes:
-        work: what has to complete for the point to be reached; None on an accelerator, and once it has completed.
+        work: the pending work of the point; None on an accelerator, and when the work is done.
     """
 
     def __init__(
@@ -188,9 +190,11 @@ class Fence:
         self._recorded = False
 
     def record(self, work: Work | None = None, stream: Any = None) -> None:
-        """Mark this point in `source`; `work` has to complete for it to be reached (not where streams are real).
+        """Mark this point in `source`.
 
-        `stream` is the device's to record on, where that is not the current one.
+        Args:
+            work: on the CPU, the work that has to complete before the point is reached.
+            stream: the device's stream to record on; None: the current one.
         """
         self.complete()
         self.work = work
@@ -201,7 +205,7 @@ class Fence:
             observer.on_record(self)
 
     def wait(self) -> None:
-        """Let `target` go on only after the point recorded last; nothing if none was."""
+        """Let `target` wait for the point recorded last. Does nothing if none was recorded."""
         dropped = self._streams.dropped_rules
         if not self._recorded or dropped and (self.rule in dropped or self.what in dropped):
             return
@@ -213,7 +217,7 @@ class Fence:
             observer.on_wait(self)
 
     def complete(self) -> None:
-        """Complete pending work without declaring a wait: its buffers are about to be reused by the host."""
+        """Complete pending work without telling observers of a wait: the host is about to reuse its buffers."""
         work, self.work = self.work, None
         if work is not None:
             for observer in self._streams.observers:
@@ -227,12 +231,12 @@ class Streams:
     """The streams of one engine. Owns all but the compute stream.
 
     Args:
-        device: where the engine's buffers live.
+        device: the device of the engine's buffers.
 
     Attributes:
-        module: ``torch.cuda`` or its kin; None where streams are declared only.
-        observers: hear what happens. Whoever has something to say loops over them; see `observed_by`.
-        dropped_rules: rules, or fences by what they guard, whose waits are left out. Only for the tests which show that
+        module: torch's module for the device, such as ``torch.cuda``; None on the CPU.
+        observers: the current observers; see `observed_by`.
+        dropped_rules: rules, or guarded objects of fences, whose waits are left out. For tests only: they show that
             each wait is needed.
     """
 
@@ -242,7 +246,7 @@ class Streams:
         self.observers: tuple[Observer, ...] = ()
         self.dropped_rules: frozenset[Rule | str] = frozenset()
         self.current = StreamName.COMPUTE
-        # High priority: what moves bytes is small, and late if it queues behind the blocks of a large matmul.
+        # High priority: communication kernels are small, and would be late behind the blocks of a large matmul.
         self._own: dict[StreamName, Any] = {}
         if self.module is not None:
             self._own = {
@@ -251,20 +255,20 @@ class Streams:
 
     @property
     def has_streams(self) -> bool:
-        """Whether they are real."""
+        """Whether streams are the device's, not names only."""
         return self.module is not None
 
     def device_stream(self, name: StreamName) -> Any:
-        """The device's stream behind `name`; compute is whatever stream the caller computes on."""
+        """The device's stream of this name; for compute, the caller's current stream."""
         if self.module is None:
             raise StateError("streams", f"on {self.device}", "a device that has streams")
         return self._own.get(name) or self.module.current_stream(self.device)
 
     def refuse_capture(self) -> None:
-        """Raise if the device records a graph of what the caller issues.
+        """Refuse CUDA graph capture.
 
         Raises:
-            ShardingError: it does.
+            ShardingError: the device is capturing a graph.
         """
         if self.module is not None and getattr(self.module, "is_current_stream_capturing", bool)():
             raise ShardingError(
@@ -274,14 +278,14 @@ class Streams:
             )
 
     def keep(self, buffer: torch.Tensor) -> None:
-        """Own streams use `buffer`, so its memory is nobody's until they are done, whenever it is freed."""
+        """Tell the allocator that our streams use `buffer`: its memory is reused only after their work is done."""
         if self.module is not None:
             for stream in self._own.values():
                 buffer.record_stream(stream)
 
     @contextlib.contextmanager
     def on(self, name: StreamName) -> Iterator[None]:
-        """Run the body on the stream of that name: really on an accelerator, as declared elsewhere."""
+        """Run the body on the stream of this name. On the CPU only the name changes."""
         outer, self.current = self.current, name
         context: AbstractContextManager[object] = (
             contextlib.nullcontext() if self.module is None else self.module.stream(self.device_stream(name))
@@ -294,7 +298,7 @@ class Streams:
 
     @contextlib.contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
-        """Let `observer` hear what happens inside, beside those that do already."""
+        """Add `observer` to the observers inside the context."""
         self.observers = (*self.observers, observer)
         try:
             yield
@@ -303,7 +307,7 @@ class Streams:
 
     @contextlib.contextmanager
     def unobserved(self) -> Iterator[None]:
-        """Let nobody hear what happens inside."""
+        """Call no observers inside the context."""
         observers, self.observers = self.observers, ()
         try:
             yield
@@ -319,6 +323,6 @@ class Streams:
         reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Tell the observers that a collective is issued. Arguments: see `Observer.on_collective`."""
+        """Tell the observers that a collective is issued. For the arguments see `Observer.on_collective`."""
         for observer in self.observers:
             observer.on_collective(stream, collective, tag, reads, writes)

@@ -1,12 +1,12 @@
-"""What moves units' bytes between ranks: the interface that each backend implements.
+"""`Transport`: the interface of the backends that move units' bytes between ranks.
 
 `streamshard.comm.gloo` serves CPUs, `streamshard.comm.nccl` GPUs, `streamshard.comm.shared_memory` the CPU ranks of one
-machine. `streamshard.inspect.adversary` misbehaves on purpose.
+machine. `streamshard.inspect.adversary` delays messages on purpose.
 
 [Note: reductions]
-Every reduction ends in main grads, fp32, as the mean over ranks; its `ReductionMode` says how it comes about. Where
-chunks are exchanged (`EXCHANGE_16`, and everything on gloo), rank r receives its chunk from every other rank and sums
-in rank order, so results do not depend on a ring's rounding or on timing. gloo's own reduce_scatter was 4 to 14 times
+Every reduction writes the mean over ranks to main grads, in fp32. `ReductionMode` says what is sent and summed. Where
+chunks are exchanged (`EXCHANGE_16`, and all modes on gloo), rank r receives its chunk from every other rank and sums in
+rank order, so results depend neither on a ring's rounding nor on timing. gloo's own reduce_scatter was 4 to 14 times
 slower than this exchange (docs/internals/log.md).
 """
 
@@ -29,7 +29,7 @@ __all__ = ["AllToAll", "Peers", "Reduction", "Transport", "sum_in_rank_order"]
 
 
 class Peers(Protocol):
-    """What a transport knows of its ranks, see `streamshard.comm.ranks.Ranks`."""
+    """The part of `streamshard.comm.ranks.Ranks` that a transport uses."""
 
     rank: int
     world_size: int
@@ -50,10 +50,10 @@ class Reduction(NamedTuple):
     Attributes:
         slot: [padded_numel] slot_grad_dtype, this rank's gradients of the whole unit.
         out: [shard_numel] fp32, this rank's main grads.
-        scratch: [what `Transport.scratch_numel` says] slot_grad_dtype.
-        mode: how; the same for all reductions of a model.
+        scratch: [`Transport.scratch_numel`] slot_grad_dtype, temporary.
+        mode: what is sent and summed; the same for all reductions of a model.
         accumulate: add to `out` instead of overwriting it.
-        tag: index of the unit's segment: distinguishes its reductions from other messages.
+        tag: index of the unit's segment; separates its reductions from other messages.
     """
 
     slot: torch.Tensor
@@ -65,13 +65,13 @@ class Reduction(NamedTuple):
 
 
 class AllToAll(NamedTuple):
-    """One exchange: each rank sends each rank a chunk, which may be empty. Chunks lie one after another, by rank.
+    """One all-to-all: each rank sends a chunk, which may be empty, to each rank. Chunks lie in rank order.
 
     Attributes:
         send: [sum of send_numels] 1-D contiguous.
         send_numels: elements for each rank, this one included.
-        received: [sum of received_numels], of the same dtype; does not overlap `send`.
-        received_numels: elements from each rank: what that rank's `send_numels` says for this one.
+        received: [sum of received_numels], same dtype; does not overlap `send`.
+        received_numels: elements from each rank: that rank's `send_numels` for this rank.
     """
 
     send: torch.Tensor
@@ -91,15 +91,15 @@ class AllToAll(NamedTuple):
 class Transport(abc.ABC):
     """Moves a unit's bytes between ranks.
 
-    The `start_` methods return at once. On CUDA the result is in place once the transport's stream has reached the
-    point of return; elsewhere once the returned work has been waited for. Buffers belong to the caller, who must not
-    touch them in between.
+    The `start_` methods return at once. On CUDA the result is complete when the transport's stream gets to the point of
+    return; on the CPU, when the returned work has been waited for. The caller owns the buffers and must not use them
+    until then.
 
     Args:
-        ranks: between whom; they hold this transport.
+        ranks: the ranks that exchange data. They hold this transport.
 
     Attributes:
-        stream: on which it runs.
+        stream: the stream on which collectives run.
     """
 
     def __init__(self, ranks: Peers) -> None:
@@ -109,14 +109,14 @@ class Transport(abc.ABC):
 
     @property
     def ranks(self) -> Peers:
-        """Between whom it moves bytes."""
+        """The ranks that exchange data."""
         ranks = self._ranks_of()
         if ranks is None:
             raise StateError("a transport", "without its ranks", "a model that is alive")
         return ranks
 
-    def meet(self) -> None:  # noqa: B027  # others connect when their group is made
-        """Make the connections that a backend would make in its first collective. Collective."""
+    def meet(self) -> None:  # noqa: B027  # gloo connects when its group is made
+        """Connect the ranks now instead of in the first collective. Collective."""
 
     @abc.abstractmethod
     def start_gather(
@@ -125,9 +125,10 @@ class Transport(abc.ABC):
         """Start an all-gather of `shard` [shard_numel] from all ranks into `slot` [N * shard_numel], same dtype.
 
         Args:
-            shard, slot: see above.
-            tag: of the segment.
-            is_published: `shard` is a compute shard. Otherwise it is another tensor, outside of steps.
+            shard: this rank's part.
+            slot: receives the parts of all ranks.
+            tag: index of the segment.
+            is_published: `shard` is a compute shard; False: another tensor, gathered outside of steps.
         """
 
     @abc.abstractmethod
@@ -139,54 +140,54 @@ class Transport(abc.ABC):
         """Start to replace `tensor` [n] fp32 by its mean over the ranks of the group.
 
         Args:
-            tensor: any tensor.
-            tag: of the segment whose main grads it is; None: something else.
+            tensor: any fp32 tensor.
+            tag: index of the segment whose main grads `tensor` holds; None: it holds something else.
         """
 
     @abc.abstractmethod
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
-        """Start an all-to-all. Several may be under way."""
+        """Start an all-to-all. Several may be pending."""
 
     @abc.abstractmethod
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
-        """Elements of scratch that reductions of such a unit need.
+        """Number of scratch elements for a reduction.
 
-        Each transport names every mode, so that the type checker finds those that do not know a new one.
+        Each transport names every mode, so that the type checker finds transports that lack a new mode.
 
         Args:
-            shard_numel: of the unit.
-            mode: of the reductions.
-            adds: whether main grads may hold something that is added to.
+            shard_numel: elements of the unit's shard.
+            mode: mode of the reductions.
+            adds: whether a reduction may add to main grads.
         """
 
     def check_precision(self, precision: Precision) -> None:  # noqa: B027  # most sum in fp32
-        """Raise if sums over so many ranks would be wrong in `precision`.
+        """Check that sums over so many ranks are accurate in `precision`.
 
         Raises:
-            ConfigError: they would.
+            ConfigError: they are not.
         """
 
     def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer [numel] of zeros on the device of the streams, which other ranks may read."""
+        """A buffer [numel] of zeros on the streams' device, in memory that other ranks can read if there is such."""
         return torch.zeros(numel, dtype=dtype, device=self.streams.device)
 
     def retract_shards(self) -> Work | None:
-        """Compute shards are about to be written: the work that is done once no other rank reads them, if any does."""
+        """Called before compute shards are cast anew. Returns work that ends when no other rank reads them any more."""
         self.ranks.board.log.add(Kind.FORWARD)
         return None
 
-    def publish_shards(self, shards: Sequence[torch.Tensor]) -> None:  # noqa: B027  # few transports need to know
-        """Compute shards are written: other ranks may read them from now on.
+    def publish_shards(self, shards: Sequence[torch.Tensor]) -> None:  # noqa: B027  # most transports send shards
+        """Let other ranks read the compute shards from now on. Called when the cast is done.
 
         Args:
-            shards: all units', at the indices that are the tags of their gathers.
+            shards: compute shards of all units, by tag.
         """
 
-    def progress(self) -> None:  # noqa: B027  # where a backend has threads of its own there is nothing to do
-        """Do what can be done for collectives under way without waiting. Called with every gradient."""
+    def progress(self) -> None:  # noqa: B027  # backends with threads of their own need no help
+        """Advance pending collectives without waiting. Called with every gradient."""
 
     def gather_now(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> None:
-        """An all-gather outside of steps. Its result is in place, for the compute stream, on return."""
+        """All-gather outside of steps. On return the compute stream can use the result."""
         fence = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "full tensors", self.stream)
         fence.record()
         fence.wait()
@@ -195,15 +196,15 @@ class Transport(abc.ABC):
             arrived.record(self.start_gather(shard, full, tag, is_published=False))
             arrived.wait()
 
-    def before_talk(self) -> None:  # noqa: B027  # a late transport completes what others wait for
-        """Ranks are about to talk to each other beside this transport."""
+    def before_talk(self) -> None:  # noqa: B027  # only the adversary has something to do
+        """Called before ranks communicate without this transport."""
 
-    def leave(self) -> None:  # noqa: B027  # most have nobody to tell
-        """This rank has failed: let no rank wait for it."""
+    def leave(self) -> None:  # noqa: B027  # closed connections tell most backends
+        """This rank has failed: end the waits of other ranks for it."""
 
 
 def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accumulate: bool) -> None:
-    """``out (+)= mean of chunks``, added one after the other in fp32.
+    """``out (+)= mean of chunks``: adds one chunk after the other, in fp32.
 
     Args:
         chunks: N tensors [n], every rank's, in rank order.

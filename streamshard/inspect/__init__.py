@@ -1,4 +1,4 @@
-"""Looking at a sharded model from outside: memory, ordering, time."""
+"""Instruments for a sharded model: memory, races, traces."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""A transport that is as late as the ordering rules allow: if a wait is missing, numbers come out wrong.
+"""A transport that delays messages as long as the ordering rules allow. If a wait is missing, results become NaN.
 
     from streamshard.inspect.adversary import make_adversarial
 
     with make_adversarial(model):          # a debugging tool: nothing overlaps any more
         train(model)                       # bit by bit what it gives without
 
-A real network is usually fast enough to hide a missing wait. This transport is late on purpose. Until a collective is
-waited for, a slot that is gathered into holds NaN, and a grad slot has not been read. After a reduction the grad slot
-holds NaN. So reads that are too early, and writes that are too soon, show as NaN.
+A real network is usually fast enough to hide a missing wait. This transport is late on purpose. A weight slot holds NaN
+until its all-gather is waited for. A grad slot is read only when its reduction is waited for, and then holds NaN. So
+reads and writes that come too early give NaN.
 
-On the CPU, computation runs in the calling thread, so the code's order alone keeps other streams' waits for the compute
-stream (rules 2 and 4). `streamshard.inspect.races` checks those. On CUDA, collectives are delayed on their stream.
+On the CPU, computation runs in the calling thread, so waits for the compute stream (rules 2 and 4) cannot be missed.
+`streamshard.inspect.races` checks those. On CUDA, collectives are delayed on their stream.
 """
 
 from __future__ import annotations

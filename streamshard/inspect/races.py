@@ -1,4 +1,4 @@
-"""A race detector: does anything order every two accesses of different streams to the same bytes?
+"""A race detector: finds accesses of two streams to the same bytes that no fence orders.
 
     from streamshard.inspect.races import detect_races
 
@@ -6,9 +6,9 @@
         model(batch).loss.backward()
         optimizer.step()
 
-Public names: `detect_races`, which makes a `RaceDetector`, which finds a `Race` between two of `Access`.
-It works on the CPU as on CUDA. It looks at what is declared, not at what happened to run first, so it finds a missing
-wait even if nothing went wrong this time. It costs host time at every operation. See [Note: clocks].
+`detect_races` yields a `RaceDetector`, which finds a `Race` between two `Access`. The detector works on the CPU and on
+CUDA. It checks which fences were recorded and waited for, not which access ran first, so it finds a missing wait even
+if the results were right. It costs host time at every operation. See [Note: clocks].
 
 [Note: clocks]
 Each stream has a vector clock: how far it has come, and how far it knows the others to have come. A fence's record
@@ -69,7 +69,7 @@ class Access(NamedTuple):
 
 
 class Race(NamedTuple):
-    """Two accesses that nothing orders.
+    """Two accesses that no fence orders.
 
     Attributes:
         category: of the buffer.
@@ -102,10 +102,10 @@ class Race(NamedTuple):
 
 @contextlib.contextmanager
 def detect_races(model: nn.Module, *, raise_at_exit: bool = True) -> Iterator[RaceDetector]:
-    """Watch everything that runs inside for accesses to the engine's buffers that nothing orders.
+    """Find races on the engine's buffers in everything that runs inside the context.
 
-    Enter it between steps, with at least one whole step inside; two show more, as each reuses the slots of the last.
-    Every rank watches itself.
+    Enter the context between steps, and run at least one whole step inside. Two steps show more, because the second
+    reuses the slots of the first. Every rank checks itself.
 
     Args:
         model: made by `StreamShard`.

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: spans of computing, communicating and waiting, as a file for Perfetto.
+"""A trace of one step: spans of compute, communication and waits, as a file for Perfetto.
 
     from streamshard.inspect.trace import trace_step
 

@@ -1,1 +1,1 @@
-"""StreamShard inside other libraries, none of which is imported before its module here is."""
+"""StreamShard inside other libraries. Each library is imported only with its module here."""

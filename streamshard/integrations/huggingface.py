@@ -139,7 +139,7 @@ def ignored_on_save(model: nn.Module) -> set[str]:
 
 
 def ignored_on_load(model: nn.Module, names: Sequence[str]) -> set[str]:
-    """Those of `names` that the model's class takes no offence at when a file has them and it has not."""
+    """Those of `names` that the model's class ignores if files have them and the model does not."""
     adjust = getattr(model, "_adjust_missing_and_unexpected_keys", None)
     if callable(adjust) and is_transformers_model(model):
         told = types.SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))

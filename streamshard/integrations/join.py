@@ -1,9 +1,9 @@
-"""Uneven inputs (torch.distributed.algorithms.Join): a rank that has run out shadows the others' steps with zeros.
+"""Uneven inputs (torch.distributed.algorithms.Join): a rank without inputs repeats the others' steps with zeros.
 
-A rank owns a shard whatever inputs it has, so it goes on gathering, reducing, clipping and stepping until the last
-rank is done. At the start of a pass the ranks with inputs tell the others in one small sum what the pass is like
-(whether it trains, whether it is synchronised). The user's code follows a backward. ``repeat=`` says what a rank that
-has run out does then. Ranks compare what they did when the next training pass is announced, and at the end.
+Every rank owns a shard, so it has to gather, reduce, clip and step until the last rank has no inputs. At the start of a
+pass the ranks with inputs announce the pass in one small sum (whether it trains, whether it is synchronised). After a
+backward the user's code clips and steps; a rank without inputs calls ``repeat=`` instead. At the next training pass,
+and at the end, ranks compare the clipping and steps that they did.
 """
 
 from __future__ import annotations

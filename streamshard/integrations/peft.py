@@ -1,8 +1,8 @@
-"""``save_pretrained`` of PEFT's and transformers' models, and of whatever else one rank saves of full weights.
+"""``save_pretrained`` of PEFT's and transformers' models, and other saves of full weights by one rank.
 
-A model of transformers is exported: every rank writes its bytes. Only PEFT knows what each of its methods saves, so
-adapters (of a PeftModel or of ``add_adapter``) are saved by the model's own ``save_pretrained``: the first rank calls
-it, while full tensors lie under the parameters that it reads.
+A transformers model is exported: every rank writes its own bytes. Adapters (of a PeftModel or of ``add_adapter``) are
+saved by the model's own ``save_pretrained``, because only PEFT knows what each method saves. The first rank calls it,
+while the parameters that it reads hold full tensors.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _push(self: Any, repo_id: str, *_: Any, **__: Any) -> None:
 
 
 def _refuse_merging(self: Any, name: str, *_: Any, **__: Any) -> None:
-    """PEFT's methods that compute with full weights of the base model."""
+    """Refuse PEFT's methods that compute with full weights of the base model, such as merging."""
     raise ShardingError(
         f"{name}() needs full weights, of which each rank has pieces. Call model.save_pretrained(directory) on all "
         "ranks, and merge in one process: PeftModel.from_pretrained(base, directory).merge_and_unload()"

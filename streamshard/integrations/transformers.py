@@ -1,11 +1,11 @@
-"""`StreamShardTrainer`: transformers' Trainer whose model is sharded where Trainer prepares it.
+"""`StreamShardTrainer`: transformers' Trainer with a sharded model.
 
-`StreamShardTrainerMixin` is what it is made of, for `Seq2SeqTrainer`, the trainers of TRL and sentence-transformers,
-and others that derive from Trainer. Sharding itself, clipping and precision are `StreamShardAccelerator`'s. What is
-here is what Trainer does with models and optimizers beside its accelerator: files, and counts of parameters.
+`StreamShardTrainerMixin` does the same for `Seq2SeqTrainer`, the trainers of TRL and sentence-transformers, and others
+that derive from Trainer. `StreamShardAccelerator` shards, clips and sets precision. This module does what Trainer does
+without its accelerator: files, and counts of parameters.
 
-A checkpoint has the files that Trainer writes under DistributedDataParallel, so that each goes on from the other's. It
-is written into a directory of another name, which gets its own when everything is in it: see `_Checkpoint`.
+A checkpoint has the files that Trainer writes under DistributedDataParallel, so each can continue from the other's. It
+is written under another name, and renamed when it is complete: see `_Checkpoint`.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ _Trainer: Any = object  # what the mixin stands in front of
 
 
 class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
-    """In front of a Trainer it trains with StreamShard: ``class SFT(StreamShardTrainerMixin, SFTTrainer): pass``.
+    """Makes a trainer train with StreamShard: ``class SFT(StreamShardTrainerMixin, SFTTrainer): pass``.
 
-    The model is sharded when training or evaluation begins, so whatever a trainer's constructor does to it (adapters,
-    a copy as reference) comes before. It may be sharded already.
+    The model is sharded when training or evaluation begins, after the trainer's constructor has changed it (adapters, a
+    reference copy). A model that is sharded already is accepted.
 
     Args:
-        *args: Trainer's.
-        streamshard: what `StreamShardAccelerator` can be told beside Accelerator's own arguments, such as
-            ``{"weight_slots": 4}``. Comes before ``STREAMSHARD_*`` variables.
-        **kwargs: Trainer's.
+        *args: Trainer's arguments.
+        streamshard: options of `StreamShard` for `StreamShardAccelerator`, such as ``{"weight_slots": 4}``. They take
+            precedence over ``STREAMSHARD_*`` variables.
+        **kwargs: Trainer's keyword arguments.
 
     Raises:
-        ConfigError: a training argument asks for another way of sharding, or for what sharded models cannot do.
+        ConfigError: a training argument asks for another way of sharding, or for something sharded models cannot do.
     """
 
     is_fsdp_enabled: bool  # Trainer's

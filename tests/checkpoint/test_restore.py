@@ -243,7 +243,7 @@ REFUSED = [
 
 @on_ranks(2)
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_saved_is_named_on_all_ranks_and_the_run_goes_on(
+def test_a_value_that_cannot_be_saved_is_named_on_all_ranks_and_the_run_goes_on(
     context: RankContext, tmp_path: Path, case: str
 ) -> None:
     """Whatever holds the pieces, and whichever rank has some."""
@@ -517,7 +517,7 @@ def _is_done_everywhere(saving: Any) -> bool:
 
 
 @on_ranks(2)
-def test_what_fails_in_the_background_is_raised_by_the_next_call(context: RankContext, tmp_path: Path) -> None:
+def test_an_error_in_the_background_is_raised_by_the_next_call(context: RankContext, tmp_path: Path) -> None:
     """Once, on every rank; nothing is left of it, and what was there before stays."""
     run = start(0)
     before = _save(tmp_path, run)
@@ -534,7 +534,9 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call(context: RankCo
 
 
 @on_ranks(2)
-def test_what_one_rank_has_waited_for_is_raised_on_all_by_the_next_call(context: RankContext, tmp_path: Path) -> None:
+def test_an_error_that_one_rank_has_seen_is_raised_on_all_by_the_next_call(
+    context: RankContext, tmp_path: Path
+) -> None:
     """So that they go on together; once all have heard of it, it is over."""
     run = start(0)
     patch = _break_writing(context, 0)
@@ -755,14 +757,14 @@ def _load_a_loader(context: RankContext, path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_what_differed_between_ranks_is_not_dealt_out_to_others(ranks: RankPool, tmp_path: Path) -> None:
+def test_values_that_differ_between_ranks_need_the_same_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
     """Nobody can say where a loader of another number of ranks is; what was the same goes to all."""
     ranks(2).run(_save_a_loader, tmp_path)
     ranks(1).run(_load_a_loader, tmp_path)
 
 
 @on_ranks(2)
-def test_what_does_not_fit_is_named_and_nothing_changes(context: RankContext, tmp_path: Path) -> None:
+def test_a_mismatch_is_named_and_nothing_changes(context: RankContext, tmp_path: Path) -> None:
     """All differences at once; of models, optimizers and what was asked for."""
     run = start(0)
     steps(run, 0, 1)

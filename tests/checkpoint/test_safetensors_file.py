@@ -120,7 +120,7 @@ def test_dtype_without_a_name_raises() -> None:
 
 
 @given(tensors, st.integers(1, 200))
-def test_what_is_planned_is_what_is_read(tmp_path_factory: Any, described: dict[str, Any], max_bytes: int) -> None:
+def test_files_are_read_as_they_were_planned(tmp_path_factory: Any, described: dict[str, Any], max_bytes: int) -> None:
     """Every tensor is found, with its shape and dtype, where the plan put it."""
     directory = tmp_path_factory.mktemp("planned")
     files = plan_files(_specs(described), max_bytes)
@@ -161,7 +161,7 @@ def test_damaged_files_raise(old: bytes, new: bytes, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes a pipe")
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
-def test_what_is_no_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
+def test_a_pipe_or_directory_in_place_of_a_file_raises_at_once(name: str, tmp_path: Path) -> None:
     """Opening a pipe waits for somebody to write to it; directories and links to nothing are no files either."""
     path = tmp_path / name
     for make, remove in ((os.mkfifo, os.unlink), (os.mkdir, os.rmdir), (partial(os.symlink, "nothing"), os.unlink)):

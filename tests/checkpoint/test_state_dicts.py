@@ -260,7 +260,7 @@ MEMORY_OF: dict[str, Callable[[nn.Parameter], Any]] = {
 @pytest.mark.parametrize("precision", [FP32, Precision(param_dtype=torch.bfloat16)])
 @pytest.mark.parametrize("slots", [2, "all"])
 @pytest.mark.parametrize("name", list(MEMORY_OF))
-def test_what_looks_at_main_weights_is_not_saved(
+def test_views_of_main_weights_are_not_pickled(
     context: RankContext, name: str, slots: Any, precision: Precision
 ) -> None:
     """However it was come by, unless it is whole. A clone is the user's, who says that he knows."""

@@ -113,7 +113,7 @@ def test_interrupt_removes_the_temporaries(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("ranges", [[(0, 2), (3, 4)], [(0, 3), (2, 4)], [(0, 3), (0, 3)]])
-def test_what_ranks_do_not_write_once_is_refused(ranges: list[tuple[int, int]], tmp_path: Path) -> None:
+def test_ranges_with_a_gap_or_an_overlap_are_refused(ranges: list[tuple[int, int]], tmp_path: Path) -> None:
     """A file with a hole, or with what whoever came last wrote, is not published."""
 
     def action(group: ThreadGroup) -> list[str]:

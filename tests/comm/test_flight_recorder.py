@@ -338,7 +338,7 @@ def test_a_rank_that_is_behind_does_not_differ() -> None:
     assert _differ(_log(), _log((Kind.GATHER, 0)), _log((Kind.GATHER, 1))) is not None
 
 
-def test_what_was_overwritten_is_not_compared() -> None:
+def test_entries_that_a_log_has_dropped_are_not_compared() -> None:
     """A rank may be ahead by more than a log holds: that is no difference, and a real one is still found."""
     entries = [(Kind.GATHER, number % 7) for number in range(3000)]
     ahead, behind = _log(*entries), _log(*entries[:1500])

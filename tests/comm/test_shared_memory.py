@@ -174,7 +174,7 @@ class _Recorder:
 
 
 @on_ranks(2)
-def test_what_a_count_promises_is_there_before_it(context: RankContext) -> None:
+def test_offsets_and_digests_are_written_before_their_count(context: RankContext) -> None:
     """Places of shards and the digest come before the count of publications; likewise for reductions."""
     model = sharded("plain", BF16)
     own, notes = _shared(model)._own, list[tuple[str, int]]()
@@ -198,7 +198,7 @@ def _reduction(model: nn.Module, tag: int, out: torch.Tensor) -> Reduction:
 
 
 @on_ranks(2)
-def test_what_all_have_written_is_summed_with_the_next_gradient(context: RankContext) -> None:
+def test_a_reduction_that_all_have_written_is_summed_with_the_next_gradient(context: RankContext) -> None:
     """No rank waits for another: a sum that is left for later is a sum that others wait for."""
     model = sharded("plain", FP32)
     transport, out = _shared(model), torch.zeros(4)

@@ -228,7 +228,7 @@ def _check_talk(ranks: Ranks) -> None:
 @on_ranks(2, 3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("through", TRANSPORTS)
-def test_what_every_transport_does(context: RankContext, through: str, dtype: str) -> None:
+def test_every_transport_gathers_averages_and_exchanges_objects(context: RankContext, through: str, dtype: str) -> None:
     """Gathers, averages, and what ranks say to each other."""
     ranks = TRANSPORTS[through](torch.device("cpu"))
     _check_gathers(ranks, DTYPES[dtype])
@@ -259,7 +259,7 @@ def test_scratch_is_what_the_mode_needs(context: RankContext, through: str) -> N
 @pytest.mark.gpu
 @on_ranks(1, 2, backend="nccl")
 @pytest.mark.parametrize("is_late", [False, True])
-def test_what_nccl_does(context: RankContext, is_late: bool) -> None:
+def test_the_nccl_transport_gathers_reduces_and_exchanges(context: RankContext, is_late: bool) -> None:
     """The same; sums in the backend's own order where it sums."""
     make: Any = _late(_gloo) if is_late else _gloo
     ranks = make(context.device)

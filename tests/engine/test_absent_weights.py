@@ -125,7 +125,7 @@ def test_weights_of_resident_layers_may_be_read(context: RankContext, read: str,
 
 @on_ranks()
 @each_slots
-def test_what_is_asked_about_a_weight_needs_none(context: RankContext, slots: Any) -> None:
+def test_shape_and_dtype_of_a_weight_need_no_gather(context: RankContext, slots: Any) -> None:
     """Form, dtype and device are those that its layer computes with, whether it trains is the parameter's."""
 
     class Asking(Stack):

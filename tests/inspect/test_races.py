@@ -198,7 +198,7 @@ def test_a_fence_orders_what_was_before_its_record(context: RankContext) -> None
 
 @on_ranks(2)
 @pytest.mark.parametrize("passes_on", [True, False])
-def test_what_one_stream_knows_another_need_not(context: RankContext, passes_on: bool) -> None:
+def test_a_wait_of_one_stream_orders_another_only_through_a_fence(context: RankContext, passes_on: bool) -> None:
     """Compute has waited for comm; the replica stream knows of it if compute tells."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = StreamShard(Stack(), precision=FP32, mesh=mesh)

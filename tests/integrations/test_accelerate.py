@@ -31,7 +31,7 @@ from tests.reference import EXACT, assert_same
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("clip", ["norm", "value"])
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_it_trains_as_ddp_does(context: RankContext, clip: str, accumulated: int) -> None:
+def test_a_prepared_model_trains_as_under_ddp(context: RankContext, clip: str, accumulated: int) -> None:
     settings = {"steps": 9, "clip": clip, "gradient_accumulation_steps": accumulated}
     with launched(context):
         theirs = Trained(stock, **settings)

@@ -72,7 +72,7 @@ def _same_as_ddp(context: RankContext, name: str, **arguments: Any) -> list[floa
         "schedule_free",
     ],
 )
-def test_it_gives_what_it_gives_with_ddp(context: RankContext, name: str) -> None:
+def test_an_accelerate_example_gives_the_results_of_ddp(context: RankContext, name: str) -> None:
     _same_as_ddp(context, name)
 
 

@@ -62,7 +62,7 @@ def test_options_are_arguments_or_variables(context: RankContext) -> None:
         ({}, {"fsdp_plugin": FullyShardedDataParallelPlugin}, "fsdp_plugin"),
     ],
 )
-def test_what_cannot_be_is_refused_at_once(
+def test_options_that_contradict_each_other_are_refused(
     context: RankContext, environment: dict[str, str], settings: dict[str, Any], message: str
 ) -> None:
     with launched(context, **environment):

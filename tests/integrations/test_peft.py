@@ -99,7 +99,7 @@ def _two_adapters() -> Any:
 
 
 @on_ranks(2)
-def test_what_ranks_rows_of_adapters_is_refused(context: RankContext) -> None:
+def test_adalora_is_refused_because_it_ranks_rows_of_adapters(context: RankContext) -> None:
     """AdaLoRA's budget: a rank would sum up the rows that it has. Its forward reads adapters of all layers."""
     config = peft.AdaLoraConfig(
         **{"init_r": 3, "target_r": 2, "tinit": 0, "tfinal": 0, "total_step": 4, "deltaT": 1},
@@ -250,7 +250,7 @@ def test_arguments_are_pefts_and_an_error_is_raised_on_all_ranks(context: RankCo
 
 
 @on_ranks(2)
-def test_what_needs_full_weights_says_what_to_do(context: RankContext) -> None:
+def test_methods_that_need_full_weights_name_an_alternative(context: RankContext) -> None:
     model = _trained(context)
     for name in ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload"):
         with pytest.raises(ShardingError, match=rf"{name}\(\) needs full weights.*merge in one process"):

@@ -469,7 +469,7 @@ def _with_deepspeed(**arguments: Any) -> Any:
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
-def test_what_does_not_go_with_sharding_is_refused_at_once(
+def test_training_arguments_that_contradict_sharding_are_refused(
     context: RankContext, arguments: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     _, ours_class = _trainers()

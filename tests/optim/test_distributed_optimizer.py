@@ -287,7 +287,7 @@ def test_param_groups_are_the_inner_ones_after_loading_state(context: RankContex
 
 
 @on_ranks(1)
-def test_what_cannot_be_wrapped_or_copied_raises(context: RankContext) -> None:
+def test_wrapping_or_copying_an_unsupported_optimizer_raises(context: RankContext) -> None:
     """Arguments in the wrong order, an unsharded model, deepcopy, pickle."""
     model = _sharded(context)
     with pytest.raises(ConfigError, match=r"optimizer is a Stack: wanted a torch\.optim\.Optimizer"):

@@ -363,7 +363,7 @@ def test_state_in_the_memory_of_gradients_is_refused(context: RankContext) -> No
         (torch.optim.Muon([nn.Parameter(torch.ones(2, 2))]), {}, "wanted a subclass of torch.optim.Optimizer"),
     ],
 )
-def test_what_cannot_be_made_is_refused_when_it_is_given(
+def test_an_optimizer_that_cannot_be_made_is_refused_by_the_constructor(
     context: RankContext, kind: Any, options: dict[str, Any], message: str
 ) -> None:
     """And not in the first step, on those ranks that own something."""

@@ -157,7 +157,7 @@ def test_an_unused_unit_stands_where_it_is_found_in_time() -> None:
     assert merge_order([0, 5, 3, 4, 6], turns) == (0, 7, 5, 1, 2, 3, 4, 6)
 
 
-def test_what_ranks_have_used_makes_one_order() -> None:
+def test_orders_of_use_of_all_ranks_are_joined_into_one() -> None:
     """Of which each has used a part; what none has used together keeps its place in the program."""
     program = (0, 1, 2, 3, 4, 5)
     assert join_orders([], program) == ()

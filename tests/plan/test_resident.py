@@ -53,7 +53,7 @@ def _resident(resident: Any, **settings: Any) -> list[str]:
         (Layer, [*(f"{name}*" for name in LAYERS), "gate*"]),
     ],
 )
-def test_what_is_named_is_resident(resident: Any, wanted: list[str]) -> None:
+def test_modules_named_in_resident_are_resident(resident: Any, wanted: list[str]) -> None:
     """Beside what is large anyway."""
     assert _resident(resident) == wanted
 
@@ -86,7 +86,7 @@ def test_parameters_of_a_resident_module_inside_a_layer_lie_in_the_root_unit() -
         (["layers.1.linear"], "resident leaves unit 'layers.1' without parameters"),
     ],
 )
-def test_what_cannot_be_resident_is_named(resident: Any, message: str) -> None:
+def test_an_impossible_resident_module_is_named(resident: Any, message: str) -> None:
     """Before anything is sharded."""
     with pytest.raises(UnitError, match=re.escape(message)):
         find_groups(Wide(), None, resident)
@@ -101,7 +101,7 @@ def test_it_trains_like_plain_pytorch(context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_what_is_resident_is_printed_and_counted(context: RankContext) -> None:
+def test_resident_modules_are_printed_and_counted(context: RankContext) -> None:
     """In its own slots, which do not size the others."""
     model = StreamShard(Wide(), precision=Precision(), resident=["layers.1"])
     assert "units: 4 x Layer, Linear and the root unit; resident: layers.1, gate.linear" in repr(model)

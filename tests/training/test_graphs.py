@@ -87,7 +87,7 @@ TRAINABILITY: dict[str, Callable[[Any, Call], Tensor]] = {
 
 @on_ranks()
 @each_setting
-def test_what_trains_is_a_property_of_the_graph(context: RankContext, settings: str) -> None:
+def test_a_graph_decides_which_parameters_get_gradients(context: RankContext, settings: str) -> None:
     """Gradients are present, and missing, exactly where plain PyTorch has them so."""
     for name, step in TRAINABILITY.items():
         with case(name):

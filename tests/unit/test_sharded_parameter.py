@@ -291,7 +291,7 @@ def test_other_operations_raise_by_the_parameters_name(context: RankContext) -> 
 
 
 @on_ranks(2)
-def test_what_a_piece_cannot_answer_says_what_can(context: RankContext) -> None:
+def test_an_operation_that_a_piece_refuses_names_an_alternative(context: RankContext) -> None:
     """Norms along a dimension need whole rows; the variance has a formula of what ranks can answer together."""
     model = sharded()
     model(torch.ones(4, DIM)).sum().backward()
