@@ -57,7 +57,7 @@ class StreamShard(Uncopyable):
         module: the model, the same on every rank, on the CPU or one accelerator. From the CPU it moves to this rank's
             accelerator if there is one that the process group can serve, unless `mesh` is one of CPUs. Parameters and
             buffers on the meta device get room there, and are empty: `load_safetensors` or `init_weights` fills them.
-        units: what is gathered and reduced together: module classes or modules, or names of either
+        units: what is all-gathered and reduced together: module classes or modules, or names of either
             (``"LlamaDecoderLayer"``, ``"lm_head"``), one or several; or
             None: the repeated children of every ModuleList, ModuleDict or Sequential that holds a twentieth of the
             weights (embeddings not counted) or a million parameters a child, and beside these layers what is large, if
@@ -65,14 +65,14 @@ class StreamShard(Uncopyable):
             many parameters as a layer. The rest forms the root unit; warns if that is more than a quarter of the
             weights.
         resident: modules whose weights code reads outside of their own layer's forward: names, modules or classes,
-            one or several. Each gets slots of its own, is gathered once in a step and in place from then on, as
+            one or several. Each gets slots of its own, is all-gathered once in a step and in place from then on, as
             embeddings and heads are. The parameters of a module inside a layer lie in the root unit.
         mesh: a 1-D DeviceMesh or a process group to shard over, or a 2-D DeviceMesh, replicate x shard: shards within
             the second axis, averages gradients over the first (hybrid sharding). None takes the default group, made
             from the launcher's environment if there is none.
         precision: dtypes of weights, gradients and reductions; None is ``Precision()``, bf16 and fp32.
         weight_slots: number of full-layer weight buffers that layers take turns in, at least 2. The last layers of
-            forward that fit stay for backward; with "all" nothing is gathered twice in a step (ZeRO-2).
+            forward that fit stay for backward; with "all" nothing is all-gathered twice in a step (ZeRO-2).
         grad_slots: likewise for gradients. With "all" they are accumulated locally inside `no_sync` and reduced once
             (ZeRO-1).
         memory_budget: instead of both numbers, what a rank may hold, Adam's moments included and activations not:
@@ -129,7 +129,7 @@ class StreamShard(Uncopyable):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate over the backwards inside: weights do not change, so slots' contents are not gathered again.
+        """Accumulate over the backwards inside: weights do not change, so slots' contents are not all-gathered again.
 
         One context around several micro-batches is faster than one around each, between which weights might change.
 
@@ -230,8 +230,8 @@ class StreamShard(Uncopyable):
         """The whole model's state dict: original names and shapes, in CPU memory. Collective.
 
         Weights are fp32; what is frozen is of the dtype that it is kept in.
-        One unit is gathered at a time. Hooks, overridden ``state_dict()`` methods and extra state of modules take part
-        and see whole tensors. Tied names share one tensor, non-persistent buffers are left out.
+        One unit is all-gathered at a time. Hooks, overridden ``state_dict()`` methods and extra state of modules take
+        part and see whole tensors. Tied names share one tensor, non-persistent buffers are left out.
 
         Args:
             rank0_only: other ranks get an empty dict.
@@ -259,7 +259,7 @@ class StreamShard(Uncopyable):
     def check_weights(self) -> None:
         """Raise on all ranks unless all, replicas too, see the same weights and buffers, to the bit. Collective.
 
-        For when something is suspected, or every thousand steps: it gathers all weights and hashes them on the CPU.
+        For when something is suspected, or every thousand steps: it all-gathers all weights and hashes them on the CPU.
         Buffers that the next forward takes from rank 0 anyway, and caches that differ in shape, are left out.
 
         Raises:
@@ -317,7 +317,7 @@ def export_safetensors(
 ) -> list[str]:
     """Write the weights in the Hugging Face layout, all ranks at once. Call it on every rank, with the same arguments.
 
-    Every rank writes its own bytes of each file; nothing is gathered, and a rank needs one chunk of extra memory
+    Every rank writes its own bytes of each file; nothing is all-gathered, and a rank needs one chunk of extra memory
     (8 MiB). Tensors are equal, byte for byte, to what `save_pretrained` of the same weights writes. For transformers
     models the config is saved beside them. Readers of a directory that holds an earlier export find that one or the new
     one, whole, at every moment, and after a run was killed at any. For that the numbered files of an export that
@@ -421,7 +421,7 @@ def init_weights(
 def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only: bool = True) -> dict[str, Any]:
     """The whole state of `optimizer` as the unsharded model's would have it, in CPU memory. Call it on every rank.
 
-    One unit's moments are gathered at a time, so no device holds more than that beside its own.
+    One unit's moments are all-gathered at a time, so no device holds more than that beside its own.
 
     Args:
         model: a model made by `StreamShard`.

@@ -68,7 +68,8 @@ class _Checked(NamedTuple):
         device: where it will be trained.
         budget: bytes, None if slots are counted.
         found: the units.
-        parts: by unit, that of the root unit first, its parameters: segment by segment, with what they have in common.
+        parts: by unit, that of the root unit first, its parameters: flat parameter by flat parameter, with what they
+            have in common.
         in_fp32: what computes in fp32 whatever the model does.
         on_meta: names of its parameters and buffers that have no values.
     """
@@ -211,7 +212,7 @@ def _check_module(module: nn.Module) -> None:
 def _split(
     params: Sequence[FoundParam], precision: Precision, in_fp32: Collection[nn.Parameter]
 ) -> list[tuple[SegmentKind, list[FoundParam]]]:
-    """The segments of a unit: those that train first. See [Note: segments]."""
+    """The flat parameters of a unit: those that train first. See [Note: flat parameters]."""
     parts: dict[SegmentKind, list[FoundParam]] = {}
     for found in params:
         param = found.param
@@ -329,7 +330,7 @@ def _scratch_numel(ranks: Ranks) -> Callable[[PlannedSegment, bool], int]:
 
 
 def _most_bytes(segments: Sequence[PlannedSegment]) -> int:
-    """More than other ranks can ever have to read: main weights, compute shards and both slots of all units in fp32."""
+    """An upper bound of the bytes that other ranks read: main weights, inputs, both slots of all units, all fp32."""
     return sum(16 * segment.layout.padded_numel + 4096 for segment in segments)
 
 
@@ -384,7 +385,7 @@ def _allocate_weight_slots(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger:
     slots = {}
     for slot, n_bytes in largest_of(plan.weights, [layout.weight_bytes for layout in sizing.layouts]).items():
         mine = [unit for unit, number in enumerate(plan.weights) if number == slot]
-        # Slots of one unit each hold its compute shards, which other ranks read.
+        # Slots of one unit each hold its all-gather inputs, which other ranks read.
         buffer = ledger.allocate(Category.WEIGHT_SLOTS, n_bytes, torch.uint8, is_visible=plan.keeps_weights)
         is_streamed = any(plan.shared[unit] for unit in mine)
         slots[slot] = WeightSlot(buffer, ranks.streams, f"weight slot {slot}", is_shared=is_streamed)

@@ -132,7 +132,7 @@ def gather_state_dict(engine: Engine, model: nn.Module, *, rank0_only: bool) -> 
             if wanted and failure is None:
                 found = zip(unit.params, tensors, strict=True)
                 full.update((shard, tensor.to("cpu", copy=True)) for shard, tensor in found if tensor is not None)
-        except Exception as error:  # such as too little memory on the one rank that wants it: others gather on
+        except Exception as error:  # such as too little memory on the one rank that wants it: others all-gather on
             failure = error
     states: list[dict[str, Any]] = []
 

@@ -3,7 +3,8 @@
 [Note: layers]
 Layers are the repeated children of a list, dict or sequence of modules; the outermost ones, never one inside another.
 A list of layers is streamed if it holds a twentieth of the weights, embeddings not counted, or if its layers hold a
-million parameters each: to gather so many takes longer than to begin. What transformers lists in ``_no_split_modules``
+million parameters each: to all-gather so many takes longer than to begin. What transformers lists in
+``_no_split_modules``
 does not count: some entries are parts of layers, and some models leave a tower out.
 """
 

@@ -1,12 +1,12 @@
 """Where every parameter lies: a pure function from parameter sizes to offsets and per-rank ranges.
 
 No torch here. The engine, the memory report, checkpoints and the exporter read the same layout object, so they agree on
-the bytes of each rank. See [Note: flat segments].
+the bytes of each rank. See [Note: layout].
 
-[Note: flat segments]
-A segment's parameters lie one after another in one flat buffer. Each start is aligned, and the buffer is padded to a
-multiple of the world size N. Rank r owns elements [r * shard_numel, (r + 1) * shard_numel), wherever parameters begin.
-So a rank owns at most one contiguous range of each parameter, possibly empty (the range map of Megatron-LM's
+[Note: layout]
+A flat parameter's parameters lie one after another in one flat buffer. Each start is aligned, and the buffer is padded
+to a multiple of the world size N. Rank r owns elements [r * shard_numel, (r + 1) * shard_numel), wherever parameters
+begin. So a rank owns at most one contiguous range of each parameter, possibly empty (the range map of Megatron-LM's
 distributed optimizer, megatron/core/optimizer/distrib_optimizer.py).
 
 With `align_pieces_to`, each parameter is cut between blocks of so many elements (*grains*) only. All shards have one
@@ -39,12 +39,12 @@ class ParamSize(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """One parameter inside its segment's flat buffer.
+    """One parameter inside its flat parameter's flat buffer.
 
     Attributes:
         name: fully qualified name in the root model; for tied parameters the first registered one.
         shape: the unsharded shape.
-        offset: first element in the segment's flat buffer.
+        offset: first element in the flat parameter's flat buffer.
         numel: number of elements.
     """
 
@@ -71,7 +71,7 @@ class LocalRange(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """The flat layout of one segment over ``world_size`` ranks. Build it with `plan_segment`.
+    """The flat layout of one flat parameter over ``world_size`` ranks. Build it with `plan_segment`.
 
     Attributes:
         params: parameters in registration order.
@@ -120,7 +120,7 @@ def plan_segment(
     pad_numel: int = 1,
     align_pieces_to: int = 1,
 ) -> SegmentLayout:
-    """Lay out one segment. See [Note: flat segments].
+    """Lay out one flat parameter. See [Note: layout].
 
     Args:
         sizes: its parameters in registration order, tied ones once.

@@ -6,18 +6,18 @@ Pure functions: everything is known before anything is allocated.
 A unit always uses the same slots, so every unsharded parameter is made once and all addresses stay fixed. Blocks share
 the block slots by parity: block i uses slot ``i % count``, and each slot has the size of its largest block. A resident
 unit (the root unit, embedding and head, a lone layer) has slots of its own, so it does not size the others'. Its
-weights are gathered once in a step and stay until backward is over. With "all", every block has a slot of its own:
-nothing is gathered twice in a step (ZeRO-2), gradients can accumulate in place (ZeRO-1), and a rank's shard of a unit
-is a range of the unit's slot where the dtype is the same. With one rank there are no slots: layers compute with the
-shards, and gradients go to the main grads.
+weights are all-gathered once in a step and stay until backward is over. With "all", every block has a slot of its own:
+nothing is all-gathered twice in a step (ZeRO-2), gradients can accumulate in place (ZeRO-1), and a rank's shard of a
+unit is a range of the unit's slot where the dtype is the same. With one rank there are no slots: layers compute with
+the shards, and gradients go to the main grads.
 
 [Note: memory]
-For N ranks and S, the sum over segments of the padded shard, in bytes: main weights and main grads 4 S of what trains,
-frozen weights m S of what does not (m bytes of the dtype that it is kept in), compute shards p S of what is kept in
-another dtype than it is computed with, weight slots p times the largest unit of each, grad slots g times the largest
-unit's trained segments, scratch as the transport asks, and N + 1 bytes of flags a parameter (R N + N + 1 with R
-replicas). With "all" weight slots compute shards lie in them, and so do main or frozen weights of the same dtype. With
-"all" grad slots in fp32 the main grads lie in them.
+For N ranks and S, the sum over flat parameters of the padded shard, in bytes: main weights and main grads 4 S of what
+trains, frozen weights m S of what does not (m bytes of the dtype that it is kept in), all-gather inputs p S of what is
+kept in another dtype than it is computed with, weight slots p times the largest unit of each, grad slots g times the
+largest unit's trained flat parameters, scratch as the transport asks, and N + 1 bytes of flags a parameter (R N + N + 1
+with R replicas). With "all" weight slots all-gather inputs lie in them, and so do main or frozen weights of the same
+dtype. With "all" grad slots in fp32 the main grads lie in them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SlotPlan(NamedTuple):
         weights: by unit, its weight slot.
         grads: by unit, its grad slot.
         scratch: by unit, the scratch of its reductions.
-        keeps_weights: every unit has a weight slot of its own, which holds its compute shard too.
+        keeps_weights: every unit has a weight slot of its own, which holds its all-gather input too.
         keeps_grads: every unit has a grad slot of its own, where gradients may stay from one backward to the next.
     """
 
@@ -136,7 +136,7 @@ class Sizing(NamedTuple):
         return sum(segment.layout.shard_numel for segment in self.segments if segment.kind.trains)
 
     def scratch_of(self, segment: PlannedSegment, plan: SlotPlan) -> tuple[int, int]:
-        """Where the scratch of a segment's reductions begins in its unit's scratch, and its bytes."""
+        """Where the scratch of a flat parameter's reductions begins in its unit's scratch, and its bytes."""
         start = n_bytes = 0
         for own in self.layouts[segment.unit].segments:
             start += n_bytes
@@ -212,8 +212,8 @@ def read_budget(budget: MemoryBudget, device: torch.device, replaced: int = 0) -
 def choose_slots(sizing: Sizing, budget: int) -> tuple[SlotPlan, str]:
     """The most slots with which the engine's buffers and Adam's moments fit into `budget` bytes.
 
-    Weight slots come first: each saves a gather in every step. All grad slots save reductions only where gradients are
-    accumulated.
+    Weight slots come first: each saves an all-gather in every step. All grad slots save reductions only where gradients
+    are accumulated.
 
     Returns:
         The plan, and the reason in a sentence.

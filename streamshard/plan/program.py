@@ -16,10 +16,11 @@ A visit is over when another unit is asked for, or the pass ends. So the program
 layers run, in which order, or how often.
 
 A unit is used out of order if the program has no visit of it left. Until the order of all units is known, ranks may do
-so differently: such a rank first issues the rest of the program, and then requests the unit, which all ranks gather.
+so differently: such a rank first issues the rest of the program, and then requests the unit, which all ranks
+all-gather.
 
-A resident unit does not share its slot: once gathered, any rank can use it at any time in the pass, without a
-collective. Until the order is known, resident units are gathered first, and ranks may use them in any order
+A resident unit does not share its slot: once all-gathered, any rank can use it at any time in the pass, without a
+collective. Until the order is known, resident units are all-gathered first, and ranks may use them in any order
 (`streamshard.plan.unit_order`).
 """
 
@@ -109,7 +110,7 @@ class Schedule:
             return []
         visit = self.find(unit)
         if visit is None and not self._turns[unit] and unit in self.visits:
-            return []  # resident, and gathered before
+            return []  # resident, and all-gathered before
         self._current = unit
         if visit is not None:
             self._is_outside = False
@@ -125,7 +126,7 @@ class Schedule:
         return not is_there and (self._turns[unit] or unit not in self.visits)
 
     def add_request(self, unit: int) -> None:
-        """The program is over, and all ranks gather `unit`, because a rank has requested it."""
+        """The program is over, and all ranks all-gather `unit`, because a rank has requested it."""
         self.log.append(unit)
         self.has_requests = True
 

@@ -1,13 +1,13 @@
 """The flat parameters of a unit, called segments: which of its parameters move together. Pure data.
 
-[Note: segments]
-A unit's parameters lie in *segments*. All parameters of a segment have one compute dtype and one storage dtype, and all
-of them train or none does. Most units have one segment. Each segment is one flat buffer, one all-gather and, if it
-trains, one reduction. A unit's all-gather is its segments' all-gathers in order, behind one fence. In a weight slot a
-unit's segments lie one after another; in a grad slot only those that train.
+[Note: flat parameters]
+A unit's parameters lie in *segments*. All parameters of a flat parameter have one compute dtype and one storage dtype,
+and all of them train or none does. Most units have one flat parameter. Each flat parameter is one flat buffer, one
+all-gather and, if it trains, one reduction. A unit's all-gather is its flat parameters' all-gathers in order, behind
+one fence. In a weight slot a unit's flat parameters lie one after another; in a grad slot only those that train.
 
 Trainable parameters are kept in fp32. Frozen parameters have no gradients to add up, so they keep their own dtype,
-unless layers compute in fp32. Where the storage dtype is the compute dtype, the main weights are the compute shard.
+unless layers compute in fp32. Where the storage dtype is the compute dtype, the main weights are the all-gather input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["PlannedSegment", "SegmentKind", "UnitLayout", "kind_of", "plan_units
 
 
 class SegmentKind(NamedTuple):
-    """What the parameters of a segment have in common.
+    """What the parameters of a flat parameter have in common.
 
     Attributes:
         trains: they need gradients when the model is sharded.
@@ -43,7 +43,7 @@ class SegmentKind(NamedTuple):
 
 
 def kind_of(dtype: torch.dtype, precision: Precision, *, trains: bool, in_fp32: bool) -> SegmentKind:
-    """The kind of a parameter's segment.
+    """The kind of a parameter's flat parameter.
 
     Args:
         dtype: the parameter's own.
@@ -59,7 +59,7 @@ def kind_of(dtype: torch.dtype, precision: Precision, *, trains: bool, in_fp32: 
 
 
 class PlannedSegment(NamedTuple):
-    """One segment, and where it lies.
+    """One flat parameter, and where it lies.
 
     Attributes:
         tag: its number among all of the model's: the same on all ranks, of its messages.
@@ -79,19 +79,19 @@ class PlannedSegment(NamedTuple):
 
     @property
     def weight_bytes(self) -> int:
-        """Of the whole segment in a weight slot."""
+        """Of the whole flat parameter in a weight slot."""
         return self.layout.padded_numel * self.kind.compute_dtype.itemsize
 
     @property
     def grad_bytes(self) -> int:
-        """Of the whole segment in a grad slot; none if it is frozen."""
+        """Of the whole flat parameter in a grad slot; none if it is frozen."""
         if not self.kind.trains:
             return 0
         return self.layout.padded_numel * self.kind.grad_dtype.itemsize
 
 
 class UnitLayout:
-    """The segments of one unit, those that train first. Made by `plan_units`.
+    """The flat parameters of one unit, those that train first. Made by `plan_units`.
 
     Args:
         name: fully qualified name of the unit's module; "" is the root's root unit.
@@ -104,7 +104,7 @@ class UnitLayout:
 
     @cached_property
     def params(self) -> tuple[ParamLayout, ...]:
-        """Of all segments, one after the other."""
+        """Of all flat parameters, one after the other."""
         return tuple(param for segment in self.segments for param in segment.layout.params)
 
     @property
@@ -114,7 +114,7 @@ class UnitLayout:
 
     @property
     def padded_numel(self) -> int:
-        """Elements of all segments."""
+        """Elements of all flat parameters."""
         return sum(segment.layout.padded_numel for segment in self.segments)
 
     @property

@@ -1,9 +1,10 @@
-"""The memory of one rank, all of it allocated once: slots of units, and this rank's shard of each segment.
+"""The memory of one rank, all of it allocated once: slots of units, and this rank's shard of each flat parameter.
 
-`Ledger` allocates. `WeightSlot` and `GradSlot` hold whole units. `SegmentShard` is what one rank owns of a segment's
-weights: the main weights, and the compute shard that its gathers send. The user's Parameter objects stay what they
-were, so an optimizer built before sharding keeps working; their data become pieces of the main weights. See
-[Note: slots] in `streamshard.plan.memory`, [Note: segments] in `streamshard.plan.segments`.
+`Ledger` allocates. `WeightSlot` and `GradSlot` hold whole units. `SegmentShard` is what one rank owns of a flat
+parameter's
+weights: the main weights, and the all-gather input that its all-gathers send. The user's Parameter objects stay what
+they were, so an optimizer built before sharding keeps working; their data become pieces of the main weights. See
+[Note: slots] in `streamshard.plan.memory`, [Note: flat parameters] in `streamshard.plan.segments`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Ledger:
 
         Args:
             category, numel, dtype: what, how much, of which type.
-            is_visible: whether other ranks may read it (compute shards, grad slots).
+            is_visible: whether other ranks may read it (all-gather inputs, grad slots).
         """
         with leave_inference_mode():
             if is_visible and self._allocate_visible is not None:
@@ -85,9 +86,10 @@ class WeightSlot:
     """A buffer for the weights of a whole unit. Owns its two fences.
 
     Attributes:
-        buffer: [bytes of its largest unit] uint8; with one rank, the compute shard of its unit's first segment.
+        buffer: [bytes of its largest unit] uint8; with one rank, the all-gather input of its unit's first flat
+            parameter.
         content: index of the unit whose weights it holds or is receiving; None if nobody's.
-        arrived: rule 1, set after the gather.
+        arrived: rule 1, set after the all-gather.
         released: rule 2, set after a unit's last use.
         is_shared: whether several units take turns in it.
     """
@@ -212,11 +214,11 @@ class ParamShard(NamedTuple):
         name: fully qualified name in the root model.
         aliases: further names of the same (tied) parameter.
         param: the user's Parameter; its data is the piece, of shape `SegmentLayout.local_shape`.
-        layout: where the whole parameter lies in its segment.
+        layout: where the whole parameter lies in its flat parameter.
         local: which elements of the flattened parameter this rank owns.
         dtype: the parameter's dtype before sharding.
         piece: the memory of the piece in the main weights, as StreamShard has put it under `param`.
-        segment: the layout of the segment that it is in.
+        segment: the layout of the flat parameter that it is in.
         ledger_of: what allocates the model's buffers.
     """
 
@@ -248,15 +250,15 @@ class ParamShard(NamedTuple):
 
 
 class SegmentShard:
-    """One segment's state on this rank. Owns nothing: buffers are the ledger's.
+    """One flat parameter's state on this rank. Owns nothing: buffers are the ledger's.
 
     Args:
         plan: what it is, and where it lies.
         ranks: names this rank and the shard group.
         ledger: allocates.
-        weights: [padded_numel] compute_dtype, the segment's part of a weight slot; None: with one rank, that computes
-            with the compute shard.
-        is_in_slot: no other unit uses the slot: the compute shard is this rank's range of it.
+        weights: [padded_numel] compute_dtype, the flat parameter's part of a weight slot; None: with one rank, that
+            computes with the all-gather input.
+        is_in_slot: no other unit uses the slot: the all-gather input is this rank's range of it.
 
     Attributes:
         tag: of its messages.
@@ -266,7 +268,7 @@ class SegmentShard:
         compute: [shard_numel] compute_dtype; `main` itself, if that is of the same dtype.
         weights: [padded_numel] compute_dtype, what layers compute with.
         params: filled by `add`.
-        is_in_slot: the compute shard is a range of a weight slot.
+        is_in_slot: the all-gather input is a range of a weight slot.
     """
 
     def __init__(
@@ -290,7 +292,7 @@ class SegmentShard:
 
     @property
     def gathers_main(self) -> bool:
-        """Whether gathers read the main weights, unless the user has put other memory under a parameter."""
+        """Whether all-gathers read the main weights, unless the user has put other memory under a parameter."""
         return self.main.dtype is self.kind.compute_dtype
 
     def add(
@@ -299,7 +301,7 @@ class SegmentShard:
         """Take over one parameter: `param` becomes this rank's piece of `full`.
 
         Args:
-            layout: the parameter's place in the segment.
+            layout: the parameter's place in the flat parameter.
             aliases: its further names.
             param: the user's Parameter; its data are replaced.
             full: [numel], the weights to shard, any dtype and device; None: it is empty, of NaN.
@@ -322,7 +324,7 @@ class SegmentShard:
         return shard
 
     def cast(self) -> None:
-        """Main weights to compute shard, for all gathers of the pass that begins. Runs on the compute stream.
+        """Main weights to all-gather input, for all all-gathers of the pass that begins. Runs on the compute stream.
 
         The user may have put other memory under a parameter (``p.data = ema``): then that is what is cast, and the main
         weights' own memory, which may be somebody's backup, is left alone.
