@@ -1,6 +1,6 @@
-"""Pieces to owners and back: the all-to-alls of one step of whole parameters, in rounds that overlap.
+"""The all-to-alls of one `WholeParameterOptimizer` step, from pieces to owners and back, in rounds that overlap.
 
-    pieces of gradients and weights -all-to-all-> whole on the owner -step-> new weights -all-to-all-> pieces
+    pieces of gradients and weights -all-to-all-> full on the owner -step-> new weights -all-to-all-> pieces
 
 `Rounds` owns the buffers and the fences. See [Note: rounds].
 
@@ -42,14 +42,14 @@ _DIGEST_RANGE = 1 << 24  # integers that fp32 holds exactly
 
 
 class WholeParam(NamedTuple):
-    """A sharded parameter that is stepped whole.
+    """A sharded parameter whose owner steps the full tensor.
 
     Attributes:
-        param: the user's, a piece.
-        piece: what it is a piece of.
-        owner: the rank of the shard group that steps it.
-        whole: on the owner, what its optimizer steps; None on other ranks.
-        cost: of its step.
+        param: the user's sharded parameter.
+        piece: which elements `param` has.
+        owner: the rank of the shard group that steps the parameter.
+        whole: on the owner, the [full shape] parameter that its optimizer steps; None on other ranks.
+        cost: the cost of its step.
     """
 
     param: nn.Parameter

@@ -60,8 +60,8 @@ class Piece(NamedTuple):
         start, stop: which elements of the flattened parameter this rank has.
         local_shape: of this rank's elements.
         ranks: of the shard group. Each has other elements; norms and sums are collectives of these ranks.
-        flat parameter, place: the layout, which says what the other ranks have.
-        ledger_of: the model's `Ledger` (see `streamshard.unit.slots`), None once the model is gone.
+        segment, place: the layouts of the flat parameter and of the parameter in it: which elements each rank has.
+        ledger_of: returns the model's `Ledger` (see `streamshard.unit.shard`), None once the model is gone.
         is_weight: the tensor is the parameter, or computed from it; else its gradient. All are cut at the same places.
         is_flat: the full tensor is flattened.
         life: of the memory of a gradient; None: the memory is the tensor's own.
