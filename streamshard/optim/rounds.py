@@ -5,12 +5,12 @@
 `Rounds` owns the buffers and the fences. See [Note: rounds].
 
 [Note: rounds]
-The pieces of a round are packed (compute stream), exchanged (comm), laid out as whole parameters and stepped (compute),
+The pieces of a round are packed (compute stream), exchanged (comm), laid out as full parameters and stepped (compute),
 their new weights are exchanged (comm) and copied to the pieces (compute). All rounds use the same buffers. The order on
 the compute stream is: lay out round k, pack round k + 1, step round k, finish round k - 1, send round k back. So while
 round k is stepped, round k + 1 travels to its owners and round k - 1 back, and each buffer is free when it is written
 again. Fences: rule 5 before each exchange (what it sends is written), rule 7 behind it (what arrives is complete). An
-owner's own pieces are not exchanged: they are copied to the whole parameters before the step and back behind it.
+owner's own pieces are not exchanged: they are copied to the full parameters before the step, and back afterwards.
 
 The length of a message follows from the plan alone, never from which parameters have a gradient, so ranks that
 disagree about gradients get an error and not messages of the wrong length. Behind the elements each rank sends each
@@ -79,7 +79,7 @@ class Rounds:
         ledger: allocates the buffers; they are freed with this object.
 
     Attributes:
-        address: of the memory of whole parameters and their gradients.
+        address: the address of the memory of full parameters and their gradients.
     """
 
     def __init__(self, rounds: Sequence[Sequence[WholeParam]], ranks: Ranks, ledger: Ledger) -> None:

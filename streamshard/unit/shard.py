@@ -40,7 +40,7 @@ class Ledger:
 
     Attributes:
         buffers: all of them, with what each is for.
-        rounds_bytes: what the plans of optimizers of whole parameters take, for the memory report.
+        rounds_bytes: bytes of the rounds of `WholeParameterOptimizer`s, for the memory report.
     """
 
     def __init__(self, streams: Streams, allocate_visible: Callable[..., torch.Tensor] | None = None) -> None:
