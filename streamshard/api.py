@@ -1,4 +1,4 @@
-"""StreamShard, the class users see. How a model is sharded is in `build`, what happens in a step in `engine`."""
+"""The class `StreamShard` and the functions users call. `build` shards the model, `engine` runs a step."""
 
 from __future__ import annotations
 
@@ -46,33 +46,34 @@ __all__ = [
 class StreamShard(Uncopyable):
     """Shard a model in place and stream its layers through two buffers. Returns the same object.
 
-    The returned model is the one given: same class name, attributes, ``forward`` signature and state-dict names, and
-    ``isinstance(model, StreamShard)``. Where it has a method or child by the name of one below, it keeps it, and ours
-    is ``StreamShard.name(model, ...)``. Outside forward and backward its parameters are the very Parameter objects it
-    had before, of the full shape to whoever asks. Their memory is this rank's piece of the fp32 main weights.
-    What is frozen when the model is sharded has no main grads, and stays in the dtype that it came in. All ranks must
-    freeze the same parameters, and call forward and backward the same number of times.
+    The model keeps its class name, attributes, ``forward`` signature and state-dict names, and becomes an instance of
+    `StreamShard`. If it already has a method or child with the name of a method below, it keeps its own, and
+    StreamShard's is ``StreamShard.name(model, ...)``. Parameters stay the same Parameter objects: outside of forward
+    and backward ``p.shape`` is the full shape, and the memory holds this rank's piece of the fp32 main weights.
+
+    Parameters that are frozen when the model is sharded have no main grads, keep their dtype (unless layers compute in
+    fp32), and cannot train later. All ranks must freeze the same parameters, and call forward and backward equally
+    often.
 
     Args:
         module: the model, the same on every rank, on the CPU or one accelerator. From the CPU it moves to this rank's
             accelerator if there is one that the process group can serve, unless `mesh` is one of CPUs. Parameters and
-            buffers on the meta device get room there, and are empty: `load_safetensors` or `init_weights` fills them.
-        units: what is gathered and reduced together: module classes or modules, or names of either
-            (``"LlamaDecoderLayer"``, ``"lm_head"``), one or several; or
-            None: the repeated children of every ModuleList, ModuleDict or Sequential that holds a twentieth of the
-            weights (embeddings not counted) or a million parameters a child, and beside these layers what is large, if
-            its parameters are not tied: a transformers model's input and output embeddings, and modules with half as
-            many parameters as a layer. The rest forms the root unit; warns if that is more than a quarter of the
-            weights.
-        resident: modules whose weights code reads outside of their own layer's forward: names, modules or classes,
-            one or several. Each gets slots of its own, is gathered once in a step and in place from then on, as
-            embeddings and heads are. The parameters of a module inside a layer lie in the root unit.
+            buffers on the meta device get memory there without values: `load_safetensors` or `init_weights` fills them.
+        units: the modules to all-gather and reduce as one unit each: classes, modules, or names of either
+            (``"LlamaDecoderLayer"``, ``"lm_head"``), one or several. None: the repeated children of each ModuleList,
+            ModuleDict or Sequential that holds a twentieth of the weights (embeddings not counted) or a million
+            parameters per child; and large modules beside these layers, if their parameters are not tied: a
+            transformers model's input and output embeddings, and modules with half as many parameters as a layer.
+            All other parameters form the root unit; warns if these are more than a quarter of the weights.
+        resident: modules whose weights are read outside of their own layer's forward: names, modules or classes, one or
+            several. Each gets slots of its own, is all-gathered once in a step and then stays in place, as embeddings
+            and heads do. The parameters of a module inside a layer move to the root unit.
         mesh: a 1-D DeviceMesh or a process group to shard over, or a 2-D DeviceMesh, replicate x shard: shards within
             the second axis, averages gradients over the first (hybrid sharding). None takes the default group, made
             from the launcher's environment if there is none.
         precision: dtypes of weights, gradients and reductions; None is ``Precision()``, bf16 and fp32.
-        weight_slots: number of full-layer weight buffers that layers take turns in, at least 2. The last layers of
-            forward that fit stay for backward; with "all" nothing is gathered twice in a step (ZeRO-2).
+        weight_slots: number of buffers for the weights of streamed units, at least 2. The last layers of forward that
+            fit stay for backward; with "all" nothing is all-gathered twice in a step (ZeRO-2).
         grad_slots: likewise for gradients. With "all" they are accumulated locally inside `no_sync` and reduced once
             (ZeRO-1).
         memory_budget: instead of both numbers, what a rank may hold, Adam's moments included and activations not:
@@ -83,9 +84,9 @@ class StreamShard(Uncopyable):
         pad_units_to: make each unit's size a multiple of this many elements, and of N: Megatron's
             ``pad_buckets_for_high_nccl_busbw`` is ``2**16``, the message size that NCCL's rings like.
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
-            optimizer whose state is kept in blocks (8-bit moments: 4096) sees whole ones. Costs padding.
-        broadcast_weights: start from rank 0's weights, whose model may be the only one that is not on the meta device;
-            else every rank shards its own, which must be equal.
+            optimizer with state in blocks (8-bit moments: 4096) sees complete blocks. Costs padding.
+        broadcast_weights: start from rank 0's weights; the other ranks' models may be on the meta device. False: every
+            rank shards its own weights, which must be equal.
         check_grads: a backward that leaves nan or inf in a gradient on any rank raises `GradientError` on all of them.
             One collective and one wait of the host per backward. Not for fp16 with a loss scaler, which overflows now
             and then on purpose.
@@ -129,13 +130,14 @@ class StreamShard(Uncopyable):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate over the backwards inside: weights do not change, so slots' contents are not gathered again.
+        """Accumulate gradients over the backwards inside. Weights still in their slots are not all-gathered again.
 
-        One context around several micro-batches is faster than one around each, between which weights might change.
+        One context around several micro-batches is faster than one around each: between two contexts weights might
+        change.
 
-        With ``grad_slots="all"`` gradients stay where they are written and are reduced by the next backward outside;
-        until then ``zero_grad()`` drops them, and steps, clipping and reading raise. With fewer slots there is no room
-        for that: every backward reduces into the sharded fp32 main grads. The sum is the same.
+        With ``grad_slots="all"`` gradients wait in their slots, and the next backward outside reduces them. Until then
+        ``zero_grad()`` drops them, and steps, clipping and reading raise. With fewer slots every backward reduces into
+        the sharded fp32 main grads. The sum is the same.
         """
         self.set_requires_gradient_sync(False)
         try:
@@ -214,9 +216,8 @@ class StreamShard(Uncopyable):
         """Inside, parameters are full on every rank: original names and shapes, dtypes as outside. Collective.
 
         Args:
-            writeback: at the end, take over this rank's piece of whatever the full tensors hold then; if it ends by an
-                exception, of none.
-            with_grads: gradients are full as well, to look at.
+            writeback: at the end, copy this rank's piece of each full tensor back; nothing after an exception.
+            with_grads: gradients are full too, but read-only: no change is written back.
 
         Raises:
             ShardingError: inside a forward or backward, or inside itself; at the end, if what was done would be lost: a
@@ -229,16 +230,16 @@ class StreamShard(Uncopyable):
     def full_state_dict(self, rank0_only: bool = True) -> dict[str, Any]:
         """The whole model's state dict: original names and shapes, in CPU memory. Collective.
 
-        Weights are fp32; what is frozen is of the dtype that it is kept in.
-        One unit is gathered at a time. Hooks, overridden ``state_dict()`` methods and extra state of modules take part
-        and see whole tensors. Tied names share one tensor, non-persistent buffers are left out.
+        Weights are fp32; frozen parameters have their storage dtype. One unit is all-gathered at a time. Hooks,
+        overridden ``state_dict()`` methods and extra state of modules take part and see full tensors. Tied names share
+        one tensor; non-persistent buffers are left out.
 
         Args:
             rank0_only: other ranks get an empty dict.
 
         Raises:
-            ShardingError: on every rank, with the ranks and causes: a module's own part in it failed, or a rank has no
-                memory for the whole.
+            ShardingError: on every rank, with the ranks and causes: a module's own code failed, or a rank has too
+                little memory for the full model.
         """
         engine = engine_at_rest(self, "full_state_dict")
         return gather_state_dict(engine, self, rank0_only=rank0_only)
@@ -259,8 +260,8 @@ class StreamShard(Uncopyable):
     def check_weights(self) -> None:
         """Raise on all ranks unless all, replicas too, see the same weights and buffers, to the bit. Collective.
 
-        For when something is suspected, or every thousand steps: it gathers all weights and hashes them on the CPU.
-        Buffers that the next forward takes from rank 0 anyway, and caches that differ in shape, are left out.
+        All-gathers all weights and hashes them on the CPU: for debugging, or every thousand steps. Buffers that the
+        next forward takes from rank 0 anyway, and caches that differ in shape, are left out.
 
         Raises:
             RankMismatchError: names the first parameter or buffer that differs, and the ranks.
@@ -288,17 +289,17 @@ class StreamShard(Uncopyable):
     def _fqn_modifiers(self) -> dict[str, str]:
         # torch.distributed.checkpoint asks for this before it gets or sets a state dict.
         raise ShardingError(
-            "torch.distributed.checkpoint takes this rank's pieces of a StreamShard model for whole tensors: use "
-            "model.full_state_dict() and model.load_state_dict(whole), full_optimizer_state_dict and "
+            "torch.distributed.checkpoint takes this rank's pieces of a StreamShard model for full tensors: use "
+            "model.full_state_dict() and model.load_state_dict(full), full_optimizer_state_dict and "
             "load_optimizer_state_dict, or export_safetensors and load_safetensors. accelerate's "
             "load_checkpoint_in_model calls it: use load_safetensors(model, directory) in its place"
         )
 
 
 class _NotForDDP:
-    """For DistributedDataParallel, which asks a model which names to leave out before it looks at its parameters.
+    """Raises when DistributedDataParallel reads the names to leave out, which it does before it reads parameters.
 
-    Others look at all attributes, so that the error comes from reading the names only.
+    Reading the attribute itself does not raise: other libraries read all attributes.
     """
 
     def __iter__(self) -> Iterator[str]:
@@ -317,22 +318,23 @@ def export_safetensors(
 ) -> list[str]:
     """Write the weights in the Hugging Face layout, all ranks at once. Call it on every rank, with the same arguments.
 
-    Every rank writes its own bytes of each file; nothing is gathered, and a rank needs one chunk of extra memory
-    (8 MiB). Tensors are equal, byte for byte, to what `save_pretrained` of the same weights writes. For transformers
-    models the config is saved beside them. Readers of a directory that holds an earlier export find that one or the new
-    one, whole, at every moment, and after a run was killed at any. For that the numbered files of an export that
-    replaces another have a random token in their names, to which the index leads. A config is replaced right before the
-    weights.
+    Every rank writes its own bytes of each file; nothing is all-gathered, and a rank needs one chunk of extra memory
+    (8 MiB). Tensors are equal, byte for byte, to those that `save_pretrained` of the same weights writes. For
+    transformers models the config is saved too.
 
-    Of a PeftModel, or of a model with ``add_adapter``, the adapters are written as ``save_pretrained`` writes them: by
-    the first rank, which gets them from the others, in one file each.
+    An export over an earlier one is safe: at every moment, and after a kill, readers find the old weights or the new
+    ones, complete. For this purpose the numbered files of the new export have a random token in their names, which the
+    index lists. A config that differs is replaced right before the weights.
+
+    For a PeftModel, or a model with ``add_adapter``, only the adapters are written, as ``save_pretrained`` does: rank 0
+    gets them from the other ranks, and writes one file for each.
 
     Args:
         model: a model made by `StreamShard`.
         directory: on storage that all ranks share; made if it is not there.
-        dtype: of floating-point weights in the files, such as ``torch.bfloat16`` or ``"bfloat16"``; None is what each
-            parameter had before sharding.
-        max_shard_size: how large a file may be before the weights are split over several, such as ``"500MB"``.
+        dtype: of floating-point weights in the files, such as ``torch.bfloat16`` or ``"bfloat16"``; None: each
+            parameter's dtype before sharding.
+        max_shard_size: the largest size of a file, such as ``"500MB"``; more weights are split over several files.
 
     Returns:
         The names of the safetensors files and of their index.
@@ -341,7 +343,7 @@ def export_safetensors(
         ConfigError: `dtype` or `max_shard_size` cannot be read.
         CheckpointError: the files cannot be written, the model's class stores its weights in a way that does not
             consist of ranges of its parameters, or a module inside it has adapters. Raised on every rank; names the
-            rank on which it went wrong. An earlier export is still there then, or the new one is, whole.
+            rank on which it went wrong. The earlier export or the new one is then there, complete.
     """
     directory = parse_path("directory", directory)
     engine = engine_at_rest(not_a_layer(model), "export_safetensors")
@@ -354,22 +356,22 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, str
     """Load an export, or any safetensors directory in the Hugging Face layout. Call it on every rank.
 
     A rank reads the bytes it owns and converts them to fp32 chunk by chunk (8 MiB). Names must agree: each parameter
-    and persistent buffer is in the files, and nothing else is. For transformers' models they are what
-    ``from_pretrained`` makes of them: renamed, put together or taken apart, with or without the base model's prefix.
-    Of tied names one is enough; where the files have several, the first in the model's order counts.
+    and persistent buffer is in the files, and nothing else is. For transformers' models tensors are converted as by
+    ``from_pretrained``: renamed, merged or split, with or without the base model's prefix. One of several tied names is
+    enough; if the files have more, the first in the model's order counts.
 
-    Of a model that was sharded on the meta device, buffers that no file has (rotary tables) are computed by its own
-    initialisation, as by `init_weights`.
+    If the model was sharded on the meta device, buffers that no file has (rotary tables) are computed by the model's
+    own initialisation, as by `init_weights`.
 
-    Everything is checked on all ranks before a weight changes: the safetensors library accepts each file, its tensors
-    fit, and all ranks have opened the same files, whoever replaces them meanwhile. After that only the storage can
-    fail, or someone can write into a file in place: then the model holds some of the weights, and the error says so.
+    All ranks check before a weight changes that the safetensors library accepts each file, that its tensors fit, and
+    that all ranks have opened the same files. Afterwards only a failing storage, or a write into a file in place, can
+    stop the load: then the model holds some of the weights, and the error says so.
 
     Args:
         model: a model made by `StreamShard`.
-        directory: holds ``model.safetensors``, or numbered files and their index, or links to such (a snapshot of the
+        directory: holds ``model.safetensors``, or numbered files and their index, or links to them (a snapshot of the
             hub); every rank can read it, or a copy.
-        strict: False: load what fits. The rest stays as it is, and what is empty then, empty.
+        strict: False: load the tensors that fit. Other parameters keep their values, or stay empty.
 
     Returns:
         Names that are ``missing``, ``unexpected`` or ``mismatched``; with `strict` there are none.
@@ -393,13 +395,13 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, str
 def init_weights(
     model: nn.Module, init: Callable[[nn.Module], object] | None = None, *, seed: int | None = None
 ) -> None:
-    """Give what is empty its first values, by the model's own initialisation. Call it on every rank.
+    """Give empty parameters and buffers values by the model's own initialisation. Call it on every rank.
 
-    Empty is what was on the meta device when the model was sharded, and has not been loaded since. What has values
-    keeps them. The initialisation runs once for each unit: weights of this unit are whole then, and all others on the
-    meta device, where writing does nothing and reading raises. Ranks draw different units, and each keeps its pieces of
-    all. Numbers are equal on any number of ranks, and of the model's own distribution; with other units they are
-    others. Random numbers drawn later are what they would have been.
+    A tensor is empty if it was on the meta device when the model was sharded, and was not loaded since. Other tensors
+    keep their values. The initialisation runs once for each unit: weights of this unit are full then, and all others on
+    the meta device, where writing does nothing and reading raises. Ranks draw different units, and each keeps its
+    pieces of all. The weights have the model's own distribution and are equal on any number of ranks; other `units`
+    give other numbers. The states of torch's random generators do not change.
 
     Args:
         model: made by `StreamShard`.
@@ -410,7 +412,7 @@ def init_weights(
 
     Raises:
         ShardingError: names a module whose ``init_weights`` or ``_init_weights`` takes arguments, parameters and
-            buffers that nothing fills, or what the initialisation does that would be lost. Then all is empty still.
+            buffers that nothing fills, or an action of the initialisation that would be lost. All stays empty then.
         ConfigError, RankMismatchError: `init` or `seed` cannot be used, or differ between ranks.
     """
     engine = engine_at_rest(not_a_layer(model), "init_weights", accepts_empty=True)
@@ -419,13 +421,13 @@ def init_weights(
 
 
 def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only: bool = True) -> dict[str, Any]:
-    """The whole state of `optimizer` as the unsharded model's would have it, in CPU memory. Call it on every rank.
+    """The full state of `optimizer`, as for the unsharded model, in CPU memory. Call it on every rank.
 
-    One unit's moments are gathered at a time, so no device holds more than that beside its own.
+    One unit's moments are all-gathered at a time, so no device holds more than these beside its own pieces.
 
     Args:
         model: a model made by `StreamShard`.
-        optimizer: of its parameters or some of them, elementwise.
+        optimizer: of its parameters or some of them: elementwise, or a `WholeParameterOptimizer`.
         rank0_only: other ranks get an empty dict.
 
     Returns:
@@ -433,7 +435,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only
         torch and ZeroRedundancyOptimizer load it.
 
     Raises:
-        ConfigError: it has no parameter of this model.
+        ConfigError: the optimizer has no parameter of this model.
         ShardingError: on every rank; names state that cannot be put together, or the rank that failed.
         RankMismatchError: the optimizer has other state on another rank.
     """
@@ -441,7 +443,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only
 
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
-    """Load a whole optimizer state, made on any number of ranks or without sharding. Call it on every rank.
+    """Load a full optimizer state, made on any number of ranks or without sharding. Call it on every rank.
 
     Args:
         model: a model made by `StreamShard`.

@@ -60,17 +60,17 @@ __all__ = ["shard_model"]
 
 
 class _Checked(NamedTuple):
-    """What one rank wants to shard, before it has heard of the others.
+    """One rank's plan, before it meets the other ranks.
 
     Attributes:
         settings: the user's.
-        here: where its parameters are.
-        device: where it will be trained.
-        budget: bytes, None if slots are counted.
+        here: the device of the parameters now.
+        device: the device that will train the model.
+        budget: ``memory_budget`` in bytes; None if the user gave numbers of slots.
         found: the units.
-        parts: by unit, that of the root unit first, its parameters: segment by segment, with what they have in common.
-        in_fp32: what computes in fp32 whatever the model does.
-        on_meta: names of its parameters and buffers that have no values.
+        parts: by unit, root unit first, its flat parameters: the kind and the parameters of each.
+        in_fp32: parameters and modules that compute in fp32 whatever ``param_dtype`` is.
+        on_meta: names of parameters and buffers without values.
     """
 
     settings: Settings
@@ -96,13 +96,13 @@ def shard_model(
 
     Args:
         base, module, units, resident, mesh: see there.
-        **given: what the user has said of `Settings`.
+        **given: the user's other arguments, fields of `Settings`.
     """
-    refuse_transforms()  # not together with other ranks: a transform wraps the tensors of collectives too
+    refuse_transforms()  # before meeting other ranks: a transform also wraps the tensors of collectives
     who = None if mesh is None else groups_of(mesh)
     try:
         checked = _check(module, units, resident, who, given)
-    except Exception as error:  # a predicate of the user's may raise anything
+    except Exception as error:  # the user's model, or an object in an argument, may raise anything
         if who is not None or dist.is_initialized():
             refuse_together(who.all_ranks if who is not None else None, error)
         raise
@@ -124,7 +124,7 @@ def shard_model(
 def _make_engine(
     module: nn.Module, checked: _Checked, ranks: Ranks, replicas: Replicas | None, empty: set[str]
 ) -> Engine:
-    """Plan, allocate what was planned, and cut the weights into shards, of all but those called `empty`."""
+    """Plan, allocate, and cut the weights into shards, except those whose names are in `empty`."""
     settings, found = checked.settings, checked.found
     layouts = _plan_layouts(found, checked.parts, ranks.world_size, settings)
     segments = [segment for layout in layouts for segment in layout.segments]
@@ -144,7 +144,7 @@ def _make_engine(
     def take(unit: int, segments: Sequence[SegmentShard]) -> None:
         for segment, (_, params) in zip(segments, checked.parts[unit], strict=True):
             _take_weights(segment, params, ranks, settings.broadcast_weights, empty, room)
-        if ranks.streams.module is not None:  # what the parameters took is the device's again, for whoever needs it
+        if ranks.streams.module is not None:  # give the memory of the full parameters back to the device
             ranks.streams.module.empty_cache()
 
     streamed = _allocate(sizing, plan, ranks, ledger, take)
@@ -158,7 +158,7 @@ def _make_engine(
 def _check(
     module: nn.Module, units: UnitsArgument, resident: ResidentArgument, who: Groups | None, given: Mapping[str, Any]
 ) -> _Checked:
-    """Everything that one rank can see by itself."""
+    """Check everything that needs no other rank."""
     _check_module(module)
     if all(is_meta(param) for param in params_of(module).values()):
         huggingface.tie_weights(module)
@@ -211,7 +211,7 @@ def _check_module(module: nn.Module) -> None:
 def _split(
     params: Sequence[FoundParam], precision: Precision, in_fp32: Collection[nn.Parameter]
 ) -> list[tuple[SegmentKind, list[FoundParam]]]:
-    """The segments of a unit: those that train first. See [Note: segments]."""
+    """The flat parameters of a unit, those that train first. See [Note: flat parameters]."""
     parts: dict[SegmentKind, list[FoundParam]] = {}
     for found in params:
         param = found.param
@@ -223,9 +223,9 @@ def _split(
 
 
 def _connect(who: Groups | None, here: torch.device, device: torch.device) -> tuple[Ranks, Replicas | None]:
-    """Meet the other ranks, none of which refuses its model."""
+    """Connect to the other ranks. All have accepted their models."""
     if device != here:
-        module_of(device).set_device(device)  # what the user makes from now on is there too
+        module_of(device).set_device(device)  # so that the user's next tensors are on this device too
     if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         warn_user(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 (Megatron's scripts set it) puts all streams of a GPU into one queue: "
@@ -242,7 +242,7 @@ def _connect(who: Groups | None, here: torch.device, device: torch.device) -> tu
 
 
 def _check_ranks_agree(ranks: Ranks, module: nn.Module, checked: _Checked) -> None:
-    """Compare what every rank is about to shard."""
+    """Raise unless all ranks are about to shard the same model in the same way."""
     settings = checked.settings.rows()
     rows = settings + [
         f"unit {index} {' = '.join(p.names)} {tuple(p.param.shape)} {p.param.dtype} "
@@ -265,10 +265,10 @@ def _check_ranks_agree(ranks: Ranks, module: nn.Module, checked: _Checked) -> No
 
 
 def _agree_on_empty(ranks: Ranks, on_meta: list[str], broadcast: bool) -> set[str]:
-    """The parameters and buffers that will be empty: what is on meta on the rank whose weights count.
+    """The parameters and buffers that will be empty: those on meta on rank 0, or on all ranks without a broadcast.
 
     Raises:
-        RankMismatchError: it has nothing where another rank has values, or every rank's count and they differ.
+        RankMismatchError: rank 0 has no values where another rank has some, or, without a broadcast, ranks differ.
     """
     if not ranks.any_rank(bool(on_meta)):
         return set()
@@ -292,7 +292,7 @@ def _agree_on_empty(ranks: Ranks, on_meta: list[str], broadcast: bool) -> set[st
 
 
 def _share_slots(found: Sequence[FoundUnit]) -> list[bool]:
-    """By unit, root unit first, whether it takes turns in the block slots. See [Note: slots]."""
+    """By unit, root unit first, whether the unit is streamed: it shares the block slots. See [Note: slots]."""
     kinds = Counter(type(layer) for unit in found for layer in unit.modules)
     return [False, *(not unit.is_resident and all(kinds[type(layer)] > 1 for layer in unit.modules) for unit in found)]
 
@@ -314,7 +314,7 @@ def _plan_layouts(
 
 
 def _choose_slots(sizing: Sizing, settings: Settings, budget: int | None, ranks: Ranks) -> tuple[SlotPlan, str]:
-    """The slots that were asked for, or as many as fit on the rank with the least memory; and why."""
+    """The slots that the user asked for, or as many as fit on the rank with the least memory; and the reason."""
     if budget is not None:
         return choose_slots(sizing, min(ranks.gather_objects(budget)))
     plan = plan_slots(sizing.shared, settings.weight_slots, settings.grad_slots)
@@ -329,7 +329,7 @@ def _scratch_numel(ranks: Ranks) -> Callable[[PlannedSegment, bool], int]:
 
 
 def _most_bytes(segments: Sequence[PlannedSegment]) -> int:
-    """More than other ranks can ever have to read: main weights, compute shards and both slots of all units in fp32."""
+    """An upper bound of the bytes that other ranks read: main weights, inputs, both slots of all units, all fp32."""
     return sum(16 * segment.layout.padded_numel + 4096 for segment in segments)
 
 
@@ -340,14 +340,15 @@ def _allocate(
     ledger: Ledger,
     take: Callable[[int, Sequence[SegmentShard]], None],
 ) -> list[StreamedUnit]:
-    """Slots, each as large as its largest unit, and the units that take turns in them.
+    """Allocate slots, each as large as its largest unit, and make the units.
 
-    Memory for gradients comes last. Then the model's own memory is free, because each unit's is when the next unit's
-    shards are allocated.
+    Memory for gradients is allocated last. By then the model's own memory is free: each unit's is freed before the next
+    unit's shards are allocated.
 
     Args:
-        sizing, plan, ranks, ledger: of the model.
-        take: called with a unit's index and its segments: fills them with the model's weights, and frees those.
+        sizing, plan, ranks, ledger: the model's.
+        take: called with a unit's index and its flat parameters: copies the model's weights into these, and frees the
+            model's memory.
     """
     is_alone = ranks.world_size == 1
     weight_slots = {} if is_alone else _allocate_weight_slots(sizing, plan, ranks, ledger)
@@ -384,7 +385,7 @@ def _allocate_weight_slots(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger:
     slots = {}
     for slot, n_bytes in largest_of(plan.weights, [layout.weight_bytes for layout in sizing.layouts]).items():
         mine = [unit for unit, number in enumerate(plan.weights) if number == slot]
-        # Slots of one unit each hold its compute shards, which other ranks read.
+        # Slots of one unit each hold its all-gather inputs, which other ranks read.
         buffer = ledger.allocate(Category.WEIGHT_SLOTS, n_bytes, torch.uint8, is_visible=plan.keeps_weights)
         is_streamed = any(plan.shared[unit] for unit in mine)
         slots[slot] = WeightSlot(buffer, ranks.streams, f"weight slot {slot}", is_shared=is_streamed)
@@ -392,7 +393,7 @@ def _allocate_weight_slots(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger:
 
 
 def _allocate_grad_slots(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> dict[int, GradSlot]:
-    """Grad slots, and the scratch beside them."""
+    """Allocate grad slots, and the scratch of their reductions."""
     slot_bytes = largest_of(plan.grads, [layout.grad_bytes for layout in sizing.layouts])
     needed = [sizing.scratch_bytes(unit, plan) for unit in range(len(sizing.layouts))]
     room = {number: Scratch(n_bytes, ledger) for number, n_bytes in largest_of(plan.scratch, needed).items()}
@@ -404,14 +405,14 @@ def _allocate_grad_slots(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: L
 
 
 def _fill(engine: Engine, module: nn.Module, checked: _Checked, empty: set[str]) -> set[str]:
-    """Views onto slots, buffers to the device.
+    """Make the unsharded parameters, and move buffers to the device.
 
     Args:
-        engine, module, checked: of the model.
-        empty: names of parameters and buffers that have no values on the rank that gives them.
+        engine, module, checked: the model's.
+        empty: names of parameters and buffers without values, see `_agree_on_empty`.
 
     Returns:
-        The names of this rank's buffers that have none.
+        The names of this rank's buffers without values.
     """
     for unit in engine.units:
         unit.make_views()
@@ -430,9 +431,9 @@ def _take_weights(
     empty: set[str],
     room: torch.Tensor,
 ) -> None:
-    """Cut rank 0's (or this rank's own) weights into pieces, one parameter at a time.
+    """Cut rank 0's weights (or this rank's own) into pieces, one parameter at a time.
 
-    `room` receives what rank 0 sends of a parameter that is on meta here.
+    `room` receives a parameter from rank 0 if it is on meta here.
     """
     for found, layout in zip(params, segment.layout.params, strict=True):
         full, param = None, found.param.detach()
@@ -447,7 +448,7 @@ def _take_weights(
 
 
 def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Buffers to the device, floating-point ones to `dtype`; what is one buffer under two names stays one."""
+    """Move buffers to the device, floating-point ones in `dtype`. One buffer under two names stays one buffer."""
     placed: dict[torch.Tensor, torch.Tensor] = {}
     for owner in modules_inside(module):
         for name, buffer in owner._buffers.items():
@@ -455,7 +456,7 @@ def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype |
                 continue
             if buffer not in placed:
                 cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
-                with torch.no_grad():  # a copy that autograd knew of would be no leaf
+                with torch.no_grad():  # with autograd the copy would be no leaf
                     placed[buffer] = _room_for(_trainable(buffer), device, cast)
                 if buffer.requires_grad:
                     placed[buffer].requires_grad_()
@@ -463,7 +464,7 @@ def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype |
 
 
 def _room_for(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`tensor` on `device`; of one on meta what it would be, of NaN."""
+    """`tensor` on `device`; for a tensor on meta a new tensor of its shape, filled with NaN."""
     if not is_meta(tensor):
         return tensor.to(device=device, dtype=dtype)
     room = torch.zeros_like(tensor, device=device, dtype=dtype)

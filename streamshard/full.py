@@ -1,4 +1,4 @@
-"""Full tensors: parameters for a while, state dicts; and gradients clipped by the norm of all ranks."""
+"""Full tensors inside `summon_full_params`, full state dicts, and gradient clipping by the norm over all ranks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = ["clip_grads", "gather_state_dict", "summon", "under_params"]
 
 @contextlib.contextmanager
 def under_params(engine: Engine, full: Mapping[ParamShard, torch.Tensor]) -> Iterator[None]:
-    """Inside, the full tensors lie under their parameters, without gradients; afterwards the pieces do again.
+    """Inside, parameters hold the tensors of `full`, without gradients; afterwards they hold their pieces again.
 
     Args:
         engine: the model's.
-        full: by parameter, [shape] on any device. This rank's own: no other rank takes part.
+        full: by parameter, [full shape] on any device. No collective: other ranks need not call this.
     """
     before = [(shard.param, data_of(shard.param), grad_of(shard.param), piece_of(shard.param)) for shard in full]
     engine.set_whole(True)
@@ -55,8 +55,8 @@ def summon(engine: Engine, *, writeback: bool, with_grads: bool) -> Iterator[Non
     """See `StreamShard.summon_full_params`.
 
     Raises:
-        ShardingError: inside, a forward or an optimizer's step; at the end, with every piece back in its place, a
-            tensor of another shape that was to be written back, or a changed gradient, which would be lost.
+        ShardingError: inside, from a forward or an optimizer's step; at the end, after all pieces are back, if a
+            tensor to be written back has another shape, or a gradient has changed, which would be lost.
     """
     full: dict[ParamShard, torch.Tensor] = {}
     for unit in engine.units:
@@ -98,7 +98,7 @@ def summon(engine: Engine, *, writeback: bool, with_grads: bool) -> Iterator[Non
 
 
 def _gather_grads(engine: Engine) -> dict[ParamShard, torch.Tensor]:
-    """Full gradients, [shape] of the parameter's dtype. Collective."""
+    """Full gradients, [full shape] in the parameter's dtype, on this device. Collective."""
     refuse_unreduced((shard.param for shard in engine.param_shards), "summon_full_params(with_grads=True)")
     full: dict[ParamShard, torch.Tensor] = {}
     for unit in engine.units:
@@ -132,7 +132,7 @@ def gather_state_dict(engine: Engine, model: nn.Module, *, rank0_only: bool) -> 
             if wanted and failure is None:
                 found = zip(unit.params, tensors, strict=True)
                 full.update((shard, tensor.to("cpu", copy=True)) for shard, tensor in found if tensor is not None)
-        except Exception as error:  # such as too little memory on the one rank that wants it: others gather on
+        except Exception as error:  # such as too little memory on the one rank that wants it: others go on
             failure = error
     states: list[dict[str, Any]] = []
 
@@ -145,7 +145,7 @@ def gather_state_dict(engine: Engine, model: nn.Module, *, rank0_only: bool) -> 
 
 
 def _state_dict_of(engine: Engine, model: nn.Module, full: Mapping[ParamShard, torch.Tensor]) -> dict[str, Any]:
-    """The model's ``state_dict()`` with full tensors, of new memory on the CPU, under the parameters; all copied."""
+    """The model's ``state_dict()`` while parameters hold full tensors. Every tensor is in new memory on the CPU."""
     with under_params(engine, full):
         state: dict[str, Any] = model.state_dict()
     new = {tensor.untyped_storage().data_ptr() for tensor in full.values()}

@@ -1,12 +1,11 @@
-"""`init_weights`: a model from the meta device gets its weights from its own initialisation, with no rank holding it.
+"""`init_weights`: runs the initialisation of a model from the meta device, with one full unit per rank in memory.
 
 [Note: initialising unit by unit]
-The model's initialisation runs once for each unit. In such a run modules hold stand-ins for their parameters: those of
-this unit's empty parameters are whole and in memory, all others are on the meta device, where whatever is written does
-nothing, and whatever is read raises. So a parent may write to its children's weights (torchtitan's ``init_weights()``,
-GPT-2's ``c_proj``), and a rank has one unit in memory. Each unit has a seed of its own, which follows from the user's
-and the unit's number, so that numbers do not depend on how many ranks there are. Ranks take the units in turns, and
-broadcast what they have drawn.
+The model's initialisation runs once for each unit. During a run modules hold stand-ins for their parameters. Those of
+this unit's empty parameters are full and in memory. All others are on the meta device, where writes do nothing and
+reading values raises. So a parent may write to its children's weights (torchtitan's ``init_weights()``, GPT-2's
+``c_proj``), and a rank has one unit in memory. Each unit has its own seed, derived from the user's seed and the unit's
+number, so the weights do not depend on the number of ranks. Different ranks draw different units, and broadcast them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _DOING = "initialise the model"
 
 
 def initialise(engine: Engine, model: nn.Module, init: Init | None, seed: int | None) -> None:
-    """What `streamshard.init_weights` does to `model`, of `engine`."""
+    """See `streamshard.init_weights`; `engine` is the engine of `model`."""
     if init is not None and not callable(init):
         raise ConfigError(f"init={init!r}: wanted a function that is called with each module, or None")
     seed = _agree_on_seed(engine, seed)
@@ -49,18 +48,18 @@ def initialise(engine: Engine, model: nn.Module, init: Init | None, seed: int | 
         compute_buffers(engine, model, init, seed, strict=True)
         _fill_params(engine, model, init, seed)
     except Exception:
-        engine.set_empty(before)  # two calls' numbers shall not be mixed
+        engine.set_empty(before)  # the next call draws all again: weights of two calls must not be mixed
         raise
 
 
 def compute_buffers(
     engine: Engine, model: nn.Module, init: Init | None = None, seed: int = 0, *, strict: bool = False
 ) -> None:
-    """Fill empty buffers, tables that no file has, by a run that changes nothing else. Collective.
+    """Fill empty buffers, such as rotary tables, which are in no file. Changes nothing else. Collective.
 
     Args:
         engine, model, init, seed: see `initialise`.
-        strict: raise if one is left empty.
+        strict: raise if a buffer stays empty.
     """
     empty = {name: buffer for name, buffer in buffers_of(model).items() if name in engine.empty}
     if not engine.ranks.any_rank(bool(empty)):
@@ -85,7 +84,7 @@ def compute_buffers(
 
 
 def _fill_params(engine: Engine, model: nn.Module, init: Init | None, seed: int) -> None:
-    """Each rank draws a unit at a time, and all take their pieces of what each has drawn."""
+    """Each rank draws one unit at a time and broadcasts it; every rank takes its pieces."""
     ranks = engine.ranks
     units = [[shard for shard in unit.params if shard.name in engine.empty] for unit in engine.units]
     seeds = torch.randint(2**62, (len(units),), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
@@ -138,14 +137,14 @@ def _run(
     """Run the model's initialisation; see [Note: initialising unit by unit].
 
     Args:
-        engine, model: of one another.
-        init: called with each module, its children first; None: what the model's classes do.
-        shards: the parameters to be drawn.
-        buffers: those to be computed; all others are afterwards what they were.
-        seed: of all random numbers.
+        engine, model: the model and its engine.
+        init: called with each module, children first; None: the methods of the model's classes.
+        shards: the parameters to draw.
+        buffers: the buffers to compute, by name; all others keep their values.
+        seed: of all random numbers in this run.
 
     Returns:
-        By name, the whole parameters: [shape] in their own dtype on the device.
+        By name, the full parameters: [full shape] in their dtype before sharding, on the device.
     """
     device = engine.streams.device
     stand_ins = {shard.param: _stand_in(shard, torch.device("meta")) for shard in engine.param_shards}
@@ -184,7 +183,10 @@ def _run(
 
 
 def _initialise(module: nn.Module, init: Init | None, needed: set[nn.Module]) -> None:
-    """As ``nn.Module.apply``, children first, with those of `needed`; a class that initialises all inside is asked."""
+    """Initialise the modules in `needed`, children first, as ``nn.Module.apply`` would.
+
+    A module whose class initialises everything inside it (transformers, torchtitan) does so instead.
+    """
     if module not in needed:
         return
     if init is None and huggingface.is_transformers_model(module):
@@ -204,7 +206,7 @@ def _initialise(module: nn.Module, init: Init | None, needed: set[nn.Module]) ->
 
 
 def _own_init(module: nn.Module) -> Callable[[], object] | None:
-    """The module's ``init_weights()``, of itself and all inside, if it can be called so (torchtitan's convention)."""
+    """The module's ``init_weights``, for itself and all inside, if it needs no arguments (torchtitan's convention)."""
     method = getattr(module, "init_weights", None)
     if not callable(method):
         return None
@@ -234,12 +236,12 @@ def _around(root: nn.Module, tensors: Sequence[torch.Tensor]) -> set[nn.Module]:
 
 
 def _refuse_unclear(module: nn.Module, name: str, needed: set[nn.Module], *, is_clear: bool = False) -> None:
-    """Raise before anything is drawn if a class has an initialisation that would not be called as it is meant.
+    """Raise before anything is drawn if a class has an initialisation that cannot be called as intended.
 
     Args:
-        module, name: where to look.
-        needed: modules with something empty in them.
-        is_clear: a module around it initialises it.
+        module, name: a module and its name; searched with all inside.
+        needed: modules with empty parameters or buffers inside.
+        is_clear: a module around `module` initialises it.
 
     Raises:
         ShardingError: names the module, and says what to do.
@@ -267,7 +269,7 @@ def _refuse_unclear(module: nn.Module, name: str, needed: set[nn.Module], *, is_
 
 
 def _refuse_left(names: Sequence[str], model: nn.Module, what: str) -> None:
-    """Raise if the initialisation has left anything of `names`, which it was to fill."""
+    """Raise if `names`, the tensors that the initialisation has left empty, has any."""
     if names:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         kind = type(model.get_submodule(names[0].rpartition(".")[0])).__name__
@@ -283,7 +285,7 @@ def _refuse_left(names: Sequence[str], model: nn.Module, what: str) -> None:
 
 
 def _stand_in(shard: ParamShard, device: torch.device) -> nn.Parameter:
-    """What stands for the whole parameter: NaN, which shows what is left; on meta nothing."""
+    """A stand-in for the full parameter: [full shape], NaN to show what stays unfilled; on meta without values."""
     data = torch.full(shard.layout.shape, math.nan, dtype=shard.dtype, device=device)
     stand_in = nn.Parameter(data, requires_grad=shard.param.requires_grad)
     stand_in.__dict__.update({key: value for key, value in vars(shard.param).items() if key != huggingface.INITIALISED})
@@ -292,10 +294,10 @@ def _stand_in(shard: ParamShard, device: torch.device) -> nn.Parameter:
 
 @contextlib.contextmanager
 def _standing_in(model: nn.Module, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
-    """Inside, modules have `stand_ins` for parameters; under names that transformers ties to others, one of no use.
+    """Inside, modules hold `stand_ins` for parameters. Names that transformers ties to others get one on meta.
 
     Raises:
-        ShardingError: at the end, if the initialisation has put another parameter in the place of one.
+        ShardingError: at the end, if the initialisation has replaced a parameter.
     """
     tied = {
         join_names(prefix, name)
@@ -328,7 +330,7 @@ def _standing_in(model: nn.Module, stand_ins: Mapping[nn.Parameter, nn.Parameter
 
 @contextlib.contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Inside, random numbers are those that follow ``torch.manual_seed(seed)``; outside they go on as they were."""
+    """Inside, random numbers are those after ``torch.manual_seed(seed)``; generators get their old states back."""
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
         torch.default_generator.manual_seed(seed)
@@ -339,7 +341,7 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kept(engine: Engine, model: nn.Module, names: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Afterwards the buffers of `names` are on the device, and all others are what they were."""
+    """Afterwards the buffers of `names` are on the device, and all others have their old values."""
     values = {buffer: buffer.clone() for name, buffer in buffers_of(model).items() if name not in names}
     before = [
         (module, key, buffer)

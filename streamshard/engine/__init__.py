@@ -1,1 +1,1 @@
-"""When everything happens: passes, their schedules, and what torch tells of them."""
+"""When each transfer happens: forwards, backwards, reductions, and the hooks by which torch reports."""

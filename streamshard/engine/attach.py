@@ -1,7 +1,7 @@
-"""What stands in the modules of a sharded model: watched classes, two sets of parameters, and state-dict hooks.
+"""What sharding changes in a model's modules: their classes, their `_parameters` dicts, and state-dict hooks.
 
-`attach` puts it there, as the last step of sharding. While a unit's layer runs, its modules hold unsharded parameters;
-otherwise they hold `OutsideParameters`.
+`attach` makes these changes, as the last step of sharding. While a unit's layer runs, the layer's modules hold
+unsharded parameters. At other times they hold `OutsideParameters`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ __all__ = ["attach"]
 
 
 def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engine, in_fp32: InFp32) -> None:
-    """Register compute views beside the sharded parameters, and watch units and the modules around them.
+    """Prepare unsharded parameters to replace the sharded ones, and watch units and the modules around them.
 
     Args:
-        base: what the class of `root` derives from as well.
+        base: becomes a base class of the class of `root`.
         root: the user's model.
-        found: its units, in the order of the engine's, which begin with the root unit.
+        found: the units of `root`, in the order of ``engine.units[1:]``.
         engine: complete, with weights.
-        in_fp32: what computes in fp32 whatever the model does.
+        in_fp32: parameters and modules that compute in fp32 whatever ``param_dtype`` is.
     """
     take_gradients(engine)
     views = {shard.param: view for unit in engine.units for shard, view in zip(unit.params, unit.views, strict=True)}
     for param, view in views.items():
-        view.__dict__ = param.__dict__  # what people set on a parameter (a multiplier, a tag) is on either
+        view.__dict__ = param.__dict__  # an attribute that the user sets on one (a multiplier, a tag) is on both
     owner = owners_of(found)
     layers: dict[nn.Module, StreamedUnit] = {}
     places: dict[nn.Parameter, Place] = {}
@@ -87,7 +87,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
 
 
 def _input_dtypes(root: nn.Module, precision: Precision, in_fp32: InFp32) -> Callable[[nn.Module], torch.dtype | None]:
-    """What floating-point inputs of a watched module are cast to; None leaves them."""
+    """A function from a watched module to the dtype for its floating-point inputs; None leaves inputs as they are."""
     listed, alone = in_fp32.modules, in_fp32.params
 
     def dtype(module: nn.Module) -> torch.dtype | None:
@@ -95,7 +95,7 @@ def _input_dtypes(root: nn.Module, precision: Precision, in_fp32: InFp32) -> Cal
             return None
         if module in listed:
             return torch.float32
-        # What a class keeps in fp32 takes what it is given: its own code casts, and so does torch's batch norm.
+        # Modules that their own class keeps in fp32 get inputs uncast: their code casts, as torch's batch norm does.
         own = params_of(module).values()
         return None if alone and own and alone.issuperset(own) else precision.param_dtype
 
@@ -115,12 +115,12 @@ def _weakly(structure: Structure) -> Callable[[], None]:
 def _bind_views(
     unit: StreamedUnit, module: nn.Module, views: Mapping[nn.Parameter, nn.Parameter], engine: Engine
 ) -> None:
-    """Let `module` hold compute views while `unit` is bound: in its register, and in lists and dicts of its own.
+    """Let `module` hold unsharded parameters while `unit` is bound: in ``_parameters``, and in its lists and dicts.
 
-    RNNs keep their weights in a list for cuDNN, with weak references to notice other ones, people keep lists for
-    convenience. Of `views` those that are in place whenever the unit is bound count, its own and the root unit's.
+    RNNs keep their weights in a list for cuDNN, and weak references to them. Users keep lists for convenience. Such
+    lists get unsharded parameters of `unit` and of the root unit: both are in place whenever `unit` is bound.
     """
-    if isinstance(module, nn.RNNBase):  # would move what lies in a slot to memory of its own, in one piece as there
+    if isinstance(module, nn.RNNBase):  # flatten_parameters() would move weights out of the slot
         module.__dict__["flatten_parameters"] = _do_nothing
     sharded = module._parameters
     if any(param is not None for param in sharded.values()):
@@ -133,9 +133,9 @@ def _bind_views(
 
 
 def _with_views(value: Any, views: Mapping[nn.Parameter, nn.Parameter], depth: int = 3) -> Any:
-    """`value`, or if it is a container with parameters of `views`, `depth` deep at most, a copy with their views.
+    """`value` with each parameter in `views`, and each weak reference to one, replaced by the unsharded parameter.
 
-    Likewise for weak references to parameters.
+    Containers are searched `depth` deep, and copied only if they hold such a parameter.
     """
     if isinstance(value, nn.Parameter):
         return views.get(value, value)
@@ -161,17 +161,17 @@ def _do_nothing() -> None:
 
 
 class Place(NamedTuple):
-    """Where a weight is: the number of its unit, and of the parameter in it."""
+    """Where a weight is: the index of its unit, and of the parameter in the unit."""
 
     unit: int
     param: int
 
 
 def ask(engine_of: Callable[[], Engine | None], place: Place, name: str) -> None:
-    """Somebody computes with a weight that is absent: it is in place afterwards. See [Note: absent weights].
+    """Put the unit of an absent weight in place, because code computes with the weight. See [Note: absent weights].
 
     Raises:
-        ShardingError: its unit takes turns; or no pass is under way.
+        ShardingError: the unit is streamed, or no pass is under way.
     """
     engine = engine_of()
     if engine is None or (phase := engine.current) is None:
@@ -189,17 +189,18 @@ def ask(engine_of: Callable[[], Engine | None], place: Place, name: str) -> None
 
 
 class OutsideParameters(dict[str, Any]):
-    """A module's sharded parameters: what stands in it while it is not bound, where a plain dict of views would.
+    """The ``_parameters`` dict of a module that is not bound: its sharded parameters.
 
-    Inside a pass look-ups answer with compute views: resident units arrive, others are absent ([Note: absent weights]).
-    Lists of parameters wait for nobody: who asks for the dtype of the first needs no weights.
+    Inside a pass a look-up gives the unsharded parameter. That of a resident unit is all-gathered first, that of a
+    streamed unit is absent ([Note: absent weights]). ``items()`` and ``values()`` all-gather nothing:
+    ``next(module.parameters()).dtype`` needs no weights.
 
-    Outside, reading a piece is what optimizers, initialisations and logs do. Who computes with one as a layer would
-    hears so when he does it (see `streamshard.unit.sharded_parameter`).
+    Outside of a pass a look-up gives the sharded parameter, for optimizers, initialisations and logs. The sharded
+    parameter itself refuses computations that need the full tensor (see `streamshard.unit.sharded_tensor`).
 
     Args:
         params: name to sharded parameter.
-        places: of all parameters.
+        places: where each parameter of the model is.
         engine: the model's.
     """
 
@@ -213,7 +214,7 @@ class OutsideParameters(dict[str, Any]):
         self._places: dict[Any, Place] = {param: places[param] for param in params.values() if param is not None}
 
     def __getitem__(self, key: str) -> Any:
-        """The parameter `key`, as it is for the time being."""
+        """The unsharded parameter `key` inside a pass, the sharded one outside."""
         engine = self._engine_of()
         place = self._places.get(self.get(key))
         if place is not None and engine is not None and engine.current is not None:
@@ -221,7 +222,7 @@ class OutsideParameters(dict[str, Any]):
         return super().__getitem__(key)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """What was looked up may be put back (``torch.func.functional_call`` does): as the sharded parameter again."""
+        """As in a dict; ``torch.func.functional_call`` may put an unsharded parameter back, which becomes sharded."""
         engine = self._engine_of()
         for param, place in self._places.items():
             if engine is not None and value is _view(engine, place):
@@ -229,7 +230,7 @@ class OutsideParameters(dict[str, Any]):
         super().__setitem__(key, value)
 
     def items(self) -> Any:
-        """As `__getitem__`, for ``module.parameters()`` inside a forward; a backward's hooks see what is sharded."""
+        """Unsharded parameters inside a forward, for ``module.parameters()``; else, as in backward's hooks, sharded."""
         engine, items = self._engine_of(), super().items()
         if engine is None or engine.phase is None or not engine.phase.is_forward:
             return items
@@ -253,7 +254,7 @@ def _view(engine: Engine, place: Place) -> nn.Parameter:
 
 @skip  # torch.compile breaks its graph where weights are read
 def _read(engine: Engine, place: Place) -> nn.Parameter:
-    """What code that looks a weight up inside a pass gets."""
+    """The unsharded parameter at `place`, for a look-up inside a pass. A resident unit is all-gathered first."""
     phase = engine.current
     if phase is not None and not engine.units[place.unit].is_streamed:
         untraced(phase.read, engine.units[place.unit])
@@ -261,7 +262,7 @@ def _read(engine: Engine, place: Place) -> nn.Parameter:
 
 
 class BeforeSaving:
-    """Before ``state_dict()``: no module computes, whose weights would be another layer's a moment later."""
+    """Runs before ``state_dict()`` and raises inside a pass: other layers would overwrite the weights in the slots."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -271,17 +272,18 @@ class BeforeSaving:
         if self._engine.is_computing:
             raise ShardingError(
                 f"state_dict() of {prefix or type(module).__name__!r} inside a forward or backward, or in a thread "
-                "beside one: layers hold gathered weights, in memory that takes turns. Call it between steps"
+                "beside one: layers hold all-gathered weights, in slots that other layers use next. Call it between "
+                "steps"
             )
         self._engine.refuse_empty("state_dict()")
 
 
 class LoadWhole:
-    """Before ``load_state_dict`` copies: cut whole tensors into this rank's pieces, and note what has values now.
+    """Runs before ``load_state_dict`` copies: cuts full tensors into this rank's pieces, and notes what has values now.
 
     Args:
-        engine: of the model.
-        name: of the module in the model.
+        engine: the model's.
+        name: the module's name in the model.
     """
 
     def __init__(self, engine: Engine, name: str) -> None:
@@ -304,7 +306,7 @@ class LoadWhole:
         if self._engine.is_computing:
             raise ShardingError(
                 f"load_state_dict() of {prefix or type(module).__name__!r} inside a forward or backward, or in a "
-                "thread beside one: it would load into gathered weights. Call it between steps"
+                "thread beside one: it would load into all-gathered weights. Call it between steps"
             )
         for key, param in module._parameters.items():
             name = prefix + key
@@ -314,7 +316,7 @@ class LoadWhole:
             if metadata.get("assign_to_params_buffers", False):
                 raise ShardingError(
                     f"load_state_dict(assign=True) would replace the sharded parameter {shard.name!r}: leave assign "
-                    "away, whole tensors are cut into pieces and copied"
+                    "away, full tensors are cut into pieces and copied"
                 )
             what = shard.what(self._engine.ranks)
             if param.shape == value.shape:
@@ -329,10 +331,10 @@ class LoadWhole:
                 continue
             errors.append(
                 f"StreamShard: {shard.name!r} has shape {what.shape}, in the state dict it has {tuple(value.shape)}. "
-                "Wanted are whole tensors, from full_state_dict() or an unsharded model, or this rank's own pieces, "
+                "Wanted are full tensors, from full_state_dict() or an unsharded model, or this rank's own pieces, "
                 f"{tuple(shard.piece.shape)}, from state_dict() on as many ranks"
             )
-            state_dict[name] = param.detach()  # nothing is copied, and torch has nothing to say about shapes
+            state_dict[name] = param.detach()  # copies the parameter to itself, so torch reports no other shape
         for key, buffer in module._buffers.items():
             value = None if key in module._non_persistent_buffers_set else state_dict.get(prefix + key)
             if buffer is not None and isinstance(value, torch.Tensor) and value.shape == buffer.shape:

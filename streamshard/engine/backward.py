@@ -44,7 +44,7 @@ class Backward(Phase):
         engine: whose units it goes through.
 
     Attributes:
-        graph: of the pass that it has reached last; None if it has reached none.
+        graph: of the pass that this backward has reached last; None if it has reached none.
         computing: the unit whose backward is running; None between units.
     """
 
@@ -64,13 +64,13 @@ class Backward(Phase):
         Variable._execution_engine.queue_callback(at_end)
 
     def _unbind(self, _: object) -> None:
-        """Autograd drops the callback. After an exception layers hold the sharded parameters again. Any thread."""
+        """Autograd has dropped the callback. After an exception, reshard all units. Runs in any thread."""
         if self._engine.phase is self:
             self._engine.reshard_all()
 
     @property
     def has_ended(self) -> bool:
-        """Whether autograd is done with it. If it is still the engine's pass, an exception has ended it."""
+        """Whether autograd is done with this backward. If it is still the engine's pass, an exception has ended it."""
         return self._at_end() is None
 
     @property
@@ -129,7 +129,7 @@ class Backward(Phase):
         if visit is None:  # outside of the program, or needed again after its visit
             return
         if not unit.is_streamed and visit > self._next_visit:
-            return  # it needs no turn, and the visits before may still come
+            return  # resident: its weights stay, and the visits before may still come
         engine = self._engine
         self.computing = unit
         engine.observe(Moment.BACKWARD_BEGINS, unit.index)
@@ -168,7 +168,7 @@ class Backward(Phase):
         self._recompute(unit)
         self._recomputing.append(unit)
         self._engine.observe(Moment.RECOMPUTATION_BEGINS, unit.index)
-        if self.graph is None:  # of a graph that has nothing but parameters of the root unit
+        if self.graph is None:  # the backward has only met parameters of the root unit
             self.graph = Graph({ROOT_UNIT: self._engine.root_unit.versions()})
         return Use(unit, self.graph, unit.versions())
 
@@ -193,9 +193,9 @@ class Backward(Phase):
         """Copy a gradient into the unit's gradient slot (rule 3).
 
         Args:
-            unit: of the parameter.
-            param_index: of the parameter, in the unit.
-            grad: [shape of the unsharded parameter], complete as far as this graph goes.
+            unit: the parameter's unit.
+            param_index: index of the parameter in the unit.
+            grad: [shape of the unsharded parameter], any float dtype; the sum over all uses in this graph.
         """
         engine = self._engine
         if self.computing is not unit and unit.is_streamed:
@@ -245,9 +245,9 @@ class Backward(Phase):
                 hook(param)
 
     def recover(self) -> None:
-        """See `Phase`. All gradients of the model are discarded: of some ranks and parameters they are incomplete.
+        """See `Phase`. Discard all gradients of the model: some are incomplete.
 
-        What the program has left is issued first, so that ranks that failed at different points stay in step.
+        The rest of the program is issued first, so that ranks that failed at different points stay in step.
         """
         if self.is_current:
             return
@@ -307,7 +307,7 @@ def pre_backward(engine: Engine, use: Use) -> None:
     """Backward is about to read the weights of a unit. Any number of calls for one use.
 
     Raises:
-        ShardingError: a graph is made of this backward, or it runs inside a forward, and the weights will not stay.
+        ShardingError: ``create_graph=True``, or a backward inside a forward, and the unit's weights leave their slot.
     """
     unit, phase = use.unit, engine.phase
     if type(phase) is Backward and phase.computing is unit and unit.is_bound and not (use.is_inside or phase.has_ended):
@@ -365,7 +365,7 @@ def _on_grad(engine: Engine, unit: StreamedUnit, param_index: int, grad: torch.T
 
 
 class _BeginBackward:
-    """Prehook of a graph node: backward comes to an output of the model. Keeps what the graph has to remember."""
+    """Prehook of a graph node: backward comes to an output of the model. Keeps the `Graph` alive with the node."""
 
     __slots__ = ("_engine", "_graph")
 
@@ -404,7 +404,7 @@ def watch_node(node: Any, engine: Engine, origin: Graph | Use) -> None:
 
 
 def run_empty_backward(engine: Engine, graph: Graph) -> None:
-    """A backward through `graph` in which no parameter gets a gradient: its collectives, with zeros."""
+    """Run a backward through `graph` without any gradient: all its collectives, with zeros."""
     loss = torch.zeros((), requires_grad=True) * 1.0
     watch_node(loss.grad_fn, engine, graph)
     loss.backward()

@@ -1,9 +1,9 @@
-"""Buffers: whole on every rank. Those of the state (persistent ones) are rank 0's when a forward begins.
+"""Buffers, which are full on every rank. Persistent ones are broadcast from rank 0 before a forward.
 
-As under DistributedDataParallel (torch/nn/parallel/distributed.py, ``_sync_buffers``): before a forward of the whole
-model, if the one before it trained and was synchronised, rank 0 broadcasts them. What a forward writes (batch norm's
-statistics) stays this rank's own until then. Buffers that are not saved (rotary tables, masks, caches) are rank 0's
-when the model is sharded, and each rank's own from then on: nothing is sent for them.
+As under DistributedDataParallel (torch/nn/parallel/distributed.py, ``_sync_buffers``), rank 0 broadcasts persistent
+buffers before a forward of the whole model, if the forward before trained and was outside of ``no_sync()``. Until
+then each rank keeps what its own forward has written (batch norm's statistics). Non-persistent buffers (rotary
+tables, masks, caches) are broadcast once, when the model is sharded, and are each rank's own afterwards.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from streamshard.torch_private import is_traceable_wrapper_subclass
 
 __all__ = ["BufferSync", "buffers_of", "check_buffers", "describe_state", "digest"]
 
-_ALIGNMENT = 16  # bytes, of each buffer in a message: the largest element
+_ALIGNMENT = 16  # bytes, the start of each buffer in a message: the largest element (complex128) has 16
 
 
 class _Place(NamedTuple):
-    """Where a buffer is registered, and its shape and dtype, which stay."""
+    """Where a buffer is registered, and the shape and dtype that it has to keep."""
 
     owner: weakref.ref[nn.Module]
     key: str
@@ -37,15 +37,15 @@ class _Place(NamedTuple):
 
 
 class BufferSync:
-    """Keeps the state's buffers equal. Owns nothing.
+    """Keeps persistent buffers equal on all ranks. Owns nothing.
 
     Args:
         root: the model.
-        ranks: of all ranks that have them.
+        ranks: all ranks of the model, replicas included.
     """
 
     def __init__(self, root: nn.Module, ranks: Ranks) -> None:
-        self._root_of = weakref.ref(root)  # which holds the engine that holds this
+        self._root_of = weakref.ref(root)  # weak: the model holds the engine, and the engine holds this object
         self._ranks = ranks
         self._state: dict[str, _Place] = {}
         self._is_due = True
@@ -62,10 +62,10 @@ class BufferSync:
         """Take over the model's buffers. Collective.
 
         Args:
-            send: let all ranks have rank 0's now, where their shape and dtype are the same on all ranks.
+            send: broadcast from rank 0 each buffer that has the same shape and dtype on all ranks.
 
         Returns:
-            The names of those that are rank 0's now.
+            The names of the buffers that were broadcast.
         """
         buffers = buffers_of(self._root)
         self._state = {name: self._place_of(name, buffers[name]) for name in _state_of(self._root, buffers)}
@@ -78,14 +78,14 @@ class BufferSync:
         return set(same)
 
     def before_pass(self, *, trains: bool, source: int) -> None:
-        """A forward of the whole model begins: if the last one trained, every rank gets the source's buffers.
+        """A forward of the whole model begins: if the last one trained, broadcast the source's persistent buffers.
 
         Args:
-            trains: this one has gradients, and is not inside ``no_sync()``.
-            source: number of the rank whose buffers count.
+            trains: this forward has gradients, and is not inside ``no_sync()``.
+            source: number of the rank whose buffers are broadcast.
 
         Raises:
-            ShardingError: a buffer of the state has come, gone, or has another shape or dtype.
+            ShardingError: a persistent buffer was added or removed, or has another shape or dtype.
         """
         if self._ranks.total_size == 1:
             return
@@ -95,7 +95,7 @@ class BufferSync:
         self._forwards += 1
 
     def sync(self, source: int) -> None:
-        """Every rank gets the state's buffers of rank number `source` now. Collective."""
+        """Broadcast the persistent buffers of rank number `source` now. Collective."""
         try:
             if self._forwards == 1:
                 self._refuse_new()
@@ -106,7 +106,7 @@ class BufferSync:
         self._send(buffers, source)
 
     def equal_ones(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers that have to be equal on all ranks now: not those that the next forward takes from the source."""
+        """Names and persistent buffers, if they have to be equal on all ranks now; none if a broadcast is due."""
         if not self._is_due:
             yield from ((name, self._find(name, place)) for name, place in self._state.items())
 
@@ -140,7 +140,7 @@ class BufferSync:
         return buffer
 
     def _send(self, buffers: Mapping[str, torch.Tensor], source: int) -> None:
-        """One broadcast. Written behind autograd's back: a graph may have saved what is overwritten, as under DDP."""
+        """Broadcast `buffers` in one message. Writes to ``.data``: a graph may have saved a buffer, as under DDP."""
         starts, nbytes = [], 0
         for buffer in buffers.values():
             starts.append(nbytes)
@@ -165,10 +165,10 @@ class BufferSync:
 
 
 def check_buffers(root: nn.Module) -> None:
-    """Raise if a buffer is none that ranks can send to each other. One on the meta device will be.
+    """Raise if ranks cannot send a buffer to each other. A buffer on the meta device is accepted.
 
     Raises:
-        ShardingError: it is sparse, quantized, expanded, not initialised, or a tensor made of tensors.
+        ShardingError: a buffer is sparse, quantized, expanded, lazy, or a tensor subclass made of other tensors.
     """
     for name, buffer in buffers_of(root).items():
         if problem := _problem_with(buffer):
@@ -176,7 +176,7 @@ def check_buffers(root: nn.Module) -> None:
 
 
 def describe_state(root: nn.Module) -> list[str]:
-    """The name, shape and dtype of each buffer that belongs to the state: the same on all ranks."""
+    """A line with name, shape and dtype of each persistent buffer, to compare ranks by."""
     buffers = buffers_of(root)
     return [f"buffer {name} {tuple(buffers[name].shape)} {buffers[name].dtype}" for name in _state_of(root, buffers)]
 
@@ -188,7 +188,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def _problem_with(buffer: torch.Tensor) -> str:
-    """Why ranks cannot send it to each other; "" if they can."""
+    """Why ranks cannot send `buffer` to each other; "" if they can."""
     if is_lazy(buffer):
         return "is not initialised: call the model once before it is sharded"
     if buffer.layout is not torch.strided or buffer.is_quantized or is_traceable_wrapper_subclass(buffer):
@@ -209,7 +209,7 @@ def buffers_of(root: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _state_of(root: nn.Module, buffers: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """The names of those that belong to the state."""
+    """The names of the persistent ones among `buffers`."""
     for name in buffers:
         owner, _, key = name.rpartition(".")
         if key not in root.get_submodule(owner)._non_persistent_buffers_set:

@@ -1,4 +1,4 @@
-"""Main weights become compute shards: when they may have changed, between one pass's gathers and the next one's."""
+"""The cast of main weights to all-gather inputs, between the all-gathers of one pass and those of the next."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ __all__ = ["Casts"]
 
 
 class Casts:
-    """Takes over weights as the user has left them. Owns the two fences between passes.
+    """Casts weights as the user has left them, if they may have changed. Owns the two fences between passes.
 
     Args:
         units: all units.
-        ranks: move their bytes.
+        ranks: the shard group, whose transport all-gathers.
 
     Attributes:
-        check_structure: raises if the model is not what was sharded; called before each cast.
-        is_synced: False inside ``no_sync()``: weights cannot have changed since the last pass, so what slots hold is
-            reused.
+        check_structure: raises if modules or parameters were exchanged since sharding; called before each cast.
+        is_synced: False inside ``no_sync()``: weights do not change between passes, so slots' contents are reused.
     """
 
     def __init__(self, units: Sequence[StreamedUnit], ranks: Ranks) -> None:
@@ -48,24 +47,24 @@ class Casts:
             self._are_current = False
 
     def match(self, *, is_synced: bool, are_due: bool) -> None:
-        """Let the next pass be as it is on other ranks. Arguments: see the attributes."""
+        """Set `is_synced` and `are_due` to the values of other ranks, for the next pass."""
         self.is_synced = is_synced
         self._are_current = not are_due
 
     def begin_pass(self) -> None:
-        """A pass is about to gather."""
+        """A pass is about to all-gather: cast, if weights may have changed."""
         if not self._are_current or self._versions != [unit.versions() for unit in self._units]:
             self.cast()
 
     def end_pass(self) -> None:
-        """A pass has gathered all that it will."""
+        """A pass has issued its last all-gather. Wait for readers of the main weights: the user may write now."""
         if any(segment.gathers_main for unit in self._units for segment in unit.segments):  # the user may edit now
             self._drain_gathers()
             self._await_readers()
         self._are_current = not self.is_synced
 
     def cast(self) -> None:
-        """Main weights to compute shards (rules 5 and 6)."""
+        """Cast main weights to all-gather inputs (rules 5 and 6). Compute stream; collective."""
         for observer in self._ranks.streams.observers:
             observer.on_moment(Moment.CAST_BEGINS, None)
         self.check_structure()
@@ -79,7 +78,7 @@ class Casts:
         if not self.is_synced:
             self._versions = [unit.versions() for unit in self._units]
         self._cast_done.record()
-        self._cast_done.wait()  # rule 5: no gather reads what is still being cast
+        self._cast_done.wait()  # rule 5: no all-gather reads an input that is still being cast
         with self._ranks.guard("the start of a forward"):
             self._ranks.transport.publish_shards([segment.compute for unit in self._units for segment in unit.segments])
         for observer in self._ranks.streams.observers:
@@ -93,4 +92,4 @@ class Casts:
     def _await_readers(self) -> None:
         with self._ranks.guard("waiting for all ranks between two forwards"):
             self._gathers_done.record(self._ranks.transport.retract_shards())
-            self._gathers_done.wait()  # rule 6: no cast writes what a gather still reads
+            self._gathers_done.wait()  # rule 6: no cast writes an input that an all-gather still reads

@@ -132,7 +132,7 @@ class Engine:
         plan: which unit uses which slot.
         why_slots: why there are so many slots, for reports.
         ranks: the shard group.
-        ledger: allocates buffers.
+        ledger: owns all device buffers.
         buffers: keeps the model's buffers equal on all ranks.
         sizing: dtypes and sizes, for reports.
         reductions: takes gradients.
@@ -142,7 +142,7 @@ class Engine:
         phase: the pass under way; None between passes.
         order: of units, in which the next pass all-gathers them.
         inputs: see `Inputs`.
-        is_whole: parameters hold full tensors, see `set_whole`.
+        is_whole: parameters hold full tensors, inside ``summon_full_params``; see `set_whole`.
         empty: names of the parameters and buffers that still have no values, see `set_empty`.
         shared_spans: the addresses of the slots that units share, first and last (exclusive) of each.
         shared_range: the addresses between which all of these lie.
@@ -184,7 +184,7 @@ class Engine:
 
     @property
     def streams(self) -> Streams:
-        """On which compute and communication run."""
+        """The streams on which compute and communication run."""
         return self.ranks.streams
 
     @property
@@ -199,7 +199,7 @@ class Engine:
 
     @property
     def segments(self) -> list[SegmentShard]:
-        """Of all units, in the order of their tags."""
+        """This rank's part of every flat parameter, in the order of their tags."""
         return [segment for unit in self.units for segment in unit.segments]
 
     @property
@@ -216,7 +216,7 @@ class Engine:
 
     @property
     def is_computing(self) -> bool:
-        """Whether a forward or a backward is under way, in whatever thread."""
+        """Whether a forward or a backward is under way, in any thread."""
         return self.phase is not None
 
     @property
@@ -245,7 +245,7 @@ class Engine:
             is_whole_model: the model is called, not a part of it. As under DDP, a part leaves buffers alone.
 
         Raises:
-            ShardingError: it cannot; says why.
+            ShardingError: a forward cannot begin; says why.
         """
         self.recover()
         if self.is_whole:
@@ -258,7 +258,7 @@ class Engine:
             warn_user(
                 "autocast around layers that compute with fp32 weights: autograd keeps a half-precision copy of each "
                 "weight until backward, in the end the whole model's, on every rank. Without autocast, "
-                "Precision(param_dtype=torch.bfloat16) keeps none, and gathers half as many bytes"
+                "Precision(param_dtype=torch.bfloat16) keeps none, and all-gathers half as many bytes"
             )
         refuse_transforms()
         self.streams.refuse_capture()

@@ -1,7 +1,8 @@
 """The state and the class of a sharded model's modules.
 
-Each module that has units or parameters of the root unit gets a `Handle`. Its class becomes a subclass of the same
-name, which reports calls (`streamshard.engine.hooks`) and refuses what would take pieces for whole parameters.
+Each layer of a unit, and each module that has units inside or parameters of the root unit, gets a `Handle`. The
+module's class becomes a subclass of the same name, which reports calls (`streamshard.engine.hooks`) and refuses methods
+that would take pieces for full parameters.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Handle(NamedTuple):
     """The one attribute that StreamShard sets on a module.
 
     Attributes:
-        engine: of the model.
-        unit: the module is a layer of it. None for a wrapper module, which has units inside or root parameters.
+        engine: the model's.
+        unit: the unit whose layer the module is. None for a wrapper module: it has units inside or root parameters.
         units: indices of the units inside the module, its own included.
         cast_dtype: floating-point inputs are cast to it; None leaves them as they are.
         output_dtype: floating-point outputs are cast to it; None leaves them as they are.
@@ -82,7 +83,7 @@ def engine_of(model: nn.Module) -> Engine:
 
 
 def not_a_layer(model: nn.Module) -> nn.Module:
-    """Return `model`, which a function is given as a whole.
+    """Return `model`, for a function that takes whole models only.
 
     Raises:
         ShardingError: `model` is a layer of a sharded model.
@@ -108,7 +109,7 @@ def engine_at_rest(model: nn.Module, what: str, *, accepts_empty: bool = False) 
         accepts_empty: the function may run while weights have no values.
 
     Raises:
-        ShardingError: `model` was not sharded, a forward or backward is under way, or parameters are whole or empty.
+        ShardingError: `model` was not sharded, a forward or backward is under way, or parameters are full or empty.
     """
     engine = engine_of(model)
     engine.recover()
@@ -119,7 +120,7 @@ def engine_at_rest(model: nn.Module, what: str, *, accepts_empty: bool = False) 
         )
     if engine.is_whole:
         raise ShardingError(
-            f"{what} inside summon_full_params, where parameters are whole on every rank: call it outside, or use "
+            f"{what} inside summon_full_params, where parameters are full on every rank: call it outside, or use "
             "torch's own functions (state_dict(), torch.nn.utils.clip_grad_norm_)"
         )
     if not accepts_empty:
@@ -138,11 +139,11 @@ def watched_class(original: type, base: type, registered: frozenset[str] = froze
 
     If both classes have a method of one name, ``model.name`` is the user's and ``base.name(model)`` is StreamShard's.
     The same holds for names of parameters, buffers and children. Neither the ``__init_subclass__`` of `original` nor
-    its metaclass hears of the subclass: such code wants arguments, or keeps registers by name.
+    its metaclass runs for the subclass: such code wants arguments, or keeps registers by name.
 
     Args:
         original: the module's class.
-        base: comes before it.
+        base: comes before `original` in the bases.
         registered: names of the module's parameters, buffers and children.
     """
     names = _names_taken(base)

@@ -1,7 +1,7 @@
-"""torch's calls become engine events here; no state but what a handle names.
+"""Turns calls of modules and autograd's use of saved tensors into engine events. Owns no state.
 
-The watched class of a module has a ``__call__`` that reports to the engine. Unlike forward hooks this is exact about
-exceptions, sits outside of what ``module.compile()`` compiles, and outside of what a checkpointing layer recomputes.
+The watched class of a module has a ``__call__`` that reports to the engine. Unlike a forward hook, ``__call__`` sees
+every exception, and is neither compiled by ``module.compile()`` nor recomputed by a checkpointing layer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 
 
 class _Watched(Uncopyable):
-    """Mixed in before the class of units and shells."""
+    """Comes before the class of a layer or wrapper module, and reports its calls."""
 
     @skip
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +52,7 @@ class _Watched(Uncopyable):
 
 
 def watch(module: nn.Module, handle: Handle, base: type | None = None) -> None:
-    """Replace `module`'s class by a watched one that also derives from `base`, and register its handle."""
+    """Replace `module`'s class by a watched one that also derives from `base`, and set its handle."""
     watched = watched_class(type(module), base or _Watched, registered_names(module))
     module.__dict__[HANDLE] = handle
     object.__setattr__(module, "__class__", watched)  # the module's own __setattr__ may refuse, or record, changes
@@ -63,7 +63,7 @@ def watch(module: nn.Module, handle: Handle, base: type | None = None) -> None:
 
 @skip
 def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a module that has units inside or parameters of the root unit: the outermost one makes the pass."""
+    """Call a wrapper module, which has units inside or root parameters. The outermost call is the forward pass."""
     engine = handle.engine
     if engine.current is not None:
         return call(*args, **kwargs)
@@ -83,7 +83,7 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
         raise
     finally:
         graph = untraced(forward.finish, error)
-        error = None  # whose traceback has this frame, and with it the graph that the forward has left
+        error = None  # its traceback refers to this frame, which would keep the forward's graph alive
     if graph is not None:
         untraced(_watch_outputs, output, (), engine, graph)
     return output if handle.output_dtype is None else untraced(_cast, output, handle.output_dtype)
@@ -91,7 +91,7 @@ def call_shell(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], 
 
 @skip
 def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a layer of a unit: its weights are in place before, and its outputs tell backward to need them again."""
+    """Call a layer of a unit. The unit's weights are in place before; its outputs' nodes will report in backward."""
     engine, unit, phase = handle.engine, handle.unit, handle.engine.current
     assert unit is not None
     if phase is None:  # called by itself, outside of the model's forward
@@ -116,9 +116,9 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
 
 
 def compute_in_fp32(module: nn.Module) -> None:
-    """Let `module`, a part of a layer or of what is outside of layers, be given fp32, and give on what it was given.
+    """Let `module`, which is no unit, compute in fp32: cast its inputs to fp32, and its outputs to the inputs' dtype.
 
-    Nothing around it notices. Around units it is not needed: whoever takes what they give casts it.
+    Code around the module sees no difference. Units need no such cast: the module that takes their outputs casts.
     """
     method = module.forward
     # Not the bound method, which would keep the module that keeps it.
@@ -136,18 +136,18 @@ def compute_in_fp32(module: nn.Module) -> None:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Let calls of ``module.name(...)`` be passes, as calls of the module are: with whole weights, and gradients.
+    """Let calls of ``module.name(...)`` be passes, as calls of the module are: with full weights, and gradients.
 
     For methods beside ``forward`` that compute with the module's own weights: ``encode``, ``get_image_features``.
-    Methods that only call layers need nothing, nor does anything that runs inside a forward.
+    Methods that only call layers, or run only inside a forward, need no registration.
 
     Args:
         module: a model made by `StreamShard`, a layer of it that is a unit, or a module around them.
-        name: of the method.
+        name: the method's name.
 
     Raises:
         ShardingError: `module` is not sharded, or is a part of a layer.
-        ConfigError: it has no such method.
+        ConfigError: `module` has no such method.
     """
     handle = handle_of(module)
     if handle is None:
@@ -173,14 +173,15 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[None]:
-    """Saved-tensor hooks for what computes with the weights of `use`'s unit. See [Note: pre-backward].
+    """Saved-tensor hooks around a layer that computes with the weights of `use`'s unit. See [Note: pre-backward].
 
-    For units in slots that are shared. Only the innermost pair of hooks is called by autograd, so everything that is
-    not a weight is passed on to the pair that was active outside (checkpointing, ``save_on_cpu``). autograd does not
-    check versions of packed tensors, so that is done here. A node's own output, packed as it is, would keep the node
-    and be kept by it, a cycle that Python's collector does not see: so tensors are packed detached, and autograd puts
-    the graph back when it unpacks. Closures: they are called for every saved tensor, and find local names faster than
-    attributes.
+    Autograd calls only the innermost pair of hooks. So tensors that are not weights go on to the pair that was active
+    outside (checkpointing, ``save_on_cpu``). Autograd does not check versions of packed tensors, so `unpack` does.
+
+    Tensors are packed detached, and autograd puts the graph back when it unpacks: a node's own output, packed as it is,
+    and the node would keep each other alive, a cycle that Python's collector does not see.
+
+    The hooks are closures: they run for every saved tensor, and find local names faster than attributes.
     """
     slot, spans, (lowest, highest) = use.unit.weight_slot, engine.shared_spans, engine.shared_range
     first_byte, last_byte = slot.first_byte, slot.last_byte
@@ -226,7 +227,7 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
 
 
 def _refuse_stale(tensor: torch.Tensor, unit: StreamedUnit) -> NoReturn:
-    """A layer of `unit` computes with `tensor`, which is, or was, a weight of another unit."""
+    """Raise: a layer of `unit` computes with `tensor`, which is, or was, a weight of another streamed unit."""
     name = name_of_weight(tensor if tensor._base is None else tensor._base)
     what, where = ("a weight", "") if name is None else (repr(name), f", {advice(name)}")
     raise ShardingError(
@@ -272,8 +273,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """`value` with ``change(tensor)`` for every tensor in it: itself, or in dicts, lists, tuples and dataclasses.
 
-    What holds another tensor afterwards is a new object, but for dicts of a class of their own, such as transformers'
-    outputs, which nobody else knows how to make: they are changed in place.
+    A container with a changed tensor becomes a new object. Dicts of other classes, such as transformers' outputs, are
+    changed in place: their constructors are unknown.
     """
     if isinstance(value, torch.Tensor):
         return change(value)

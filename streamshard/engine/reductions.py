@@ -1,8 +1,8 @@
 """Gradients on their way out of a backward: into the gradient slot, over ranks, over replicas, to the optimizer.
 
-`Reductions` owns what is under way. `UsedParams` lets ranks agree on which parameters had a gradient: one that no rank
-used keeps ``grad = None``, so that the optimizer skips it, as under DistributedDataParallel. On CUDA only a rank that
-left a parameter out waits for this exchange: one that used all of its own needs to know nothing of the others.
+`Reductions` owns the reductions under way. `UsedParams` lets ranks agree on which parameters had a gradient. A
+parameter that no rank used keeps ``grad = None``, so the optimizer skips it, as under DistributedDataParallel. On CUDA
+the host of a rank that used all parameters does not wait for this exchange: its own flags are the answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from streamshard.unit.unit import StreamedUnit
 
 __all__ = ["Reductions", "UsedParams"]
 
-_FOUND = {1: "inf", 2: "nan"}  # by code, 0 is finite; of all ranks' codes the largest counts
+_FOUND = {1: "inf", 2: "nan"}  # by code; 0 is finite; the largest code of all ranks counts
 
 
 class Reductions:
@@ -31,10 +31,10 @@ class Reductions:
 
     Args:
         units: all units.
-        ranks: reduces.
+        ranks: the shard group, over which gradients are reduced.
         ledger: allocates the flags of `UsedParams`.
-        replicas: of a 2-D mesh.
-        checks_finite: `check_finite` does something.
+        replicas: averages main grads over the replicate axis; None on a 1-D mesh.
+        checks_finite: if False, `check_finite` does nothing.
 
     Attributes:
         due: indices of units whose reduction the program still has.
@@ -60,7 +60,7 @@ class Reductions:
         self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "main grads")
 
     def take(self, unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
-        """A complete gradient moves into the unit's grad slot, which is opened for it (rule 3)."""
+        """Copy or add `grad` [shape of the unsharded parameter] to the unit's grad slot; opens the slot (rule 3)."""
         if not unit.grads.is_open:
             self._open(unit)
         elif unit.grads.slot is None and self.replicas is not None:
@@ -72,7 +72,7 @@ class Reductions:
         slot = unit.grads.slot
         if slot is not None and slot.content is not None:  # gradients that come in several parts
             earlier = self._units[slot.content]
-            if earlier.index in self.due:  # not on every rank, perhaps: the program has one place for its reduction
+            if earlier.index in self.due:  # other ranks may not be here: they reduce it where the program has it
                 earlier.grads.park()
             else:
                 self.start(earlier)
@@ -82,7 +82,7 @@ class Reductions:
             unit.grads.open()
 
     def start(self, unit: StreamedUnit) -> None:
-        """The unit's gradients are all written (rule 4). Zeros where this rank has none: others may have some."""
+        """Reduce the unit, whose gradients are all written (rule 4). Parameters without a gradient here send zeros."""
         if not (unit.is_trainable or unit.grads.waits):
             return
         if not unit.grads.is_open:
@@ -97,13 +97,17 @@ class Reductions:
             self.replicas.add(unit, work)
 
     def start_late_ones(self) -> None:
-        """Reduce gradients of blocks that came after their unit's turn."""
+        """Reduce gradients that came after the reduction of their unit, except those of the root unit."""
         for unit in self._units[1:]:
             if unit.grads.has_unreduced:
                 self.start(unit)
 
     def finish(self) -> list[nn.Parameter]:
-        """Let the optimizer go on once all is reduced; the parameters that have a new gradient."""
+        """Let the compute stream wait for all reductions, and set ``.grad``.
+
+        Returns:
+            The parameters that have a new gradient.
+        """
         reduced = [unit for unit in self._units if unit.grads.reductions]
         self.used.start()
         self.complete()
@@ -111,7 +115,7 @@ class Reductions:
         return [param for unit in reduced for param in unit.grads.finish(used[unit.index])]
 
     def complete(self) -> None:
-        """Wait for all that is under way."""
+        """Let the compute stream wait for all reductions and averages under way."""
         with self.ranks.guard("the last reductions of a backward"):
             if self.replicas is not None:
                 self.replicas.finish()
@@ -151,13 +155,13 @@ class Reductions:
 
 
 class UsedParams:
-    """The exchange of flags. Owns its fences, two for each stage.
+    """The exchange of one flag per parameter: whether it had a gradient. Owns its fences, two for each stage.
 
     Args:
         units: all units; each knows which of its parameters were used here.
-        ranks: exchanges within the shard group.
+        ranks: the shard group, the first stage.
         ledger: allocates [F] and [N * F] uint8, F the number of parameters; with R replicas [R * N * F] too.
-        replicas: exchanges what each shard group has found.
+        replicas: the replicate axis, the second stage; None on a 1-D mesh.
     """
 
     def __init__(self, units: Sequence[StreamedUnit], ranks: Ranks, ledger: Ledger, replicas: Ranks | None) -> None:
@@ -170,7 +174,7 @@ class UsedParams:
             count *= stage.world_size
             self._flags.append(ledger.allocate(Category.FLAGS, count, torch.uint8))
         self._sent: list[bool] = []
-        self._tag = sum(len(unit.segments) for unit in units)  # behind those of the segments
+        self._tag = sum(len(unit.segments) for unit in units)  # behind those of the flat parameters
         self._written = [
             Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "flags", stage.stream)
             for stage in self._stages
@@ -181,11 +185,11 @@ class UsedParams:
 
     @property
     def _stages(self) -> list[Ranks]:
-        """The exchanges, one after the other."""
+        """The communicators of the exchanges, in order; those of one rank are left out."""
         return [stage for stage in (self._ranks, self._replicas) if stage is not None and stage.world_size > 1]
 
     def start(self) -> None:
-        """Send this rank's flags. Compute stream; the exchange runs on the stream of who exchanges them."""
+        """Send this rank's flags: copied on the compute stream, exchanged on the stream of the first stage."""
         if not self._stages:
             return
         with self._ranks.guard("the exchange of which parameters were used"):
@@ -204,7 +208,7 @@ class UsedParams:
         self._arrived[stage].record(self._stages[stage].transport.start_gather(here, everywhere, self._tag))
 
     def finish(self) -> list[list[bool]]:
-        """For each unit, which parameters some rank used. On CUDA the host waits only if this rank left one out."""
+        """By unit, which parameters any rank used. On CUDA the host waits only if this rank left a parameter out."""
         here = [[grad.is_used for grad in unit.grads.params] for unit in self._units]
         if not self._stages:
             return here

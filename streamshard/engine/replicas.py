@@ -1,15 +1,15 @@
 """Hybrid sharding: main grads are averaged over the ranks that hold the same shard of other replicas of the model.
 
 The mesh is replicate x shard. Gradients are reduced within a shard group first, so what crosses the replicate axis is
-1/N of them, in fp32 (FSDP's HYBRID_SHARD, ZeRO++'s hierarchy). Averages run on a stream of their own, behind the
-unit's reduction and beside the gathers and reductions that follow, while backward goes on. See [Note: averages].
+1/N of them, in fp32 (FSDP's HYBRID_SHARD, ZeRO++'s hierarchy). Averages run on a stream of their own, after the
+unit's reduction and beside later all-gathers and reductions, while backward goes on. See [Note: averages].
 
 [Note: averages]
-A unit's gradients may come in several parts in one backward, each with a reduction. Averaging what has been averaged
-already changes nothing, so after each part all of the main grads are averaged: mean(mean(g) + h) = mean(g + h).
+A unit's gradients may come in several parts in one backward, each with a reduction. Averaging an average again changes
+nothing, so after each part all main grads of the unit are averaged: mean(mean(g) + h) = mean(g + h).
 
-Where the host itself has to complete a reduction before its average can start (not on accelerators), that is done when
-the next unit's reduction starts: by then its own is over.
+On CPUs the host has to complete a reduction before its average can start. It does so when the next unit's reduction
+starts: by then the first reduction is usually over.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Replicas:
     """The other holders of this rank's shard. Owns its fences.
 
     Args:
-        ranks: over the replicate axis.
+        ranks: the replicate axis.
 
     Attributes:
         averages_grads: False while replicas train on their own (local SGD).
@@ -47,7 +47,7 @@ class Replicas:
         self._reduced = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, what, target)
 
     def add(self, unit: StreamedUnit, reduction: Work | None) -> None:
-        """`unit`'s reduction has been started (None: on CUDA, or one rank has the whole shard)."""
+        """The reduction of `unit` was started. None: the host need not complete it (CUDA, or a shard group of one)."""
         self.flush()
         if not self.averages_grads:
             return
@@ -71,13 +71,13 @@ class Replicas:
             self._under_way[unit.index] = self._start([(grads.main, grads.tag) for grads in unit.grads.segments])
 
     def _start(self, tensors: Sequence[tuple[torch.Tensor, int | None]]) -> Fence:
-        """Start averages; the fence behind them."""
+        """Start averages of (tensor, message tag) pairs. Returns the fence after them."""
         averaged = Fence(self.ranks.streams, Rule.RESULTS_ARRIVED, StreamName.REPLICA, "averaged main grads")
         averaged.record(as_one([self.ranks.transport.start_average(tensor, tag) for tensor, tag in tensors]))
         return averaged
 
     def finish_average(self, unit: StreamedUnit) -> None:
-        """More gradients of `unit` are about to be written: its average comes first."""
+        """More gradients of `unit` are about to be written: wait for its average."""
         if self._last is unit:
             self.flush()
         if unit.index in self._under_way:
@@ -88,7 +88,7 @@ class Replicas:
         """Replace tensors by their means over replicas, on the compute stream: one collective for each part.
 
         Args:
-            parts: tensors of one dtype, any shape; the same ones on all replicas.
+            parts: each a list of tensors of one dtype, any shape; the same lists on all replicas.
         """
         under_way = []
         for tensors in parts:
@@ -105,7 +105,7 @@ class Replicas:
                     tensor.copy_(part.view(tensor.shape))
 
     def agree_on_warmup(self, warmup_steps: int) -> None:
-        """Local SGD begins after so many steps.
+        """Note that local SGD begins after `warmup_steps` steps.
 
         Raises:
             ConfigError: another optimizer of the same model has another number.
@@ -118,7 +118,7 @@ class Replicas:
         self._warmup_steps = warmup_steps
 
     def finish(self) -> None:
-        """The backward is over: averages that are under way come before whatever is next on the compute stream."""
+        """The backward is over: let the compute stream wait for all averages."""
         self.flush()
         under_way, self._under_way = self._under_way, {}
         for averaged in under_way.values():

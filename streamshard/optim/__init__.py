@@ -1,4 +1,4 @@
-"""Optimizers: any one on whole parameters, those that work element by element, and wrappers around others."""
+"""Optimizers: `WholeParameterOptimizer`, elementwise ones on pieces, and wrappers around other optimizers."""
 
 from streamshard.optim.whole import WholeParameterOptimizer
 from streamshard.unit.optimizer_hooks import elementwise

@@ -1,4 +1,4 @@
-"""The optimizers inside a `WholeParameterOptimizer`: one for each group, and of whole parameters one for each round."""
+"""The optimizers inside a `WholeParameterOptimizer`: one per group for pieces, one per group and round for the rest."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["GroupClass", "InnerOptimizers", "params_in"]
 
 
 class GroupClass(NamedTuple):
-    """How the optimizer of a group is made.
+    """How to make the optimizer of a group.
 
     Attributes:
-        kind: its class.
-        options: for its constructor.
-        initial: state that the constructor gives parameters when it sees all of them.
+        kind: the optimizer's class.
+        options: arguments of the constructor.
+        initial: by parameter, the state that the constructor makes when it gets all parameters.
     """
 
     kind: type[Optimizer]
@@ -33,13 +33,13 @@ class GroupClass(NamedTuple):
 
 
 class InnerOptimizers:
-    """The optimizers inside one WholeParameterOptimizer, for its groups as they are at some moment.
+    """The optimizers inside one WholeParameterOptimizer. Made anew when parameters or groups change.
 
     Args:
         groups: the user's; options are read from them before each step, and written to them after it.
-        classes: of each group.
-        wholes: sharded parameters that are stepped whole.
-        round_numel: elements that a rank owns in a round.
+        classes: by group, how to make its optimizer.
+        wholes: sharded parameters of which the owner steps the full tensor.
+        round_numel: elements that a rank owns in a round, at most (but for a larger parameter).
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class InnerOptimizers:
         self._had_grads: list[bool] = []  # in the last step
         self._is_checked = True
         self.owners = {id(each.param): each.owner for each in wholes}
-        if not self._sharded:  # with one rank
+        if not self._sharded:  # one rank, or the model is not sharded yet
             for group, made in zip(groups, classes, strict=True):
                 if not is_elementwise_class(made.kind):
                     self.owners.update({id(param): 0 for param in group["params"]})
@@ -92,7 +92,7 @@ class InnerOptimizers:
             self._by_round.append(inners)
 
     def is_current(self) -> bool:
-        """Whether groups have the same parameters, trained as when this was made, and none was sharded since."""
+        """Whether groups have the same parameters with the same ``requires_grad``, and none was sharded since."""
         params = params_in(self._groups)
         if self._trained != [(id(param), param.requires_grad) for param in params]:
             return False
@@ -144,7 +144,7 @@ class InnerOptimizers:
         return self._error is None
 
     def check_last_step(self) -> None:
-        """Raise, on all ranks, what the last step has come to. Collective if it has failed."""
+        """Raise on all ranks if the last step has failed on any. Collective only then."""
         if self._rounds is None or self._is_checked:
             return
         self._is_checked = True
@@ -170,12 +170,12 @@ class InnerOptimizers:
     # -- state ------------------------------------------------------------------------------------------------------
 
     def link(self, state: dict[Any, Any]) -> None:
-        """Let `state` have what the optimizers inside keep: the same objects, by the user's parameters."""
+        """Put the state of the optimizers inside into `state`: the same objects, keyed by the user's parameters."""
         for inner in self._inners:
             inner.link(state)
 
     def load(self, state: Mapping[Any, Any], *, is_loaded: bool) -> None:
-        """Give the optimizers inside what they keep of `state`, see `InnerOptimizer.load`."""
+        """Give each optimizer inside its part of `state`, see `InnerOptimizer.load`."""
         for inner in self._inners:
             inner.load(state, is_loaded=is_loaded)
 
@@ -189,7 +189,7 @@ class InnerOptimizers:
         return [inner.optimizer for inner in self._in_place]
 
     def options_of_wholes(self) -> dict[int, dict[str, Any]]:
-        """Of groups of which this rank steps whole parameters, by number, the options."""
+        """By number, the options of the groups of which this rank owns parameters."""
         numbers = {inner.number for inners in self._by_round for inner in inners}
         return {
             number: {key: value for key, value in self._groups[number].items() if key not in NO_OPTIONS}

@@ -1,7 +1,7 @@
-"""The optimizer on the shards' owners, as one: steps take turns, and an error on one rank is everybody's.
+"""`DistributedOptimizer`: steps of several threads run one at a time, and an error on one rank is raised on all.
 
-What torch.distributed.optim.DistributedOptimizer does over RPC. Here each rank already owns its shard and has an
-optimizer of it, so nothing is sent but whether all went well.
+torch.distributed.optim.DistributedOptimizer does this over RPC. Here each rank already owns its shard and has an
+optimizer for it, so ranks only exchange whether the step has worked.
 """
 
 from __future__ import annotations

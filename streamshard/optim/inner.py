@@ -1,4 +1,4 @@
-"""One ordinary optimizer inside a `WholeParameterOptimizer`: it steps some parameters of a group, whole or in place."""
+"""One ordinary optimizer inside a `WholeParameterOptimizer`: it steps some parameters of a group, full or in place."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class InnerOptimizer:
     """An ordinary optimizer of some parameters of one of the user's groups.
 
     Args:
-        kind: its class.
-        options: for its constructor.
-        number: of the group.
-        group: the user's group. A step reads its options from the group and writes them back.
+        kind: the optimizer's class.
+        options: arguments of its constructor.
+        number: the group's number.
+        group: the user's group. A step reads options from the group and writes them back.
         params: the user's parameters.
-        targets: what is stepped in their place, one for each; None: the parameters themselves.
-        initial: by parameter, state that the constructor gives a parameter when it sees all of them.
+        targets: one for each of `params`: the full parameter that is stepped instead; None: `params` themselves.
+        initial: by parameter, the state that the constructor makes when it gets all parameters.
 
     Attributes:
-        optimizer: the ordinary one.
-        number: see above.
+        optimizer: the ordinary optimizer.
+        number: the group's number.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class InnerOptimizer:
                 self._group[key] = value
 
     def refuse_aliases(self, address: int) -> None:
-        """Raise if state lies in the memory at `address`, where the next parameters and gradients will be."""
+        """Raise if state lies in the memory at `address`: the next round overwrites it with other parameters."""
         for param, target in zip(self._params, self._targets, strict=True):
             for value in tree_leaves(self.optimizer.state.get(target)):
                 if type(value) is torch.Tensor and value.untyped_storage().data_ptr() == address != 0:
@@ -95,19 +95,19 @@ class InnerOptimizer:
                     )
 
     def link(self, state: dict[Any, Any]) -> None:
-        """Let `state` have what this optimizer keeps, by the user's parameters."""
+        """Put this optimizer's state into `state`, keyed by the user's parameters."""
         for param, target in zip(self._params, self._targets, strict=True):
             if target in self.optimizer.state:
                 state[param] = self.optimizer.state[target]
         state.update({key: value for key, value in self.optimizer.state.items() if not isinstance(key, torch.Tensor)})
 
     def load(self, state: Mapping[Any, Any], *, is_loaded: bool) -> None:
-        """Keep what `state` has for the user's parameters.
+        """Take this optimizer's part of `state`.
 
         Args:
-            state: by the user's parameters.
-            is_loaded: `state` comes from a state dict and may have other dtypes and devices. Otherwise an optimizer of
-                the same class kept it until now, and it stays as it is.
+            state: keyed by the user's parameters.
+            is_loaded: `state` comes from a state dict and may have other dtypes and devices. Otherwise it comes from
+                an optimizer of the same class, and stays as it is.
         """
         if not state:
             return
@@ -123,7 +123,7 @@ class InnerOptimizer:
             self.optimizer.state.update({self._targets[number]: values for number, values in kept.items()})
 
     def refuse_extras(self) -> None:
-        """Raise if the optimizer's state dict has more than state and groups, which nothing here saves."""
+        """Raise if the optimizer's state dict has entries beside state and groups: they would not be saved."""
         if extras := [key for key in self.optimizer.state_dict() if key not in ("state", "param_groups")]:
             raise ConfigError(
                 f"{type(self.optimizer).__name__} has {extras} in its state_dict() beside 'state' and 'param_groups'. "
@@ -132,17 +132,17 @@ class InnerOptimizer:
 
 
 def constructor_options(kind: type[Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Those entries of `group` that the constructor of `kind` has arguments for."""
+    """The entries of `group` that are arguments of the constructor of `kind`."""
     names = inspect.signature(kind).parameters
     return {key: value for key, value in group.items() if key in names and key not in ("self", *NO_OPTIONS)}
 
 
 class Constructed(NamedTuple):
-    """What the constructor of an optimizer makes of a group.
+    """The result of an optimizer's constructor for a group.
 
     Attributes:
-        options: of the group, as the constructor fills them in.
-        state: of each parameter, the numbers and names that the constructor gives it: APOLLO's seeds.
+        options: the group's options, defaults filled in.
+        state: by parameter, state that the constructor makes, such as APOLLO's seeds. Numbers and names only.
     """
 
     options: dict[str, Any]
@@ -152,7 +152,7 @@ class Constructed(NamedTuple):
 def try_constructor(
     kind: type[Optimizer], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> Constructed:
-    """What `kind` makes of the last of `groups`, all of which are for it.
+    """Construct a `kind` for `groups`, and return the result for the last group.
 
     Raises:
         ConfigError: the constructor raises, splits a group, or reads values of parameters.
@@ -205,7 +205,7 @@ class _ReadsNoValues(TorchDispatchMode):
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies, so that a step that changes one in place changes no other optimizer's."""
+    """Copies of the options, so that an in-place change by one optimizer's step does not reach another optimizer."""
     return {key: _copied(value) for key, value in group.items() if key not in NO_OPTIONS}
 
 

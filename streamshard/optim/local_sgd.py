@@ -1,7 +1,7 @@
-"""Local SGD over replicas: each trains on its own for a while, then their weights are averaged.
+"""Local SGD over replicas: each replica trains on its own for some steps, then their weights are averaged.
 
-What torch.distributed.optim.PostLocalSGDOptimizer does with PeriodicModelAverager and the post-local SGD hook of DDP
-(Lin et al., "Don't Use Large Mini-Batches, Use Local SGD"), of shards: an average moves 1/N of the weights.
+The algorithm is that of torch.distributed.optim.PostLocalSGDOptimizer with PeriodicModelAverager and DDP's post-local
+SGD hook (Lin et al., "Don't Use Large Mini-Batches, Use Local SGD"). Here an average moves only this rank's shard.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _COUNTER = "step"  # in state dicts, as PostLocalSGDOptimizer has it
 class LocalSGD(WrappedOptimizer):
     """An optimizer that lets the replicas of a 2-D mesh drift apart, and averages their weights every `period` steps.
 
-    In the first `warmup_steps` steps gradients are averaged over replicas, as ever. From then on they are not: they are
-    reduced within each shard group alone, and after a step's update weights are averaged if the number of steps since
-    the warm-up is a multiple of `period`, the first of them included.
+    In the first `warmup_steps` steps gradients are averaged over replicas, as without LocalSGD. From then on gradients
+    are reduced within each shard group only. Weights are averaged after the first step without averaged gradients, and
+    after every `period` steps from there.
 
-    Made on every rank at the same time; every rank must step equally often. Its counter is part of the state dict,
-    under the name PostLocalSGDOptimizer uses. Between averages replicas differ: exports and `full_state_dict` hold the
+    Every rank makes the optimizer at the same time, and steps equally often. The state dict has the step counter under
+    PostLocalSGDOptimizer's name, ``"step"``. Between averages replicas differ: exports and `full_state_dict` hold the
     first replica's weights.
 
     Args:
@@ -40,7 +40,7 @@ class LocalSGD(WrappedOptimizer):
         warmup_steps: steps before replicas train on their own.
 
     Attributes:
-        step_count: how many steps were made.
+        step_count: number of steps so far.
 
     Raises:
         ConfigError: a number that cannot work, a mesh without replicas, or another `warmup_steps` than that of another
@@ -79,7 +79,7 @@ class LocalSGD(WrappedOptimizer):
         self._count(0)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """The inner optimizer's step, then the average if it is due: a collective for each unit."""
+        """The inner optimizer's step, then the average if one is due: a collective for each unit."""
         result = super().step(*args, **kwargs)
         since = self.step_count - self.warmup_steps
         if since >= 0 and since % self.period == 0:
@@ -109,7 +109,7 @@ class LocalSGD(WrappedOptimizer):
         self.replicas.averages_grads = count < self.warmup_steps
 
     def _pieces(self) -> Iterator[list[torch.Tensor]]:
-        """What is averaged, a unit's at a time: parameters that have a gradient, as PeriodicModelAverager has it."""
+        """The pieces to average, by unit: of parameters that have a gradient, as in PeriodicModelAverager."""
         ours = {param for group in self.param_groups for param in group["params"] if param.grad is not None}
         for unit in self.engine.units:
             yield [shard.main for shard in unit.params if shard.param in ours]

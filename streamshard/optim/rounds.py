@@ -1,16 +1,16 @@
-"""Pieces to owners and back: the all-to-alls of one step of whole parameters, in rounds that overlap.
+"""The all-to-alls of one `WholeParameterOptimizer` step, from pieces to owners and back, in rounds that overlap.
 
-    pieces of gradients and weights -all-to-all-> whole on the owner -step-> new weights -all-to-all-> pieces
+    pieces of gradients and weights -all-to-all-> full on the owner -step-> new weights -all-to-all-> pieces
 
 `Rounds` owns the buffers and the fences. See [Note: rounds].
 
 [Note: rounds]
-The pieces of a round are packed (compute stream), exchanged (comm), laid out as whole parameters and stepped (compute),
+The pieces of a round are packed (compute stream), exchanged (comm), laid out as full parameters and stepped (compute),
 their new weights are exchanged (comm) and copied to the pieces (compute). All rounds use the same buffers. The order on
 the compute stream is: lay out round k, pack round k + 1, step round k, finish round k - 1, send round k back. So while
 round k is stepped, round k + 1 travels to its owners and round k - 1 back, and each buffer is free when it is written
 again. Fences: rule 5 before each exchange (what it sends is written), rule 7 behind it (what arrives is complete). An
-owner's own pieces are not exchanged: they are copied to the whole parameters before the step and back behind it.
+owner's own pieces are not exchanged: they are copied to the full parameters before the step, and back afterwards.
 
 The length of a message follows from the plan alone, never from which parameters have a gradient, so ranks that
 disagree about gradients get an error and not messages of the wrong length. Behind the elements each rank sends each
@@ -42,14 +42,14 @@ _DIGEST_RANGE = 1 << 24  # integers that fp32 holds exactly
 
 
 class WholeParam(NamedTuple):
-    """A sharded parameter that is stepped whole.
+    """A sharded parameter whose owner steps the full tensor.
 
     Attributes:
-        param: the user's, a piece.
-        piece: what it is a piece of.
-        owner: the rank of the shard group that steps it.
-        whole: on the owner, what its optimizer steps; None on other ranks.
-        cost: of its step.
+        param: the user's sharded parameter.
+        piece: which elements `param` has.
+        owner: the rank of the shard group that steps the parameter.
+        whole: on the owner, the [full shape] parameter that its optimizer steps; None on other ranks.
+        cost: the cost of its step.
     """
 
     param: nn.Parameter
@@ -79,7 +79,7 @@ class Rounds:
         ledger: allocates the buffers; they are freed with this object.
 
     Attributes:
-        address: of the memory of whole parameters and their gradients.
+        address: the address of the memory of full parameters and their gradients.
     """
 
     def __init__(self, rounds: Sequence[Sequence[WholeParam]], ranks: Ranks, ledger: Ledger) -> None:

@@ -1,7 +1,7 @@
-"""Does an optimizer step each parameter by itself? Tried on a few small parameters, since no optimizer says so.
+"""Tests, on a few small parameters, whether an optimizer steps each parameter independently of the others.
 
-Parameters that ranks own separately are stepped separately. An optimizer that takes a norm over all of its parameters,
-or estimates one learning rate for all (Prodigy, D-Adaptation), would silently train differently then.
+Each rank steps the parameters that it owns. An optimizer that takes a norm over all of its parameters, or estimates one
+learning rate for all (Prodigy, D-Adaptation), would then silently train differently.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["check_separable"]
 
 _STEPS = 4
 _LARGEST_DIM = 16
-_TOLERANCE = 1e-3  # of the change that a parameter has seen; rounding is a hundred times smaller
+_TOLERANCE = 1e-3  # relative to a parameter's change; rounding errors are a hundred times smaller
 
 
 def check_separable(
@@ -31,12 +31,12 @@ def check_separable(
 
     Args:
         kind: an optimizer's class.
-        options: for its constructor.
-        shapes: of the parameters that it is for; tried are small ones of as many dimensions.
-        device: where the parameters are; those on meta are tried on the CPU.
+        options: arguments of its constructor.
+        shapes: shapes of the parameters; the test uses small parameters with as many dimensions.
+        device: where the parameters are; for meta the test runs on the CPU.
 
     Raises:
-        ConfigError: it does not, it draws random numbers, it wants a closure, or it cannot be tried.
+        ConfigError: a step depends on other parameters, draws random numbers, needs a closure, or raises in the test.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
     device = torch.device("cpu") if device.type == "meta" else device

@@ -1,4 +1,4 @@
-"""`WholeParameterOptimizer`: any optimizer, exactly. Each parameter is stepped whole, by the one rank that owns it."""
+"""`WholeParameterOptimizer`: runs any optimizer unmodified. Each full parameter is stepped by the rank that owns it."""
 
 from __future__ import annotations
 
@@ -32,22 +32,20 @@ _FP32_BYTES = 4
 class WholeParameterOptimizer(Optimizer):
     """Runs optimizers whose update of a parameter depends on all of it: Muon, SOAP, Shampoo, Adafactor.
 
-    During a step each sharded parameter is whole on one rank, its *owner*. Pieces of its gradient and weights travel
+    During a step each sharded parameter is full on one rank, its *owner*. Pieces of its gradient and weights travel
     there by all-to-all, `optimizer_class` steps an ordinary ``nn.Parameter``, and pieces of the new weights travel
-    back. So the optimizer runs unmodified, with the numbers of plain PyTorch. Its state lives with the owner: each rank
+    back. So the optimizer runs unmodified, with the numbers of plain PyTorch. The owner keeps the state: each rank
     holds about 1/N. Groups whose class works element by element, such as AdamW, are stepped on pieces, in place.
 
-    With replicas each shard group has owners of its own, which compute the same, as elementwise optimizers do there:
-    nothing is sent between replicas.
+    With replicas each shard group has its own owners, which compute the same: nothing is sent between replicas.
 
     Args:
         params: parameters or parameter groups, as for any optimizer, made before or after ``StreamShard(model)``. A
             group may name an ``optimizer_class`` of its own; its other entries are that class's options.
-        optimizer_class: steps all other groups. It has to step each parameter by itself. That is tried on small
-            parameters here; an optimizer with a norm or a learning rate over all parameters is refused.
-        cost: what it costs to step a parameter, in any unit, called with each parameter (whose shape is the full one).
-            Owners are chosen so that ranks have about the same sum. None: the number of elements. For Muon
-            ``lambda p: p.numel() * min(p.shape)``.
+        optimizer_class: steps all other groups. It has to step each parameter independently, which is tested here on
+            small parameters; an optimizer with a norm or a learning rate over all parameters is refused.
+        cost: returns the cost of stepping a parameter (of full shape), in any unit. Owners are chosen so that ranks
+            have about the same sum. None: the number of elements. For Muon ``lambda p: p.numel() * min(p.shape)``.
         round_size: bytes of fp32 weights that a rank takes on in one round, or its largest parameter if that is more.
             Rounds overlap, so a rank needs room for about eight times as much; ``memory_report()`` counts it.
         **defaults: options of `optimizer_class`.
@@ -141,7 +139,7 @@ class WholeParameterOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all groups. Collective where parameters are sharded.
+        """Step all groups. Collective if parameters are sharded.
 
         Args:
             closure: computes the loss and gradients anew. It is called once, before anything is stepped.
@@ -171,7 +169,7 @@ class WholeParameterOptimizer(Optimizer):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def owner_of(self, param: torch.Tensor) -> int | None:
-        """The rank of the shard group that steps `param` whole; None if its pieces are stepped in place.
+        """The rank of the shard group that steps the full `param`; None if its pieces are stepped in place.
 
         One rank alone owns all parameters whose class is not elementwise.
         """
@@ -193,7 +191,7 @@ class WholeParameterOptimizer(Optimizer):
         return f"{type(self).__module__}.{type(self).__qualname__}({', '.join(kinds)})"
 
     def settle(self, ranks: Ranks) -> None:
-        """Before all ranks' state is put together: options that steps change are on all ranks. Collective.
+        """Copy options that steps change from owners to all ranks, before states are collected. Collective.
 
         Raises:
             OptimizerError, RankMismatchError: the last step has failed.
@@ -210,7 +208,7 @@ class WholeParameterOptimizer(Optimizer):
             self.state.update({key: value for key, value in theirs.items() if key not in shared})
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: pieces, and what it owns. The whole is `streamshard.full_optimizer_state_dict`.
+        """This rank's part: pieces, and state that it owns. Full state: `streamshard.full_optimizer_state_dict`.
 
         Raises:
             ConfigError: an optimizer inside has more in its state dict than state and groups.
@@ -221,9 +219,9 @@ class WholeParameterOptimizer(Optimizer):
         return PiecesOfState(state) if self._owners else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """This rank's part, or on every rank the whole, of which it takes its part.
+        """Load this rank's part; or full state on every rank, of which each rank takes its part.
 
-        The whole that rank 0 alone has is loaded by `streamshard.load_optimizer_state_dict`.
+        `streamshard.load_optimizer_state_dict` loads full state that only rank 0 has.
         """
         state: dict[Any, Any] = dict(state_dict["state"])
         super().load_state_dict({**state_dict, "state": {}})  # only the classes inside know the dtypes of their state

@@ -1,8 +1,8 @@
-"""An optimizer around another one: what it does not do itself, the other does.
+"""`WrappedOptimizer`: the base of optimizers that add to the step of another one, and forward everything else.
 
-Learning-rate schedulers, `torch.amp.GradScaler`, accelerate and this package's functions for optimizer state take it
-for an ordinary optimizer. It keeps nothing of the other's: param groups and state are looked up each time, because an
-optimizer's ``load_state_dict`` puts new objects in their place.
+Learning-rate schedulers, `torch.amp.GradScaler`, accelerate and this package's functions for optimizer state take the
+wrapper for an ordinary optimizer. The wrapper looks up param groups and state of the inner optimizer each time, because
+an optimizer's ``load_state_dict`` replaces these objects.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ class WrappedOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """See the inner optimizer: this rank's pieces. The whole is `streamshard.full_optimizer_state_dict`."""
+        """See the inner optimizer: this rank's pieces. Full state: `streamshard.full_optimizer_state_dict`."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See the inner optimizer. Rank 0's whole state is loaded by `streamshard.load_optimizer_state_dict`."""
+        """See the inner optimizer. `streamshard.load_optimizer_state_dict` loads full state from rank 0."""
         self.optimizer.load_state_dict(state_dict)
 
 

@@ -1,1 +1,1 @@
-"""What is decided before anything is allocated. No communication: its tests need no ranks."""
+"""Decisions before anything is allocated: units, layout, slots, program, memory. Pure functions, no communication."""

@@ -3,8 +3,9 @@
 [Note: layers]
 Layers are the repeated children of a list, dict or sequence of modules; the outermost ones, never one inside another.
 A list of layers is streamed if it holds a twentieth of the weights, embeddings not counted, or if its layers hold a
-million parameters each: to gather so many takes longer than to begin. What transformers lists in ``_no_split_modules``
-does not count: some entries are parts of layers, and some models leave a tower out.
+million parameters each: to all-gather so many takes longer than the latency of a collective. The list
+``_no_split_modules`` of transformers' models is ignored: some entries are parts of layers, and some models leave a
+tower out.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ _TOO_MUCH = 0.25  # share of the weights in the root unit that is worth a warnin
 
 
 class FoundUnit(NamedTuple):
-    """What becomes a unit: a layer, several layers that `coalesce` has put together, or a large module beside them.
+    """The modules of a unit: a layer, several layers that `coalesce` has combined, or a large module beside them.
 
     Attributes:
         name: fully qualified.
-        modules: its layers.
-        is_resident: it has a slot of its own, whatever else is of its class.
-        resident: modules inside, whose parameters lie in the root unit.
+        modules: the unit's layers.
+        is_resident: the unit has a slot of its own.
+        resident: modules inside the layers whose parameters lie in the root unit.
     """
 
     name: str
@@ -77,11 +78,11 @@ def find_groups(
 
     Args:
         root: the model.
-        units: the user's, or None for the layers and what is large beside them.
-        resident: the user's. A layer that is one of these modules is resident. If one lies inside a layer, its
-            parameters lie in the root unit.
-        param_bytes: of an element.
-        min_unit_bytes: small layers are put together until they have so many.
+        units: the user's argument, or None for repeated layers and large modules beside them.
+        resident: the user's argument. A layer named here becomes a resident unit. The parameters of a module inside a
+            layer move to the root unit.
+        param_bytes: bytes per element of ``param_dtype``.
+        min_unit_bytes: consecutive small layers are combined until they have this many bytes.
 
     Returns:
         The units, and the parameters of each; those of the root unit first.
@@ -120,7 +121,7 @@ def find_groups(
 
 
 def owners_of(units: Sequence[FoundUnit]) -> dict[nn.Module, int]:
-    """Each module's unit, by number from 1. Modules that several units share, or that are resident, get 0."""
+    """By module, the number of its unit, from 1. Modules that units share, or that are resident inside one, get 0."""
     owner: dict[nn.Module, int] = {}
     for number, unit in enumerate(units, 1):
         for module in itertools.chain.from_iterable(map(modules_inside, unit.modules)):
@@ -133,8 +134,8 @@ def owners_of(units: Sequence[FoundUnit]) -> dict[nn.Module, int]:
 def _group_params(root: nn.Module, units: Sequence[FoundUnit]) -> list[list[FoundParam]]:
     """The parameters of the root unit (first) and of each unit, in registration order.
 
-    A parameter of several units, or of a unit and the rest of the model, is tied across them. It lies in the root unit,
-    whose weights are in place throughout a pass.
+    A parameter that several units share, or a unit and the rest of the model, lies in the root unit, whose weights are
+    in place throughout a pass.
     """
     owner = owners_of(units)
     names: dict[nn.Parameter, list[str]] = {}
@@ -155,12 +156,12 @@ def _group_params(root: nn.Module, units: Sequence[FoundUnit]) -> list[list[Foun
 
 
 def coalesce(units: Sequence[FoundUnit], sizes: Sequence[int], at_least: int) -> list[FoundUnit]:
-    """Put consecutive streamed units together until each has `at_least` bytes. The rest joins the last of them.
+    """Combine consecutive streamed units until each has `at_least` bytes. A smaller rest joins the last of them.
 
     Args:
         units: in registration order.
-        sizes: bytes of each.
-        at_least: wanted of each streamed unit that is returned.
+        sizes: bytes of each unit.
+        at_least: the smallest size of a combined unit, in bytes.
     """
     together: list[FoundUnit] = []
     for is_resident, stretch in itertools.groupby(zip(units, sizes, strict=True), key=lambda each: each[0].is_resident):
@@ -189,7 +190,7 @@ def _together(units: Sequence[FoundUnit]) -> FoundUnit:
 
 
 def _select(given: _NamedModules, names: dict[nn.Module, str], what: str) -> list[nn.Module]:
-    """The modules that `given`, the argument called `what`, names."""
+    """The modules that `given` names; `what` is the argument's name, for errors."""
     if isinstance(given, type | str | nn.Module) and not isinstance(given, nn.ModuleList):
         given = [given]
     if not isinstance(given, Iterable):
@@ -235,15 +236,15 @@ def _check_units(layers: Sequence[nn.Module], beside: Sequence[nn.Module], names
             raise UnitError(f"unit {name!r} has no parameters")
         if unit in layers and not _is_callable(unit):
             raise UnitError(
-                f"unit {name!r} is a {type(unit).__name__}, which has no forward: no call would gather its weights. "
-                f"Name the layers in it: units=list(model.{name})"
+                f"unit {name!r} is a {type(unit).__name__}, which has no forward: no call would all-gather its "
+                f"weights. Name the layers in it: units=list(model.{name})"
             )
         for module in _inside(unit, (*layers, *beside)):
             raise UnitError(f"unit {name!r} overlaps unit {names[module]!r}, which lies inside it")
 
 
 def _inside(module: nn.Module, wanted: Collection[nn.Module]) -> tuple[nn.Module, ...]:
-    """Those of `wanted` that lie in `module`, itself left out."""
+    """The modules of `wanted` that lie inside `module`, without `module` itself."""
     return tuple(inner for inner in modules_inside(module) if inner is not module and inner in wanted)
 
 
@@ -251,7 +252,7 @@ def _inside(module: nn.Module, wanted: Collection[nn.Module]) -> tuple[nn.Module
 
 
 def _detect_layers(root: nn.Module) -> list[nn.Module]:
-    """The layers of every list that is worth streaming, at least of the one with most weights. See [Note: layers].
+    """The layers of each list that is worth streaming, at least of the largest list. See [Note: layers].
 
     Warns if there are none.
     """
@@ -268,15 +269,15 @@ def _detect_layers(root: nn.Module) -> list[nn.Module]:
     if not found:
         warn_user(
             f"{type(root).__name__} has no repeated layers that StreamShard can find: it becomes one unit, whose "
-            "weights are all gathered at once. Name its layers with units=[...] to stream them",
+            "weights are all-gathered at once. Name its layers with units=[...] to stream them",
         )
     return found
 
 
 def _find_lists(module: nn.Module, taken: set[nn.Module]) -> Iterator[list[nn.Module]]:
-    """Lists of repeated layers in `module`, outermost first. Skips modules in `taken`, and adds to it.
+    """Lists of repeated layers in `module`, outermost first. Skips modules in `taken`, and adds visited ones to it.
 
-    The layers of all stages are one list.
+    The layers of all stages (of a Swin transformer, say) form one list.
     """
     if module in taken:
         return
@@ -294,7 +295,7 @@ def _find_lists(module: nn.Module, taken: set[nn.Module]) -> Iterator[list[nn.Mo
 
 
 def _layers_of(module: nn.Module) -> list[nn.Module]:
-    """The repeated children of a list, dict or sequence. Of a list among them, which has no forward, the children."""
+    """The repeated children of a list, dict or sequence. Lists among them without a forward count as their children."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return []
     layers: dict[nn.Module, None] = {}
@@ -310,7 +311,11 @@ def _layers_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _are_stages(layers: Sequence[nn.Module]) -> bool:
-    """Whether these are stages with layers inside: one has as many of them as there are stages, or a third of all."""
+    """Whether `layers` are stages with layers inside.
+
+    They are if one is a sequence of at least as many layers as there are stages, or if the layers inside one hold a
+    third of all weights.
+    """
     total = _numel(*layers)
     return any(
         (isinstance(layer, nn.Sequential) and len(inner) >= len(layers)) or 3 * _numel(*inner) > total
@@ -320,7 +325,7 @@ def _are_stages(layers: Sequence[nn.Module]) -> bool:
 
 
 def _layers_in(stage: nn.Module) -> list[nn.Module]:
-    """The layers of the list that is nearly all there is in a stage. Lists of experts lie deeper, beside attention."""
+    """The layers of a list that holds over 80% of a stage's weights. Lists of experts lie deeper, beside attention."""
     lists = [layers for child in stage._modules.values() if child is not None and (layers := _layers_of(child))]
     return next((layers for layers in lists if _numel(*layers) > 0.8 * _numel(stage)), [])
 
@@ -339,7 +344,7 @@ def _find_large(
     Args:
         root: the model.
         layers, beside: the units so far.
-        at_least: smaller modules, in parameters, are not large.
+        at_least: the least number of parameters of a large module.
     """
     enough = dict.fromkeys(modules_inside(root), _LARGE * max(map(_numel, layers)))
     for embeddings in _embeddings(root):
@@ -380,7 +385,7 @@ def _warn_of_root_unit(root: nn.Module, layers: Sequence[nn.Module], outside: Se
         largest = sorted(loose, key=lambda each: -each.param.numel())[:3]
         warn_user(
             f"{share:.0%} of the weights of {type(root).__name__} are outside of the layers that StreamShard has found "
-            f"({found}): they are gathered at once, and stay until backward is over. The largest are "
+            f"({found}): they are all-gathered at once, and stay until backward is over. The largest are "
             f"{', '.join(repr(each.names[0]) for each in largest)}. Name their layers too: units=[{found}, ..]"
         )
 

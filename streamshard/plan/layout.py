@@ -1,17 +1,17 @@
-"""Where every parameter lies: a pure function from parameter sizes to offsets and per-rank ranges.
+"""Where every parameter lies: pure functions from parameter sizes to offsets and per-rank ranges. No torch here.
 
-No torch here. The engine, the memory report, checkpoints and the exporter read the same layout object, so they agree on
-the bytes of each rank. See [Note: flat segments].
+The engine, the memory report, checkpoints and the exporter read the same layout object, so they agree on the bytes of
+each rank. See [Note: layout].
 
-[Note: flat segments]
-A segment's parameters lie one after another in one flat buffer. Each start is aligned, and the buffer is padded to a
-multiple of the world size N. Rank r owns elements [r * shard_numel, (r + 1) * shard_numel), wherever parameters begin.
-So a rank owns at most one contiguous range of each parameter, possibly empty (the range map of Megatron-LM's
+[Note: layout]
+In a flat parameter, parameters lie one after another. Each start is aligned, and the buffer is padded to a multiple of
+the world size N. Rank r owns elements [r * shard_numel, (r + 1) * shard_numel), wherever parameters begin. So a rank
+owns at most one contiguous range of each parameter, possibly empty (the range map of Megatron-LM's
 distributed optimizer, megatron/core/optimizer/distrib_optimizer.py).
 
-With `align_pieces_to`, each parameter is cut between blocks of so many elements (*grains*) only. All shards have one
-size, so the cuts stay and the parameters move: a parameter with a cut inside starts later, by less than a grain. A
-parameter larger than a shard has several cuts, so the grain divides the shard as well.
+With `align_pieces_to`, each parameter is cut only between blocks of that many elements (*grains*). All shards have the
+same size, so cuts cannot move, but parameters can: a parameter with a cut inside starts later, by less than a grain. A
+parameter larger than a shard has several cuts, so then the grain also divides the shard.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALIGNMENT_BYTES = 16  # vectorised loads of GPU kernels want 16-byte aligned sta
 
 
 class ParamSize(NamedTuple):
-    """What the planner has to know of one parameter."""
+    """The name and shape of one parameter, which are all that the planner needs."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,12 +39,12 @@ class ParamSize(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """One parameter inside its segment's flat buffer.
+    """One parameter inside its flat parameter.
 
     Attributes:
         name: fully qualified name in the root model; for tied parameters the first registered one.
         shape: the unsharded shape.
-        offset: first element in the segment's flat buffer.
+        offset: first element in the flat parameter.
         numel: number of elements.
     """
 
@@ -71,12 +71,12 @@ class LocalRange(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """The flat layout of one segment over ``world_size`` ranks. Build it with `plan_segment`.
+    """The layout of one flat parameter over ``world_size`` ranks. Build it with `plan_segment`.
 
     Attributes:
         params: parameters in registration order.
         world_size: number of ranks N of the shard group.
-        padded_numel: elements of the flat buffer, a multiple of N.
+        padded_numel: elements of the flat parameter with gaps and padding, a multiple of N.
     """
 
     params: tuple[ParamLayout, ...]
@@ -103,9 +103,9 @@ class SegmentLayout:
         return LocalRange(start, stop, param.offset + start - shard_start)
 
     def local_shape(self, param: ParamLayout, rank: int) -> tuple[int, ...]:
-        """The shape of `rank`'s piece, of as many dimensions as the parameter: people choose weight decay by that.
+        """The shape of `rank`'s piece: the parameter's own with one rank, else ``[1, .., 1, n]``.
 
-        The parameter's own with one rank, else ``[1, .., 1, n]``.
+        Both have as many dimensions as the parameter, by which training scripts choose weight decay.
         """
         if self.world_size == 1:
             return param.shape
@@ -120,14 +120,14 @@ def plan_segment(
     pad_numel: int = 1,
     align_pieces_to: int = 1,
 ) -> SegmentLayout:
-    """Lay out one segment. See [Note: flat segments].
+    """Lay out one flat parameter. See [Note: layout].
 
     Args:
-        sizes: its parameters in registration order, tied ones once.
+        sizes: the parameters in registration order, tied ones once.
         world_size: number of ranks N.
         element_bytes: bytes of the narrowest element that will use the layout; it sets the alignment of starts.
         pad_numel: the padded size is a multiple of this as well (``lcm(N, 128, 2**16)`` for NCCL bus bandwidth).
-        align_pieces_to: parameters are cut at multiples of so many of their elements only.
+        align_pieces_to: parameters are cut only at multiples of this many of their elements.
 
     Returns:
         The layout; ``padded_numel`` is a multiple of N times the alignment, so every rank's shard starts aligned.
@@ -150,7 +150,7 @@ def plan_segment(
 
 
 def _shard_numel(sizes: Sequence[ParamSize], grain: int, least: int, multiple: int) -> int:
-    """The smallest size of a shard, `least` or more; whole grains if a parameter is larger than it."""
+    """The smallest size of a shard in elements, at least `least`; a multiple of `grain` if a parameter is larger."""
 
     def fitting(bound: int) -> int:
         common = math.lcm(multiple, grain) if any(size.numel > bound for size in sizes) else multiple
@@ -160,9 +160,10 @@ def _shard_numel(sizes: Sequence[ParamSize], grain: int, least: int, multiple: i
 
 
 def _place(sizes: Sequence[ParamSize], grain: int, align: int, shard_numel: int | None) -> list[int]:
-    """Where parameters start, one after another, and where the last one ends.
+    """Where each parameter starts, and where the last one ends.
 
-    With a size of shards the first cut in each is at a multiple of the grain; the others are, if it divides the shard.
+    With `shard_numel`, the first cut in each parameter is at a multiple of the grain. Later cuts are too, if the grain
+    divides the shard.
     """
     offset = 0
     offsets = []

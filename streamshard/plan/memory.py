@@ -3,21 +3,30 @@
 Pure functions: everything is known before anything is allocated.
 
 [Note: slots]
-A unit always uses the same slots, so every unsharded parameter is made once and all addresses stay fixed. Blocks share
-the block slots by parity: block i uses slot ``i % count``, and each slot has the size of its largest block. A resident
-unit (the root unit, embedding and head, a lone layer) has slots of its own, so it does not size the others'. Its
-weights are gathered once in a step and stay until backward is over. With "all", every block has a slot of its own:
-nothing is gathered twice in a step (ZeRO-2), gradients can accumulate in place (ZeRO-1), and a rank's shard of a unit
-is a range of the unit's slot where the dtype is the same. With one rank there are no slots: layers compute with the
-shards, and gradients go to the main grads.
+A unit always uses the same slots, so every unsharded parameter is made once and all addresses stay fixed. Streamed
+units (*blocks*) share the block slots: block i uses slot ``i % count``. Each slot has the size of its largest block. A
+resident unit (the root unit, embedding and head, a lone layer) has slots of its own, so it does not size the others'.
+Its weights are all-gathered once in a step and stay until backward is over.
+
+With "all" weight slots, every block has a slot of its own: nothing is all-gathered twice in a step (ZeRO-2), and a
+rank's shard of a unit is a range of the unit's slot if the dtypes are equal. With "all" grad slots, gradients can
+accumulate in place (ZeRO-1). With one rank there are no slots: layers compute with the shards, and gradients go to the
+main grads.
 
 [Note: memory]
-For N ranks and S, the sum over segments of the padded shard, in bytes: main weights and main grads 4 S of what trains,
-frozen weights m S of what does not (m bytes of the dtype that it is kept in), compute shards p S of what is kept in
-another dtype than it is computed with, weight slots p times the largest unit of each, grad slots g times the largest
-unit's trained segments, scratch as the transport asks, and N + 1 bytes of flags a parameter (R N + N + 1 with R
-replicas). With "all" weight slots compute shards lie in them, and so do main or frozen weights of the same dtype. With
-"all" grad slots in fp32 the main grads lie in them.
+S is the sum of the sizes of this rank's shards in elements, padding included; N is the number of ranks. Bytes per rank:
+
+    main weights        4 S of flat parameters that train
+    main grads          4 S of flat parameters that train
+    frozen weights      m S of the others; m bytes per element of the storage dtype
+    all-gather inputs   p S of flat parameters whose storage dtype is not the compute dtype; p bytes per element of it
+    weight slots        p times the elements of the largest unit of each slot
+    grad slots          g times the elements of the largest unit that train, of each slot; g bytes of grad_dtype
+    scratch             as the transport asks
+    flags               N + 1 per parameter; R N + N + 1 with R replicas
+
+With "all" weight slots, all-gather inputs lie in the slots, and so do main or frozen weights of the compute dtype. With
+"all" grad slots in fp32, main grads lie in the slots.
 """
 
 from __future__ import annotations
@@ -46,19 +55,19 @@ __all__ = [
     "read_budget",
 ]
 
-_MOMENTS_BYTES = 8  # a parameter: Adam's two moments in fp32
+_MOMENTS_BYTES = 8  # per element: Adam's two moments in fp32
 
 
 class SlotPlan(NamedTuple):
     """Which unit uses which slot. See [Note: slots].
 
     Attributes:
-        shared: by unit, whether the unit is streamed: it takes turns in the block slots.
+        shared: by unit, whether the unit is streamed: it shares the block slots.
         weights: by unit, its weight slot.
         grads: by unit, its grad slot.
         scratch: by unit, the scratch of its reductions.
-        keeps_weights: every unit has a weight slot of its own, which holds its compute shard too.
-        keeps_grads: every unit has a grad slot of its own, where gradients may stay from one backward to the next.
+        keeps_weights: every unit has a weight slot of its own, which also holds its all-gather input.
+        keeps_grads: every unit has a grad slot of its own, where gradients may stay until the next backward.
     """
 
     shared: tuple[bool, ...]
@@ -70,14 +79,14 @@ class SlotPlan(NamedTuple):
 
 
 def plan_slots(shared: Sequence[bool], weight_slots: SlotCount, grad_slots: SlotCount) -> SlotPlan:
-    """Bind units to slots.
+    """Assign slots to units.
 
     Args:
-        shared: by unit, whether it shares the block slots.
+        shared: by unit, whether the unit is streamed.
         weight_slots, grad_slots: number of block slots, or "all": as many as there are blocks.
     """
     grads = _assign(shared, grad_slots)
-    # With a slot each, two reductions under way are enough: a scratch each would be another model / N.
+    # With "all" grad slots two scratches are enough, of two reductions under way. One each would take a model / N.
     scratch = tuple(unit % 2 for unit in range(len(shared))) if grad_slots == "all" else grads
     return SlotPlan(
         tuple(shared), _assign(shared, weight_slots), grads, scratch, weight_slots == "all", grad_slots == "all"
@@ -107,14 +116,14 @@ class Category(enum.Enum):
 
 
 class Sizing(NamedTuple):
-    """What memory depends on besides the choice of slots.
+    """The sizes that memory depends on, besides the choice of slots.
 
     Attributes:
         layouts: of all units, root unit first.
-        shared: by unit, whether it takes turns in the block slots.
+        shared: by unit, whether the unit is streamed.
         precision: the dtypes.
         world_size: N.
-        scratch_numel: ``(segment, adds)`` -> elements of scratch, see `Transport.scratch_numel`.
+        scratch_numel: ``(flat parameter, adds)`` -> elements of scratch, see `Transport.scratch_numel`.
         replicas: R, size of the replicate axis.
     """
 
@@ -127,16 +136,16 @@ class Sizing(NamedTuple):
 
     @property
     def segments(self) -> list[PlannedSegment]:
-        """Of all units."""
+        """The flat parameters of all units."""
         return [segment for layout in self.layouts for segment in layout.segments]
 
     @property
     def trained_numel(self) -> int:
-        """Elements of this rank's shards that train."""
+        """Elements of this rank's shards of flat parameters that train, padding included."""
         return sum(segment.layout.shard_numel for segment in self.segments if segment.kind.trains)
 
     def scratch_of(self, segment: PlannedSegment, plan: SlotPlan) -> tuple[int, int]:
-        """Where the scratch of a segment's reductions begins in its unit's scratch, and its bytes."""
+        """Where the scratch of a flat parameter's reductions begins in its unit's scratch, and its bytes."""
         start = n_bytes = 0
         for own in self.layouts[segment.unit].segments:
             start += n_bytes
@@ -147,7 +156,7 @@ class Sizing(NamedTuple):
         return start, n_bytes
 
     def scratch_bytes(self, unit: int, plan: SlotPlan) -> int:
-        """The scratch of a unit's reductions."""
+        """Bytes of the scratch of a unit's reductions."""
         return sum(self.scratch_of(self.layouts[unit].segments[-1], plan))
 
 
@@ -157,7 +166,7 @@ def holds_main_grads(kind: SegmentKind, plan: SlotPlan, world_size: int) -> bool
 
 
 def largest_of(slot_of: Sequence[int], sizes: Sequence[int]) -> dict[int, int]:
-    """By slot, the largest of its units' `sizes`."""
+    """By slot, the largest of the `sizes` of its units."""
     largest: dict[int, int] = {}
     for slot, size in zip(slot_of, sizes, strict=True):
         largest[slot] = max(largest.get(slot, 0), size)
@@ -170,7 +179,7 @@ def expected_bytes(sizing: Sizing, plan: SlotPlan) -> dict[Category, int]:
     found = dict.fromkeys(Category, 0)
     for segment in sizing.segments:
         kind, numel = segment.kind, segment.layout.shard_numel
-        lies_in_slot = plan.keeps_weights and not is_alone  # the rank's shard is a range of the slots
+        lies_in_slot = plan.keeps_weights and not is_alone  # the shard is a range of the unit's slot
         if not (lies_in_slot and kind.main_dtype is kind.compute_dtype):
             kept_as = Category.MAIN_WEIGHTS if kind.trains else Category.FROZEN_WEIGHTS
             found[kept_as] += kind.main_dtype.itemsize * numel
@@ -178,7 +187,7 @@ def expected_bytes(sizing: Sizing, plan: SlotPlan) -> dict[Category, int]:
             found[Category.COMPUTE_SHARDS] += kind.compute_dtype.itemsize * numel
         if kind.trains and not holds_main_grads(kind, plan, sizing.world_size):
             found[Category.MAIN_GRADS] += 4 * numel
-    groups = {sizing.world_size, sizing.world_size * sizing.replicas} - {1}  # whose flags a rank receives
+    groups = {sizing.world_size, sizing.world_size * sizing.replicas} - {1}  # numbers of ranks whose flags arrive
     found[Category.FLAGS] = (1 + sum(groups) if groups else 0) * sum(len(layout.params) for layout in layouts)
     if not is_alone:
         scratch = [sizing.scratch_bytes(unit, plan) for unit in range(len(layouts))]
@@ -195,12 +204,12 @@ def read_budget(budget: MemoryBudget, device: torch.device, replaced: int = 0) -
     """`budget` in bytes.
 
     Args:
-        budget: bytes, text such as ``"70GiB"``, or a share (0 to 1) of what is free on `device` now.
+        budget: bytes, text such as ``"70GiB"``, or a share (0 to 1) of the free memory of `device` now.
         device: where the model will live.
-        replaced: bytes of the model on the device now, which its shards replace.
+        replaced: bytes of the model on the device now; its shards replace them, so they count as free.
 
     Raises:
-        ConfigError: it cannot be read, or is not positive.
+        ConfigError: `budget` cannot be read, or is not positive.
     """
     if isinstance(budget, float):
         if not 0.0 < budget <= 1.0:
@@ -212,8 +221,8 @@ def read_budget(budget: MemoryBudget, device: torch.device, replaced: int = 0) -
 def choose_slots(sizing: Sizing, budget: int) -> tuple[SlotPlan, str]:
     """The most slots with which the engine's buffers and Adam's moments fit into `budget` bytes.
 
-    Weight slots come first: each saves a gather in every step. All grad slots save reductions only where gradients are
-    accumulated.
+    Weight slots come first: each saves an all-gather in every step. "all" grad slots save reductions only if gradients
+    are accumulated.
 
     Returns:
         The plan, and the reason in a sentence.

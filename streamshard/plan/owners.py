@@ -1,4 +1,4 @@
-"""Which rank steps which whole parameter, and in which round. Pure functions: every rank computes the same answer.
+"""Which rank steps which full parameter, and in which round. Pure functions: every rank computes the same answer.
 
 No torch here. `assign_owners` balances the cost of a step over ranks. `plan_rounds` bounds the memory of a round.
 """
@@ -12,19 +12,19 @@ __all__ = ["assign_owners", "plan_rounds", "rank_loads"]
 
 
 def assign_owners(costs: Sequence[float], world_size: int, loads: Sequence[float] | None = None) -> list[int]:
-    """Give each parameter to the rank that has the least to do so far, the most expensive parameter first.
+    """Give each parameter to the rank with the least load so far, the most expensive parameter first.
 
     Greedy by decreasing cost (Graham 1969, "Bounds on Multiprocessing Timing Anomalies"; ZeroRedundancyOptimizer does
     the same by size): the busiest rank has at most 4/3 of the least possible. Equal costs are taken in order, so
     neighbours in the model go to different ranks.
 
     Args:
-        costs: of each parameter's step, in any unit; at least 0.
+        costs: cost of each parameter's step, in any unit; at least 0.
         world_size: number of ranks.
-        loads: what each rank has to do already; None: nothing.
+        loads: the cost that each rank has already, in the same unit; None: 0.
 
     Returns:
-        The owner of each parameter.
+        The owner of each parameter: a rank.
     """
     queue = [(load, rank) for rank, load in enumerate(loads or [0.0] * world_size)]
     heapq.heapify(queue)
@@ -37,7 +37,7 @@ def assign_owners(costs: Sequence[float], world_size: int, loads: Sequence[float
 
 
 def rank_loads(costs: Sequence[float], owners: Sequence[int], world_size: int) -> list[float]:
-    """What each rank has to do: the sum of the costs that it owns."""
+    """By rank, the sum of the costs of the parameters that it owns."""
     loads = [0.0] * world_size
     for cost, owner in zip(costs, owners, strict=True):
         loads[owner] += cost
@@ -47,10 +47,10 @@ def rank_loads(costs: Sequence[float], owners: Sequence[int], world_size: int) -
 def plan_rounds(
     costs: Sequence[float], numels: Sequence[int], owners: Sequence[int], round_numel: int
 ) -> list[list[int]]:
-    """Put parameters into rounds, in each of which no rank owns more than `round_numel` elements.
+    """Put parameters into rounds, so that no rank owns more than `round_numel` elements in one.
 
-    A parameter that is larger than that is the only one of its owner in its round. Rounds are filled in the order in
-    which `assign_owners` gave parameters away, so in each round all ranks have about as much to do.
+    A larger parameter is the only one of its owner in its round. Rounds are filled in the order in which
+    `assign_owners` assigned parameters, so in each round all ranks have about the same load.
 
     Args:
         costs, owners: as in `assign_owners`.

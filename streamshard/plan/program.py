@@ -1,9 +1,9 @@
-"""The order of collectives: the same on every rank, whatever each rank's own forward does.
+"""The order of collectives: the same on every rank, whatever each rank's own forward does. Pure Python.
 
-Pure Python. A *visit* is one stay in a unit during a pass. `plan_steps` derives the only order of operations from a
-list of visits and each unit's slot. A *schedule* hands out these operations: asking for a visit issues everything
-before it, the end of the schedule issues the rest. So a rank that skips units still takes part in every collective, in
-the same order as the others. See [Note: one program].
+A *visit* is one use of a unit during a pass. `plan_steps` derives the one order of operations from a list of visits and
+each unit's slot. A `Schedule` hands out these operations: reaching a visit issues everything before the visit, and the
+end of the pass issues the rest. So a rank that skips units still takes part in every collective, in the same order as
+the others. See [Note: one program].
 
 [Note: one program]
 Step k of a schedule holds the operations that become possible once all visits before k are released: all-gathers into
@@ -15,11 +15,11 @@ the operations issued before, so all ranks decide alike.
 A visit is over when another unit is asked for, or the pass ends. So the program does not depend on which of a unit's
 layers run, in which order, or how often.
 
-A unit is used out of order if the program has no visit of it left. Until the order of all units is known, ranks may do
-so differently: such a rank first issues the rest of the program, and then requests the unit, which all ranks gather.
+A unit is used *out of order* if the program has no visit of the unit left. Until the order of all units is known, a
+single rank may do so: it first issues the rest of the program, and then requests the unit, which all ranks all-gather.
 
-A resident unit does not share its slot: once gathered, any rank can use it at any time in the pass, without a
-collective. Until the order is known, resident units are gathered first, and ranks may use them in any order
+A resident unit does not share its slot: once all-gathered, any rank can use it at any time in the pass, without a
+collective. Until the order is known, resident units are all-gathered first, and ranks may use them in any order
 (`streamshard.plan.unit_order`).
 """
 
@@ -109,7 +109,7 @@ class Schedule:
             return []
         visit = self.find(unit)
         if visit is None and not self._turns[unit] and unit in self.visits:
-            return []  # resident, and gathered before
+            return []  # resident, and all-gathered before
         self._current = unit
         if visit is not None:
             self._is_outside = False
@@ -120,40 +120,40 @@ class Schedule:
         return ops
 
     def is_out_of_order(self, unit: int) -> bool:
-        """Whether the program has no visit of `unit` left, which is used now, and its weights are not in place."""
+        """Whether `unit`, which is used now, has no visit left in the program, and its weights are not in place."""
         is_there = self._current == unit or self.find(unit) is not None
         return not is_there and (self._turns[unit] or unit not in self.visits)
 
     def add_request(self, unit: int) -> None:
-        """The program is over, and all ranks gather `unit`, because a rank has requested it."""
+        """The program is over, and all ranks all-gather `unit`, because a rank has requested it."""
         self.log.append(unit)
         self.has_requests = True
 
     def merge_requests(self, order: Iterable[int]) -> None:
-        """Backward visits each unit once, in `order`; not once for the program and once for a request.
+        """Let backward visit each unit once, in `order`, and not once for the program and once for a request.
 
-        Otherwise gradients would wait outside of their slot for the last visit.
+        With two visits, gradients would be parked outside of their slot until the last one.
 
         Args:
-            order: has the units that each rank has used as a part.
+            order: contains the order of units of each rank as a subsequence.
         """
         if not self._has_inner_uses:
             self.log = [unit for unit in order if unit in self.visits]
 
     def reach_requested(self, unit: int) -> None:
-        """This rank uses `unit` now, which was requested last."""
+        """This rank uses `unit` now, the unit that was requested last."""
         self._note_use(unit)
         self._current = unit
         self._is_outside = True
 
     def read(self, unit: int, *, is_inside: bool) -> None:
-        """Weights of the resident `unit` are read. No visit is over.
+        """Note that weights of the resident `unit` are read. No visit is over.
 
         The unit is out of order only if it is read before its first visit, since backward comes there last.
 
         Args:
-            unit: whose weights.
-            is_inside: a running layer reads them: in its backward `unit` gets a part of its gradients.
+            unit: the unit whose weights are read.
+            is_inside: a running layer reads the weights, so that layer's backward makes a part of `unit`'s gradients.
         """
         position = len(self.used) - is_inside
         if unit not in self.used[max(position - 1, 0) : position + 1]:

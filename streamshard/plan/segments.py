@@ -1,13 +1,14 @@
-"""The flat parameters of a unit, called segments: which of its parameters move together. Pure data.
+"""The flat parameters of a unit, `segments` in the code: which of the unit's parameters move together. Pure data.
 
-[Note: segments]
-A unit's parameters lie in *segments*. All parameters of a segment have one compute dtype and one storage dtype, and all
-of them train or none does. Most units have one segment. Each segment is one flat buffer, one all-gather and, if it
-trains, one reduction. A unit's all-gather is its segments' all-gathers in order, behind one fence. In a weight slot a
-unit's segments lie one after another; in a grad slot only those that train.
+[Note: flat parameters]
+A unit's parameters lie in *flat parameters*. The parameters in one have the same compute dtype and storage dtype, and
+all of them train or none does. Most units have one flat parameter, for example all bf16 weights of a layer. Each flat
+parameter takes one all-gather and, if it trains, one reduction. A unit's all-gather is that of its flat parameters in
+order, followed by one fence. In a weight slot a unit's flat parameters lie one after another; in a grad slot only those
+that train.
 
-Trainable parameters are kept in fp32. Frozen parameters have no gradients to add up, so they keep their own dtype,
-unless layers compute in fp32. Where the storage dtype is the compute dtype, the main weights are the compute shard.
+Trainable parameters are kept in fp32. Frozen parameters have no updates to add up, so they keep their own dtype, unless
+layers compute in fp32. If storage dtype and compute dtype are equal, the main weights are the all-gather input.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ __all__ = ["PlannedSegment", "SegmentKind", "UnitLayout", "kind_of", "plan_units
 
 
 class SegmentKind(NamedTuple):
-    """What the parameters of a segment have in common.
+    """The properties that all parameters of a flat parameter share.
 
     Attributes:
-        trains: they need gradients when the model is sharded.
-        compute_dtype: what layers compute with.
-        main_dtype: what they are kept in.
-        grad_dtype: what grad slots hold of them.
-        mode: how their gradients are reduced.
+        trains: the parameters required gradients when the model was sharded.
+        compute_dtype: dtype of the unsharded parameters.
+        main_dtype: dtype of the main weights: fp32 if `trains`.
+        grad_dtype: dtype of gradients in grad slots.
+        mode: how gradients are reduced.
     """
 
     trains: bool
@@ -43,13 +44,13 @@ class SegmentKind(NamedTuple):
 
 
 def kind_of(dtype: torch.dtype, precision: Precision, *, trains: bool, in_fp32: bool) -> SegmentKind:
-    """The kind of a parameter's segment.
+    """The kind of the flat parameter that a parameter belongs to.
 
     Args:
         dtype: the parameter's own.
-        precision: of the model.
-        trains: it needs a gradient.
-        in_fp32: it is computed with in fp32 whatever the model is.
+        precision: the model's.
+        trains: the parameter requires a gradient.
+        in_fp32: layers compute with it in fp32, whatever ``param_dtype`` is.
     """
     fp32 = torch.float32
     if in_fp32 or precision.param_dtype is fp32:
@@ -59,15 +60,15 @@ def kind_of(dtype: torch.dtype, precision: Precision, *, trains: bool, in_fp32: 
 
 
 class PlannedSegment(NamedTuple):
-    """One segment, and where it lies.
+    """One flat parameter, and where it lies.
 
     Attributes:
-        tag: its number among all of the model's: the same on all ranks, of its messages.
+        tag: its number in the model, the same on all ranks; the tag of its messages.
         unit: index of its unit.
-        kind: see there.
-        layout: of its parameters.
-        weight_start: where it begins in its unit's weight slot, in bytes.
-        grad_start: where it begins in its unit's grad slot, in bytes, if it trains.
+        kind: see `SegmentKind`.
+        layout: where its parameters lie.
+        weight_start: where it begins in the unit's weight slot, in bytes.
+        grad_start: where it begins in the unit's grad slot, in bytes; only if it trains.
     """
 
     tag: int
@@ -79,23 +80,23 @@ class PlannedSegment(NamedTuple):
 
     @property
     def weight_bytes(self) -> int:
-        """Of the whole segment in a weight slot."""
+        """Bytes of the flat parameter in a weight slot: ``padded_numel`` elements of the compute dtype."""
         return self.layout.padded_numel * self.kind.compute_dtype.itemsize
 
     @property
     def grad_bytes(self) -> int:
-        """Of the whole segment in a grad slot; none if it is frozen."""
+        """Bytes of the flat parameter in a grad slot; 0 if it is frozen."""
         if not self.kind.trains:
             return 0
         return self.layout.padded_numel * self.kind.grad_dtype.itemsize
 
 
 class UnitLayout:
-    """The segments of one unit, those that train first. Made by `plan_units`.
+    """The flat parameters of one unit, those that train first. Made by `plan_units`.
 
     Args:
-        name: fully qualified name of the unit's module; "" is the root's root unit.
-        segments: at least one, which is empty if the unit has no parameters.
+        name: fully qualified name of the unit's module; "" for the root unit.
+        segments: at least one flat parameter, which is empty if the unit has no parameters.
     """
 
     def __init__(self, name: str, segments: Sequence[PlannedSegment]) -> None:
@@ -104,7 +105,7 @@ class UnitLayout:
 
     @cached_property
     def params(self) -> tuple[ParamLayout, ...]:
-        """Of all segments, one after the other."""
+        """The parameters of all flat parameters, in order."""
         return tuple(param for segment in self.segments for param in segment.layout.params)
 
     @property
@@ -114,17 +115,17 @@ class UnitLayout:
 
     @property
     def padded_numel(self) -> int:
-        """Elements of all segments."""
+        """Elements of all flat parameters, padding included."""
         return sum(segment.layout.padded_numel for segment in self.segments)
 
     @property
     def weight_bytes(self) -> int:
-        """Of the unit in a weight slot."""
+        """Bytes of the unit in a weight slot."""
         return sum(segment.weight_bytes for segment in self.segments)
 
     @property
     def grad_bytes(self) -> int:
-        """Of the unit in a grad slot."""
+        """Bytes of the unit in a grad slot."""
         return sum(segment.grad_bytes for segment in self.segments)
 
 
@@ -139,8 +140,8 @@ def plan_units(
     """Lay out all units.
 
     Args:
-        names: of the units.
-        units: by unit, its segments: their kinds, and what lies in them.
+        names: the units' names.
+        units: by unit, its flat parameters: the kind and the parameters of each.
         world_size: number of ranks N.
         pad_numel, align_pieces_to: see `plan_segment`.
     """

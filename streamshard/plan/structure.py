@@ -1,7 +1,7 @@
-"""What a model consists of: its modules and parameters, which of them can be sharded, and which compute in fp32.
+"""A model's modules and parameters: which of them can be sharded, and which compute in fp32.
 
-The functions read modules' own registers, because models redefine ``named_modules()``, ``parameters()`` and their kin
-to leave out frozen parts or to rename parameters.
+The functions read ``_modules`` and ``_parameters``, because models redefine ``named_modules()``, ``parameters()`` and
+the like to leave out frozen parts or to rename parameters.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def leave_inference_mode() -> AbstractContextManager[object]:
-    """A context that makes ordinary tensors: one made in ``torch.inference_mode()`` cannot be written outside of it."""
+    """A context in which new tensors are ordinary: those of ``torch.inference_mode()`` cannot be written outside."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
@@ -51,7 +51,7 @@ def leave_meta_device() -> AbstractContextManager[object]:
 
 
 def refuse_transforms() -> None:
-    """Raise inside ``torch.func.grad`` and its kin. ``vmap`` only maps over what a layer computes, and is fine.
+    """Raise inside ``torch.func.grad`` and similar transforms. ``vmap`` is allowed: it only maps over a layer's inputs.
 
     Raises:
         ShardingError: names the transform.
@@ -107,7 +107,7 @@ def is_meta(tensor: torch.Tensor) -> bool:
 
 
 def tie_on_meta(root: nn.Module) -> None:
-    """Make parameters on the meta device one Parameter again if they share one memory in one shape.
+    """Make parameters on the meta device one Parameter again if they have the same memory and shape.
 
     ``accelerate.init_empty_weights`` makes a new Parameter at each registration, which unties tied weights.
     """
@@ -172,7 +172,7 @@ def _problem_with(param: nn.Parameter) -> str | None:
 
 
 def refuse_marks(name: str, param: nn.Parameter) -> None:
-    """Raise if another library takes the gradient of parameter `name` itself, as an attribute of `param` tells.
+    """Raise if an attribute of `param` shows that another library takes the gradient of parameter `name`.
 
     Raises:
         ShardingError: names the parameter and the library.
@@ -190,14 +190,14 @@ def refuse_marks(name: str, param: nn.Parameter) -> None:
 
 
 def _refuse_shared_memory(root: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
-    """Raise if the memory of a parameter overlaps that of another tensor of the model: their shards would not."""
+    """Raise if the memory of a parameter overlaps that of another parameter or buffer: shards would not share it."""
     tensors: list[tuple[str, torch.Tensor]] = [*params.items()]
     for prefix, module in modules_of(root):
         for key, buffer in module._buffers.items():
             if buffer is not None and not is_lazy(buffer) and buffer.layout is torch.strided:
                 tensors.append((join_names(prefix, key), buffer))
     filled = [(name, tensor) for name, tensor in tensors if tensor.numel() and not is_meta(tensor)]
-    last: tuple[str, torch.Tensor] | None = None  # of the tensors before, the one that ends last
+    last: tuple[str, torch.Tensor] | None = None  # the tensor so far whose memory ends last
     for name, tensor in sorted(filled, key=lambda each: each[1].data_ptr()):
         if last is not None and tensor.data_ptr() < _end(last[1]):
             both = sorted([last, (name, tensor)], key=lambda each: not isinstance(each[1], nn.Parameter))
@@ -224,12 +224,12 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 class Structure:
-    """The modules and parameters of a model when it was sharded.
+    """The modules and parameters of a model when it was sharded, to notice later changes.
 
-    A parameter or layer that is assigned afterwards would compute with weights of this rank alone.
+    A parameter or layer that is assigned afterwards would be trained by this rank alone.
 
     Args:
-        root: the model, before its parameters are replaced by unsharded ones.
+        root: the model, while its modules hold the sharded parameters.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -272,11 +272,11 @@ def _refuse_change(what: str, owner: str, key: str) -> None:
 
 
 class InFp32(NamedTuple):
-    """What computes in fp32 in a model whose ``param_dtype`` is another.
+    """The parts that compute in fp32 in a model with another ``param_dtype``.
 
     Attributes:
-        params: its parameters.
-        listed: the modules that the user has listed, without those inside others. Their inputs are cast to fp32.
+        params: the parameters that layers compute with in fp32.
+        listed: the outermost modules that ``Precision.fp32_modules`` lists. Their inputs are cast to fp32.
     """
 
     params: frozenset[nn.Parameter]
@@ -289,14 +289,15 @@ class InFp32(NamedTuple):
 
 
 def find_fp32(root: nn.Module, precision: Precision, kept: Collection[str]) -> InFp32:
-    """What ``Precision.fp32_modules`` lists, what `kept` names, and norms that update fp32 statistics.
+    """The parts in ``Precision.fp32_modules``, the parameters in `kept`, and norms that update fp32 statistics.
 
-    torch has no batch norm of half-precision weights and fp32 statistics. In half precision the statistics would stand
-    still. With fp32 weights batch norm takes inputs of either dtype. FSDP's mixed precision leaves it out as well.
+    torch has no batch norm with half-precision weights and fp32 statistics, and updates of half-precision statistics
+    round to nothing. With fp32 weights batch norm takes inputs of either dtype. FSDP's mixed precision also leaves
+    batch norm in fp32.
 
     Args:
         root: the model.
-        precision: of the model.
+        precision: the model's.
         kept: names of parameters that the model's own class keeps in fp32.
 
     Raises:

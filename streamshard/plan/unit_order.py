@@ -1,7 +1,8 @@
-"""The order in which a pass all-gathers units: learnt from the forwards that training passes really run.
+"""The order in which a pass all-gathers units, learnt from the first training passes.
 
-After each pass with gradients the ranks agree on what they have used. Once every streamed unit was used, or ranks'
-orders contradict each other, nothing is exchanged any more. See [Note: one program] in `streamshard.plan.program`.
+After each pass with gradients the ranks agree on the order in which they have used units. Once every streamed unit was
+used, or the orders of ranks contradict each other, ranks stop exchanging orders. See [Note: one program] in
+`streamshard.plan.program`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["UnitOrder", "first_order", "is_part_of", "join_orders", "merge_order
 
 
 class Communicator(Protocol):
-    """What a rank needs to agree with the others. Both methods are collective."""
+    """The two collectives by which ranks agree."""
 
     def any_rank(self, value: bool) -> bool:
         """Whether `value` is true on any rank."""
@@ -45,14 +46,14 @@ class UnitOrder:
         self.is_settled = False
 
     def learn(self, schedule: Schedule, ranks: Communicator, *, has_failed: bool) -> None:
-        """A pass with gradients is over: what it used, here and on other ranks, is the order from now on. Collective.
+        """A pass with gradients is over: learn the order of units from its use, here and on other ranks. Collective.
 
-        Ranks may have skipped units. If what ranks have used is no part of one order, the order stays as it is.
+        Ranks may have skipped units. If the orders of ranks contradict each other, the order stays as it is.
 
         Args:
-            schedule: of the pass.
-            ranks: have run it too.
-            has_failed: the forward has raised here: then the next pass counts.
+            schedule: the pass's.
+            ranks: the ranks that have run the pass.
+            has_failed: the forward has raised on this rank; then all ranks learn from the next pass instead.
         """
         used = None if has_failed else tuple(schedule.used)
         has_news = schedule.has_requests or used is None or not is_part_of(used, self._known)
@@ -80,8 +81,8 @@ def first_order(turns: Sequence[bool]) -> tuple[int, ...]:
 def merge_order(used: Iterable[int], turns: Sequence[bool]) -> tuple[int, ...]:
     """The order in which units were used, with unused units put in between.
 
-    An unused streamed unit comes behind the streamed unit that is registered before it. Unused resident units come
-    behind the first unit, as in `first_order`. So a rank that uses such a unit later finds the others taking part.
+    An unused streamed unit comes after the streamed unit that is registered before it. Unused resident units come after
+    the first unit, as in `first_order`. So if one rank uses such a unit later, the other ranks all-gather it too.
 
     Args:
         used: in order; units may occur more than once.
@@ -105,14 +106,14 @@ def is_part_of(used: Iterable[int], order: Iterable[int]) -> bool:
 
 
 def join_orders(orders: Iterable[Sequence[int]], otherwise: Sequence[int]) -> tuple[int, ...] | None:
-    """The order that has each of `orders` as a part; None if they contradict each other.
+    """The order that contains each of `orders` as a subsequence; None if they contradict each other.
 
     Args:
-        orders: in which units were used. The n-th use of a unit in one is the n-th in the others.
-        otherwise: the order of units that `orders` leave open. It has all units.
+        orders: units in order of use. The n-th use of a unit in one order is its n-th use in the others.
+        otherwise: an order of all units, for pairs that `orders` leave open.
     """
     place = {unit: position for position, unit in reversed(list(enumerate(otherwise)))}
-    sorter = TopologicalSorter[tuple[int, int]]()  # of uses: of a unit for the n-th time
+    sorter = TopologicalSorter[tuple[int, int]]()  # of uses: (unit, n) is the unit's n-th use
     for order in orders:
         times = Counter[int]()
         uses = []

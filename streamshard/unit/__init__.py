@@ -1,1 +1,1 @@
-"""A unit: its buffers, its shard of weights and gradients, and what gradients are."""
+"""Units: slots, shards of weights and gradients, sharded parameters, and steps of optimizers on them."""

@@ -1,6 +1,6 @@
-"""Numbers of all elements: sums, norms and extremes over ranks; and the names of functions that need no elements.
+"""Sums, norms and extremes over the elements of all ranks, and the names of functions that need no elements.
 
-All ranks get the same number.
+Collectives of the shard group; all ranks get the same number.
 """
 
 from __future__ import annotations

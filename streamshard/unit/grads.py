@@ -1,9 +1,9 @@
-"""The gradients of one unit, its methods in the order in which a gradient meets them.
+"""The gradients of one unit, with a method for each step of their way, in order.
 
     autograd -write-> grad slot -start_reduce-> main grads -finish-> ``.grad`` of the sharded parameters
 
-Where a unit's slot has to go to another unit in between, gradients are parked. Where a backward is not to reduce
-(``no_sync()`` with a grad slot each), they are left in the slot, and ``.grad`` raises where it is used.
+If another unit needs the slot in between, gradients are *parked*: copied to memory of their own. If a backward does not
+reduce (``no_sync()`` with a grad slot for each unit), gradients wait in the slot, and using ``.grad`` raises.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class ParamGrad:
 
     Attributes:
         shard: this rank's part of the parameter.
-        view: the parameter's compute view; gradients are of its shape.
-        has_room: there is room for it; not for what was frozen when the model was sharded.
-        in_slot: [shape of the view] grad_dtype, its place in the grad slot; with one rank, in the main grads.
-        in_main: fp32, its piece of the main grads. It becomes ``.grad``.
-        is_written: this backward has something in `in_slot`.
-        is_used: this rank's graphs have made a gradient, to be told to the other ranks.
-        is_kept: `in_main` holds what ``.grad`` held before this backward, which is added to.
-        waits: what this and earlier backwards have made stays in the slot until a later one reduces it.
-        parked: a copy of what was in the slot when that went to another unit.
+        view: the unsharded parameter; gradients have its shape.
+        has_room: memory for the gradient exists; False if the parameter was frozen when the model was sharded.
+        in_slot: [shape of `view`] grad_dtype, the place in the grad slot; with one rank, fp32 in the main grads.
+        in_main: [local shape] fp32, this rank's piece of the main grads. Becomes ``.grad``.
+        is_written: this backward has written `in_slot`.
+        is_used: this rank's graphs have made a gradient; the other ranks are told.
+        is_kept: `in_main` holds the ``.grad`` from before this backward, to which the reduction is added.
+        waits: the gradient stays unreduced in the slot until a later backward reduces it.
+        parked: [shape of `view`] grad_dtype, a copy of `in_slot` from before another unit took the slot.
     """
 
     in_slot: torch.Tensor
@@ -65,7 +65,7 @@ class ParamGrad:
         self._is_given = False  # `in_main` has been ``.grad``
 
     def make_room(self, in_slot: torch.Tensor, local: torch.Tensor, piece: Piece) -> None:
-        """The gradient has places from now on: `in_slot`, and `local` in the main grads, which is `piece`."""
+        """Give the gradient its memory: `in_slot`, and `local` [local shape] fp32 in the main grads, cut as `piece`."""
         self.has_room = True
         self.in_slot = in_slot
         self._local = local.detach()
@@ -73,7 +73,7 @@ class ParamGrad:
         self.in_main = ShardedTensor.wrap(local, piece._replace(life=self._life))
 
     def take(self) -> None:
-        """Move what ``.grad`` holds into the main grads. A gradient kept elsewhere raises from now on."""
+        """Move ``.grad`` into the main grads. Earlier gradients that the user still holds raise from now on."""
         param = self.shard.param
         grad = None if grad_of(param) is None and not is_unreduced(param) else param.grad
         self.is_kept = grad is not None
@@ -89,7 +89,7 @@ class ParamGrad:
             put_grad(param, None)
 
     def give(self) -> nn.Parameter:
-        """The piece of the main grads becomes ``.grad``, with what autograd has put there meanwhile (a penalty)."""
+        """Make the piece of the main grads ``.grad``, plus what autograd has put there meanwhile (of a penalty)."""
         param = self.shard.param
         if grad_of(param) is not None and (own := param.grad) is not None:
             self.in_main.add_(own)
@@ -98,32 +98,32 @@ class ParamGrad:
         return param
 
     def forget(self) -> None:
-        """What waits in the slot, or in the main grads, is zero from now on."""
+        """Zero the gradient in the slot and in the main grads."""
         self.in_slot.zero_()
         self.clear()
         self.is_used = self.is_kept = False
 
     def clear(self) -> None:
-        """Its main grads are zero from now on."""
+        """Zero the piece of the main grads."""
         self._local.zero_()
 
 
 class SegmentGrads:
-    """Room for the gradients of one segment that trains. Owns nothing: buffers are the ledger's.
+    """Room for the gradients of one flat parameter that trains. Owns nothing: buffers are the ledger's.
 
     Args:
-        plan: of the segment.
-        slot: where gradients are collected; None with one rank, which writes to the main grads.
-        ranks: between whom they are reduced.
+        plan: the flat parameter's place and dtypes.
+        slot: collects gradients; None with one rank, where gradients are written to the main grads.
+        ranks: the shard group, over which gradients are reduced.
         ledger: allocates main grads.
-        scratch_start: where what its reductions need beside the slot begins in the scratch, in bytes.
-        scratch_bytes: how much that is.
+        scratch_start: where the reductions' part of the scratch begins, in bytes.
+        scratch_bytes: the size of this part.
         holds_main_grads: main grads are this rank's range of `all`.
 
     Attributes:
-        params: filled by `UnitGrads.add`.
+        params: the gradients of its parameters; filled by `UnitGrads.add`.
         main: [shard_numel] fp32.
-        all: [padded_numel] grad_dtype, the segment's range of the slot; None without slot.
+        all: [padded_numel] grad_dtype, the flat parameter's range of the slot; None without slot.
         is_main_in_slot: see `holds_main_grads`.
         adds: main grads hold something that the next reduction adds to.
     """
@@ -157,16 +157,16 @@ class SegmentGrads:
 
     @property
     def tag(self) -> int:
-        """Of its reductions and averages."""
+        """The tag of the messages of its reductions and averages."""
         return self._plan.tag
 
     @property
     def layout(self) -> SegmentLayout:
-        """Of its parameters."""
+        """Where its parameters lie."""
         return self._plan.layout
 
     def add(self, grad: ParamGrad) -> None:
-        """Another parameter of the segment: here its gradient is written."""
+        """Add a parameter, and give its gradient a place."""
         layout = grad.shard.layout
         flat = self.main if self.all is None else self.all
         in_slot = flat.narrow(0, layout.offset, layout.numel).view(layout.shape)
@@ -174,7 +174,7 @@ class SegmentGrads:
         self.params.append(grad)
 
     def take(self) -> None:
-        """Until `UnitGrads.finish` parameters hold no gradient: what autograd puts there is told apart from ours."""
+        """Take ``.grad`` of all parameters, until `UnitGrads.finish`: what autograd puts there meanwhile is its own."""
         for grad in self.params:
             grad.take()
         self.adds = any(grad.is_kept for grad in self.params)
@@ -184,38 +184,38 @@ class SegmentGrads:
                     grad.clear()
 
     def open(self) -> None:
-        """The slot is the unit's: what main grads in it hold is to be added to."""
+        """The slot is the unit's. If main grads lie in the slot, prepare them to be added to."""
         is_added_to = self.adds and self.is_main_in_slot
         self.set_written(is_added_to)
         if is_added_to:
             self._spread_main()
 
     def set_written(self, is_written: bool) -> None:
-        """All of its places hold something that counts, or none does."""
+        """Set `is_written` of all parameters."""
         for grad in self.params:
             grad.is_written = is_written
 
     def _spread_main(self) -> None:
-        """Main grads in the slot are to be added to: N times them here and zeros elsewhere have them as their mean."""
+        """Let the slot hold N times this rank's main grads, else zeros: the mean over ranks is then the main grads."""
         world_size = self._plan.layout.world_size
         assert self.all is not None
         for rank, chunk in enumerate(self.all.view(world_size, -1)):
             chunk.mul_(world_size) if rank == self._ranks.rank else chunk.zero_()
 
     def start_reduce(self) -> Work | None:
-        """Its part of the slot to main grads. Comm stream."""
+        """Reduce its part of the slot into main grads. Comm stream."""
         assert self.all is not None
         accumulate, self.adds = self.adds and not self.is_main_in_slot, True
         reduction = Reduction(self.all, self.main, self._scratch, self._plan.kind.mode, accumulate, self.tag)
         return self._ranks.transport.start_reduce(reduction)
 
     def add_own(self, grad: ParamGrad, own: torch.Tensor) -> None:
-        """Add what autograd, or the user, has given to the sharded parameter itself: no other rank has a part in it."""
+        """Add `own`, a gradient of the sharded parameter itself (of a penalty): it is complete without other ranks."""
         if self.is_main_in_slot:
             if not grad.is_written:
                 grad.in_slot.zero_()
                 grad.is_written = True
-            grad.in_main.add_(own, alpha=self._plan.layout.world_size)  # of which the mean is taken
+            grad.in_main.add_(own, alpha=self._plan.layout.world_size)  # the reduction divides by N
         else:
             grad.in_main.add_(own)
         grad.is_kept = True
@@ -225,16 +225,16 @@ class UnitGrads:
     """The gradients of one unit. Owns nothing: buffers are the ledger's.
 
     Args:
-        index: of the unit.
-        slot: where gradients are collected; None with one rank, which writes to the main grads.
-        segments: those that train, in order.
+        index: the unit's index.
+        slot: collects gradients; None with one rank, where gradients are written to the main grads.
+        segments: the unit's flat parameters that train, in order.
 
     Attributes:
         params: in the order of the unit's parameters; filled by `add`.
-        reductions: how many times this backward has started its reductions.
-        has_unreduced: whether gradients were written since the last of them.
-        waits: an earlier backward, in which the unit trained, may have left gradients in a slot, here or on other
-            ranks: they are reduced although the unit may be frozen by then.
+        reductions: how many reductions of the unit this backward has started.
+        has_unreduced: whether gradients were written since the last reduction.
+        waits: an earlier backward may have left unreduced gradients in a slot, here or on other ranks. They are reduced
+            even if the unit is frozen by then.
     """
 
     def __init__(self, index: int, slot: GradSlot | None, segments: Sequence[SegmentGrads]) -> None:
@@ -245,10 +245,10 @@ class UnitGrads:
         self.has_unreduced = False
         self.waits = False
         self._index = index
-        self._has_taken = False  # whether this backward has taken over what parameters held
+        self._has_taken = False  # whether this backward has moved ``.grad`` into main grads
 
     def add(self, shard: ParamShard, view: nn.Parameter) -> None:
-        """Another parameter of the unit, and its compute view."""
+        """Add a parameter of the unit, with its unsharded parameter `view`."""
         self.params.append(ParamGrad(shard, view))
         for segment in self.segments:
             if segment.layout is shard.segment:
@@ -262,9 +262,9 @@ class UnitGrads:
         return self.slot.content == self._index
 
     def open(self) -> None:
-        """Make the slot this unit's. Compute stream; with one rank the main grads themselves are written.
+        """Make the slot this unit's (rule 3). Compute stream; with one rank gradients are written to the main grads.
 
-        Gradients that parameters hold from an earlier backward are moved into the main grads first, to be added to.
+        Gradients that parameters hold from an earlier backward move into the main grads first, to be added to.
         """
         is_first, self._has_taken = not self._has_taken, True
         if is_first:
@@ -285,10 +285,10 @@ class UnitGrads:
                 self.write(param_index, parked)
 
     def write(self, param_index: int, value: torch.Tensor) -> None:
-        """Gradient `param_index` [shape of the view] into the slot: the one copy that gradients see. Compute stream.
+        """Copy gradient `value` [shape of the unsharded parameter] into the slot. Its only copy. Compute stream.
 
         Raises:
-            ShardingError: there is no room for it.
+            ShardingError: the parameter was frozen when the model was sharded.
         """
         grad = self.params[param_index]
         if not grad.has_room:
@@ -308,9 +308,9 @@ class UnitGrads:
         grad.is_written = True
 
     def park(self) -> None:
-        """Leave the slot, which another unit needs, until this unit opens it again. Compute stream.
+        """Copy gradients out of the slot, which another unit needs, until this unit opens it again. Compute stream.
 
-        Only where layers of one unit run on both sides of another's: what came first is kept in memory of its own.
+        Happens only if a unit's layers run before and after those of another unit in the same slot.
         """
         assert self.slot is not None
         self.slot.content = None
@@ -319,7 +319,7 @@ class UnitGrads:
                 grad.parked = grad.in_slot.clone()
 
     def start_reduce(self) -> Work | None:
-        """Slot to main grads. Parameters without a gradient contribute zeros, never another unit's leftovers."""
+        """Start the reduction from slot to main grads (rule 4). Parameters without a gradient contribute zeros."""
         self.reductions += 1
         self.has_unreduced = False
         if self.slot is not None and self.slot.has_streams:
@@ -327,7 +327,7 @@ class UnitGrads:
         slot = self.slot
         for segment in self.segments:
             for grad in segment.params:
-                if (self.counts(grad) or grad.is_kept) and not grad.is_written:  # a frozen one may have kept one
+                if (self.counts(grad) or grad.is_kept) and not grad.is_written:  # or frozen, with a kept gradient
                     grad.in_slot.zero_()
             if slot is None:
                 segment.set_written(True)
@@ -342,7 +342,7 @@ class UnitGrads:
         return work
 
     def finish(self, used: Sequence[bool]) -> list[nn.Parameter]:
-        """Main grads become ``.grad`` of the parameters that held one, or that some rank `used`; returns the latter."""
+        """Make main grads ``.grad`` of parameters that held one, or that any rank `used`. Returns the latter."""
         self.reductions = 0
         self.has_unreduced = False
         given = []
@@ -357,14 +357,14 @@ class UnitGrads:
         return given
 
     def counts(self, grad: ParamGrad) -> bool:
-        """Whether some rank may have a gradient of the parameter: it trains now, or did when gradients were left."""
+        """Whether any rank may have a gradient of the parameter: it is trainable, or has unreduced gradients."""
         if not grad.has_room:
             return False
         with AsTensors():  # the view may be absent
             return grad.view.requires_grad or self.waits
 
     def give_up(self) -> None:
-        """The backward has failed: nothing of main grads is anybody's gradient, and the slot is nobody's."""
+        """The backward has failed: discard all gradients of the unit, and free the slot."""
         for grad in self.params:
             grad.is_written = grad.is_used = grad.is_kept = False
             grad.parked = None
@@ -381,7 +381,7 @@ class UnitGrads:
         """End a backward with gradients left in the slot.
 
         Args:
-            has_trained: whether the unit had a part in the backward, on whatever rank.
+            has_trained: whether the unit was trainable in this backward.
         """
         self.waits = self.waits or has_trained
         if not self._has_taken:
@@ -400,7 +400,7 @@ class UnitGrads:
                     keep_unreduced(param)
 
     def resume(self) -> None:
-        """A backward begins: add to what waits, and forget what the user has dropped meanwhile."""
+        """A backward begins: add to waiting gradients, and forget those that the user has dropped (``zero_grad()``)."""
         for segment in self.segments:
             for grad in segment.params:
                 if not grad.waits:

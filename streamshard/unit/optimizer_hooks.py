@@ -190,7 +190,7 @@ def _refuse_step_without_backward(params: Iterable[torch.Tensor]) -> None:
         raise ShardingError(
             f"an optimizer steps, and neither {pieces[0].name!r} nor any other of its parameters has a gradient, "
             "although the model has run forward: no backward has come to it. backward(inputs=...) does not find "
-            f"sharded parameters, because layers compute with gathered copies: {CALL_BACKWARD}"
+            f"sharded parameters, because layers compute with all-gathered copies: {CALL_BACKWARD}"
         )
 
 

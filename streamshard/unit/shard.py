@@ -1,9 +1,9 @@
-"""The memory of one rank, all of it allocated once: slots of units, and this rank's shard of each segment.
+"""The memory of one rank, all of it allocated once: slots of units, and this rank's shard of each flat parameter.
 
-`Ledger` allocates. `WeightSlot` and `GradSlot` hold whole units. `SegmentShard` is what one rank owns of a segment's
-weights: the main weights, and the compute shard that its gathers send. The user's Parameter objects stay what they
-were, so an optimizer built before sharding keeps working; their data become pieces of the main weights. See
-[Note: slots] in `streamshard.plan.memory`, [Note: segments] in `streamshard.plan.segments`.
+`Ledger` allocates. `WeightSlot` and `GradSlot` hold full units. `SegmentShard` is one rank's part of a flat parameter:
+the main weights, and the all-gather input. The user's Parameter objects stay the same objects, so an optimizer built
+before sharding keeps working; their data become pieces of the main weights. See [Note: slots] in
+`streamshard.plan.memory`, [Note: flat parameters] in `streamshard.plan.segments`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Ledger:
 
     Attributes:
         buffers: all of them, with what each is for.
-        rounds_bytes: what the plans of optimizers of whole parameters take, for the memory report.
+        rounds_bytes: bytes of the rounds of `WholeParameterOptimizer`s, for the memory report.
     """
 
     def __init__(self, streams: Streams, allocate_visible: Callable[..., torch.Tensor] | None = None) -> None:
@@ -61,7 +61,7 @@ class Ledger:
 
         Args:
             category, numel, dtype: what, how much, of which type.
-            is_visible: whether other ranks may read it (compute shards, grad slots).
+            is_visible: whether other ranks may read it (all-gather inputs, grad slots).
         """
         with leave_inference_mode():
             if is_visible and self._allocate_visible is not None:
@@ -82,14 +82,15 @@ class Ledger:
 
 
 class WeightSlot:
-    """A buffer for the weights of a whole unit. Owns its two fences.
+    """A buffer for the full weights of a unit. Owns its two fences.
 
     Attributes:
-        buffer: [bytes of its largest unit] uint8; with one rank, the compute shard of its unit's first segment.
-        content: index of the unit whose weights it holds or is receiving; None if nobody's.
-        arrived: rule 1, set after the gather.
-        released: rule 2, set after a unit's last use.
-        is_shared: whether several units take turns in it.
+        buffer: [bytes of its largest unit] uint8; with one rank, the all-gather input of its unit's first flat
+            parameter.
+        content: index of the unit whose weights the slot holds or receives; None: of no unit.
+        arrived: fence of rule 1, recorded after the all-gather.
+        released: fence of rule 2, recorded after a unit's last use.
+        is_shared: whether several streamed units use the slot.
     """
 
     def __init__(self, buffer: torch.Tensor, streams: Streams, what: str, *, is_shared: bool) -> None:
@@ -134,20 +135,20 @@ class Scratch:
 
 
 class GradSlot:
-    """Room for the gradients of a whole unit. Owns its two fences.
+    """A buffer for the full gradients of a unit. Owns its two fences.
 
     Args:
-        n_bytes: of its largest unit.
-        ledger, streams: see there.
-        scratch: what reductions from this slot need beside it.
-        what: names it in messages.
+        n_bytes: bytes of the largest of its units.
+        ledger, streams: allocate the buffer, and order its uses.
+        scratch: memory that reductions from this slot need beside the slot.
+        what: the slot's name in messages.
 
     Attributes:
         buffer: [n_bytes] uint8.
-        content: index of the unit whose unreduced gradients it holds; None if nobody's.
-        has_streams: gradients may come on several streams of a device, which `join`; elsewhere nobody has to.
-        written: rule 4, set after a unit's last gradient.
-        drained: rule 3, set after the reduction.
+        content: index of the unit whose unreduced gradients the slot holds; None: of no unit.
+        has_streams: on a device gradients may be written on several streams, each of which has to call `join`.
+        written: fence of rule 4, recorded after a unit's last gradient.
+        drained: fence of rule 3, recorded after the reduction.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class GradSlot:
         self._writers: list[Any] = []  # streams of the device on which gradients have been written
 
     def open(self, unit: int) -> None:
-        """It is `unit`'s from here on (rule 3)."""
+        """The slot is `unit`'s from here on (rule 3)."""
         self._writers.clear()
         self.drained.wait()
         if self.has_streams:
@@ -190,9 +191,9 @@ class GradSlot:
         """Copy a gradient to its place, or add it to what is there. The current stream.
 
         Args:
-            place: what of it is the parameter's, of its shape.
-            grad: of that shape, any dtype.
-            adds: to a gradient that is there.
+            place: [shape of the unsharded parameter] grad_dtype, the parameter's part of the slot.
+            grad: same shape, any dtype.
+            adds: add to the gradient in `place`.
         """
         if self.has_streams:
             self.join()
@@ -212,11 +213,11 @@ class ParamShard(NamedTuple):
         name: fully qualified name in the root model.
         aliases: further names of the same (tied) parameter.
         param: the user's Parameter; its data is the piece, of shape `SegmentLayout.local_shape`.
-        layout: where the whole parameter lies in its segment.
+        layout: where the full parameter lies in its flat parameter.
         local: which elements of the flattened parameter this rank owns.
         dtype: the parameter's dtype before sharding.
         piece: the memory of the piece in the main weights, as StreamShard has put it under `param`.
-        segment: the layout of the segment that it is in.
+        segment: the layout of the flat parameter that it is in.
         ledger_of: what allocates the model's buffers.
     """
 
@@ -248,15 +249,15 @@ class ParamShard(NamedTuple):
 
 
 class SegmentShard:
-    """One segment's state on this rank. Owns nothing: buffers are the ledger's.
+    """One flat parameter's state on this rank. Owns nothing: buffers are the ledger's.
 
     Args:
         plan: what it is, and where it lies.
         ranks: names this rank and the shard group.
         ledger: allocates.
-        weights: [padded_numel] compute_dtype, the segment's part of a weight slot; None: with one rank, that computes
-            with the compute shard.
-        is_in_slot: no other unit uses the slot: the compute shard is this rank's range of it.
+        weights: [padded_numel] compute_dtype, the flat parameter's part of a weight slot; None: with one rank, that
+            computes with the all-gather input.
+        is_in_slot: no other unit uses the slot: the all-gather input is this rank's range of it.
 
     Attributes:
         tag: of its messages.
@@ -266,7 +267,7 @@ class SegmentShard:
         compute: [shard_numel] compute_dtype; `main` itself, if that is of the same dtype.
         weights: [padded_numel] compute_dtype, what layers compute with.
         params: filled by `add`.
-        is_in_slot: the compute shard is a range of a weight slot.
+        is_in_slot: the all-gather input is a range of a weight slot.
     """
 
     def __init__(
@@ -290,7 +291,7 @@ class SegmentShard:
 
     @property
     def gathers_main(self) -> bool:
-        """Whether gathers read the main weights, unless the user has put other memory under a parameter."""
+        """Whether all-gathers read the main weights themselves (no cast), unless the user has moved a parameter."""
         return self.main.dtype is self.kind.compute_dtype
 
     def add(
@@ -299,7 +300,7 @@ class SegmentShard:
         """Take over one parameter: `param` becomes this rank's piece of `full`.
 
         Args:
-            layout: the parameter's place in the segment.
+            layout: the parameter's place in the flat parameter.
             aliases: its further names.
             param: the user's Parameter; its data are replaced.
             full: [numel], the weights to shard, any dtype and device; None: it is empty, of NaN.
@@ -322,7 +323,7 @@ class SegmentShard:
         return shard
 
     def cast(self) -> None:
-        """Main weights to compute shard, for all gathers of the pass that begins. Runs on the compute stream.
+        """Cast main weights to the all-gather input, for all all-gathers of the next pass. Compute stream.
 
         The user may have put other memory under a parameter (``p.data = ema``): then that is what is cast, and the main
         weights' own memory, which may be somebody's backup, is left alone.

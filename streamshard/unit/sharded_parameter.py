@@ -1,4 +1,4 @@
-"""Sharded parameters: the user's own Parameter objects, of which this rank has a piece each."""
+"""Sharded parameters: the user's own Parameter objects, each of which holds this rank's piece."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ class Piece(NamedTuple):
         start, stop: which elements of the flattened parameter this rank has.
         local_shape: of this rank's elements.
         ranks: of the shard group. Each has other elements; norms and sums are collectives of these ranks.
-        segment, place: the layout, which says what the other ranks have.
-        ledger_of: the model's `Ledger` (see `streamshard.unit.slots`), None once the model is gone.
+        segment, place: the layouts of the flat parameter and of the parameter in it: which elements each rank has.
+        ledger_of: returns the model's `Ledger` (see `streamshard.unit.shard`), None once the model is gone.
         is_weight: the tensor is the parameter, or computed from it; else its gradient. All are cut at the same places.
         is_flat: the full tensor is flattened.
         life: of the memory of a gradient; None: the memory is the tensor's own.
@@ -226,7 +226,7 @@ def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[s
 
 
 def _elementwise(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Of numbers, and of tensors that have an element for each of this rank's. New tensors are pieces."""
+    """Operate on this rank's elements, with numbers and pieces cut at the same places. New tensors are pieces."""
     values = (*args, *kwargs.values())
     if not func.__name__.startswith("_foreach_"):
         piece = _common(func, values)
@@ -255,7 +255,7 @@ def _lies_on(result: torch.Tensor, values: Iterable[Any]) -> bool:
 
 
 def _common(func: Callable[..., Any], values: Iterable[Any]) -> Piece | None:
-    """What all ShardedTensors in `values` are pieces of; None if there are none.
+    """The `Piece` that all ShardedTensors in `values` share; None if there are none.
 
     Raises:
         ShardingError: two pieces have other elements on some rank, or a tensor is neither a piece nor a number.
@@ -348,7 +348,7 @@ def _norm_of(func: Callable[..., Any], tensor: ShardedTensor, order: float) -> t
 
 
 def _reduce(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """One number of all elements. Collective."""
+    """Reduce all elements of the full tensor to one number, equal on all ranks. Collective."""
     name, ranks, local = func.__name__, tensor.piece.ranks, tensor.as_subclass(torch.Tensor)
     if name in _OF_TWO:
         _common(func, (*args, *kwargs.values()))
@@ -388,7 +388,7 @@ def _hook(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Ma
 
 def _gradients(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> NoReturn:
     """``torch.autograd.grad`` with respect to a parameter, or to what was computed from one."""
-    _refuse(func, tensor, "Layers compute with gathered copies, so no graph has a sharded parameter: " + CALL_BACKWARD)
+    _refuse(func, tensor, "Layers use all-gathered copies, so no graph has a sharded parameter: " + CALL_BACKWARD)
 
 
 CALL_BACKWARD = (

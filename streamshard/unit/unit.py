@@ -1,9 +1,9 @@
-"""StreamedUnit: one unit's journey, its methods in the order of travel.
+"""StreamedUnit: one unit's weights, with a method for each step of their way, in order.
 
-    main weights -cast-> compute shard -all-gather-> weight slot -forward, backward->
+    main weights -cast-> all-gather input -all-gather-> weight slot -forward, backward->
     [gradients: `streamshard.unit.grads`] -optimizer-> main weights
 
-The unit knows how each step is done, the engine knows when. See [Note: slots] and [Note: ordering rules].
+The unit knows how to do each step, the engine knows when. See [Note: slots] and [Note: ordering rules].
 """
 
 from __future__ import annotations
@@ -28,41 +28,43 @@ __all__ = ["StreamedUnit"]
 
 
 class _Binding:
-    """Two versions of one entry of a module's ``__dict__``: sharded and computing.
+    """Two versions of one entry of a module's ``__dict__``: `sharded`, and `computing` while the unit is bound.
 
-    Swapping a module's whole ``_parameters`` dict is one assignment, whatever the number of parameters.
+    Exchanging a module's ``_parameters`` dict is one assignment, whatever the number of parameters.
     """
 
     __slots__ = ("computing", "key", "owner", "sharded")
 
     def __init__(self, owner: nn.Module, key: str, sharded: object, computing: object) -> None:
-        self.owner = weakref.ref(owner)  # which holds all of this: a model goes when nobody has it any more
+        self.owner = weakref.ref(owner)  # weak: the owner's model holds this object
         self.key = key
         self.sharded = sharded
         self.computing = computing
 
 
 class StreamedUnit:
-    """What is gathered and reduced together: a repeated layer, several small ones, or what is outside (the root unit).
+    """Parameters that are all-gathered and reduced together: of a repeated layer, several small ones, or the root unit.
 
-    It is bound as a whole while one of its layers runs, and from its need in backward until its reduction.
+    A unit is *bound* while one of its layers runs, and in backward from the first use of its weights until its
+    reduction: its modules hold unsharded parameters.
 
     Args:
         index: position in the engine's list of units; index 0 is the root unit.
-        layout: its segments, and where they lie.
-        segments: this rank's state of each, before `add` has filled them.
-        weight_slot: where its weights are gathered to.
-        grads: its gradients.
-        ranks: moves its bytes.
-        is_streamed: in the block slots; else it stays in slots of its own, in place once gathered.
+        layout: the unit's flat parameters, and where they lie.
+        segments: this rank's part of each flat parameter; `SegmentShard.add` fills them later.
+        weight_slot: the all-gather writes the weights there.
+        grads: the unit's gradients.
+        ranks: the shard group.
+        is_streamed: the unit shares the block slots; else it is resident and has a slot of its own.
 
     Attributes:
-        name: fully qualified name of its module, for messages.
-        params: this rank's part of its parameters, segment by segment; complete when `make_views` is called.
-        views: its compute views, one per parameter, made once; see [Note: absent weights].
-        view_ids: their ids.
-        is_bound: its modules hold the compute views, else the sharded parameters.
-        writes: notices what forwards write to `views`.
+        name: fully qualified name of the module, for messages.
+        params: this rank's part of each parameter, in the order of the flat parameters; complete when `make_views` is
+            called.
+        views: the unsharded parameters, one for each of `params`, made once; see [Note: absent weights].
+        view_ids: the ids of `views`.
+        is_bound: modules hold the unsharded parameters, else the sharded parameters.
+        writes: notices writes of forwards to `views`.
     """
 
     def __init__(
@@ -96,10 +98,10 @@ class StreamedUnit:
     # -- construction ---------------------------------------------------------------------------------------------
 
     def make_views(self) -> None:
-        """Make the compute views.
+        """Make the unsharded parameters, views of the slot.
 
-        The views are made from aliases of the slot with version counters of their own: gathers write the slot behind
-        autograd's back, on purpose, and must not look like in-place edits of saved tensors.
+        They are views of aliases of the slot with version counters of their own: autograd must not take an all-gather
+        for an in-place edit of saved tensors.
         """
         for segment in self.segments:
             for param in segment.params:
@@ -113,7 +115,7 @@ class StreamedUnit:
         self.view_ids = frozenset(map(id, self.views))
 
     def _with_views(self) -> Iterator[tuple[SegmentShard, ParamShard, ComputeView]]:
-        """Each parameter with its segment and its compute view."""
+        """Each parameter with its flat parameter and its unsharded parameter."""
         views = iter(self.views)
         return ((segment, param, next(views)) for segment in self.segments for param in segment.params)
 
@@ -124,7 +126,7 @@ class StreamedUnit:
     # -- the journey ----------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Take over the weights as the user has left them. Compute stream.
+        """Cast the weights as the user has left them to all-gather inputs. Compute stream.
 
         Raises:
             ShardingError: a parameter has a hook that would never run, or was given memory that cannot be used.
@@ -146,13 +148,12 @@ class StreamedUnit:
             refuse_marks(param.name, param.param)
 
     def take_trainability(self) -> None:
-        """Let compute views need gradients as the sharded parameters do now.
+        """Set ``requires_grad`` of the unsharded parameters to that of the sharded parameters.
 
-        Asked when a graph is made and when it is differentiated, because both decide in torch: a parameter gets a
-        gradient if it needed one in the forward and still does in the backward.
+        Called in forward and in backward: in torch a parameter gets a gradient if it required one in both.
         """
         trainable = False
-        with AsTensors():  # the views themselves, whatever their class
+        with AsTensors():  # an AbsentWeight would answer for the sharded parameter
             for param, view in zip(self._sharded, self.views, strict=True):
                 wanted = param.requires_grad
                 trainable = trainable or wanted
@@ -161,7 +162,7 @@ class StreamedUnit:
         self.is_trainable = trainable and bool(self.grads.segments)
 
     def give_trainability(self) -> None:
-        """The unit is about to be released: what was frozen or unfrozen in a forward stays so."""
+        """Set ``requires_grad`` of the sharded parameters to what a forward has set on the unsharded ones."""
         with AsTensors():
             for param, view in zip(self._sharded, self.views, strict=True):
                 if param.requires_grad is not view.requires_grad:
@@ -173,7 +174,7 @@ class StreamedUnit:
             return [param._version for param in self._sharded]
 
     def _follow_moved_weights(self) -> None:
-        """One rank, and the user put other memory under a parameter: bind to what is there now."""
+        """With one rank: the user put other memory under a parameter, so let the unsharded parameter lie there."""
         for segment, param, view in self._with_views():
             if segment.compute is not segment.weights:
                 ComputeView.move(view, _whole(segment.compute.data, param))  # it may be absent
@@ -181,21 +182,21 @@ class StreamedUnit:
             segment.weights = segment.compute
 
     def start_gather(self) -> None:
-        """Compute shards to weight slot. Comm stream; the slot is this unit's from here on."""
+        """Start the all-gather into the weight slot. Comm stream; the slot is this unit's from here on."""
         slot = self.weight_slot
         slot.released.wait()  # rule 2
-        slot.arrived.complete()  # a unit that was gathered and then skipped: its messages are still under way
+        slot.arrived.complete()  # a unit that was all-gathered and then skipped: its messages are still under way
         start = self._ranks.transport.start_gather
         work = as_one([start(segment.compute, segment.weights, segment.tag) for segment in self.segments])
         slot.content = self.index
         slot.arrived.record(work)
 
     def finish_gather(self) -> None:
-        """Let the compute stream go on only with the weights in place."""
+        """Let the compute stream wait until the weights are in the slot."""
         self.weight_slot.arrived.wait()  # rule 1
 
     def bind(self) -> None:
-        """Let its modules compute with the slot: compute views take the place of the sharded parameters."""
+        """Let the unit's modules hold the unsharded parameters. A second call does nothing."""
         if not self.is_bound:
             self.is_bound = True
             if self.is_streamed:
@@ -205,7 +206,7 @@ class StreamedUnit:
                     owner.__dict__[binding.key] = binding.computing
 
     def release(self) -> None:
-        """Its weights were used for the last time for now: its modules hold the sharded parameters again."""
+        """Reshard: modules hold the sharded parameters again, and the slot is free when compute has come here."""
         if self.is_bound:
             self.is_bound = False
             if self.is_streamed:
@@ -220,14 +221,15 @@ class StreamedUnit:
     def gather_whole(
         self, pieces: Sequence[torch.Tensor | None], dtype: torch.dtype | None = None
     ) -> list[torch.Tensor | None]:
-        """Every rank's `pieces` put together: whole parameters, new memory on this device. Collective, blocks.
+        """All-gather `pieces` into full tensors, in new memory on this device. Collective; the host waits.
 
         Args:
-            pieces: one per parameter, [local.numel], this rank's. None: of no rank; a segment without any is left out.
-            dtype: of what is put together; None: that of the main weights.
+            pieces: one per parameter: this rank's [local.numel], or None if no rank has one. A flat parameter without
+                any piece is left out.
+            dtype: of the result; None: that of the main weights.
 
         Returns:
-            One per parameter, in its shape; None where a segment was left out.
+            One per parameter: [full shape]; None where a flat parameter was left out.
         """
         wholes: list[torch.Tensor | None] = []
         for segment in self.segments:
@@ -249,5 +251,5 @@ class StreamedUnit:
 
 
 def _whole(full: torch.Tensor, param: ParamShard) -> torch.Tensor:
-    """The part of `full` [padded_numel] that is the parameter's, in its shape."""
+    """The view of `full` [padded_numel] that is the parameter's, in its full shape."""
     return full.narrow(0, param.layout.offset, param.layout.numel).view(param.layout.shape)

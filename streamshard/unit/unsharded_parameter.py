@@ -1,16 +1,17 @@
-"""Compute views: the weights that layers compute with, and what they are while their unit is not in place.
+"""Unsharded parameters, `ComputeView` in the code: the weights that layers compute with, and writes to them.
 
-A slot goes to another layer, and is gathered anew, so what is written to it would be lost: it raises. Version counters
-tell. What is written through ``.data`` leaves no trace in them, so a weight that is asked for it is compared with a
-copy: transformers' Gemma 3n clamps there in every forward, and as good as never changes anything.
+A forward that writes to a weight raises: the slot is all-gathered anew, so the change would be lost. `Writes` compares
+version counters. Writes through ``.data`` leave no trace in the counters. So the first read of ``.data`` copies the
+weight, and the values are compared when the use of the unit ends. (transformers' Gemma 3n clamps ``.data`` in every
+forward, and hardly ever changes a value.)
 
 [Note: absent weights]
-A unit that takes turns has its weights in a slot only while one of its layers runs. Between two turns its compute views
-are of another class, `AbsentWeight`: whoever has looked one up, or kept one, can ask for its shape, dtype and device.
-Everything else needs the unit, and asks for it: a unit that takes turns refuses, by the weight's name; a resident one
-arrives. A compute view stays one object, in graphs and in Python, so whoever keeps one never has another layer's
-weight. Swapping the class costs an assignment per parameter and turn, 30 ns. torch has no other way: a tensor whose
-storage is exchanged still reads whatever lies there, and no storage raises where it is read.
+A streamed unit has its weights in a slot only while one of its layers runs. At other times its unsharded parameters
+have another class, `AbsentWeight`, which answers questions about shape, dtype and device. Any other operation needs the
+values: it raises and names the weight if the unit is streamed, and all-gathers the unit if it is resident. An unsharded
+parameter stays the same object, in graphs and in Python, so code that keeps one never reads another layer's weight.
+Changing the class is one assignment per parameter and use, 30 ns. torch offers nothing else: a tensor whose storage was
+exchanged reads whatever lies there, and no storage raises when it is read.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ __all__ = [
 
 
 class ComputeView(nn.Parameter):
-    """A weight in its slot. See `Writes`."""
+    """An unsharded parameter: a weight in its slot. See `Writes`."""
 
     @property
     @skip
     def data(self) -> torch.Tensor:
-        """As in torch. What it holds now is remembered until its layer is released."""
+        """As in torch. Copies the weight first, so that `Writes` notices a change."""
         if (known := _known.get(self)) is not None and (writes := known.writes_of()) is not None:
             untraced(writes.remember, known.place)
         data: torch.Tensor = data_attribute.__get__(self)
@@ -60,7 +61,7 @@ class ComputeView(nn.Parameter):
 
     @skip
     def set_(self, *source: Any) -> torch.Tensor:
-        """As in torch. torch's parametrizations, and so PEFT's adapters of experts, set a weight to itself."""
+        """As in torch. Setting a weight to itself is allowed: torch's parametrizations and PEFT's adapters do so."""
         if len(source) == 1 and isinstance(source[0], torch.Tensor) and source[0].data_ptr() == self.data_ptr():
             return self
         return super().set_(*source)
@@ -71,17 +72,17 @@ class ComputeView(nn.Parameter):
 
 
 class AbsentWeight(nn.Parameter):
-    """A compute view whose unit is not in place. See [Note: absent weights]."""
+    """An unsharded parameter whose unit is not in place. See [Note: absent weights]."""
 
     @classmethod
-    @skip  # compiled functions break here: a unit that is asked for is no graph
+    @skip  # torch.compile breaks its graph here: it cannot trace an all-gather
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer what needs no values. Anything else asks for the unit first."""
+        """Answer questions about shape, dtype and device. Put the unit in place, or raise, before anything else."""
         kwargs, called, name = kwargs or {}, getattr(func, "__name__", ""), name_of(func)
         if name in ("requires_grad", "requires_grad_") or (name == "grad" and called == "__get__"):
-            param: Any = _known[args[0]].param_of()  # whose the view has only while its unit is in place
+            param: Any = _known[args[0]].param_of()  # an absent view may be out of date: the sharded one counts
             if called == "__get__":
                 return getattr(param, name)
             return setattr(param, name, args[1]) if called == "__set__" else param.requires_grad_(*args[1:], **kwargs)
@@ -100,17 +101,17 @@ class AbsentWeight(nn.Parameter):
 
 
 class Writes:
-    """Notices what forwards write to the compute views of one unit."""
+    """Notices writes of forwards to the unsharded parameters of one unit."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
         self._views: list[ComputeView] = []
-        self._aliases: list[torch.Tensor] = []  # of the same version counters: a view may be absent
+        self._aliases: list[torch.Tensor] = []  # with the views' version counters: a view may be absent
         self._versions: list[int] = []
-        self._before: dict[int, torch.Tensor] = {}  # of weights that were asked for their .data
+        self._before: dict[int, torch.Tensor] = {}  # by index, copies of weights whose .data was read
 
     def watch(self, view: ComputeView, alias: torch.Tensor, param: nn.Parameter, name: str) -> None:
-        """`view` is the weight of `param`, called `name`; `alias` has its version counter."""
+        """Watch `view`, the unsharded parameter of `param`, called `name`; `alias` has its version counter."""
         _known[view] = _Known(name, weakref.ref(param), None, weakref.ref(self), len(self._names))
         self._names.append(name)
         self._views.append(view)
@@ -118,12 +119,12 @@ class Writes:
         self._versions.append(alias._version)
 
     def forget(self) -> None:
-        """A layer is about to compute with the views: earlier writes do not count."""
+        """A layer is about to compute: forget earlier writes."""
         self._versions = [alias._version for alias in self._aliases]
         self._before.clear()
 
     def remember(self, index: int) -> None:
-        """Copy the weight at `index`, which its forward may be about to write."""
+        """Copy the weight at `index`, because the forward may be about to write it through ``.data``."""
         if index not in self._before:
             self._before[index] = self._bytes(index).clone()
 
@@ -142,21 +143,21 @@ class Writes:
                 _refuse(name, "was changed in place")
 
     def _bytes(self, index: int) -> torch.Tensor:
-        """What is compared: NaN is like NaN, 0 is unlike -0."""
+        """[n bytes] uint8: bytes are compared, so NaN equals NaN, and 0 differs from -0."""
         with AsTensors():
             flat: torch.Tensor = data_attribute.__get__(self._views[index]).reshape(-1)
         return flat.view(torch.uint8)
 
 
 class _Known(NamedTuple):
-    """What is known of a compute view.
+    """Facts about an unsharded parameter.
 
     Attributes:
         name: fully qualified.
-        param_of: the sharded parameter.
-        ask: puts its unit in place, so that the view is an ordinary one, or raises; None: the view is never absent.
-        writes_of: notices writes to it.
-        place: its index there.
+        param_of: returns the sharded parameter; weak.
+        ask: puts the unit in place, or raises; None: the parameter is never absent.
+        writes_of: returns the unit's `Writes`; weak.
+        place: index of the parameter there.
     """
 
     name: str
@@ -176,7 +177,7 @@ def let_be_absent(view: ComputeView, ask: Callable[[], None]) -> None:
 
 
 def name_of_weight(view: torch.Tensor) -> str | None:
-    """The fully qualified name of the weight that `view` is; None if it is no compute view that may be absent."""
+    """The fully qualified name of the unsharded parameter `view`; None if `view` is none, or is never absent."""
     known = _known.get(view)
     return None if known is None or known.ask is None else known.name
 
