@@ -618,7 +618,12 @@ MUTANTS: list[Mutant] = [
     # a checkpoint whose files are cut off is the latest
     Mutant("checkpoint/directory", "_read_whole", Drop("check_sizes(path, manifest)"), "directory"),
     # one checkpoint too many is deleted
-    Mutant("checkpoint/directory", "publish_checkpoint", Swap("len(own) + 1 - keep", "len(own) + 2 - keep"), "restore directory"),
+    Mutant(
+        "checkpoint/directory",
+        "publish_checkpoint",
+        Swap("len(own) + 1 - keep", "len(own) + 2 - keep"),
+        "restore directory",
+    ),
     # what cannot be deleted after publishing raises
     Mutant(
         "checkpoint/directory",
