@@ -622,7 +622,7 @@ MUTANTS: list[Mutant] = [
         "checkpoint/directory",
         "publish_checkpoint",
         Swap("len(own) + 1 - keep", "len(own) + 2 - keep"),
-        "restore directory",
+        "directory",
     ),
     # what cannot be deleted after publishing raises
     Mutant(
