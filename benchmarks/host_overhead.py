@@ -22,8 +22,8 @@ import torch.nn as nn
 from _measure import RESULTS, Clock, Noise, environment, save, seeded_order, summary
 from _systems import System, build
 
+from streamshard.comm.communicator import Communicator
 from streamshard.comm.nccl import NcclTransport
-from streamshard.comm.ranks import Ranks
 
 PHASES = ("forward", "backward")
 NAMES = ("plain", "fsdp2", "streamshard")
@@ -59,7 +59,7 @@ class Layers(nn.Module):
         return hidden
 
 
-class RanksAsOnGpus(Ranks):
+class RanksAsOnGpus(Communicator):
     """NCCL's transport, on the CPU."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -79,7 +79,7 @@ def main() -> None:
 
     dist.init_process_group("fake", rank=0, world_size=arguments.world_size, store=FakeStore())
     try:
-        with mock.patch("streamshard.build.Ranks", RanksAsOnGpus):
+        with mock.patch("streamshard.build.Communicator", RanksAsOnGpus):
             cases = [_measure(count, arguments, device) for count in arguments.parameters]
     finally:
         dist.destroy_process_group()

@@ -87,7 +87,7 @@ def _group(device: torch.device, pretended: int) -> Iterator[None]:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", rank=0, world_size=pretended, store=FakeStore())
-        patched = mock.patch("streamshard.build.Ranks", RanksAsOnGpus)
+        patched = mock.patch("streamshard.build.Communicator", RanksAsOnGpus)
     else:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())

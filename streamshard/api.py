@@ -18,8 +18,8 @@ from streamshard.checkpoint.export import export_shards, floating_dtype
 from streamshard.checkpoint.load import Difference, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
 from streamshard.config import MemoryBudget, Precision, SlotCount, parse_path
-from streamshard.engine.handle import HANDLE, Uncopyable, engine_at_rest, engine_of, handle_of, not_a_layer
 from streamshard.engine.hooks import call_shell
+from streamshard.engine.module_state import HANDLE, ShardedModule, engine_at_rest, engine_of, handle_of, not_a_layer
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.full import clip_grads, gather_state_dict, summon
 from streamshard.initialise import compute_buffers, initialise
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-class StreamShard(Uncopyable):
+class StreamShard(ShardedModule):
     """Shard a model in place and stream its layers through two buffers. Returns the same object.
 
     The model keeps its class name, attributes, ``forward`` signature and state-dict names, and becomes an instance of

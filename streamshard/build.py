@@ -13,21 +13,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import Groups, groups_of, refuse_together, resolve_group
-from streamshard.comm.ranks import Ranks
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.config import Precision, Settings
 from streamshard.device import module_of, training_device, warn_if_untested
 from streamshard.engine.attach import attach
 from streamshard.engine.buffer_sync import BufferSync, buffers_of, check_buffers, describe_state
 from streamshard.engine.engine import Engine
-from streamshard.engine.handle import handle_of
+from streamshard.engine.module_state import handle_of
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
 from streamshard.errors import RankMismatchError, ShardingError, warn_user
 from streamshard.integrations import huggingface
 from streamshard.integrations.peft import adapt_methods
 from streamshard.plan.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
+from streamshard.plan.flat_params import FlatParam, FlatParamKind, UnitLayout, kind_of, plan_units
 from streamshard.plan.layout import ParamSize
 from streamshard.plan.memory import (
     Category,
@@ -39,7 +40,6 @@ from streamshard.plan.memory import (
     plan_slots,
     read_budget,
 )
-from streamshard.plan.segments import PlannedSegment, SegmentKind, UnitLayout, kind_of, plan_units
 from streamshard.plan.structure import (
     InFp32,
     check_params,
@@ -51,9 +51,9 @@ from streamshard.plan.structure import (
     refuse_transforms,
     tie_on_meta,
 )
-from streamshard.unit.grads import SegmentGrads, UnitGrads
+from streamshard.unit.grads import FlatParamGrads, UnitGrads
 from streamshard.unit.optimizer_hooks import watch_optimizers
-from streamshard.unit.shard import GradSlot, Ledger, Scratch, SegmentShard, WeightSlot
+from streamshard.unit.shard import FlatParamShard, GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = ["shard_model"]
@@ -78,7 +78,7 @@ class _Checked(NamedTuple):
     device: torch.device
     budget: int | None
     found: list[FoundUnit]
-    parts: list[list[tuple[SegmentKind, list[FoundParam]]]]
+    parts: list[list[tuple[FlatParamKind, list[FoundParam]]]]
     in_fp32: InFp32
     on_meta: list[str]
 
@@ -122,14 +122,14 @@ def shard_model(
 
 
 def _make_engine(
-    module: nn.Module, checked: _Checked, ranks: Ranks, replicas: Replicas | None, empty: set[str]
+    module: nn.Module, checked: _Checked, ranks: Communicator, replicas: Replicas | None, empty: set[str]
 ) -> Engine:
     """Plan, allocate, and cut the weights into shards, except those whose names are in `empty`."""
     settings, found = checked.settings, checked.found
     layouts = _plan_layouts(found, checked.parts, ranks.world_size, settings)
-    segments = [segment for layout in layouts for segment in layout.segments]
-    ranks.share_memory(_most_bytes(segments), len(segments))
-    ranks.board.names = [layouts[segment.unit].name or "the root unit" for segment in segments]
+    flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
+    ranks.share_memory(_most_bytes(flat_params), len(flat_params))
+    ranks.board.names = [layouts[flat_param.unit].name or "the root unit" for flat_param in flat_params]
     ledger = Ledger(ranks.streams, ranks.transport.allocate_visible)
     copies = ranks.total_size // ranks.world_size
     ranks.transport.check_precision(settings.precision)
@@ -141,9 +141,9 @@ def _make_engine(
     most = max((param.nbytes for param in sent if is_meta(param)), default=0)
     room = torch.empty(most, dtype=torch.uint8, device=ranks.streams.device)
 
-    def take(unit: int, segments: Sequence[SegmentShard]) -> None:
-        for segment, (_, params) in zip(segments, checked.parts[unit], strict=True):
-            _take_weights(segment, params, ranks, settings.broadcast_weights, empty, room)
+    def take(unit: int, flat_params: Sequence[FlatParamShard]) -> None:
+        for flat_param, (_, params) in zip(flat_params, checked.parts[unit], strict=True):
+            _take_weights(flat_param, params, ranks, settings.broadcast_weights, empty, room)
         if ranks.streams.module is not None:  # give the memory of the full parameters back to the device
             ranks.streams.module.empty_cache()
 
@@ -210,9 +210,9 @@ def _check_module(module: nn.Module) -> None:
 
 def _split(
     params: Sequence[FoundParam], precision: Precision, in_fp32: Collection[nn.Parameter]
-) -> list[tuple[SegmentKind, list[FoundParam]]]:
+) -> list[tuple[FlatParamKind, list[FoundParam]]]:
     """The flat parameters of a unit, those that train first. See [Note: flat parameters]."""
-    parts: dict[SegmentKind, list[FoundParam]] = {}
+    parts: dict[FlatParamKind, list[FoundParam]] = {}
     for found in params:
         param = found.param
         kind = kind_of(param.dtype, precision, trains=param.requires_grad, in_fp32=param in in_fp32)
@@ -222,7 +222,7 @@ def _split(
     return sorted(parts.items(), key=lambda part: not part[0].trains)
 
 
-def _connect(who: Groups | None, here: torch.device, device: torch.device) -> tuple[Ranks, Replicas | None]:
+def _connect(who: Groups | None, here: torch.device, device: torch.device) -> tuple[Communicator, Replicas | None]:
     """Connect to the other ranks. All have accepted their models."""
     if device != here:
         module_of(device).set_device(device)  # so that the user's next tensors are on this device too
@@ -235,13 +235,13 @@ def _connect(who: Groups | None, here: torch.device, device: torch.device) -> tu
         who = groups_of(resolve_group(device))
     refuse_together(who.all_ranks, None)
     streams = Streams(device)
-    ranks = Ranks(who.shard, streams, StreamName.COMM, who.all_ranks, who.replica)
+    ranks = Communicator(who.shard, streams, StreamName.COMM, who.all_ranks, who.replica)
     if who.replicate is None:
         return ranks, None
-    return ranks, Replicas(Ranks(who.replicate, streams, StreamName.REPLICA, who.all_ranks))
+    return ranks, Replicas(Communicator(who.replicate, streams, StreamName.REPLICA, who.all_ranks))
 
 
-def _check_ranks_agree(ranks: Ranks, module: nn.Module, checked: _Checked) -> None:
+def _check_ranks_agree(ranks: Communicator, module: nn.Module, checked: _Checked) -> None:
     """Raise unless all ranks are about to shard the same model in the same way."""
     settings = checked.settings.rows()
     rows = settings + [
@@ -264,7 +264,7 @@ def _check_ranks_agree(ranks: Ranks, module: nn.Module, checked: _Checked) -> No
                 raise RankMismatchError(f"ranks have different {what}: rank 0 has {first}, rank {rank} has {other}")
 
 
-def _agree_on_empty(ranks: Ranks, on_meta: list[str], broadcast: bool) -> set[str]:
+def _agree_on_empty(ranks: Communicator, on_meta: list[str], broadcast: bool) -> set[str]:
     """The parameters and buffers that will be empty: those on meta on rank 0, or on all ranks without a broadcast.
 
     Raises:
@@ -299,7 +299,7 @@ def _share_slots(found: Sequence[FoundUnit]) -> list[bool]:
 
 def _plan_layouts(
     found: Sequence[FoundUnit],
-    parts: Sequence[Sequence[tuple[SegmentKind, Sequence[FoundParam]]]],
+    parts: Sequence[Sequence[tuple[FlatParamKind, Sequence[FoundParam]]]],
     world_size: int,
     settings: Settings,
 ) -> list[UnitLayout]:
@@ -313,7 +313,7 @@ def _plan_layouts(
     )
 
 
-def _choose_slots(sizing: Sizing, settings: Settings, budget: int | None, ranks: Ranks) -> tuple[SlotPlan, str]:
+def _choose_slots(sizing: Sizing, settings: Settings, budget: int | None, ranks: Communicator) -> tuple[SlotPlan, str]:
     """The slots that the user asked for, or as many as fit on the rank with the least memory; and the reason."""
     if budget is not None:
         return choose_slots(sizing, min(ranks.gather_objects(budget)))
@@ -321,24 +321,24 @@ def _choose_slots(sizing: Sizing, settings: Settings, budget: int | None, ranks:
     return plan, f"weight_slots={settings.weight_slots!r}, grad_slots={settings.grad_slots!r}"
 
 
-def _scratch_numel(ranks: Ranks) -> Callable[[PlannedSegment, bool], int]:
-    def scratch_numel(segment: PlannedSegment, adds: bool) -> int:
-        return ranks.transport.scratch_numel(segment.layout.shard_numel, segment.kind.mode, adds=adds)
+def _scratch_numel(ranks: Communicator) -> Callable[[FlatParam, bool], int]:
+    def scratch_numel(flat_param: FlatParam, adds: bool) -> int:
+        return ranks.transport.scratch_numel(flat_param.layout.shard_numel, flat_param.kind.mode, adds=adds)
 
     return scratch_numel
 
 
-def _most_bytes(segments: Sequence[PlannedSegment]) -> int:
+def _most_bytes(flat_params: Sequence[FlatParam]) -> int:
     """An upper bound of the bytes that other ranks read: main weights, inputs, both slots of all units, all fp32."""
-    return sum(16 * segment.layout.padded_numel + 4096 for segment in segments)
+    return sum(16 * flat_param.layout.padded_numel + 4096 for flat_param in flat_params)
 
 
 def _allocate(
     sizing: Sizing,
     plan: SlotPlan,
-    ranks: Ranks,
+    ranks: Communicator,
     ledger: Ledger,
-    take: Callable[[int, Sequence[SegmentShard]], None],
+    take: Callable[[int, Sequence[FlatParamShard]], None],
 ) -> list[StreamedUnit]:
     """Allocate slots, each as large as its largest unit, and make the units.
 
@@ -352,36 +352,38 @@ def _allocate(
     """
     is_alone = ranks.world_size == 1
     weight_slots = {} if is_alone else _allocate_weight_slots(sizing, plan, ranks, ledger)
-    shards: list[list[SegmentShard]] = []
+    shards: list[list[FlatParamShard]] = []
     for index, layout in enumerate(sizing.layouts):
         weight_slot = weight_slots.get(plan.weights[index])
         shards.append([])
-        for segment in layout.segments:
+        for flat_param in layout.flat_params:
             weights = None
             if weight_slot is not None:
-                weights = weight_slot.buffer.narrow(0, segment.weight_start, segment.weight_bytes)
-                weights = weights.view(segment.kind.compute_dtype)
+                weights = weight_slot.buffer.narrow(0, flat_param.weight_start, flat_param.weight_bytes)
+                weights = weights.view(flat_param.kind.compute_dtype)
             is_in_slot = plan.keeps_weights and not is_alone
-            shards[index].append(SegmentShard(segment, ranks, ledger, weights, is_in_slot=is_in_slot))
+            shards[index].append(FlatParamShard(flat_param, ranks, ledger, weights, is_in_slot=is_in_slot))
         take(index, shards[index])
     grad_slots = {} if is_alone else _allocate_grad_slots(sizing, plan, ranks, ledger)
     units = []
-    for index, (layout, segments) in enumerate(zip(sizing.layouts, shards, strict=True)):
+    for index, (layout, flat_params) in enumerate(zip(sizing.layouts, shards, strict=True)):
         weight_slot, grad_slot = weight_slots.get(plan.weights[index]), grad_slots.get(plan.grads[index])
         grads = []
-        for segment in layout.segments:
-            if segment.kind.trains:
-                scratch = sizing.scratch_of(segment, plan)
-                in_slot = holds_main_grads(segment.kind, plan, ranks.world_size)
-                grads.append(SegmentGrads(segment, grad_slot, ranks, ledger, *scratch, holds_main_grads=in_slot))
+        for flat_param in layout.flat_params:
+            if flat_param.kind.trains:
+                scratch = sizing.scratch_of(flat_param, plan)
+                in_slot = holds_main_grads(flat_param.kind, plan, ranks.world_size)
+                grads.append(FlatParamGrads(flat_param, grad_slot, ranks, ledger, *scratch, holds_main_grads=in_slot))
         if weight_slot is None:
-            weight_slot = WeightSlot(segments[0].compute, ranks.streams, f"compute shard {index}", is_shared=False)
+            weight_slot = WeightSlot(flat_params[0].compute, ranks.streams, f"compute shard {index}", is_shared=False)
         unit_grads, turns = UnitGrads(index, grad_slot, grads), plan.shared[index]
-        units.append(StreamedUnit(index, layout, segments, weight_slot, unit_grads, ranks, is_streamed=turns))
+        units.append(StreamedUnit(index, layout, flat_params, weight_slot, unit_grads, ranks, is_streamed=turns))
     return units
 
 
-def _allocate_weight_slots(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> dict[int, WeightSlot]:
+def _allocate_weight_slots(
+    sizing: Sizing, plan: SlotPlan, ranks: Communicator, ledger: Ledger
+) -> dict[int, WeightSlot]:
     slots = {}
     for slot, n_bytes in largest_of(plan.weights, [layout.weight_bytes for layout in sizing.layouts]).items():
         mine = [unit for unit, number in enumerate(plan.weights) if number == slot]
@@ -392,7 +394,7 @@ def _allocate_weight_slots(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger:
     return slots
 
 
-def _allocate_grad_slots(sizing: Sizing, plan: SlotPlan, ranks: Ranks, ledger: Ledger) -> dict[int, GradSlot]:
+def _allocate_grad_slots(sizing: Sizing, plan: SlotPlan, ranks: Communicator, ledger: Ledger) -> dict[int, GradSlot]:
     """Allocate grad slots, and the scratch of their reductions."""
     slot_bytes = largest_of(plan.grads, [layout.grad_bytes for layout in sizing.layouts])
     needed = [sizing.scratch_bytes(unit, plan) for unit in range(len(sizing.layouts))]
@@ -415,7 +417,7 @@ def _fill(engine: Engine, module: nn.Module, checked: _Checked, empty: set[str])
         The names of this rank's buffers without values.
     """
     for unit in engine.units:
-        unit.make_views()
+        unit.make_unsharded()
     _place_buffers(module, engine.streams.device, engine.precision.buffer_dtype)
     sent = engine.buffers.start(send=checked.settings.broadcast_weights)
     if engine.streams.module is not None:
@@ -424,9 +426,9 @@ def _fill(engine: Engine, module: nn.Module, checked: _Checked, empty: set[str])
 
 
 def _take_weights(
-    segment: SegmentShard,
+    flat_param: FlatParamShard,
     params: Sequence[FoundParam],
-    ranks: Ranks,
+    ranks: Communicator,
     broadcast: bool,
     empty: set[str],
     room: torch.Tensor,
@@ -435,16 +437,16 @@ def _take_weights(
 
     `room` receives a parameter from rank 0 if it is on meta here.
     """
-    for found, layout in zip(params, segment.layout.params, strict=True):
+    for found, layout in zip(params, flat_param.layout.params, strict=True):
         full, param = None, found.param.detach()
         if layout.name not in empty:
             if is_meta(param):
                 full = room[: param.nbytes].view(param.dtype)
             else:
-                full = _trainable(param).to(segment.main.device).contiguous().view(-1)
+                full = _trainable(param).to(flat_param.main.device).contiguous().view(-1)
             if broadcast:
                 ranks.broadcast(full)
-        segment.add(layout, found.names[1:], found.param, full)
+        flat_param.add(layout, found.names[1:], found.param, full)
 
 
 def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

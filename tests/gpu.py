@@ -75,9 +75,9 @@ def _let_collectives_be_late() -> None:
     from streamshard import build
     from streamshard.inspect.adversary import Adversary
 
-    class LateRanks(build.Ranks):
+    class LateRanks(build.Communicator):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             Adversary(self)
 
-    build.Ranks = LateRanks  # type: ignore[misc]
+    build.Communicator = LateRanks  # type: ignore[misc]

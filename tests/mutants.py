@@ -245,7 +245,7 @@ MUTANTS: list[Mutant] = [
     # a cleared gradient is not zero
     Mutant(
         "unit/grads",
-        "SegmentGrads.take",
+        "FlatParamGrads.take",
         Drop("if not grad.is_kept:"),
         "invariants::test_a_cleared_gradient_beside_kept_ones_begins_at_zero loops graphs",
     ),
@@ -281,26 +281,28 @@ MUTANTS: list[Mutant] = [
     # a grad slot is opened as if it held main grads
     Mutant(
         "unit/grads",
-        "SegmentGrads.open",
+        "FlatParamGrads.open",
         Swap("self.set_written(is_added_to)", "self.set_written(self.adds)"),
         "loops",
     ),
     # main grads in the slot are not added to
-    Mutant("unit/grads", "SegmentGrads.open", Swap("self.set_written(is_added_to)", "self.set_written(False)"), "dial"),
+    Mutant(
+        "unit/grads", "FlatParamGrads.open", Swap("self.set_written(is_added_to)", "self.set_written(False)"), "dial"
+    ),
     # main grads in the slot count once, not N times
     Mutant(
         "unit/grads",
-        "SegmentGrads._spread_main",
+        "FlatParamGrads._spread_main",
         Swap("chunk.mul_(world_size) if rank", "chunk.mul_(1) if rank"),
         "dial",
     ),
-    # parked gradients are dropped
-    Mutant("unit/grads", "UnitGrads.open", Drop("self.write(param_index, parked)"), "unit_size"),
-    # parked gradients are added again
+    # spilled gradients are dropped
+    Mutant("unit/grads", "UnitGrads.open", Drop("self.write(param_index, spilled)"), "unit_size"),
+    # spilled gradients are added again
     Mutant(
         "unit/grads",
         "UnitGrads.open",
-        Swap("parked, grad.parked = grad.parked, None", "parked = grad.parked"),
+        Swap("spilled, grad.spilled = grad.spilled, None", "spilled = grad.spilled"),
         "unit_size",
     ),
     # a used parameter is not noted
@@ -357,7 +359,7 @@ MUTANTS: list[Mutant] = [
     # `adds` is not set after a first reduction
     Mutant(
         "unit/grads",
-        "SegmentGrads.start_reduce",
+        "FlatParamGrads.start_reduce",
         Swap(
             "accumulate, self.adds = self.adds and not self.is_main_in_slot, True",
             "accumulate = self.adds and not self.is_main_in_slot",
@@ -367,7 +369,7 @@ MUTANTS: list[Mutant] = [
     # main grads in the slot are added twice
     Mutant(
         "unit/grads",
-        "SegmentGrads.start_reduce",
+        "FlatParamGrads.start_reduce",
         Swap(
             "accumulate, self.adds = self.adds and not self.is_main_in_slot, True",
             "accumulate, self.adds = self.adds, True",
@@ -413,14 +415,14 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unit/grads",
         "UnitGrads.leave_unreduced",
-        Drop("segment.main.zero_()"),
+        Drop("flat_param.main.zero_()"),
         "invariants::test_gradients_that_wait_are_not_added_to_those_of_a_step_before",
     ),
     # `leave_unreduced` overwrites what autograd has put there
     Mutant(
         "unit/grads",
         "UnitGrads.leave_unreduced",
-        Drop("segment.add_own(grad, param.grad)"),
+        Drop("flat_param.add_own(grad, param.grad)"),
         "graphs::test_penalties_on_the_parameters_accumulate_with_everything_else",
     ),
     # `leave_unreduced` leaves out what only waits
@@ -444,7 +446,7 @@ MUTANTS: list[Mutant] = [
     # what autograd gives to a sharded parameter counts once, not N times
     Mutant(
         "unit/grads",
-        "SegmentGrads.add_own",
+        "FlatParamGrads.add_own",
         Swap("add_(own, alpha=self._plan.layout.world_size)", "add_(own)"),
         "graphs",
     ),
@@ -475,7 +477,7 @@ MUTANTS: list[Mutant] = [
     Mutant("engine/reductions", "Reductions._open", Drop("self.replicas.finish_average(unit)"), "replicas"),
     # what is due is reduced at once
     Mutant("engine/reductions", "Reductions._open", Swap("if earlier.index in self.due:", "if False:"), "unit_size"),
-    # what is not due is parked
+    # what is not due is spilled
     Mutant(
         "engine/reductions",
         "Reductions._open",
@@ -591,13 +593,13 @@ MUTANTS: list[Mutant] = [
         Swap("not unit.grads.counts(grad)", "not grad.view.requires_grad"),
         "dial::test_gradients_of_layers_that_are_frozen_while_they_wait_stay",
     ),
-    # only a unit's first segment is reduced
+    # only a unit's first flat parameter is reduced
     Mutant(
         "unit/grads",
         "UnitGrads.start_reduce",
         Swap(
-            "[segment.start_reduce() for segment in self.segments]",
-            "[segment.start_reduce() for segment in self.segments[:1]]",
+            "[flat_param.start_reduce() for flat_param in self.flat_params]",
+            "[flat_param.start_reduce() for flat_param in self.flat_params[:1]]",
         ),
         "fp32_modules",
     ),

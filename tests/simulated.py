@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from streamshard import device as devices
-from streamshard.comm.ranks import Ranks
+from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Work
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import AdversarialTransport
@@ -194,7 +194,7 @@ def late(model: nn.Module) -> Iterator[None]:
     """Collectives of `model` are as late as its waits allow; they spoil what must not be looked at meanwhile."""
     engine = engine_inside(model)
     replicas = engine.reductions.replicas
-    all_ranks: list[Ranks] = [engine.ranks] if replicas is None else [engine.ranks, replicas.ranks]
+    all_ranks: list[Communicator] = [engine.ranks] if replicas is None else [engine.ranks, replicas.ranks]
     transports = [LateTransport(ranks) for ranks in all_ranks]
     for ranks, transport in zip(all_ranks, transports, strict=True):
         ranks.transport = transport

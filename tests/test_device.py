@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import ConfigError, ShardingError, StreamShard
+from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import host_group_of, refuse_together
-from streamshard.comm.ranks import Ranks
 from streamshard.device import free_bytes, serves, training_device, warn_if_untested
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
@@ -104,7 +104,7 @@ def test_a_group_without_a_backend_for_the_parameters_is_refused(gloo: dist.Proc
     """It says which it has, and which is wanted."""
     streams = types.SimpleNamespace(device=torch.device("cuda", 0))
     with pytest.raises(ConfigError, match=r"on cuda:0, .*\(cpu:gloo,cuda:gloo\) has no backend: .*'nccl'"):
-        Ranks(gloo, streams)  # type: ignore[arg-type]  # no GPU is here
+        Communicator(gloo, streams)  # type: ignore[arg-type]  # no GPU is here
 
 
 # ---------------------------------------------------------------------------------------------- whoever makes the group

@@ -211,7 +211,7 @@ def _train_wide(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None
 @pytest.mark.gpu(may_be_played=False)
 @on_ranks(1, 2, backend="nccl")
 def test_memory_is_steady_from_step_to_step(context: RankContext) -> None:
-    """After warm-up: the same bytes held and reserved, no new segment, the same number of allocations every step."""
+    """After warm-up: the same bytes held and reserved, no new flat_param, the same number of allocations every step."""
     model = StreamShard(WideLM(256, 4).to(context.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     x = torch.randn(4, 64, 256, device=context.device)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from streamshard import StreamShard, init_weights, load_safetensors
-from streamshard.engine.handle import engine_of
+from streamshard.engine.module_state import engine_of
 from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.integrations import huggingface
 from tests.families import gpt2, llama, mixtral, t5

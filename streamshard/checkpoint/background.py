@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from streamshard.checkpoint.disk_layout import Piece
-from streamshard.comm.flight_recorder import Board, Guard, Kind
+from streamshard.comm.communicator import Communicator
+from streamshard.comm.flight_recorder import Board, Guard, RecordKind
 from streamshard.comm.groups import close_connections
 from streamshard.comm.objects import gather_bytes
-from streamshard.comm.ranks import Ranks
 from streamshard.device import has_streams, module_of, on_device
 from streamshard.errors import CheckpointError, CommunicationError, log
 
@@ -166,7 +166,7 @@ class BackgroundRanks:
         group: connects them; None: this is the only rank.
     """
 
-    def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, ranks: Communicator, group: dist.ProcessGroup | None) -> None:
         self.is_first = ranks.is_first
         self.replica = ranks.replica
         self.number = ranks.number
@@ -186,7 +186,7 @@ class BackgroundRanks:
         """
         assert self._group is not None
         with Guard(self, "saving in the background", ""):
-            self.board.log.add(Kind.MEETING)
+            self.board.log.add(RecordKind.MEETING)
             try:
                 return gather_bytes(self._group, data, WRITTEN_WITHIN)
             except RuntimeError:
@@ -211,13 +211,13 @@ class BackgroundRanks:
             time.sleep(0.02)
 
 
-def has_connections(ranks: Ranks) -> bool:
+def has_connections(ranks: Communicator) -> bool:
     """Whether this rank already has a group for saves in the background."""
     group_of = _groups.get(ranks.all_ranks)
     return group_of is not None and group_of() is not None
 
 
-def background_ranks(ranks: Ranks, *, connects: bool) -> BackgroundRanks:
+def background_ranks(ranks: Communicator, *, connects: bool) -> BackgroundRanks:
     """The ranks, for one save in the background.
 
     Call it right after a collective. Making a group waits at the store, which does not notice that a rank has died.

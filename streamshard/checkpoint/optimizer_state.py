@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from streamshard.checkpoint.disk_layout import Piece
 from streamshard.checkpoint.manifest import decode, encode
-from streamshard.comm.ranks import Ranks
+from streamshard.comm.communicator import Communicator
 from streamshard.engine.engine import Engine
 from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.torch_private import is_traceable_wrapper_subclass
@@ -58,7 +58,7 @@ def own_part(optimizer: Optimizer, param: nn.Parameter, values: Mapping[str, Any
     return dict(ask.own_part(param, values))
 
 
-def settle(optimizer: Optimizer, ranks: Ranks) -> None:
+def settle(optimizer: Optimizer, ranks: Communicator) -> None:
     """Prepare for gathering the state. Collective for an optimizer that steps whole parameters."""
     if (act := getattr(optimizer, "settle", None)) is not None:
         act(ranks)
@@ -261,7 +261,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gather_pieces(
-    ranks: Ranks,
+    ranks: Communicator,
     pieces: Sequence[Piece],
     rows: Sequence[Sequence[tuple[str, tuple[int, ...], torch.dtype, int, int]]],
     wholes: Mapping[str, torch.Tensor],

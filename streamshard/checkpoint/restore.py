@@ -32,8 +32,8 @@ from streamshard.checkpoint.run_parts import (
     set_random_state,
 )
 from streamshard.checkpoint.save import Models, Optimizers
+from streamshard.comm.communicator import Communicator
 from streamshard.comm.objects import gather_from_all_ranks, run_on_all_ranks
-from streamshard.comm.ranks import Ranks
 from streamshard.config import parse_path
 from streamshard.engine.engine import Engine
 from streamshard.errors import CheckpointError, log
@@ -102,7 +102,7 @@ def load_checkpoint(
     return Loaded(plan.values, path)
 
 
-def _open(root: Path, ranks: Ranks) -> CheckpointFiles:
+def _open(root: Path, ranks: Communicator) -> CheckpointFiles:
     """The checkpoint that all ranks load, verified. Collective."""
 
     def find() -> Path:
@@ -122,7 +122,7 @@ def _open(root: Path, ranks: Ranks) -> CheckpointFiles:
         raise CheckpointError(f"{error}{advice}") from error
 
 
-def _newest_intact(path: Path, ranks: Ranks) -> Path | None:
+def _newest_intact(path: Path, ranks: Communicator) -> Path | None:
     """The newest checkpoint beside `path` whose files are what their checksums say. Collective."""
 
     def find() -> list[Path]:

@@ -23,11 +23,11 @@ from streamshard.checkpoint.export import model_dtype
 from streamshard.checkpoint.manifest import encode
 from streamshard.checkpoint.optimizer_state import LocalState, State, drifts_apart, name_here, params_in, settle
 from streamshard.checkpoint.safetensors_file import bytes_of
+from streamshard.comm.communicator import Communicator
 from streamshard.comm.objects import gather_from_all_ranks
-from streamshard.comm.ranks import Ranks
 from streamshard.device import module_of
 from streamshard.engine.engine import Engine
-from streamshard.engine.handle import engine_at_rest, handle_of, is_compiled
+from streamshard.engine.module_state import engine_at_rest, handle_of, is_compiled
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.integrations import huggingface
 from streamshard.plan.structure import params_of
@@ -329,7 +329,7 @@ def _state_of(name: str, value: Any) -> Any:
 
 
 def _collect_trees(
-    mine: Mapping[str, _Tree], digests: Sequence[Mapping[str, str]], ranks: Ranks, pieces: list[Piece]
+    mine: Mapping[str, _Tree], digests: Sequence[Mapping[str, str]], ranks: Communicator, pieces: list[Piece]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Those of which all ranks have the same, which are saved once, and this rank's of the others."""
     if any(list(theirs) != list(digests[0]) for theirs in digests):

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from streamshard.errors import CommunicationError, StreamShardError, log
 from streamshard.torch_private import count_collectives
 
-__all__ = ["Board", "Guard", "Kind", "Log", "MismatchError", "Wait", "Watch", "describe_difference", "explain"]
+__all__ = ["Board", "Guard", "RecordKind", "Log", "MismatchError", "Wait", "Watch", "describe_difference", "explain"]
 
 _ENTRIES = 512  # a log keeps its last so many entries
 _MOST_PEERS = 64  # a rank reads the logs of at most so many ranks, those with the next higher numbers
@@ -56,7 +56,7 @@ _ADVICE = (
 )
 
 
-class Kind(enum.IntEnum):
+class RecordKind(enum.IntEnum):
     """What a log entry records."""
 
     FORWARD = 1
@@ -73,17 +73,17 @@ class Kind(enum.IntEnum):
 
 
 _WORDS = {
-    Kind.FORWARD: "begins a forward",
-    Kind.GATHER: "gathers {unit}",
-    Kind.GATHER_FULL: "collects weights or optimizer state of {unit} (full_state_dict, summon_full_params)",
-    Kind.REDUCE: "reduces the gradients of {unit}",
-    Kind.AVERAGE: "averages over replicas",
-    Kind.BROADCAST: "sends or receives a tensor of rank 0",
-    Kind.SUM: "sums over all ranks (a norm, a check)",
-    Kind.MEETING: "exchanges objects (save_checkpoint, load_checkpoint, an export, an agreement)",
-    Kind.VOTE: "votes (in a forward, in set-up)",
-    Kind.END_OF_STEP: "has ended its step (Join)",
-    Kind.ALL_TO_ALL: "exchanges parameters with their owners (a step of WholeParameterOptimizer)",
+    RecordKind.FORWARD: "begins a forward",
+    RecordKind.GATHER: "gathers {unit}",
+    RecordKind.GATHER_FULL: "collects weights or optimizer state of {unit} (full_state_dict, summon_full_params)",
+    RecordKind.REDUCE: "reduces the gradients of {unit}",
+    RecordKind.AVERAGE: "averages over replicas",
+    RecordKind.BROADCAST: "sends or receives a tensor of rank 0",
+    RecordKind.SUM: "sums over all ranks (a norm, a check)",
+    RecordKind.MEETING: "exchanges objects (save_checkpoint, load_checkpoint, an export, an agreement)",
+    RecordKind.VOTE: "votes (in a forward, in set-up)",
+    RecordKind.END_OF_STEP: "has ended its step (Join)",
+    RecordKind.ALL_TO_ALL: "exchanges parameters with their owners (a step of WholeParameterOptimizer)",
 }
 
 
@@ -126,7 +126,7 @@ class Log:
         self.time_s = time.time()
         self._entries: list[_Entry | None] = [None] * _ENTRIES
 
-    def add(self, kind: Kind, tag: int = 0) -> None:
+    def add(self, kind: RecordKind, tag: int = 0) -> None:
         """Record that this rank issues `kind`, for the unit of `tag`."""
         self.digest = hash((self.digest, int(kind), tag))  # of integers: the same in every process
         self._entries[self.count % _ENTRIES] = _Entry(self.count, int(kind), tag)
@@ -157,10 +157,10 @@ def describe_difference(logs: Mapping[int, _Shown], names: Sequence[str]) -> str
 def _say(entry: _Entry | None, names: Sequence[str]) -> str:
     if entry is None:
         return "has issued nothing so far"
-    if entry.kind == Kind.GATHER and entry.tag == len(names):
+    if entry.kind == RecordKind.GATHER and entry.tag == len(names):
         return "ends a backward"  # it gathers the flags of used parameters
     unit = repr(names[entry.tag]) if entry.tag < len(names) else f"unit {entry.tag}"
-    return _WORDS[Kind(entry.kind)].format(unit=unit)
+    return _WORDS[RecordKind(entry.kind)].format(unit=unit)
 
 
 class Board:
@@ -410,7 +410,7 @@ class Guard:
     """A context around a wait for other ranks. Turns a backend's error into a `CommunicationError` that names the wait.
 
     Args:
-        ranks: `Ranks`, or another object with ``board``, ``watch``, ``failure`` and ``fail()``. After an error `ranks`
+        ranks: `Communicator`, or another object with ``board``, ``watch``, ``failure`` and ``fail()``. After an error `ranks`
             is marked as failed and issues nothing more: other ranks may be gone.
         action: what happens inside, such as "the gather of".
         subject: what `action` is about, such as a unit's name; "" if nothing.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from streamshard.comm.flight_recorder import Kind
+from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport, sum_in_rank_order
 from streamshard.config import ReductionMode
@@ -32,7 +32,7 @@ class PairwiseTransport(Transport):
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
     ) -> Work | None:
         """See `Transport.start_gather`. Other ranks' shards arrive in the slot; this rank copies its own."""
-        self.ranks.board.log.add(Kind.GATHER if is_published else Kind.GATHER_FULL, tag)
+        self.ranks.board.log.add(RecordKind.GATHER if is_published else RecordKind.GATHER_FULL, tag)
         chunks = slot.view(self.ranks.world_size, -1)
         self.streams.declare(self.stream, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         messages, message_tag = [], tag * _TAGS_PER_UNIT + (0 if is_published else 2)
@@ -55,7 +55,7 @@ class PairwiseTransport(Transport):
             reads=(reduction.slot,),
             writes=(reduction.scratch, reduction.out),
         )
-        self.ranks.board.log.add(Kind.REDUCE, reduction.tag)
+        self.ranks.board.log.add(RecordKind.REDUCE, reduction.tag)
         messages = []
         for index, peer in enumerate(self._peers()):
             tag = reduction.tag * _TAGS_PER_UNIT + 1
@@ -66,7 +66,7 @@ class PairwiseTransport(Transport):
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
         """See `Transport.start_average`. gloo sums; the first wait divides."""
         self.streams.declare(self.stream, Collective.ALL_REDUCE, tag, writes=(tensor,))
-        self.ranks.board.log.add(Kind.AVERAGE)
+        self.ranks.board.log.add(RecordKind.AVERAGE)
         work = dist.all_reduce(tensor, group=self.ranks.group, async_op=True)
 
         def divide() -> None:
@@ -80,7 +80,7 @@ class PairwiseTransport(Transport):
         self.streams.declare(
             self.stream, Collective.ALL_TO_ALL, None, reads=(exchange.send,), writes=(exchange.received,)
         )
-        self.ranks.board.log.add(Kind.ALL_TO_ALL)
+        self.ranks.board.log.add(RecordKind.ALL_TO_ALL)
         messages = []
         for peer in self._peers():
             sent, received = exchange.chunks(peer)

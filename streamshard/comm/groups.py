@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from streamshard.comm.flight_recorder import Board, Kind, Wait, Watch, explain
+from streamshard.comm.flight_recorder import Board, RecordKind, Wait, Watch, explain
 from streamshard.comm.objects import gather_bytes, gather_results, raise_if
 from streamshard.device import has_streams, serves
 from streamshard.errors import CommunicationError, ConfigError, ShardingError
@@ -227,7 +227,7 @@ def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) ->
     board = Board(group, group.rank(), group.size())
     watch = Watch(board)
     watch.wait = Wait("the start of StreamShard(model), which all ranks have to call")
-    board.log.add(Kind.MEETING)
+    board.log.add(RecordKind.MEETING)
     try:
         hosts = host_group_of(group)
         if hosts is None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from streamshard.comm.flight_recorder import Kind
+from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport
 from streamshard.config import Precision, ReductionMode
@@ -44,7 +44,7 @@ class NcclTransport(Transport):
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
     ) -> Work | None:
         """See `Transport.start_gather`."""
-        self.ranks.board.log.add(Kind.GATHER if is_published else Kind.GATHER_FULL, tag)
+        self.ranks.board.log.add(RecordKind.GATHER if is_published else RecordKind.GATHER_FULL, tag)
         self.streams.declare(self.stream, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         with self.streams.on(self.stream):
             _all_gather_single(slot, shard, group=self.ranks.group)
@@ -54,7 +54,7 @@ class NcclTransport(Transport):
         """See `Transport.start_reduce`, and [Note: sums]."""
         slot, out, scratch, mode, accumulate, tag = reduction
         self.streams.declare(self.stream, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(scratch, out, slot))
-        self.ranks.board.log.add(Kind.REDUCE, tag)
+        self.ranks.board.log.add(RecordKind.REDUCE, tag)
         size = self.ranks.world_size
         with self.streams.on(self.stream), torch.no_grad():
             if mode is ReductionMode.EXCHANGE_16:
@@ -85,7 +85,7 @@ class NcclTransport(Transport):
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
         """See `Transport.start_average`."""
         self.streams.declare(self.stream, Collective.ALL_REDUCE, tag, writes=(tensor,))
-        self.ranks.board.log.add(Kind.AVERAGE)
+        self.ranks.board.log.add(RecordKind.AVERAGE)
         with self.streams.on(self.stream):
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.ranks.group)
             tensor.mul_(1.0 / self.ranks.world_size)
@@ -95,7 +95,7 @@ class NcclTransport(Transport):
         """See `Transport.start_all_to_all`."""
         send, send_numels, received, received_numels = exchange
         self.streams.declare(self.stream, Collective.ALL_TO_ALL, None, reads=(send,), writes=(received,))
-        self.ranks.board.log.add(Kind.ALL_TO_ALL)
+        self.ranks.board.log.add(RecordKind.ALL_TO_ALL)
         with self.streams.on(self.stream):
             dist.all_to_all_single(received, send, list(received_numels), list(send_numels), group=self.ranks.group)
         return None

@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 import torch
 
-from streamshard.comm.flight_recorder import Kind, MismatchError
+from streamshard.comm.flight_recorder import MismatchError, RecordKind
 from streamshard.comm.gloo import PairwiseTransport, sum_in_pieces
 from streamshard.comm.groups import timeout_of
 from streamshard.comm.streams import Collective, Work
@@ -217,7 +217,7 @@ class _Once:
 
 
 class SharedMemoryTransport(PairwiseTransport):
-    """CPU ranks of one machine. Made by `Ranks.share_memory`.
+    """CPU ranks of one machine. Made by `Communicator.share_memory`.
 
     Args:
         ranks: the ranks of the shard group.
@@ -266,7 +266,7 @@ class SharedMemoryTransport(PairwiseTransport):
         if not is_published or self._own.offset_of(shard) is None:  # send it through gloo
             return super().start_gather(shard, slot, tag, is_published=is_published)
         self.streams.declare(self.stream, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
-        self.ranks.board.log.add(Kind.GATHER, tag)
+        self.ranks.board.log.add(RecordKind.GATHER, tag)
         return _Once(lambda: self._copy(shard, slot, tag))
 
     def _copy(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> None:
@@ -288,7 +288,7 @@ class SharedMemoryTransport(PairwiseTransport):
             self.stream, Collective.REDUCE_SCATTER, reduction.tag, reads=(reduction.slot,), writes=(reduction.out,)
         )
         self._started.append(reduction)
-        self.ranks.board.log.add(Kind.REDUCE, reduction.tag)
+        self.ranks.board.log.add(RecordKind.REDUCE, reduction.tag)
         written = self._own.written
         written[self._own.counters[Counter.WRITTEN] % len(written)] = self.ranks.board.log.digest
         count = self._advance(Counter.WRITTEN)

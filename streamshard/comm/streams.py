@@ -17,7 +17,7 @@ the race detector, are told of every record and wait, so any machine can check t
 
 [Note: observers]
 Instruments (race detector, trace) derive from `Observer`; they replace no methods. The engine calls all
-`Streams.observers` when it issues a collective, records a fence, waits for one, or reaches a `Moment`. Without an
+`Streams.observers` when it issues a collective, records a fence, waits for one, or reaches a `StepEvent`. Without an
 instrument the tuple is empty. Observers are independent of each other, and may be added and removed in any order.
 """
 
@@ -34,7 +34,7 @@ import torch
 from streamshard.device import has_streams, module_of
 from streamshard.errors import ShardingError, StateError
 
-__all__ = ["AllWork", "Collective", "Fence", "Moment", "Observer", "Rule", "StreamName", "Streams", "Work", "as_one"]
+__all__ = ["AllWork", "Collective", "Fence", "StepEvent", "Observer", "Rule", "StreamName", "Streams", "Work", "as_one"]
 
 
 class StreamName(enum.Enum):
@@ -93,8 +93,8 @@ class Collective(enum.Enum):
     ALL_TO_ALL = "all_to_all"
 
 
-class Moment(enum.Enum):
-    """A point of a step on the compute stream. See `Observer.on_moment`.
+class StepEvent(enum.Enum):
+    """A point of a step on the compute stream. See `Observer.on_event`.
 
     The wait for weights (rule 1) may come after FORWARD_BEGINS and BACKWARD_BEGINS. The root unit's forward is the
     whole pass: the layers' forwards lie inside it. If a layer's forward raises, its FORWARD_ENDS does not come; the
@@ -157,7 +157,7 @@ class Observer:
     def on_done(self, fence: Fence, work: Work) -> None:
         """The host has waited for `work`."""
 
-    def on_moment(self, moment: Moment, unit: int | None) -> None:
+    def on_event(self, moment: StepEvent, unit: int | None) -> None:
         """The compute stream has reached `moment` of the unit with index `unit`; None: of all units."""
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from streamshard.comm.flight_recorder import Board, Guard, Kind, Watch
+from streamshard.comm.flight_recorder import Board, Guard, RecordKind, Watch
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
 from streamshard.config import Precision, ReductionMode
 from streamshard.errors import StateError
@@ -29,7 +29,7 @@ __all__ = ["AllToAll", "Peers", "Reduction", "Transport", "sum_in_rank_order"]
 
 
 class Peers(Protocol):
-    """The part of `streamshard.comm.ranks.Ranks` that a transport uses."""
+    """The part of `streamshard.comm.communicator.Communicator` that a transport uses."""
 
     rank: int
     world_size: int
@@ -53,7 +53,7 @@ class Reduction(NamedTuple):
         scratch: [`Transport.scratch_numel`] slot_grad_dtype, temporary.
         mode: what is sent and summed; the same for all reductions of a model.
         accumulate: add to `out` instead of overwriting it.
-        tag: index of the unit's segment; separates its reductions from other messages.
+        tag: index of the unit's flat parameter; separates its reductions from other messages.
     """
 
     slot: torch.Tensor
@@ -127,7 +127,7 @@ class Transport(abc.ABC):
         Args:
             shard: this rank's part.
             slot: receives the parts of all ranks.
-            tag: index of the segment.
+            tag: index of the flat parameter.
             is_published: `shard` is a compute shard; False: another tensor, gathered outside of steps.
         """
 
@@ -141,7 +141,7 @@ class Transport(abc.ABC):
 
         Args:
             tensor: any fp32 tensor.
-            tag: index of the segment whose main grads `tensor` holds; None: it holds something else.
+            tag: index of the flat parameter whose main grads `tensor` holds; None: it holds something else.
         """
 
     @abc.abstractmethod
@@ -173,7 +173,7 @@ class Transport(abc.ABC):
 
     def retract_shards(self) -> Work | None:
         """Called before compute shards are cast anew. Returns work that ends when no other rank reads them any more."""
-        self.ranks.board.log.add(Kind.FORWARD)
+        self.ranks.board.log.add(RecordKind.FORWARD)
         return None
 
     def publish_shards(self, shards: Sequence[torch.Tensor]) -> None:  # noqa: B027  # most transports send shards

@@ -18,8 +18,8 @@ from torch import nn
 from streamshard.config import Precision
 from streamshard.engine.backward import take_gradients
 from streamshard.engine.engine import ROOT_UNIT, Engine
-from streamshard.engine.handle import Handle
 from streamshard.engine.hooks import compute_in_fp32, watch
+from streamshard.engine.module_state import Handle
 from streamshard.errors import ShardingError
 from streamshard.plan.discovery import FoundUnit, owners_of
 from streamshard.plan.structure import InFp32, Structure, join_names, modules_inside, modules_of, params_of

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from streamshard.comm.streams import Moment
+from streamshard.comm.streams import StepEvent
 from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use, in_backward
 from streamshard.errors import ShardingError, log
 from streamshard.plan.program import Op, OpKind, Schedule
@@ -87,7 +87,7 @@ class Backward(Phase):
                 unit.grads.resume()
         graph_is_reached(engine.ranks)
         engine.reductions.due = set()
-        engine.observe(Moment.BACKWARD_BEGINS, ROOT_UNIT)
+        engine.observe(StepEvent.BACKWARD_BEGINS, ROOT_UNIT)
         engine.unshard(engine.root_unit)
         engine.root_unit.bind()
 
@@ -132,7 +132,7 @@ class Backward(Phase):
             return  # resident: its weights stay, and the visits before may still come
         engine = self._engine
         self.computing = unit
-        engine.observe(Moment.BACKWARD_BEGINS, unit.index)
+        engine.observe(StepEvent.BACKWARD_BEGINS, unit.index)
         for other in engine.units[1:]:
             if other.is_bound and other is not unit:
                 other.release()
@@ -167,14 +167,14 @@ class Backward(Phase):
         """See `Phase`. The next unit of the program is simply early; any other is all-gathered beside the program."""
         self._recompute(unit)
         self._recomputing.append(unit)
-        self._engine.observe(Moment.RECOMPUTATION_BEGINS, unit.index)
+        self._engine.observe(StepEvent.RECOMPUTATION_BEGINS, unit.index)
         if self.graph is None:  # the backward has only met parameters of the root unit
             self.graph = Graph({ROOT_UNIT: self._engine.root_unit.versions()})
         return Use(unit, self.graph, unit.versions())
 
     def post_forward(self, unit: StreamedUnit) -> None:
         """See `Phase`. The unit stays in place until its reduction."""
-        self._engine.observe(Moment.RECOMPUTATION_ENDS, unit.index)
+        self._engine.observe(StepEvent.RECOMPUTATION_ENDS, unit.index)
         self._recomputing.pop()
         unit.writes.refuse()
         if self._recomputing:
@@ -202,7 +202,7 @@ class Backward(Phase):
             self._advance(unit)
         scale = engine.inputs.grad_scale
         engine.reductions.take(unit, param_index, grad if scale == 1.0 else grad * scale)
-        engine.observe(Moment.GRAD_WRITTEN, unit.index)
+        engine.observe(StepEvent.GRAD_WRITTEN, unit.index)
 
     def _reduce(self, unit: StreamedUnit) -> None:
         if not self._leaves_unreduced:
@@ -213,7 +213,7 @@ class Backward(Phase):
     def _close_pass(self) -> None:
         """Issue what the program of the pass has left, and reshard all units but the root unit."""
         engine = self._engine
-        engine.observe(Moment.BACKWARD_ENDS, None)
+        engine.observe(StepEvent.BACKWARD_ENDS, None)
         for unit in engine.units[1:]:
             if unit.is_bound:
                 unit.release()

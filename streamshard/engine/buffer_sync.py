@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from streamshard.comm.ranks import Ranks
+from streamshard.comm.communicator import Communicator
 from streamshard.errors import ShardingError
 from streamshard.plan.structure import is_meta
 from streamshard.torch_private import is_traceable_wrapper_subclass
@@ -44,7 +44,7 @@ class BufferSync:
         ranks: all ranks of the model, replicas included.
     """
 
-    def __init__(self, root: nn.Module, ranks: Ranks) -> None:
+    def __init__(self, root: nn.Module, ranks: Communicator) -> None:
         self._root_of = weakref.ref(root)  # weak: the model holds the engine, and the engine holds this object
         self._ranks = ranks
         self._state: dict[str, _Place] = {}

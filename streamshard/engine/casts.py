@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from streamshard.comm.ranks import Ranks
-from streamshard.comm.streams import Fence, Moment, Rule, StreamName
+from streamshard.comm.communicator import Communicator
+from streamshard.comm.streams import Fence, Rule, StepEvent, StreamName
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = ["Casts"]
@@ -25,7 +25,7 @@ class Casts:
         is_synced: False inside ``no_sync()``: weights do not change between passes, so slots' contents are reused.
     """
 
-    def __init__(self, units: Sequence[StreamedUnit], ranks: Ranks) -> None:
+    def __init__(self, units: Sequence[StreamedUnit], ranks: Communicator) -> None:
         self.check_structure: Callable[[], None] = lambda: None
         self.is_synced = True
         self._units = units
@@ -58,7 +58,9 @@ class Casts:
 
     def end_pass(self) -> None:
         """A pass has issued its last all-gather. Wait for readers of the main weights: the user may write now."""
-        if any(segment.gathers_main for unit in self._units for segment in unit.segments):  # the user may edit now
+        if any(
+            flat_param.gathers_main for unit in self._units for flat_param in unit.flat_params
+        ):  # the user may edit now
             self._drain_gathers()
             self._await_readers()
         self._are_current = not self.is_synced
@@ -66,7 +68,7 @@ class Casts:
     def cast(self) -> None:
         """Cast main weights to all-gather inputs (rules 5 and 6). Compute stream; collective."""
         for observer in self._ranks.streams.observers:
-            observer.on_moment(Moment.CAST_BEGINS, None)
+            observer.on_event(StepEvent.CAST_BEGINS, None)
         self.check_structure()
         self._drain_gathers()
         self._await_readers()
@@ -80,9 +82,11 @@ class Casts:
         self._cast_done.record()
         self._cast_done.wait()  # rule 5: no all-gather reads an input that is still being cast
         with self._ranks.guard("the start of a forward"):
-            self._ranks.transport.publish_shards([segment.compute for unit in self._units for segment in unit.segments])
+            self._ranks.transport.publish_shards(
+                [flat_param.compute for unit in self._units for flat_param in unit.flat_params]
+            )
         for observer in self._ranks.streams.observers:
-            observer.on_moment(Moment.CAST_ENDS, None)
+            observer.on_event(StepEvent.CAST_ENDS, None)
 
     def _drain_gathers(self) -> None:
         for unit in self._units:

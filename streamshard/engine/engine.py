@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from streamshard.comm.ranks import Ranks
-from streamshard.comm.streams import Moment, Streams
+from streamshard.comm.communicator import Communicator
+from streamshard.comm.streams import StepEvent, Streams
 from streamshard.engine.buffer_sync import BufferSync
 from streamshard.engine.casts import Casts
 from streamshard.engine.reductions import Reductions
@@ -23,7 +23,7 @@ from streamshard.plan.memory import Sizing, SlotPlan
 from streamshard.plan.structure import refuse_transforms
 from streamshard.plan.unit_order import UnitOrder
 from streamshard.torch_private import graph_task_id
-from streamshard.unit.shard import Ledger, ParamShard, SegmentShard
+from streamshard.unit.shard import FlatParamShard, Ledger, ParamShard
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = ["ROOT_UNIT", "Engine", "Graph", "Inputs", "Phase", "Use", "in_backward"]
@@ -154,7 +154,7 @@ class Engine:
         units: Sequence[StreamedUnit],
         plan: SlotPlan,
         why_slots: str,
-        ranks: Ranks,
+        ranks: Communicator,
         ledger: Ledger,
         buffers: BufferSync,
         sizing: Sizing,
@@ -198,19 +198,19 @@ class Engine:
         return [shard for unit in self.units for shard in unit.params]
 
     @property
-    def segments(self) -> list[SegmentShard]:
+    def flat_params(self) -> list[FlatParamShard]:
         """This rank's part of every flat parameter, in the order of their tags."""
-        return [segment for unit in self.units for segment in unit.segments]
+        return [flat_param for unit in self.units for flat_param in unit.flat_params]
 
     @property
     def is_alone(self) -> bool:
         """Whether this rank holds the whole model, so that nothing is all-gathered or reduced."""
         return self.ranks.world_size == 1
 
-    def observe(self, moment: Moment, unit: int | None) -> None:
+    def observe(self, moment: StepEvent, unit: int | None) -> None:
         """Report an event to the race detector, the trace and other observers."""
         for observer in self.streams.observers:
-            observer.on_moment(moment, unit)
+            observer.on_event(moment, unit)
 
     # -- passes ---------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from streamshard.comm.streams import Moment
+from streamshard.comm.streams import StepEvent
 from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.errors import ShardingError
 from streamshard.plan.program import Op, Schedule
@@ -69,7 +69,7 @@ class Forward(Phase):
         engine = self._engine
         for unit in engine.resident:
             be_absent(unit.views)
-        engine.observe(Moment.FORWARD_BEGINS, ROOT_UNIT)
+        engine.observe(StepEvent.FORWARD_BEGINS, ROOT_UNIT)
         self._reach(engine.root_unit)
         self._bind(engine.root_unit)
 
@@ -77,7 +77,7 @@ class Forward(Phase):
 
     def pre_forward(self, unit: StreamedUnit) -> Use:
         """See `Phase`. A resident unit's layer inside another unit's layer does not end the other unit's visit."""
-        self._engine.observe(Moment.FORWARD_BEGINS, unit.index)
+        self._engine.observe(StepEvent.FORWARD_BEGINS, unit.index)
         is_inside = bool(self._running) and not unit.is_streamed
         if is_inside:
             self._use_in_place(unit)
@@ -90,7 +90,7 @@ class Forward(Phase):
 
     def post_forward(self, unit: StreamedUnit) -> None:
         """See `Phase`. The unit's slot stays as it is until another unit needs it."""
-        self._engine.observe(Moment.FORWARD_ENDS, unit.index)
+        self._engine.observe(StepEvent.FORWARD_ENDS, unit.index)
         self._running.pop()
         try:
             _end_use(unit)
@@ -185,7 +185,7 @@ class Forward(Phase):
         """
         engine = self._engine
         engine.leave()
-        engine.observe(Moment.FORWARD_ENDS, ROOT_UNIT)
+        engine.observe(StepEvent.FORWARD_ENDS, ROOT_UNIT)
         refused: ShardingError | None = None
         if error is None:
             try:

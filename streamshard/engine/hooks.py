@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from streamshard.engine.backward import pre_backward, watch_node
 from streamshard.engine.engine import Engine, Graph, Use
 from streamshard.engine.forward import Forward, begin_forward
-from streamshard.engine.handle import HANDLE, Handle, Uncopyable, handle_of, registered_names, watched_class
+from streamshard.engine.module_state import HANDLE, Handle, ShardedModule, handle_of, registered_names, watched_class
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.torch_private import saved_tensors_hooks, skip, untraced
 from streamshard.unit.unit import StreamedUnit
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-class _Watched(Uncopyable):
+class _Watched(ShardedModule):
     """Comes before the class of a layer or wrapper module, and reports its calls."""
 
     @skip
@@ -186,7 +186,7 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
     slot, spans, (lowest, highest) = use.unit.weight_slot, engine.shared_spans, engine.shared_range
     first_byte, last_byte = slot.first_byte, slot.last_byte
     outer = saved_tensors_hooks(False)
-    own = use.unit.view_ids
+    own = use.unit.unsharded_ids
 
     def pack(tensor: torch.Tensor) -> tuple[Any, Any]:
         """Called in forward with each tensor that is saved."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from streamshard.comm.ranks import Ranks
+from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import AllWork, Fence, Rule, StreamName, Work
 from streamshard.engine.replicas import Replicas
 from streamshard.errors import GradientError
@@ -44,7 +44,7 @@ class Reductions:
     def __init__(
         self,
         units: Sequence[StreamedUnit],
-        ranks: Ranks,
+        ranks: Communicator,
         ledger: Ledger,
         replicas: Replicas | None,
         *,
@@ -73,7 +73,7 @@ class Reductions:
         if slot is not None and slot.content is not None:  # gradients that come in several parts
             earlier = self._units[slot.content]
             if earlier.index in self.due:  # other ranks may not be here: they reduce it where the program has it
-                earlier.grads.park()
+                earlier.grads.spill()
             else:
                 self.start(earlier)
         if self.replicas is not None:
@@ -164,7 +164,9 @@ class UsedParams:
         replicas: the replicate axis, the second stage; None on a 1-D mesh.
     """
 
-    def __init__(self, units: Sequence[StreamedUnit], ranks: Ranks, ledger: Ledger, replicas: Ranks | None) -> None:
+    def __init__(
+        self, units: Sequence[StreamedUnit], ranks: Communicator, ledger: Ledger, replicas: Communicator | None
+    ) -> None:
         self._units = units
         self._ranks = ranks
         self._replicas = replicas
@@ -174,7 +176,7 @@ class UsedParams:
             count *= stage.world_size
             self._flags.append(ledger.allocate(Category.FLAGS, count, torch.uint8))
         self._sent: list[bool] = []
-        self._tag = sum(len(unit.segments) for unit in units)  # behind those of the flat parameters
+        self._tag = sum(len(unit.flat_params) for unit in units)  # behind those of the flat parameters
         self._written = [
             Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "flags", stage.stream)
             for stage in self._stages
@@ -184,7 +186,7 @@ class UsedParams:
         ]
 
     @property
-    def _stages(self) -> list[Ranks]:
+    def _stages(self) -> list[Communicator]:
         """The communicators of the exchanges, in order; those of one rank are left out."""
         return [stage for stage in (self._ranks, self._replicas) if stage is not None and stage.world_size > 1]
 

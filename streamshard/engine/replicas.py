@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from streamshard.comm.ranks import Ranks
+from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName, Work, as_one
 from streamshard.errors import ConfigError
 from streamshard.unit.unit import StreamedUnit
@@ -36,7 +36,7 @@ class Replicas:
         averages_grads: False while replicas train on their own (local SGD).
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Communicator) -> None:
         self.ranks = ranks
         self.averages_grads = True
         self._warmup_steps: int | None = None
@@ -68,7 +68,7 @@ class Replicas:
                 self._written.wait()  # rule 4
             else:
                 self._reduced.wait()  # rule 7
-            self._under_way[unit.index] = self._start([(grads.main, grads.tag) for grads in unit.grads.segments])
+            self._under_way[unit.index] = self._start([(grads.main, grads.tag) for grads in unit.grads.flat_params])
 
     def _start(self, tensors: Sequence[tuple[torch.Tensor, int | None]]) -> Fence:
         """Start averages of (tensor, message tag) pairs. Returns the fence after them."""

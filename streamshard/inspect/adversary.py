@@ -22,7 +22,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from streamshard.comm.ranks import Ranks
+from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, Streams, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport
 from streamshard.config import ReductionMode
@@ -60,7 +60,7 @@ class Adversary:
         transport: the shard group's.
     """
 
-    def __init__(self, *all_ranks: Ranks) -> None:
+    def __init__(self, *all_ranks: Communicator) -> None:
         pending: deque[_Late] = deque()
         self._replaced = [(ranks, AdversarialTransport(ranks, pending)) for ranks in all_ranks]
         for ranks, transport in self._replaced:
@@ -99,7 +99,7 @@ class AdversarialTransport(Transport):
         pending: the queue of collectives that are not done yet, of all transports of a model; None: a new one.
     """
 
-    def __init__(self, ranks: Ranks, pending: deque[_Late] | None = None) -> None:
+    def __init__(self, ranks: Communicator, pending: deque[_Late] | None = None) -> None:
         super().__init__(ranks)
         self.inner = ranks.transport
         self._pending: deque[_Late] = deque() if pending is None else pending

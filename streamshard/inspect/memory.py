@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from streamshard.engine.engine import Engine
-from streamshard.engine.handle import handle_of
+from streamshard.engine.module_state import handle_of
 from streamshard.plan.memory import Category, expected_bytes
 from streamshard.plan.structure import modules_inside
 
@@ -24,7 +24,7 @@ class MemoryReport:
         held_bytes: counted on the live tensors.
         formula_bytes: computed from the layout.
         numel: parameters of the whole model.
-        padded_numel: elements of all segments, alignment and padding included.
+        padded_numel: elements of all flat parameters, alignment and padding included.
         world_size: N.
         adam_bytes: Adam's two moments on this rank; the optimizer holds them, not the engine.
         slots: how many slots there are, and why.

@@ -303,10 +303,10 @@ def _describe(engine: Engine) -> dict[int, tuple[str, str | None, Any]]:
         if slot is not None:
             for buffer, what in ((slot.buffer, ""), (slot.scratch.buffer, "scratch of ")):
                 owners.setdefault(buffer.data_ptr(), (what + slot.drained.what, None, slot))
-        own = [(Category.MAIN_GRADS, grads.main) for grads in unit.grads.segments]
-        for segment in unit.segments:
-            kept_as = Category.MAIN_WEIGHTS if segment.kind.trains else Category.FROZEN_WEIGHTS
-            own += [(kept_as, segment.main), (Category.COMPUTE_SHARDS, segment.compute)]
+        own = [(Category.MAIN_GRADS, grads.main) for grads in unit.grads.flat_params]
+        for flat_param in unit.flat_params:
+            kept_as = Category.MAIN_WEIGHTS if flat_param.kind.trains else Category.FROZEN_WEIGHTS
+            own += [(kept_as, flat_param.main), (Category.COMPUTE_SHARDS, flat_param.compute)]
         for category, tensor in own:
             owners.setdefault(tensor.data_ptr(), (f"{category.value} of {_quoted(unit.name)}", unit.name, None))
     return owners

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from streamshard.comm.streams import AllWork, Collective, Fence, Moment, Observer, StreamName, Streams, Work
+from streamshard.comm.streams import AllWork, Collective, Fence, Observer, StepEvent, StreamName, Streams, Work
 from streamshard.engine.engine import ROOT_UNIT, Engine
 from streamshard.inspect import engine_inside
 
@@ -174,7 +174,7 @@ class _Recorder(Observer):
     def __init__(self, engine: Engine) -> None:
         self._streams = engine.streams
         self._units = [unit.name for unit in engine.units]
-        self._unit_of = [unit.index for unit in engine.units for _ in unit.segments]  # by tag
+        self._unit_of = [unit.index for unit in engine.units for _ in unit.flat_params]  # by tag
         self._clock = _Clock(engine.streams)
         self._spans: list[tuple[_Open, _Stamp]] = []
         self._issued: _Open | None = None  # a collective that no fence has recorded yet
@@ -198,7 +198,7 @@ class _Recorder(Observer):
         if tag is not None and unit is None:
             activity = Activity.FLAGS
         found = self._begin(stream, activity, unit)
-        if self._issued is None or self._issued[:4] != found[:4]:  # a unit's segments share one span
+        if self._issued is None or self._issued[:4] != found[:4]:  # a unit's flat parameters share one span
             self._issued = found
 
     def on_record(self, fence: Fence) -> None:
@@ -228,20 +228,20 @@ class _Recorder(Observer):
 
     # -- computation ------------------------------------------------------------------------------------------------
 
-    def on_moment(self, moment: Moment, unit: int | None) -> None:
+    def on_event(self, moment: StepEvent, unit: int | None) -> None:
         """See `Observer`."""
-        if moment is Moment.CAST_BEGINS:
+        if moment is StepEvent.CAST_BEGINS:
             self.open(Activity.CAST, None)
-        elif moment in (Moment.FORWARD_BEGINS, Moment.RECOMPUTATION_BEGINS):
-            if moment is Moment.FORWARD_BEGINS and unit == ROOT_UNIT:
+        elif moment in (StepEvent.FORWARD_BEGINS, StepEvent.RECOMPUTATION_BEGINS):
+            if moment is StepEvent.FORWARD_BEGINS and unit == ROOT_UNIT:
                 self._computing = []  # of a forward that has raised
             self.open(Activity.FORWARD, unit)
-        elif moment is Moment.BACKWARD_BEGINS:
+        elif moment is StepEvent.BACKWARD_BEGINS:
             self.close(Activity.BACKWARD)
             self.open(Activity.BACKWARD, unit)
-        elif moment is Moment.BACKWARD_ENDS:
+        elif moment is StepEvent.BACKWARD_ENDS:
             self.close(Activity.BACKWARD)
-        elif moment in (Moment.CAST_ENDS, Moment.FORWARD_ENDS, Moment.RECOMPUTATION_ENDS):
+        elif moment in (StepEvent.CAST_ENDS, StepEvent.FORWARD_ENDS, StepEvent.RECOMPUTATION_ENDS):
             self.close()
 
     def open(self, activity: Activity, unit: int | None) -> None:

@@ -17,7 +17,7 @@ from streamshard.api import StreamShard, export_safetensors
 from streamshard.comm.groups import make_default_group
 from streamshard.config import Precision, Settings, read_environment
 from streamshard.device import accelerator as accelerator_kind
-from streamshard.engine.handle import engine_of, handle_of
+from streamshard.engine.module_state import engine_of, handle_of
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.full import clip_grads
 from streamshard.integrations.accelerate_state import load_run, save_run

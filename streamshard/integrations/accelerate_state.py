@@ -17,9 +17,9 @@ from streamshard.api import StreamShard
 from streamshard.checkpoint.directory import latest
 from streamshard.checkpoint.restore import load_checkpoint
 from streamshard.checkpoint.save import save_checkpoint
+from streamshard.comm.communicator import Communicator
 from streamshard.comm.objects import gather_from_all_ranks, run_on_all_ranks
-from streamshard.comm.ranks import Ranks
-from streamshard.engine.handle import engine_of, handle_of
+from streamshard.engine.module_state import engine_of, handle_of
 from streamshard.errors import CheckpointError, ConfigError
 
 __all__ = ["load_run", "save_run"]
@@ -85,7 +85,7 @@ def load_run(accelerator: Any, models: Sequence[nn.Module], input_dir: str | os.
     return step
 
 
-def _ranks_of(models: Sequence[nn.Module]) -> Ranks:
+def _ranks_of(models: Sequence[nn.Module]) -> Communicator:
     return next(engine_of(model).ranks for model in models if handle_of(model) is not None)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from streamshard.comm.flight_recorder import Kind
+from streamshard.comm.flight_recorder import RecordKind
 from streamshard.engine.backward import run_empty_backward
 from streamshard.engine.engine import Engine, Inputs
 from streamshard.engine.forward import begin_forward
@@ -167,7 +167,7 @@ class UnevenInputs(Inputs):
             CommunicationError: on all ranks.
         """
         ranks = self._engine.ranks
-        ranks.log.add(Kind.END_OF_STEP)
+        ranks.log.add(RecordKind.END_OF_STEP)
         if not all(row.has_inputs for row in self._rows):
             with ranks.guard("the end of a step with uneven inputs (Join)"):
                 marks = torch.full((1,), _MARK, device=self._engine.streams.device)

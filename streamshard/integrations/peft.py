@@ -26,7 +26,7 @@ from torch import nn
 from streamshard.checkpoint.export import export_shards
 from streamshard.comm.objects import run_on_all_ranks
 from streamshard.engine.engine import Engine
-from streamshard.engine.handle import Uncopyable, engine_at_rest, not_a_layer
+from streamshard.engine.module_state import ShardedModule, engine_at_rest, not_a_layer
 from streamshard.errors import CheckpointError, CommunicationError, ShardingError
 from streamshard.full import under_params
 from streamshard.integrations.huggingface import is_transformers_model
@@ -139,10 +139,10 @@ def save_on_first(
 @contextlib.contextmanager
 def plain_classes(model: nn.Module) -> Iterator[None]:
     """Inside, modules of a sharded model have their own classes: calls gather nothing, and run none of our methods."""
-    kinds = [(module, type(module)) for module in modules_inside(model) if isinstance(module, Uncopyable)]
+    kinds = [(module, type(module)) for module in modules_inside(model) if isinstance(module, ShardedModule)]
     try:
         for module, kind in kinds:
-            plain = next(each for each in kind.__mro__ if not issubclass(each, Uncopyable))
+            plain = next(each for each in kind.__mro__ if not issubclass(each, ShardedModule))
             object.__setattr__(module, "__class__", plain)
         yield
     finally:

@@ -33,8 +33,8 @@ from streamshard.api import (
 )
 from streamshard.comm.objects import RankGroup, raise_if, run_on_all_ranks
 from streamshard.engine.engine import Engine
-from streamshard.engine.handle import engine_of, handle_of
 from streamshard.engine.hooks import call_shell
+from streamshard.engine.module_state import engine_of, handle_of
 from streamshard.errors import CommunicationError, ConfigError, ShardingError
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from streamshard.integrations.peft import (

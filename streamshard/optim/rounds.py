@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from streamshard.comm.ranks import Ranks
+from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName
 from streamshard.comm.transport import AllToAll
 from streamshard.plan.memory import Category
@@ -82,7 +82,7 @@ class Rounds:
         address: the address of the memory of full parameters and their gradients.
     """
 
-    def __init__(self, rounds: Sequence[Sequence[WholeParam]], ranks: Ranks, ledger: Ledger) -> None:
+    def __init__(self, rounds: Sequence[Sequence[WholeParam]], ranks: Communicator, ledger: Ledger) -> None:
         self._ranks = ranks
         plans = [_Plan(params, ranks.rank, ranks.world_size) for params in rounds]
         self._buffers = _Buffers.allocate(plans, ledger)
@@ -318,7 +318,7 @@ class _Round:
 
 def _sources(piece: Piece, world_size: int) -> list[tuple[int, int, int]]:
     """The other ranks that have elements of a parameter, and which: [start, stop)."""
-    shard_numel, place = piece.segment.shard_numel, piece.place
+    shard_numel, place = piece.flat_param.shard_numel, piece.place
     if not place.numel:
         return []
     first, last = place.offset // shard_numel, (place.offset + place.numel - 1) // shard_numel

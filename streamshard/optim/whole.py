@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.comm.ranks import Ranks
+from streamshard.comm.communicator import Communicator
 from streamshard.config import parse_bytes
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.optim.bound import GroupClass, InnerOptimizers, params_in
@@ -190,7 +190,7 @@ class WholeParameterOptimizer(Optimizer):
         kinds = [f"{made.kind.__module__}.{made.kind.__qualname__}" for made in self._classes]
         return f"{type(self).__module__}.{type(self).__qualname__}({', '.join(kinds)})"
 
-    def settle(self, ranks: Ranks) -> None:
+    def settle(self, ranks: Communicator) -> None:
         """Copy options that steps change from owners to all ranks, before states are collected. Collective.
 
         Raises:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.engine.engine import Engine
-from streamshard.engine.handle import engine_of
+from streamshard.engine.module_state import engine_of
 from streamshard.errors import ConfigError, ShardingError
 
 __all__ = ["WrappedOptimizer", "engine_of_both"]

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["LocalRange", "ParamLayout", "ParamSize", "SegmentLayout", "plan_segment"]
+__all__ = ["LocalRange", "ParamLayout", "ParamSize", "FlatParamLayout", "plan_flat_param"]
 
 ALIGNMENT_BYTES = 16  # vectorised loads of GPU kernels want 16-byte aligned starts
 
@@ -70,8 +70,8 @@ class LocalRange(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SegmentLayout:
-    """The layout of one flat parameter over ``world_size`` ranks. Build it with `plan_segment`.
+class FlatParamLayout:
+    """The layout of one flat parameter over ``world_size`` ranks. Build it with `plan_flat_param`.
 
     Attributes:
         params: parameters in registration order.
@@ -112,14 +112,14 @@ class SegmentLayout:
         return (*[1] * (len(param.shape) - 1), self.local_range(param, rank).numel)
 
 
-def plan_segment(
+def plan_flat_param(
     sizes: Sequence[ParamSize],
     world_size: int,
     *,
     element_bytes: int = 2,
     pad_numel: int = 1,
     align_pieces_to: int = 1,
-) -> SegmentLayout:
+) -> FlatParamLayout:
     """Lay out one flat parameter. See [Note: layout].
 
     Args:
@@ -146,7 +146,7 @@ def plan_segment(
             break
         least = shard_numel + -(-missing // world_size)
     params = tuple(ParamLayout(s.name, s.shape, offset, s.numel) for s, offset in zip(sizes, offsets, strict=True))
-    return SegmentLayout(params, world_size, world_size * shard_numel)
+    return FlatParamLayout(params, world_size, world_size * shard_numel)
 
 
 def _shard_numel(sizes: Sequence[ParamSize], grain: int, least: int, multiple: int) -> int:

@@ -41,7 +41,7 @@ import torch
 from streamshard.config import MemoryBudget, Precision, SlotCount, parse_bytes
 from streamshard.device import free_bytes
 from streamshard.errors import ConfigError
-from streamshard.plan.segments import PlannedSegment, SegmentKind, UnitLayout
+from streamshard.plan.flat_params import FlatParam, FlatParamKind, UnitLayout
 
 __all__ = [
     "Category",
@@ -131,36 +131,36 @@ class Sizing(NamedTuple):
     shared: Sequence[bool]
     precision: Precision
     world_size: int
-    scratch_numel: Callable[[PlannedSegment, bool], int]
+    scratch_numel: Callable[[FlatParam, bool], int]
     replicas: int = 1
 
     @property
-    def segments(self) -> list[PlannedSegment]:
+    def flat_params(self) -> list[FlatParam]:
         """The flat parameters of all units."""
-        return [segment for layout in self.layouts for segment in layout.segments]
+        return [flat_param for layout in self.layouts for flat_param in layout.flat_params]
 
     @property
     def trained_numel(self) -> int:
         """Elements of this rank's shards of flat parameters that train, padding included."""
-        return sum(segment.layout.shard_numel for segment in self.segments if segment.kind.trains)
+        return sum(flat_param.layout.shard_numel for flat_param in self.flat_params if flat_param.kind.trains)
 
-    def scratch_of(self, segment: PlannedSegment, plan: SlotPlan) -> tuple[int, int]:
+    def scratch_of(self, flat_param: FlatParam, plan: SlotPlan) -> tuple[int, int]:
         """Where the scratch of a flat parameter's reductions begins in its unit's scratch, and its bytes."""
         start = n_bytes = 0
-        for own in self.layouts[segment.unit].segments:
+        for own in self.layouts[flat_param.unit].flat_params:
             start += n_bytes
             adds = not holds_main_grads(own.kind, plan, self.world_size)
             n_bytes = self.scratch_numel(own, adds) * own.kind.grad_dtype.itemsize if own.kind.trains else 0
-            if own.tag == segment.tag:
+            if own.tag == flat_param.tag:
                 break
         return start, n_bytes
 
     def scratch_bytes(self, unit: int, plan: SlotPlan) -> int:
         """Bytes of the scratch of a unit's reductions."""
-        return sum(self.scratch_of(self.layouts[unit].segments[-1], plan))
+        return sum(self.scratch_of(self.layouts[unit].flat_params[-1], plan))
 
 
-def holds_main_grads(kind: SegmentKind, plan: SlotPlan, world_size: int) -> bool:
+def holds_main_grads(kind: FlatParamKind, plan: SlotPlan, world_size: int) -> bool:
     """Whether main grads are ranges of the grad slots: every unit has one of its own, and both are fp32."""
     return plan.keeps_grads and world_size > 1 and kind.grad_dtype is torch.float32
 
@@ -177,8 +177,8 @@ def expected_bytes(sizing: Sizing, plan: SlotPlan) -> dict[Category, int]:
     """Bytes by category. See [Note: memory]."""
     layouts, is_alone = sizing.layouts, sizing.world_size == 1
     found = dict.fromkeys(Category, 0)
-    for segment in sizing.segments:
-        kind, numel = segment.kind, segment.layout.shard_numel
+    for flat_param in sizing.flat_params:
+        kind, numel = flat_param.kind, flat_param.layout.shard_numel
         lies_in_slot = plan.keeps_weights and not is_alone  # the shard is a range of the unit's slot
         if not (lies_in_slot and kind.main_dtype is kind.compute_dtype):
             kept_as = Category.MAIN_WEIGHTS if kind.trains else Category.FROZEN_WEIGHTS

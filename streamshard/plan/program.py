@@ -132,7 +132,7 @@ class Schedule:
     def merge_requests(self, order: Iterable[int]) -> None:
         """Let backward visit each unit once, in `order`, and not once for the program and once for a request.
 
-        With two visits, gradients would be parked outside of their slot until the last one.
+        With two visits, gradients would be spilled outside of their slot until the last one.
 
         Args:
             order: contains the order of units of each rank as a subsequence.

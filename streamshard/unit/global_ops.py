@@ -14,7 +14,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from streamshard.comm.ranks import Ranks
+from streamshard.comm.communicator import Communicator
 from streamshard.torch_private import AsTensors, skip, tree_map_only, untraced
 
 __all__ = [
@@ -88,7 +88,7 @@ class _GlobalSum(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, ranks: Communicator) -> torch.Tensor:
         ctx.ranks = ranks
         return _sum_over_ranks(local, ranks)
 
@@ -98,18 +98,18 @@ class _GlobalSum(Function):
         return _sum_over_ranks(grad, ctx.ranks).div_(ctx.ranks.world_size), None
 
 
-def _sum_over_ranks(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def _sum_over_ranks(local: torch.Tensor, ranks: Communicator) -> torch.Tensor:
     total = local.clone(memory_format=torch.contiguous_format)
     ranks.all_reduce(total)
     return total
 
 
-def global_sum(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def global_sum(local: torch.Tensor, ranks: Communicator) -> torch.Tensor:
     total: torch.Tensor = _GlobalSum.apply(local, ranks)  # type: ignore[no-untyped-call]
     return total
 
 
-def global_norm(local: torch.Tensor, order: float, ranks: Ranks) -> torch.Tensor:
+def global_norm(local: torch.Tensor, order: float, ranks: Communicator) -> torch.Tensor:
     """The norm over all ranks from each rank's own. One collective, and another one in backward.
 
     Args:
@@ -129,7 +129,7 @@ def global_norm(local: torch.Tensor, order: float, ranks: Ranks) -> torch.Tensor
     return total.pow(1.0 / order).to(local.dtype)
 
 
-def global_extreme(local: torch.Tensor, *, largest: bool, ranks: Ranks) -> torch.Tensor:
+def global_extreme(local: torch.Tensor, *, largest: bool, ranks: Communicator) -> torch.Tensor:
     """The largest or smallest of `local`, any shape, over ranks. NaN wins on every backend, as in torch."""
     signed = local if largest else -local
     is_nan = signed.isnan()
@@ -139,7 +139,7 @@ def global_extreme(local: torch.Tensor, *, largest: bool, ranks: Ranks) -> torch
     return found if largest else -found
 
 
-def extreme(values: torch.Tensor, *, largest: bool, ranks: Ranks) -> torch.Tensor:
+def extreme(values: torch.Tensor, *, largest: bool, ranks: Communicator) -> torch.Tensor:
     """The largest or smallest of `values`, [n] on each rank. Elements that are equal to it share the gradient."""
     worst = values.new_full((), -math.inf if largest else math.inf)
     own = values.detach()
@@ -170,11 +170,11 @@ class PartialNorm(torch.Tensor):
 
     local: torch.Tensor
     order: float
-    ranks: Ranks
+    ranks: Communicator
     _full: torch.Tensor | None
 
     @classmethod
-    def wrap(cls, local: torch.Tensor, order: float, ranks: Ranks) -> PartialNorm:
+    def wrap(cls, local: torch.Tensor, order: float, ranks: Communicator) -> PartialNorm:
         """`local`, of order `order` over this rank's elements, still to be reduced over ranks."""
         partial = _nan(local.dtype, local.device).expand(local.shape).as_subclass(cls)
         partial.local, partial.order, partial.ranks, partial._full = local, order, ranks, None

@@ -2,7 +2,7 @@
 
     autograd -write-> grad slot -start_reduce-> main grads -finish-> ``.grad`` of the sharded parameters
 
-If another unit needs the slot in between, gradients are *parked*: copied to memory of their own. If a backward does not
+If another unit needs the slot in between, gradients are *spilled*: copied to memory of their own. If a backward does not
 reduce (``no_sync()`` with a grad slot for each unit), gradients wait in the slot, and using ``.grad`` raises.
 """
 
@@ -13,19 +13,19 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from streamshard.comm.ranks import Ranks
+from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Work, as_one
 from streamshard.comm.transport import Reduction
 from streamshard.errors import ShardingError
-from streamshard.plan.layout import SegmentLayout
+from streamshard.plan.flat_params import FlatParam
+from streamshard.plan.layout import FlatParamLayout
 from streamshard.plan.memory import Category
-from streamshard.plan.segments import PlannedSegment
 from streamshard.torch_private import AsTensors
 from streamshard.unit.shard import GradSlot, Ledger, ParamShard
 from streamshard.unit.sharded_parameter import drop_unreduced, grad_of, is_unreduced, keep_unreduced, put_grad
 from streamshard.unit.sharded_tensor import Life, Piece, ShardedTensor
 
-__all__ = ["ParamGrad", "SegmentGrads", "UnitGrads"]
+__all__ = ["ParamGrad", "FlatParamGrads", "UnitGrads"]
 
 _WHY_EARLIER = (
     "was kept from an earlier backward, and a later one writes to its memory: keep p.grad.clone() where a gradient is "
@@ -46,7 +46,7 @@ class ParamGrad:
         is_used: this rank's graphs have made a gradient; the other ranks are told.
         is_kept: `in_main` holds the ``.grad`` from before this backward, to which the reduction is added.
         waits: the gradient stays unreduced in the slot until a later backward reduces it.
-        parked: [shape of `view`] grad_dtype, a copy of `in_slot` from before another unit took the slot.
+        spilled: [shape of `view`] grad_dtype, a copy of `in_slot` from before another unit took the slot.
     """
 
     in_slot: torch.Tensor
@@ -61,7 +61,7 @@ class ParamGrad:
         self.is_used = False
         self.is_kept = False
         self.waits = False
-        self.parked: torch.Tensor | None = None
+        self.spilled: torch.Tensor | None = None
         self._is_given = False  # `in_main` has been ``.grad``
 
     def make_room(self, in_slot: torch.Tensor, local: torch.Tensor, piece: Piece) -> None:
@@ -108,7 +108,7 @@ class ParamGrad:
         self._local.zero_()
 
 
-class SegmentGrads:
+class FlatParamGrads:
     """Room for the gradients of one flat parameter that trains. Owns nothing: buffers are the ledger's.
 
     Args:
@@ -130,9 +130,9 @@ class SegmentGrads:
 
     def __init__(
         self,
-        plan: PlannedSegment,
+        plan: FlatParam,
         slot: GradSlot | None,
-        ranks: Ranks,
+        ranks: Communicator,
         ledger: Ledger,
         scratch_start: int,
         scratch_bytes: int,
@@ -161,7 +161,7 @@ class SegmentGrads:
         return self._plan.tag
 
     @property
-    def layout(self) -> SegmentLayout:
+    def layout(self) -> FlatParamLayout:
         """Where its parameters lie."""
         return self._plan.layout
 
@@ -227,7 +227,7 @@ class UnitGrads:
     Args:
         index: the unit's index.
         slot: collects gradients; None with one rank, where gradients are written to the main grads.
-        segments: the unit's flat parameters that train, in order.
+        flat_params: the unit's flat parameters that train, in order.
 
     Attributes:
         params: in the order of the unit's parameters; filled by `add`.
@@ -237,10 +237,10 @@ class UnitGrads:
             even if the unit is frozen by then.
     """
 
-    def __init__(self, index: int, slot: GradSlot | None, segments: Sequence[SegmentGrads]) -> None:
+    def __init__(self, index: int, slot: GradSlot | None, flat_params: Sequence[FlatParamGrads]) -> None:
         self.slot = slot
         self.params: list[ParamGrad] = []
-        self.segments = tuple(segments)
+        self.flat_params = tuple(flat_params)
         self.reductions = 0
         self.has_unreduced = False
         self.waits = False
@@ -250,9 +250,9 @@ class UnitGrads:
     def add(self, shard: ParamShard, view: nn.Parameter) -> None:
         """Add a parameter of the unit, with its unsharded parameter `view`."""
         self.params.append(ParamGrad(shard, view))
-        for segment in self.segments:
-            if segment.layout is shard.segment:
-                segment.add(self.params[-1])
+        for flat_param in self.flat_params:
+            if flat_param.layout is shard.flat_param:
+                flat_param.add(self.params[-1])
 
     @property
     def is_open(self) -> bool:
@@ -268,21 +268,21 @@ class UnitGrads:
         """
         is_first, self._has_taken = not self._has_taken, True
         if is_first:
-            for segment in self.segments:
-                segment.take()
+            for flat_param in self.flat_params:
+                flat_param.take()
         slot = self.slot
         if slot is None:
             if is_first:
-                for segment in self.segments:
-                    segment.set_written(segment.adds)
+                for flat_param in self.flat_params:
+                    flat_param.set_written(flat_param.adds)
             return
         slot.open(self._index)
-        for segment in self.segments:
-            segment.open()
+        for flat_param in self.flat_params:
+            flat_param.open()
         for param_index, grad in enumerate(self.params):
-            if grad.parked is not None:
-                parked, grad.parked = grad.parked, None
-                self.write(param_index, parked)
+            if grad.spilled is not None:
+                spilled, grad.spilled = grad.spilled, None
+                self.write(param_index, spilled)
 
     def write(self, param_index: int, value: torch.Tensor) -> None:
         """Copy gradient `value` [shape of the unsharded parameter] into the slot. Its only copy. Compute stream.
@@ -307,7 +307,7 @@ class UnitGrads:
             grad.in_slot.copy_(value)
         grad.is_written = True
 
-    def park(self) -> None:
+    def spill(self) -> None:
         """Copy gradients out of the slot, which another unit needs, until this unit opens it again. Compute stream.
 
         Happens only if a unit's layers run before and after those of another unit in the same slot.
@@ -316,7 +316,7 @@ class UnitGrads:
         self.slot.content = None
         for grad in self.params:
             if grad.is_written:
-                grad.parked = grad.in_slot.clone()
+                grad.spilled = grad.in_slot.clone()
 
     def start_reduce(self) -> Work | None:
         """Start the reduction from slot to main grads (rule 4). Parameters without a gradient contribute zeros."""
@@ -325,17 +325,17 @@ class UnitGrads:
         if self.slot is not None and self.slot.has_streams:
             self.slot.join()
         slot = self.slot
-        for segment in self.segments:
-            for grad in segment.params:
+        for flat_param in self.flat_params:
+            for grad in flat_param.params:
                 if (self.counts(grad) or grad.is_kept) and not grad.is_written:  # or frozen, with a kept gradient
                     grad.in_slot.zero_()
             if slot is None:
-                segment.set_written(True)
+                flat_param.set_written(True)
         if slot is None:
             return None
         slot.finish_writing()
         slot.scratch.take()
-        work = as_one([segment.start_reduce() for segment in self.segments])
+        work = as_one([flat_param.start_reduce() for flat_param in self.flat_params])
         slot.content = None
         slot.drained.record(work)
         slot.scratch.drained = slot.drained
@@ -367,7 +367,7 @@ class UnitGrads:
         """The backward has failed: discard all gradients of the unit, and free the slot."""
         for grad in self.params:
             grad.is_written = grad.is_used = grad.is_kept = False
-            grad.parked = None
+            grad.spilled = None
             if grad.has_room and grad.shard.param.grad is grad.in_main:
                 grad.shard.param.grad = None
         self.reductions = 0
@@ -386,14 +386,14 @@ class UnitGrads:
         self.waits = self.waits or has_trained
         if not self._has_taken:
             return
-        for segment in self.segments:
-            if not segment.is_main_in_slot and not segment.adds:
-                segment.main.zero_()
-                segment.adds = True
-            for grad in segment.params:
+        for flat_param in self.flat_params:
+            if not flat_param.is_main_in_slot and not flat_param.adds:
+                flat_param.main.zero_()
+                flat_param.adds = True
+            for grad in flat_param.params:
                 param = grad.shard.param
                 if param.grad is not None:
-                    segment.add_own(grad, param.grad)
+                    flat_param.add_own(grad, param.grad)
                     param.grad = None
                 if grad.is_used or grad.is_kept:
                     grad.waits = True
@@ -401,8 +401,8 @@ class UnitGrads:
 
     def resume(self) -> None:
         """A backward begins: add to waiting gradients, and forget those that the user has dropped (``zero_grad()``)."""
-        for segment in self.segments:
-            for grad in segment.params:
+        for flat_param in self.flat_params:
+            for grad in flat_param.params:
                 if not grad.waits:
                     continue
                 grad.waits = False
@@ -410,4 +410,4 @@ class UnitGrads:
                     grad.forget()
                 own, grad.shard.param.grad = grad.shard.param.grad, None
                 if own is not None:  # autograd's, of a penalty, or the user's in the place of what was dropped
-                    segment.add_own(grad, own)
+                    flat_param.add_own(grad, own)

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from streamshard.comm.ranks import Ranks
+from streamshard.comm.communicator import Communicator
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.torch_private import AsTensors, skip, untraced
 from streamshard.unit.sharded_parameter import data_of, grad_of, refuse_unreduced
@@ -122,7 +122,7 @@ def works_in_blocks(kind: type) -> bool:
 # The optimizers of pieces that have stepped, each with its hook that runs right before the step itself.
 _seen: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 # Models that have run forward with gradients, and not backward since.
-_unreached: WeakSet[Ranks] = WeakSet()
+_unreached: WeakSet[Communicator] = WeakSet()
 
 
 @functools.cache
@@ -131,12 +131,12 @@ def watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_any_step)
 
 
-def graph_is_made(ranks: Ranks) -> None:
+def graph_is_made(ranks: Communicator) -> None:
     """A forward of the model that `ranks` train has made a graph."""
     _unreached.add(ranks)
 
 
-def graph_is_reached(ranks: Ranks) -> None:
+def graph_is_reached(ranks: Communicator) -> None:
     """A backward has come to a graph of that model."""
     _unreached.discard(ranks)
 

@@ -1,9 +1,9 @@
 """The memory of one rank, all of it allocated once: slots of units, and this rank's shard of each flat parameter.
 
-`Ledger` allocates. `WeightSlot` and `GradSlot` hold full units. `SegmentShard` is one rank's part of a flat parameter:
+`Ledger` allocates. `WeightSlot` and `GradSlot` hold full units. `FlatParamShard` is one rank's part of a flat parameter:
 the main weights, and the all-gather input. The user's Parameter objects stay the same objects, so an optimizer built
 before sharding keeps working; their data become pieces of the main weights. See [Note: slots] in
-`streamshard.plan.memory`, [Note: flat parameters] in `streamshard.plan.segments`.
+`streamshard.plan.memory`, [Note: flat parameters] in `streamshard.plan.flat_params`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
-from streamshard.comm.ranks import Ranks
+from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams
 from streamshard.errors import ShardingError
-from streamshard.plan.layout import LocalRange, ParamLayout, SegmentLayout
+from streamshard.plan.flat_params import FlatParam
+from streamshard.plan.layout import FlatParamLayout, LocalRange, ParamLayout
 from streamshard.plan.memory import Category
-from streamshard.plan.segments import PlannedSegment
 from streamshard.plan.structure import is_meta, leave_inference_mode
 from streamshard.torch_private import AsTensors, swap_tensor
 from streamshard.unit.sharded_parameter import be_piece, data_of
 from streamshard.unit.sharded_tensor import Piece
 
-__all__ = ["GradSlot", "Ledger", "ParamShard", "Scratch", "SegmentShard", "WeightSlot"]
+__all__ = ["GradSlot", "Ledger", "ParamShard", "Scratch", "FlatParamShard", "WeightSlot"]
 
 
 class Ledger:
@@ -212,12 +212,12 @@ class ParamShard(NamedTuple):
     Attributes:
         name: fully qualified name in the root model.
         aliases: further names of the same (tied) parameter.
-        param: the user's Parameter; its data is the piece, of shape `SegmentLayout.local_shape`.
+        param: the user's Parameter; its data is the piece, of shape `FlatParamLayout.local_shape`.
         layout: where the full parameter lies in its flat parameter.
         local: which elements of the flattened parameter this rank owns.
         dtype: the parameter's dtype before sharding.
         piece: the memory of the piece in the main weights, as StreamShard has put it under `param`.
-        segment: the layout of the flat parameter that it is in.
+        flat_param: the layout of the flat parameter that it is in.
         ledger_of: what allocates the model's buffers.
     """
 
@@ -228,7 +228,7 @@ class ParamShard(NamedTuple):
     local: LocalRange
     dtype: torch.dtype
     piece: torch.Tensor
-    segment: SegmentLayout
+    flat_param: FlatParamLayout
     ledger_of: Callable[[], Ledger | None]
 
     @property
@@ -237,18 +237,18 @@ class ParamShard(NamedTuple):
         with AsTensors():
             return self.param.detach().view(-1)
 
-    def what(self, ranks: Ranks) -> Piece:
+    def what(self, ranks: Communicator) -> Piece:
         """What the parameter is a piece of; `ranks` is the shard group's."""
         start, stop = self.local.start, self.local.stop
         shape, local_shape = self.layout.shape, tuple(self.piece.shape)
-        return Piece(self.name, shape, start, stop, local_shape, ranks, self.segment, self.layout, self.ledger_of)
+        return Piece(self.name, shape, start, stop, local_shape, ranks, self.flat_param, self.layout, self.ledger_of)
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """The range of `flat` [shard_numel] that is this parameter's, in the sharded parameter's shape."""
         return flat.narrow(0, self.local.shard_offset, self.local.numel).view(self.piece.shape)
 
 
-class SegmentShard:
+class FlatParamShard:
     """One flat parameter's state on this rank. Owns nothing: buffers are the ledger's.
 
     Args:
@@ -271,7 +271,7 @@ class SegmentShard:
     """
 
     def __init__(
-        self, plan: PlannedSegment, ranks: Ranks, ledger: Ledger, weights: torch.Tensor | None, *, is_in_slot: bool
+        self, plan: FlatParam, ranks: Communicator, ledger: Ledger, weights: torch.Tensor | None, *, is_in_slot: bool
     ) -> None:
         self.tag, self.kind, self.layout = plan.tag, plan.kind, plan.layout
         self.params: list[ParamShard] = []

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
-from streamshard.comm.ranks import Ranks
+from streamshard.comm.communicator import Communicator
 from streamshard.errors import ShardingError
-from streamshard.plan.layout import LocalRange, ParamLayout, SegmentLayout
+from streamshard.plan.layout import FlatParamLayout, LocalRange, ParamLayout
 from streamshard.torch_private import AsTensors, skip, untraced
 from streamshard.unit.global_ops import (
     NORMS,
@@ -60,7 +60,7 @@ class Piece(NamedTuple):
         start, stop: which elements of the flattened parameter this rank has.
         local_shape: of this rank's elements.
         ranks: of the shard group. Each has other elements; norms and sums are collectives of these ranks.
-        segment, place: the layouts of the flat parameter and of the parameter in it: which elements each rank has.
+        flat_param, place: the layouts of the flat parameter and of the parameter in it: which elements each rank has.
         ledger_of: returns the model's `Ledger` (see `streamshard.unit.shard`), None once the model is gone.
         is_weight: the tensor is the parameter, or computed from it; else its gradient. All are cut at the same places.
         is_flat: the full tensor is flattened.
@@ -72,8 +72,8 @@ class Piece(NamedTuple):
     start: int
     stop: int
     local_shape: tuple[int, ...]
-    ranks: Ranks
-    segment: SegmentLayout
+    ranks: Communicator
+    flat_param: FlatParamLayout
     place: ParamLayout
     ledger_of: Callable[[], Any]
     is_weight: bool = True
@@ -106,7 +106,7 @@ class Piece(NamedTuple):
 
     def range_of(self, rank: int) -> LocalRange:
         """Which elements of the flattened parameter `rank` of the shard group has."""
-        return self.segment.local_range(self.place, rank)
+        return self.flat_param.local_range(self.place, rank)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's elements of `whole`, in new memory: [local_shape]."""
@@ -117,7 +117,7 @@ class Piece(NamedTuple):
         return self.full.shape == other.full.shape and self._cuts() == other._cuts()
 
     def _cuts(self) -> tuple[int, ...]:
-        shard_numel, place, size = max(self.segment.shard_numel, 1), self.place, self.ranks.world_size
+        shard_numel, place, size = max(self.flat_param.shard_numel, 1), self.place, self.ranks.world_size
         first, last = place.offset // shard_numel, (place.offset + place.numel - 1) // shard_numel
         return (size, first) if first == last else (size, shard_numel, place.offset)
 

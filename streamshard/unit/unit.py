@@ -14,15 +14,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from streamshard.comm.ranks import Ranks
+from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import as_one
 from streamshard.errors import ShardingError
-from streamshard.plan.segments import UnitLayout
+from streamshard.plan.flat_params import UnitLayout
 from streamshard.plan.structure import refuse_marks
 from streamshard.torch_private import AsTensors
 from streamshard.unit.grads import UnitGrads
-from streamshard.unit.shard import ParamShard, SegmentShard, WeightSlot
-from streamshard.unit.unsharded_parameter import ComputeView, Writes, be_absent, be_present
+from streamshard.unit.shard import FlatParamShard, ParamShard, WeightSlot
+from streamshard.unit.unsharded_parameter import UnshardedParameter, Writes, be_absent, be_present
 
 __all__ = ["StreamedUnit"]
 
@@ -51,7 +51,7 @@ class StreamedUnit:
     Args:
         index: position in the engine's list of units; index 0 is the root unit.
         layout: the unit's flat parameters, and where they lie.
-        segments: this rank's part of each flat parameter; `SegmentShard.add` fills them later.
+        flat_params: this rank's part of each flat parameter; `FlatParamShard.add` fills them later.
         weight_slot: the all-gather writes the weights there.
         grads: the unit's gradients.
         ranks: the shard group.
@@ -59,10 +59,10 @@ class StreamedUnit:
 
     Attributes:
         name: fully qualified name of the module, for messages.
-        params: this rank's part of each parameter, in the order of the flat parameters; complete when `make_views` is
+        params: this rank's part of each parameter, in the order of the flat parameters; complete when `make_unsharded` is
             called.
         views: the unsharded parameters, one for each of `params`, made once; see [Note: absent weights].
-        view_ids: the ids of `views`.
+        unsharded_ids: the ids of `views`.
         is_bound: modules hold the unsharded parameters, else the sharded parameters.
         writes: notices writes of forwards to `views`.
     """
@@ -71,10 +71,10 @@ class StreamedUnit:
         self,
         index: int,
         layout: UnitLayout,
-        segments: Sequence[SegmentShard],
+        flat_params: Sequence[FlatParamShard],
         weight_slot: WeightSlot,
         grads: UnitGrads,
-        ranks: Ranks,
+        ranks: Communicator,
         *,
         is_streamed: bool,
     ) -> None:
@@ -82,13 +82,13 @@ class StreamedUnit:
         self.index = index
         self.name = layout.name or "the root unit"
         self.layout = layout
-        self.segments = tuple(segments)
+        self.flat_params = tuple(flat_params)
         self.params: list[ParamShard] = []
         self.weight_slot = weight_slot
         self.grads = grads
         self.writes = Writes()
-        self.views: list[ComputeView] = []
-        self.view_ids: frozenset[int] = frozenset()
+        self.views: list[UnshardedParameter] = []
+        self.unsharded_ids: frozenset[int] = frozenset()
         self._sharded: list[nn.Parameter] = []  # parameters, in the same order
         self.is_bound = False
         self._bindings: list[_Binding] = []
@@ -97,27 +97,27 @@ class StreamedUnit:
 
     # -- construction ---------------------------------------------------------------------------------------------
 
-    def make_views(self) -> None:
+    def make_unsharded(self) -> None:
         """Make the unsharded parameters, views of the slot.
 
         They are views of aliases of the slot with version counters of their own: autograd must not take an all-gather
         for an in-place edit of saved tensors.
         """
-        for segment in self.segments:
-            for param in segment.params:
-                alias = segment.weights.data
-                view = ComputeView(_whole(alias, param), requires_grad=True)
+        for flat_param in self.flat_params:
+            for param in flat_param.params:
+                alias = flat_param.weights.data
+                view = UnshardedParameter(_whole(alias, param), requires_grad=True)
                 self.params.append(param)
                 self.views.append(view)
                 self.grads.add(param, view)
                 self.writes.watch(view, alias, param.param, param.name)
         self._sharded = [param.param for param in self.params]
-        self.view_ids = frozenset(map(id, self.views))
+        self.unsharded_ids = frozenset(map(id, self.views))
 
-    def _with_views(self) -> Iterator[tuple[SegmentShard, ParamShard, ComputeView]]:
+    def _with_views(self) -> Iterator[tuple[FlatParamShard, ParamShard, UnshardedParameter]]:
         """Each parameter with its flat parameter and its unsharded parameter."""
         views = iter(self.views)
-        return ((segment, param, next(views)) for segment in self.segments for param in segment.params)
+        return ((flat_param, param, next(views)) for flat_param in self.flat_params for param in flat_param.params)
 
     def add_binding(self, owner: nn.Module, key: str, sharded: object, computing: object) -> None:
         """While the unit is bound, ``owner.__dict__[key]`` is `computing`, else `sharded`."""
@@ -133,9 +133,11 @@ class StreamedUnit:
         """
         with AsTensors():
             self._check_hooks()
-            for segment in self.segments:
-                segment.cast()
-            if self.grads.slot is None and any(segment.compute is not segment.weights for segment in self.segments):
+            for flat_param in self.flat_params:
+                flat_param.cast()
+            if self.grads.slot is None and any(
+                flat_param.compute is not flat_param.weights for flat_param in self.flat_params
+            ):
                 self._follow_moved_weights()
 
     def _check_hooks(self) -> None:
@@ -159,7 +161,7 @@ class StreamedUnit:
                 trainable = trainable or wanted
                 if view.requires_grad is not wanted:
                     view.requires_grad_(wanted)
-        self.is_trainable = trainable and bool(self.grads.segments)
+        self.is_trainable = trainable and bool(self.grads.flat_params)
 
     def give_trainability(self) -> None:
         """Set ``requires_grad`` of the sharded parameters to what a forward has set on the unsharded ones."""
@@ -175,11 +177,11 @@ class StreamedUnit:
 
     def _follow_moved_weights(self) -> None:
         """With one rank: the user put other memory under a parameter, so let the unsharded parameter lie there."""
-        for segment, param, view in self._with_views():
-            if segment.compute is not segment.weights:
-                ComputeView.move(view, _whole(segment.compute.data, param))  # it may be absent
-        for segment in self.segments:
-            segment.weights = segment.compute
+        for flat_param, param, view in self._with_views():
+            if flat_param.compute is not flat_param.weights:
+                UnshardedParameter.move(view, _whole(flat_param.compute.data, param))  # it may be absent
+        for flat_param in self.flat_params:
+            flat_param.weights = flat_param.compute
 
     def start_gather(self) -> None:
         """Start the all-gather into the weight slot. Comm stream; the slot is this unit's from here on."""
@@ -187,7 +189,9 @@ class StreamedUnit:
         slot.released.wait()  # rule 2
         slot.arrived.complete()  # a unit that was all-gathered and then skipped: its messages are still under way
         start = self._ranks.transport.start_gather
-        work = as_one([start(segment.compute, segment.weights, segment.tag) for segment in self.segments])
+        work = as_one(
+            [start(flat_param.compute, flat_param.weights, flat_param.tag) for flat_param in self.flat_params]
+        )
         slot.content = self.index
         slot.arrived.record(work)
 
@@ -232,21 +236,21 @@ class StreamedUnit:
             One per parameter: [full shape]; None where a flat parameter was left out.
         """
         wholes: list[torch.Tensor | None] = []
-        for segment in self.segments:
-            own = pieces[len(wholes) : len(wholes) + len(segment.params)]
+        for flat_param in self.flat_params:
+            own = pieces[len(wholes) : len(wholes) + len(flat_param.params)]
             if all(piece is None for piece in own):
                 wholes += own
                 continue
-            layout = segment.layout
-            flat = torch.zeros_like(segment.main, dtype=dtype)
-            for param, piece in zip(segment.params, own, strict=True):
+            layout = flat_param.layout
+            flat = torch.zeros_like(flat_param.main, dtype=dtype)
+            for param, piece in zip(flat_param.params, own, strict=True):
                 if piece is not None:
                     flat.narrow(0, param.local.shard_offset, param.local.numel).copy_(piece)
             full = flat
             if layout.world_size > 1:
                 full = torch.empty(layout.padded_numel, dtype=flat.dtype, device=flat.device)
-                self._ranks.transport.gather_now(flat, full, segment.tag)
-            wholes += [_whole(full, param) for param in segment.params]
+                self._ranks.transport.gather_now(flat, full, flat_param.tag)
+            wholes += [_whole(full, param) for param in flat_param.params]
         return wholes
 
 

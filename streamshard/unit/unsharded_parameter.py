@@ -1,4 +1,4 @@
-"""Unsharded parameters, `ComputeView` in the code: the weights that layers compute with, and writes to them.
+"""Unsharded parameters, `UnshardedParameter` in the code: the weights that layers compute with, and writes to them.
 
 A forward that writes to a weight raises: the slot is all-gathered anew, so the change would be lost. `Writes` compares
 version counters. Writes through ``.data`` leave no trace in the counters. So the first read of ``.data`` copies the
@@ -30,7 +30,7 @@ from streamshard.unit.global_ops import answers_without_values, name_of
 
 __all__ = [
     "AbsentWeight",
-    "ComputeView",
+    "UnshardedParameter",
     "Writes",
     "advice",
     "be_absent",
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-class ComputeView(nn.Parameter):
+class UnshardedParameter(nn.Parameter):
     """An unsharded parameter: a weight in its slot. See `Writes`."""
 
     @property
@@ -105,12 +105,12 @@ class Writes:
 
     def __init__(self) -> None:
         self._names: list[str] = []
-        self._views: list[ComputeView] = []
+        self._views: list[UnshardedParameter] = []
         self._aliases: list[torch.Tensor] = []  # with the views' version counters: a view may be absent
         self._versions: list[int] = []
         self._before: dict[int, torch.Tensor] = {}  # by index, copies of weights whose .data was read
 
-    def watch(self, view: ComputeView, alias: torch.Tensor, param: nn.Parameter, name: str) -> None:
+    def watch(self, view: UnshardedParameter, alias: torch.Tensor, param: nn.Parameter, name: str) -> None:
         """Watch `view`, the unsharded parameter of `param`, called `name`; `alias` has its version counter."""
         _known[view] = _Known(name, weakref.ref(param), None, weakref.ref(self), len(self._names))
         self._names.append(name)
@@ -170,7 +170,7 @@ class _Known(NamedTuple):
 _known: MutableMapping[torch.Tensor, _Known] = WeakIdKeyDictionary()
 
 
-def let_be_absent(view: ComputeView, ask: Callable[[], None]) -> None:
+def let_be_absent(view: UnshardedParameter, ask: Callable[[], None]) -> None:
     """Make `view` absent, until `be_present`. `ask` puts its unit in place, or raises."""
     _known[view] = _known[view]._replace(ask=ask)
     be_absent((view,))
@@ -187,16 +187,16 @@ def advice(name: str) -> str:
     return f"StreamShard(model, resident=[{name.rpartition('.')[0]!r}])"
 
 
-def be_absent(views: Iterable[ComputeView]) -> None:
+def be_absent(views: Iterable[UnshardedParameter]) -> None:
     """The unit of `views` has left its slot, or may leave it."""
     for view in views:
         view.__class__ = AbsentWeight  # type: ignore[assignment]  # of the same memory layout
 
 
-def be_present(views: Iterable[ComputeView]) -> None:
+def be_present(views: Iterable[UnshardedParameter]) -> None:
     """The unit of `views` is in place."""
     for view in views:
-        view.__class__ = ComputeView
+        view.__class__ = UnshardedParameter
 
 
 def _refuse(name: str, what: str) -> NoReturn:

@@ -42,7 +42,7 @@ from streamshard.checkpoint import background, run_parts, save
 from streamshard.checkpoint.dcp import from_dcp, to_dcp
 from streamshard.checkpoint.export import export_checkpoint
 from streamshard.checkpoint.manifest import decode, encode
-from streamshard.comm.ranks import Ranks
+from streamshard.comm.communicator import Communicator
 from streamshard.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError, ShardingError
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
 from tests.launched import Launched, run_script
@@ -378,7 +378,7 @@ def test_a_rank_that_dies_before_the_first_save_in_the_background_is_missed(
     """The others make a group for it, at the store, which does not say that nobody comes any more."""
     run = start(0)
 
-    def die(ranks: Ranks, **settings: Any) -> Any:
+    def die(ranks: Communicator, **settings: Any) -> Any:
         raise SystemExit
 
     with pytest.MonkeyPatch.context() as patch:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import streamshard.build as build
 import streamshard.comm.flight_recorder as recorder
 from streamshard import StreamShard
-from streamshard.comm.flight_recorder import Board, Kind, Log, describe_difference
+from streamshard.comm.flight_recorder import Board, Log, RecordKind, describe_difference
 from streamshard.errors import CommunicationError, log
 from streamshard.inspect import engine_inside
 from tests.models import vector_batch
@@ -158,7 +158,7 @@ def _warnings() -> Iterator[queue.Queue[str]]:
 
 def _end_of_step(model: Any, context: RankContext) -> None:
     model(vector_batch(0, context.rank)).sum().backward()
-    engine_inside(model).ranks.log.add(Kind.END_OF_STEP)
+    engine_inside(model).ranks.log.add(RecordKind.END_OF_STEP)
 
 
 _OPERATIONS: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -235,9 +235,9 @@ def test_a_rank_on_a_device_that_issues_nothing_more_reports_those_that_have_iss
     waits = recorder.Watch(board, has_streams=True)
     with _warnings() as told:
         board.names = ("the root unit",)
-        board.log.add(Kind.END_OF_STEP)
+        board.log.add(RecordKind.END_OF_STEP)
         if context.rank == 0:
-            board.log.add(Kind.REDUCE, 0)
+            board.log.add(RecordKind.REDUCE, 0)
             story = told.get(timeout=60)
             while "ended its step" not in story:
                 story = told.get(timeout=60)
@@ -308,7 +308,7 @@ def test_another_model_of_the_same_ranks_ends_with_the_first_failure(context: Ra
 NAMES = ("the root unit", "layers.0")
 
 
-def _log(*entries: tuple[Kind, int]) -> Log:
+def _log(*entries: tuple[RecordKind, int]) -> Log:
     log = Log()
     for kind, tag in entries:
         log.add(kind, tag)
@@ -321,9 +321,9 @@ def _differ(*logs: Log | None) -> str | None:
 
 def test_the_first_difference_is_named_and_units_by_their_names() -> None:
     """What comes after it follows from it."""
-    same = [(Kind.FORWARD, 0), (Kind.GATHER, 0)]
-    ours = _log(*same, (Kind.GATHER, 1), (Kind.MEETING, 0))
-    theirs = _log(*same, (Kind.REDUCE, 1), (Kind.SUM, 0))
+    same = [(RecordKind.FORWARD, 0), (RecordKind.GATHER, 0)]
+    ours = _log(*same, (RecordKind.GATHER, 1), (RecordKind.MEETING, 0))
+    theirs = _log(*same, (RecordKind.REDUCE, 1), (RecordKind.SUM, 0))
     assert ours.digest != theirs.digest
     assert _differ(ours, theirs) == (
         "ranks do not do the same: rank 0 gathers 'layers.0', rank 1 reduces the gradients of 'layers.0'"
@@ -332,19 +332,19 @@ def test_the_first_difference_is_named_and_units_by_their_names() -> None:
 
 def test_a_rank_that_is_behind_does_not_differ() -> None:
     """It may still come. Two others may differ although this rank is behind both."""
-    entries = [(Kind.FORWARD, 0), (Kind.GATHER, 0), (Kind.GATHER, 1)]
+    entries = [(RecordKind.FORWARD, 0), (RecordKind.GATHER, 0), (RecordKind.GATHER, 1)]
     assert _differ(_log(*entries), _log(*entries[:1]), _log()) is None
     assert _differ(_log(*entries)) is None
-    assert _differ(_log(), _log((Kind.GATHER, 0)), _log((Kind.GATHER, 1))) is not None
+    assert _differ(_log(), _log((RecordKind.GATHER, 0)), _log((RecordKind.GATHER, 1))) is not None
 
 
 def test_entries_that_a_log_has_dropped_are_not_compared() -> None:
     """A rank may be ahead by more than a log holds: that is no difference, and a real one is still found."""
-    entries = [(Kind.GATHER, number % 7) for number in range(3000)]
+    entries = [(RecordKind.GATHER, number % 7) for number in range(3000)]
     ahead, behind = _log(*entries), _log(*entries[:1500])
     assert _differ(ahead, behind) is None
     assert ahead.digest == _log(*entries).digest
-    other = _log(*entries[:2900], (Kind.REDUCE, 1))
+    other = _log(*entries[:2900], (RecordKind.REDUCE, 1))
     assert _differ(ahead, other) is not None
     assert _log(*entries[1:]).digest != ahead.digest
 

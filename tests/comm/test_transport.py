@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from streamshard.comm.communicator import Communicator
 from streamshard.comm.nccl import NcclTransport
-from streamshard.comm.ranks import Ranks
 from streamshard.comm.shared_memory import SharedMemoryTransport
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport, sum_in_rank_order
@@ -32,20 +32,20 @@ PRECISIONS = {  # by how gradients are reduced
 }
 
 
-def _gloo(device: torch.device) -> Ranks:
+def _gloo(device: torch.device) -> Communicator:
     assert dist.group.WORLD is not None
-    return Ranks(dist.group.WORLD, Streams(device))
+    return Communicator(dist.group.WORLD, Streams(device))
 
 
-def _shared(device: torch.device) -> Ranks:
+def _shared(device: torch.device) -> Communicator:
     ranks = _gloo(device)
     ranks.share_memory(1 << 20, UNITS)
     assert isinstance(ranks.transport, SharedMemoryTransport)
     return ranks
 
 
-def _late(make: Callable[[torch.device], Ranks]) -> Callable[[torch.device], Ranks]:
-    def made(device: torch.device) -> Ranks:
+def _late(make: Callable[[torch.device], Communicator]) -> Callable[[torch.device], Communicator]:
+    def made(device: torch.device) -> Communicator:
         ranks = make(device)
         Adversary(ranks)
         assert isinstance(ranks.transport, AdversarialTransport)
@@ -54,7 +54,7 @@ def _late(make: Callable[[torch.device], Ranks]) -> Callable[[torch.device], Ran
     return made
 
 
-def _on_a_device(device: torch.device) -> Ranks:
+def _on_a_device(device: torch.device) -> Communicator:
     """What GPUs go through, with gloo's collectives beneath."""
     with simulated_device():
         ranks = _gloo(device)
@@ -62,13 +62,13 @@ def _on_a_device(device: torch.device) -> Ranks:
     return ranks
 
 
-def _late_on_a_device(device: torch.device) -> Ranks:
+def _late_on_a_device(device: torch.device) -> Communicator:
     ranks = _on_a_device(device)
     ranks.transport = LateTransport(ranks)
     return ranks
 
 
-TRANSPORTS: dict[str, Callable[[torch.device], Ranks]] = {
+TRANSPORTS: dict[str, Callable[[torch.device], Communicator]] = {
     "sockets": _gloo,
     "shared memory": _shared,
     "a device": _on_a_device,
@@ -98,7 +98,7 @@ def _numbers(rank: int, numel: int, like: torch.Tensor, salt: int = 0) -> torch.
     return torch.randn(numel, generator=generator).to(like)
 
 
-def _check_gathers(ranks: Ranks, dtype: torch.dtype) -> None:
+def _check_gathers(ranks: Communicator, dtype: torch.dtype) -> None:
     """All ranks' shards side by side: published ones, ones inside the slot, empty ones, others; later new values."""
     transport, size, device = ranks.transport, ranks.world_size, ranks.streams.device
     shard = transport.allocate_visible(NUMEL, dtype)
@@ -127,7 +127,7 @@ def _check_gathers(ranks: Ranks, dtype: torch.dtype) -> None:
     assert torch.equal(full, torch.cat([_numbers(rank, NUMEL, slot, 20) for rank in range(size)]))
 
 
-def _check_reductions(ranks: Ranks, mode: ReductionMode, *, sums: bool) -> None:
+def _check_reductions(ranks: Communicator, mode: ReductionMode, *, sums: bool) -> None:
     """Means over ranks, fp32 whatever was sent; added to what is there, or in its place; several under way.
 
     Args:
@@ -165,7 +165,7 @@ def _check_reductions(ranks: Ranks, mode: ReductionMode, *, sums: bool) -> None:
                 torch.testing.assert_close(out, mean, rtol=1e-5, atol=1e-6)
 
 
-def _check_main_grads_in_the_slot(ranks: Ranks) -> None:
+def _check_main_grads_in_the_slot(ranks: Communicator) -> None:
     """The mean may replace this rank's own range of the slot."""
     transport, size = ranks.transport, ranks.world_size
     slot = transport.allocate_visible(size * NUMEL, torch.float32)
@@ -179,7 +179,7 @@ def _check_main_grads_in_the_slot(ranks: Ranks) -> None:
     torch.testing.assert_close(own, torch.stack(chunks).mean(0), rtol=1e-5, atol=1e-6)
 
 
-def _check_all_to_all(ranks: Ranks) -> None:
+def _check_all_to_all(ranks: Communicator) -> None:
     """Chunks of any length, empty ones too, arrive where they belong; several exchanges are under way at a time."""
     transport, size, me = ranks.transport, ranks.world_size, ranks.rank
     like = torch.empty(0, device=ranks.streams.device)
@@ -201,7 +201,7 @@ def _check_all_to_all(ranks: Ranks) -> None:
             assert torch.equal(exchange.chunks(rank)[1], wanted)
 
 
-def _check_talk(ranks: Ranks) -> None:
+def _check_talk(ranks: Communicator) -> None:
     """Ranks hear of each other while something is under way."""
     transport, size, device = ranks.transport, ranks.world_size, ranks.streams.device
     values = _numbers(ranks.rank, NUMEL, torch.empty(0, device=device), 60)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
-from streamshard.comm.streams import Collective, Fence, Moment, Observer, Rule
+from streamshard.comm.streams import Collective, Fence, Observer, Rule, StepEvent
 from streamshard.engine.engine import Engine
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
@@ -65,10 +65,10 @@ class Stop(BaseException):
 class _Stopping(Observer):
     """Is where `Stop` comes from."""
 
-    def __init__(self, moment: Moment) -> None:
+    def __init__(self, moment: StepEvent) -> None:
         self._moment = moment
 
-    def on_moment(self, moment: Moment, unit: int | None) -> None:
+    def on_event(self, moment: StepEvent, unit: int | None) -> None:
         if moment is self._moment:
             raise Stop
 
@@ -92,14 +92,14 @@ class _Checks(Observer):
     def on_wait(self, fence: Fence) -> None:
         self._check(f"a wait for rule {fence.rule} of {fence.what}")
 
-    def on_moment(self, moment: Moment, unit: int | None) -> None:
+    def on_event(self, moment: StepEvent, unit: int | None) -> None:
         """Some of these begin or end what is checked."""
-        if moment is Moment.RECOMPUTATION_ENDS and unit is not None:
+        if moment is StepEvent.RECOMPUTATION_ENDS and unit is not None:
             self._recomputed = self._engine.units[unit].weight_slot
-        elif moment in (Moment.BACKWARD_BEGINS, Moment.BACKWARD_ENDS):
+        elif moment in (StepEvent.BACKWARD_BEGINS, StepEvent.BACKWARD_ENDS):
             self._recomputed = None
         self._check(moment.name)
-        if moment is Moment.GRAD_WRITTEN:
+        if moment is StepEvent.GRAD_WRITTEN:
             bound = [other.name for other in self._engine.units[1:] if other.is_bound and other.is_streamed]
             assert len(bound) <= 1, f"{bound} are bound where unit {unit} has a gradient"
 
@@ -114,7 +114,7 @@ def _checking(engine: Engine) -> AbstractContextManager[None]:
 
 
 def _never_parking() -> AbstractContextManager[object]:
-    return mock.patch.object(UnitGrads, "park", mock.Mock(side_effect=AssertionError("gradients are parked")))
+    return mock.patch.object(UnitGrads, "spill", mock.Mock(side_effect=AssertionError("gradients are spilled")))
 
 
 def _assert_at_rest(engine: Engine) -> None:
@@ -130,14 +130,14 @@ def _assert_units_at_rest(engine: Engine) -> None:
         assert not any(grad.is_used for grad in unit.grads.params), unit.name
         assert not unit.grads.has_unreduced and not unit.grads._has_taken, unit.name
         assert unit.grads.reductions == 0, unit.name
-        assert all(grad.parked is None for grad in unit.grads.params), unit.name
+        assert all(grad.spilled is None for grad in unit.grads.params), unit.name
         assert unit.grads.slot is None or unit.grads.slot.content is None, unit.name
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("scenario", list(SCENARIOS))
 def test_bound_units_are_in_their_slots_and_nothing_is_left_behind(context: RankContext, scenario: str) -> None:
-    """At each event of each way of training, and after it; nothing is parked where layers take turns."""
+    """At each event of each way of training, and after it; nothing is spilled where layers take turns."""
     model: Any = sharded(scenario, FP32)
     engine = engine_inside(model)
     may_park = scenario == "an order that changes"  # which the program did not foresee
@@ -322,7 +322,7 @@ def test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing(
     model.layers[2].register_full_backward_hook(fail)
     with pytest.raises(Trouble):
         stack_step(model, _call(context, 1))
-    with engine.streams.observed_by(_Stopping(Moment.BACKWARD_ENDS)), pytest.raises(Stop):
+    with engine.streams.observed_by(_Stopping(StepEvent.BACKWARD_ENDS)), pytest.raises(Stop):
         model.zero_grad()
     assert engine.phase is None
     _assert_units_at_rest(engine)
@@ -342,7 +342,7 @@ class _Remembering(Layer):
 
 
 class _Recurrent(Stack):
-    """The first layer remembers what the last one has made of the segment before."""
+    """The first layer remembers what the last one has made of the flat parameter before."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -144,7 +144,7 @@ def _bench(context: RankContext) -> tuple[RaceDetector, torch.Tensor]:
         model(vector_batch(0, context.rank))
     engine = engine_inside(model)
     detector = RaceDetector(engine)
-    return detector, engine.segments[1].weights
+    return detector, engine.flat_params[1].weights
 
 
 def _gathers_into(detector: RaceDetector, tensor: torch.Tensor) -> None:
@@ -204,7 +204,7 @@ def test_a_wait_of_one_stream_orders_another_only_through_a_fence(context: RankC
     model = StreamShard(Stack(), precision=FP32, mesh=mesh)
     model(vector_batch(0, context.rank)).sum().backward()
     detector = RaceDetector(engine_inside(model))
-    streams, main = detector.engine.streams, detector.engine.units[1].grads.segments[0].main
+    streams, main = detector.engine.streams, detector.engine.units[1].grads.flat_params[0].main
     arrived = Fence(streams, Rule.RESULTS_ARRIVED, COMM, "bench")
     read = Fence(streams, Rule.SHARDS_WRITTEN, COMPUTE, "bench", StreamName.REPLICA)
     detector.on_collective(COMM, Collective.REDUCE_SCATTER, 1, (), (main,))

@@ -17,7 +17,7 @@ from accelerate.utils import (
 from torch import nn
 
 from streamshard import Precision, StreamShard
-from streamshard.engine.handle import engine_of
+from streamshard.engine.module_state import engine_of
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from streamshard.optim import WholeParameterOptimizer

@@ -17,7 +17,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import Precision, StreamShard
-from streamshard.engine.handle import engine_of
+from streamshard.engine.module_state import engine_of
 from streamshard.errors import ConfigError, UnitError
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests.integrations.accelerating import Trained, launched, make_model, on_ranks, same, stock

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from streamshard import StreamShard, export_safetensors
 from streamshard.comm.streams import Collective
-from streamshard.engine.handle import engine_of
+from streamshard.engine.module_state import engine_of
 from streamshard.errors import CheckpointError, ShardingError
 from tests import families
 from tests.integrations.accelerating import on_ranks
@@ -219,7 +219,7 @@ def test_saving_gathers_adapters_only(context: RankContext, tmp_path: Path) -> N
     engine = engine_of(model)
     with heard_collectives(engine) as heard:
         model.save_pretrained(tmp_path)
-    layers = [unit.segments[0].tag for unit in engine.units if "layers" in unit.name]  # what trains
+    layers = [unit.flat_params[0].tag for unit in engine.units if "layers" in unit.name]  # what trains
     assert heard == {kind: layers if kind is Collective.ALL_GATHER else [] for kind in Collective}
     _step(model, Call(2, context.rank, context.world_size, 1.0))
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from streamshard import StreamShard, load_safetensors
 from streamshard.comm import flight_recorder
-from streamshard.comm.ranks import Ranks
+from streamshard.comm.communicator import Communicator
 from streamshard.errors import CheckpointError, CommunicationError, ConfigError
 from streamshard.optim import WholeParameterOptimizer
 from tests.integrations.accelerating import on_ranks
@@ -237,7 +237,7 @@ def test_a_run_that_only_evaluates_is_ddps(context: RankContext, tmp_path: Path)
 @contextlib.contextmanager
 def _without_other_ranks() -> Iterator[None]:
     """Inside, whatever waits for other ranks raises."""
-    with mock.patch.object(Ranks, "gather_bytes", side_effect=AssertionError("waits for other ranks")):
+    with mock.patch.object(Communicator, "gather_bytes", side_effect=AssertionError("waits for other ranks")):
         yield
 
 

@@ -140,7 +140,7 @@ def test_a_transformer_trains_as_ever(context: RankContext, pieces: int, slots: 
     )
     report = model.memory_report()
     assert dict(report.held_bytes) == dict(report.formula_bytes)
-    layouts = [segment.layout for segment in engine_inside(model).segments]
+    layouts = [flat_param.layout for flat_param in engine_inside(model).flat_params]
     assert report.padded_numel == sum(layout.padded_numel for layout in layouts) >= report.numel
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.plan.layout import ALIGNMENT_BYTES, LocalRange, ParamSize, SegmentLayout, plan_segment
+from streamshard.plan.layout import ALIGNMENT_BYTES, FlatParamLayout, LocalRange, ParamSize, plan_flat_param
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 sizes = st.lists(shapes, max_size=8).map(lambda all: [ParamSize(f"p{k}", shape) for k, shape in enumerate(all)])
@@ -20,8 +20,8 @@ pads = st.sampled_from([1, 3, 128, 2**16])
 
 def _plan(
     params: list[ParamSize], world_size: int, n_bytes: int = 2, pad_numel: int = 1, pieces: int = 1
-) -> SegmentLayout:
-    return plan_segment(params, world_size, element_bytes=n_bytes, pad_numel=pad_numel, align_pieces_to=pieces)
+) -> FlatParamLayout:
+    return plan_flat_param(params, world_size, element_bytes=n_bytes, pad_numel=pad_numel, align_pieces_to=pieces)
 
 
 @given(sizes, world_sizes, element_bytes, pads, alignments)

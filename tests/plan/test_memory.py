@@ -175,7 +175,7 @@ def test_a_parameter_that_is_frozen_takes_no_gradient_memory(context: RankContex
     sharded = StreamShard(model, precision=FP32)
     _train(sharded, context, steps=1)
     report = _report(sharded)
-    frozen = engine_inside(sharded).segments[2].layout
+    frozen = engine_inside(sharded).flat_params[2].layout
     assert report.held_bytes["frozen weights"] == 4 * frozen.shard_numel
     assert report.held_bytes["main grads"] == report.held_bytes["main weights"]
     assert dict(report.held_bytes) == dict(report.formula_bytes)

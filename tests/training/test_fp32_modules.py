@@ -127,7 +127,10 @@ def test_mixed_units_train_alike_whenever_messages_arrive(context: RankContext, 
             torch.manual_seed(3)
             with way():
                 model = StreamShard(Gated(), precision=mixed, **slots)
-            kinds = {(segment.kind.compute_dtype, segment.kind.grad_dtype) for segment in engine_inside(model).segments}
+            kinds = {
+                (flat_param.kind.compute_dtype, flat_param.kind.grad_dtype)
+                for flat_param in engine_inside(model).flat_params
+            }
             assert kinds == {(HALF, settings.slot_grad_dtype), (torch.float32, torch.float32)}
             optimizer = sgd(model)
             with make_adversarial(model) if len(found) == 2 else contextlib.nullcontext(), detect_races(model) as races:

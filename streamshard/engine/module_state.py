@@ -24,7 +24,7 @@ from streamshard.unit.unit import StreamedUnit
 __all__ = [
     "HANDLE",
     "Handle",
-    "Uncopyable",
+    "ShardedModule",
     "engine_at_rest",
     "engine_of",
     "handle_of",
@@ -217,7 +217,7 @@ class _InstanceProperty(property):
         return False
 
 
-class Uncopyable(nn.Module):
+class ShardedModule(nn.Module):
     """Refuses what does not work with a module whose parameters are pieces."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The flat parameters of a unit, `segments` in the code: which of the unit's parameters move together. Pure data.
+"""The flat parameters of a unit, `flat_params` in the code: which of the unit's parameters move together. Pure data.
 
 [Note: flat parameters]
 A unit's parameters lie in *flat parameters*. The parameters in one have the same compute dtype and storage dtype, and
@@ -20,12 +20,12 @@ from typing import NamedTuple
 import torch
 
 from streamshard.config import Precision, ReductionMode
-from streamshard.plan.layout import ParamLayout, ParamSize, SegmentLayout, plan_segment
+from streamshard.plan.layout import FlatParamLayout, ParamLayout, ParamSize, plan_flat_param
 
-__all__ = ["PlannedSegment", "SegmentKind", "UnitLayout", "kind_of", "plan_units"]
+__all__ = ["FlatParam", "FlatParamKind", "UnitLayout", "kind_of", "plan_units"]
 
 
-class SegmentKind(NamedTuple):
+class FlatParamKind(NamedTuple):
     """The properties that all parameters of a flat parameter share.
 
     Attributes:
@@ -43,7 +43,7 @@ class SegmentKind(NamedTuple):
     mode: ReductionMode
 
 
-def kind_of(dtype: torch.dtype, precision: Precision, *, trains: bool, in_fp32: bool) -> SegmentKind:
+def kind_of(dtype: torch.dtype, precision: Precision, *, trains: bool, in_fp32: bool) -> FlatParamKind:
     """The kind of the flat parameter that a parameter belongs to.
 
     Args:
@@ -54,18 +54,18 @@ def kind_of(dtype: torch.dtype, precision: Precision, *, trains: bool, in_fp32: 
     """
     fp32 = torch.float32
     if in_fp32 or precision.param_dtype is fp32:
-        return SegmentKind(trains, fp32, fp32, fp32, ReductionMode.FP32)
+        return FlatParamKind(trains, fp32, fp32, fp32, ReductionMode.FP32)
     main = fp32 if trains else dtype
-    return SegmentKind(trains, precision.param_dtype, main, precision.slot_grad_dtype, precision.reduction_mode)
+    return FlatParamKind(trains, precision.param_dtype, main, precision.slot_grad_dtype, precision.reduction_mode)
 
 
-class PlannedSegment(NamedTuple):
+class FlatParam(NamedTuple):
     """One flat parameter, and where it lies.
 
     Attributes:
         tag: its number in the model, the same on all ranks; the tag of its messages.
         unit: index of its unit.
-        kind: see `SegmentKind`.
+        kind: see `FlatParamKind`.
         layout: where its parameters lie.
         weight_start: where it begins in the unit's weight slot, in bytes.
         grad_start: where it begins in the unit's grad slot, in bytes; only if it trains.
@@ -73,8 +73,8 @@ class PlannedSegment(NamedTuple):
 
     tag: int
     unit: int
-    kind: SegmentKind
-    layout: SegmentLayout
+    kind: FlatParamKind
+    layout: FlatParamLayout
     weight_start: int
     grad_start: int
 
@@ -96,42 +96,42 @@ class UnitLayout:
 
     Args:
         name: fully qualified name of the unit's module; "" for the root unit.
-        segments: at least one flat parameter, which is empty if the unit has no parameters.
+        flat_params: at least one flat parameter, which is empty if the unit has no parameters.
     """
 
-    def __init__(self, name: str, segments: Sequence[PlannedSegment]) -> None:
+    def __init__(self, name: str, flat_params: Sequence[FlatParam]) -> None:
         self.name = name
-        self.segments = tuple(segments)
+        self.flat_params = tuple(flat_params)
 
     @cached_property
     def params(self) -> tuple[ParamLayout, ...]:
         """The parameters of all flat parameters, in order."""
-        return tuple(param for segment in self.segments for param in segment.layout.params)
+        return tuple(param for flat_param in self.flat_params for param in flat_param.layout.params)
 
     @property
     def numel(self) -> int:
         """Elements that belong to parameters."""
-        return sum(segment.layout.numel for segment in self.segments)
+        return sum(flat_param.layout.numel for flat_param in self.flat_params)
 
     @property
     def padded_numel(self) -> int:
         """Elements of all flat parameters, padding included."""
-        return sum(segment.layout.padded_numel for segment in self.segments)
+        return sum(flat_param.layout.padded_numel for flat_param in self.flat_params)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the unit in a weight slot."""
-        return sum(segment.weight_bytes for segment in self.segments)
+        return sum(flat_param.weight_bytes for flat_param in self.flat_params)
 
     @property
     def grad_bytes(self) -> int:
         """Bytes of the unit in a grad slot."""
-        return sum(segment.grad_bytes for segment in self.segments)
+        return sum(flat_param.grad_bytes for flat_param in self.flat_params)
 
 
 def plan_units(
     names: Sequence[str],
-    units: Sequence[Sequence[tuple[SegmentKind, Sequence[ParamSize]]]],
+    units: Sequence[Sequence[tuple[FlatParamKind, Sequence[ParamSize]]]],
     world_size: int,
     *,
     pad_numel: int,
@@ -143,22 +143,22 @@ def plan_units(
         names: the units' names.
         units: by unit, its flat parameters: the kind and the parameters of each.
         world_size: number of ranks N.
-        pad_numel, align_pieces_to: see `plan_segment`.
+        pad_numel, align_pieces_to: see `plan_flat_param`.
     """
     layouts: list[UnitLayout] = []
     tag = 0
     for index, (name, parts) in enumerate(zip(names, units, strict=True)):
-        segments: list[PlannedSegment] = []
+        flat_params: list[FlatParam] = []
         weight_start = grad_start = 0
         for kind, sizes in parts:
             element_bytes = kind.compute_dtype.itemsize
-            layout = plan_segment(
+            layout = plan_flat_param(
                 sizes, world_size, element_bytes=element_bytes, pad_numel=pad_numel, align_pieces_to=align_pieces_to
             )
-            segment = PlannedSegment(tag, index, kind, layout, weight_start, grad_start)
-            segments.append(segment)
+            flat_param = FlatParam(tag, index, kind, layout, weight_start, grad_start)
+            flat_params.append(flat_param)
             tag += 1
-            weight_start += segment.weight_bytes
-            grad_start += segment.grad_bytes
-        layouts.append(UnitLayout(name, segments))
+            weight_start += flat_param.weight_bytes
+            grad_start += flat_param.grad_bytes
+        layouts.append(UnitLayout(name, flat_params))
     return layouts

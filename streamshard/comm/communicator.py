@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from streamshard.comm.flight_recorder import Board, Guard, Kind, Log, Watch
+from streamshard.comm.flight_recorder import Board, Guard, Log, RecordKind, Watch
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.groups import close_connections, host_group_of
 from streamshard.comm.nccl import NcclTransport
@@ -30,12 +30,12 @@ from streamshard.comm.transport import Transport
 from streamshard.device import serves
 from streamshard.errors import CommunicationError, ConfigError, ShardingError, StreamShardError
 
-__all__ = ["Ranks"]
+__all__ = ["Communicator"]
 
 _T = TypeVar("_T")
 
 
-class Ranks:
+class Communicator:
     """The ranks of a shard group, and all ranks of its model. Making one is collective: it connects the ranks.
 
     Args:
@@ -182,7 +182,7 @@ class Ranks:
         if self.total_size > 1:
             self.transport.before_talk()
             with self.guard("a broadcast"):
-                self.log.add(Kind.BROADCAST)
+                self.log.add(RecordKind.BROADCAST)
                 dist.broadcast(tensor, src=dist.get_global_rank(self.all_ranks, source), group=self.all_ranks)
 
     def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False, with_replicas: bool = False) -> None:
@@ -197,7 +197,7 @@ class Ranks:
             self.transport.before_talk()
             group = self.all_ranks if with_replicas else self.group
             with self.guard("a sum over all ranks"):
-                self.log.add(Kind.SUM)
+                self.log.add(RecordKind.SUM)
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
 
     def any_rank(self, value: bool) -> bool:
@@ -215,7 +215,7 @@ class Ranks:
         found = torch.tensor(numbers)
         self.transport.before_talk()
         with self.guard("a vote of all ranks"):
-            self.log.add(Kind.VOTE)
+            self.log.add(RecordKind.VOTE)
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.host_group)
         return found.tolist()
 
@@ -248,7 +248,7 @@ class Ranks:
         """Every rank's `data`, in rank order. Blocks."""
         self.transport.before_talk()
         with self.guard("a meeting of all ranks"):
-            self.log.add(Kind.MEETING)
+            self.log.add(RecordKind.MEETING)
             return gather_bytes(self.host_group if with_replicas else _host_group(self.group), data)
 
     def send_to_first(self, tensor: torch.Tensor, source: int) -> None:
@@ -329,7 +329,7 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 _DESTROYED = "the process group was destroyed (destroy_process_group) while the model needs it"
 
 
-_alive_ones: weakref.WeakSet[Ranks] = weakref.WeakSet()
+_alive_ones: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
