@@ -410,8 +410,8 @@ class Guard:
     """A context around a wait for other ranks. Turns a backend's error into a `CommunicationError` that names the wait.
 
     Args:
-        ranks: `Communicator`, or another object with ``board``, ``watch``, ``failure`` and ``fail()``. After an error `ranks`
-            is marked as failed and issues nothing more: other ranks may be gone.
+        ranks: `Communicator`, or another object with ``board``, ``watch``, ``failure`` and ``fail()``. After an error
+            `ranks` is marked as failed and issues nothing more: other ranks may be gone.
         action: what happens inside, such as "the gather of".
         subject: what `action` is about, such as a unit's name; "" if nothing.
 

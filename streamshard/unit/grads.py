@@ -2,8 +2,8 @@
 
     autograd -write-> grad slot -start_reduce-> main grads -finish-> ``.grad`` of the sharded parameters
 
-If another unit needs the slot in between, gradients are *spilled*: copied to memory of their own. If a backward does not
-reduce (``no_sync()`` with a grad slot for each unit), gradients wait in the slot, and using ``.grad`` raises.
+If another unit needs the slot in between, gradients are *spilled*: copied to memory of their own. If a backward does
+not reduce (``no_sync()`` with a grad slot for each unit), gradients wait in the slot, and using ``.grad`` raises.
 """
 
 from __future__ import annotations

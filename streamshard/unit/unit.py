@@ -59,8 +59,8 @@ class StreamedUnit:
 
     Attributes:
         name: fully qualified name of the module, for messages.
-        params: this rank's part of each parameter, in the order of the flat parameters; complete when `make_unsharded` is
-            called.
+        params: this rank's part of each parameter, in the order of the flat parameters; complete when
+            `make_unsharded` is called.
         views: the unsharded parameters, one for each of `params`, made once; see [Note: absent weights].
         unsharded_ids: the ids of `views`.
         is_bound: modules hold the unsharded parameters, else the sharded parameters.
