@@ -27,7 +27,6 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.decorators import skip
 from torch._guards import TracingContext
 from torch._ops import OpOverload
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, _get_registry
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # not in stubs
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -40,7 +39,6 @@ __all__ = [
     "backend_of",
     "count_collectives",
     "data_attribute",
-    "forget_composable",
     "grad_attribute",
     "graph_task_id",
     "innermost_transform",
@@ -107,21 +105,6 @@ def innermost_transform() -> str | None:
         return None
     kinds = [interpreter.key() for interpreter in torch._C._functorch.get_interpreter_stack() or ()]
     return next((kind.name.lower() for kind in kinds if kind != torch._C._functorch.TransformType.Vmap), None)
-
-
-def forget_composable(module: torch.nn.Module, names: set[str]) -> set[str]:
-    """Remove the marks of torch's composable APIs (fully_shard, replicate) from `module`.
-
-    These APIs mark modules in a private registry only.
-
-    Returns:
-        Those of `names` that were there. If none was, nothing is removed.
-    """
-    found = names.intersection(_get_registry(module) or ())
-    if found:
-        module.__dict__.pop(REGISTRY_KEY)
-        module.__dict__.pop(STATE_KEY, None)
-    return found
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:

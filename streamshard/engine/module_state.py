@@ -8,7 +8,7 @@ that would take pieces for full parameters.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from streamshard.engine.engine import Engine
 from streamshard.errors import ShardingError
 from streamshard.plan.structure import modules_inside
-from streamshard.torch_private import forget_composable, is_traced
+from streamshard.torch_private import is_traced
 from streamshard.unit.unit import StreamedUnit
 
 __all__ = [
@@ -157,42 +157,15 @@ def watched_class(original: type, base: type, registered: frozenset[str] = froze
                     entries[name] = vars(owner)[name]
                     break
         entries.update((name, _Registered(name)) for name in registered & names)
-        kind, bases = type(original), (base, original)
-        if not _is_laid_out_like_modules(original):
-            # Python takes the memory layout of the first base, and assigns no __class__ of another layout.
-            kind, bases = _ordering(kind), (original, base)
+        kind = type(original)
         make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
-        _classes[key] = make(kind, original.__name__, bases, entries)
+        _classes[key] = make(kind, original.__name__, (base, original), entries)
     return _classes[key]
 
 
-def _is_laid_out_like_modules(kind: type) -> bool:
-    """Whether instances of `kind` get their ``__dict__`` from nn.Module.
-
-    Those of ``class Module(abc.ABC, nn.Module)`` do not: `abc.ABC` has none, and the class adds one.
-    """
-    base: type | None = kind
-    while base is not None and base is not nn.Module:
-        base = base.__base__
-    return base is nn.Module
-
-
-def _ordering(kind: type) -> type:
-    """A metaclass like `kind`, whose classes look up names in their second base before their first."""
-
-    def mro(cls: type) -> list[type]:
-        order = type.mro(cls)
-        if _ORIGINAL not in cls.__dict__:  # a user's class that derives from such a class
-            return order
-        original, base = cls.__bases__
-        return [cls, *(each for each in base.__mro__ if not issubclass(original, each)), *original.__mro__]
-
-    return type.__new__(type, kind.__name__, (kind,), {"mro": mro, "__module__": kind.__module__})
-
-
 def _names_taken(base: type) -> frozenset[str]:
-    """The public names of `base` that would hide the user's. ``named_parameters`` calls the user's."""
-    return frozenset(name for name in vars(base) if not name.startswith("_") and name != "named_parameters")
+    """The public names of `base` that would hide the user's."""
+    return frozenset(name for name in vars(base) if not name.startswith("_"))
 
 
 def registered_names(module: nn.Module) -> frozenset[str]:
@@ -246,14 +219,6 @@ class ShardedModule(nn.Module):
             "export_safetensors or full_state_dict()"
         )
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As in torch. After a backward that raised, modules hold the sharded parameters again."""
-        if (handle := handle_of(self)) is not None:
-            handle.engine.recover()
-        for name in forget_composable(self, {"fully_shard", "replicate"}):
-            self._refuse_wrapper(name)  # they register themselves before they look at parameters
-        yield from super().named_parameters(*args, **kwargs)
-
     def _replicate_for_data_parallel(self) -> NoReturn:
         self._refuse_wrapper("DataParallel")
 
@@ -276,13 +241,6 @@ class ShardedModule(nn.Module):
 
     def _refuse_wrapper(self, name: str) -> NoReturn:
         raise ShardingError(f"{name} around {type(self).__name__}, which StreamShard has sharded: use one or the other")
-
-    def share_memory(self) -> NoReturn:
-        """Refused."""
-        raise ShardingError(
-            f"{type(self).__name__} is sharded by StreamShard and cannot be put into shared memory: each rank owns a "
-            "part of its weights"
-        )
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
         """Refused."""

@@ -1,8 +1,8 @@
 """The memory of one rank, all of it allocated once: slots of units, and this rank's shard of each flat parameter.
 
 `Ledger` allocates. `WeightSlot` and `GradSlot` hold full units. `FlatParamShard` is one rank's part of a flat
-parameter: the main weights, and the all-gather input. The user's Parameter objects stay the same objects, so an optimizer built
-before sharding keeps working; their data become pieces of the main weights. See [Note: slots] in
+parameter: the main weights and the all-gather input. The user's Parameter objects stay the same objects, so an
+optimizer built before sharding keeps working; their data become pieces of the main weights. See [Note: slots] in
 `streamshard.plan.memory`, [Note: flat parameters] in `streamshard.plan.flat_params`.
 """
 

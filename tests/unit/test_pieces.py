@@ -298,20 +298,20 @@ def _replica(model: Any) -> object:
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], object]] = {
-    "fully_shard around Stack": _fully_shard,
-    "fully_shard around Layer": _fully_shard_a_layer,
-    "FullyShardedDataParallel": _fsdp,
-    "DataParallel": _replica,
+    r"chunk\(\) of parameter 'layers": _fully_shard,
+    r"chunk\(\) of parameter 'layers\.1": _fully_shard_a_layer,
+    "FullyShardedDataParallel around Stack, which StreamShard has sharded": _fsdp,
+    "DataParallel around Stack, which StreamShard has sharded": _replica,
 }
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", list(WRAPPERS))
-def test_other_wrappers_raise_at_once_and_change_nothing(context: RankContext, name: str) -> None:
+@pytest.mark.parametrize("error", list(WRAPPERS))
+def test_other_wrappers_raise_at_once_and_change_nothing(context: RankContext, error: str) -> None:
     """Each would take pieces for whole parameters."""
     model, plain = _pair()
-    with pytest.raises(ShardingError, match=f"{name}.*StreamShard has sharded"):
-        WRAPPERS[name](model)
+    with pytest.raises(ShardingError, match=error):
+        WRAPPERS[error](model)
     model.zero_grad()
     plain.zero_grad()
     for each in (model, plain):
