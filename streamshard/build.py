@@ -28,7 +28,7 @@ from streamshard.errors import RankMismatchError, ShardingError, warn_user
 from streamshard.integrations import huggingface
 from streamshard.integrations.peft import adapt_methods
 from streamshard.plan.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
-from streamshard.plan.flat_params import FlatParam, FlatParamKind, UnitLayout, kind_of, plan_units
+from streamshard.plan.flat_params import FlatParam, FlatParamKind, kind_of, plan_units
 from streamshard.plan.layout import ParamSize
 from streamshard.plan.memory import (
     Category,
@@ -126,15 +126,28 @@ def _make_engine(
 ) -> Engine:
     """Plan, allocate, and cut the weights into shards, except those whose names are in `empty`."""
     settings, found = checked.settings, checked.found
-    layouts = _plan_layouts(found, checked.parts, ranks.world_size, settings)
+    layouts = plan_units(
+        ["", *(unit.name for unit in found)],
+        [
+            [(kind, [ParamSize(p.names[0], tuple(p.param.shape)) for p in params]) for kind, params in parts]
+            for parts in checked.parts
+        ],
+        ranks.world_size,
+        pad_numel=settings.pad_units_to,
+        align_pieces_to=settings.align_pieces_to,
+    )
     flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
-    ranks.share_memory(_most_bytes(flat_params), len(flat_params))
+    # An upper bound of the bytes that other ranks read: main weights, inputs, both slots of all units, all fp32.
+    ranks.share_memory(sum(16 * flat.layout.padded_numel + 4096 for flat in flat_params), len(flat_params))
     ranks.board.names = [layouts[flat_param.unit].name or "the root unit" for flat_param in flat_params]
     ledger = Ledger(ranks.streams, ranks.transport.allocate_visible)
     copies = ranks.total_size // ranks.world_size
     ranks.transport.check_precision(settings.precision)
-    shared, scratch_numel = _share_slots(found), _scratch_numel(ranks)
-    sizing = Sizing(layouts, shared, settings.precision, ranks.world_size, scratch_numel, copies)
+
+    def scratch_numel(flat: FlatParam, adds: bool) -> int:
+        return ranks.transport.scratch_numel(flat.layout.shard_numel, flat.kind.mode, adds=adds)
+
+    sizing = Sizing(layouts, _share_slots(found), settings.precision, ranks.world_size, scratch_numel, copies)
     plan, reason = _choose_slots(sizing, settings, checked.budget, ranks)
 
     sent = [p.param for parts in checked.parts for _, params in parts for p in params if p.names[0] not in empty]
@@ -304,40 +317,12 @@ def _share_slots(found: Sequence[FoundUnit]) -> list[bool]:
     return [False, *(not unit.is_resident and all(kinds[type(layer)] > 1 for layer in unit.modules) for unit in found)]
 
 
-def _plan_layouts(
-    found: Sequence[FoundUnit],
-    parts: Sequence[Sequence[tuple[FlatParamKind, Sequence[FoundParam]]]],
-    world_size: int,
-    settings: Settings,
-) -> list[UnitLayout]:
-    names = ["", *(unit.name for unit in found)]
-    sizes = [
-        [(kind, [ParamSize(p.names[0], tuple(p.param.shape)) for p in params]) for kind, params in own] for own in parts
-    ]
-
-    return plan_units(
-        names, sizes, world_size, pad_numel=settings.pad_units_to, align_pieces_to=settings.align_pieces_to
-    )
-
-
 def _choose_slots(sizing: Sizing, settings: Settings, budget: int | None, ranks: Communicator) -> tuple[SlotPlan, str]:
     """The slots that the user asked for, or as many as fit on the rank with the least memory; and the reason."""
     if budget is not None:
         return choose_slots(sizing, min(ranks.gather_objects(budget)))
     plan = plan_slots(sizing.shared, settings.weight_slots, settings.grad_slots)
     return plan, f"weight_slots={settings.weight_slots!r}, grad_slots={settings.grad_slots!r}"
-
-
-def _scratch_numel(ranks: Communicator) -> Callable[[FlatParam, bool], int]:
-    def scratch_numel(flat_param: FlatParam, adds: bool) -> int:
-        return ranks.transport.scratch_numel(flat_param.layout.shard_numel, flat_param.kind.mode, adds=adds)
-
-    return scratch_numel
-
-
-def _most_bytes(flat_params: Sequence[FlatParam]) -> int:
-    """An upper bound of the bytes that other ranks read: main weights, inputs, both slots of all units, all fp32."""
-    return sum(16 * flat_param.layout.padded_numel + 4096 for flat_param in flat_params)
 
 
 def _allocate(

@@ -364,32 +364,18 @@ def _on_grad(engine: Engine, unit: StreamedUnit, param_index: int, grad: torch.T
     _open(engine).take(unit, param_index, grad)
 
 
-class _BeginBackward:
-    """Prehook of a graph node: backward comes to an output of the model. Keeps the `Graph` alive with the node."""
+class _Prehook:
+    """Prehook of a graph node: calls a function of this module. Keeps the `Graph` alive with the node."""
 
-    __slots__ = ("_engine", "_graph")
+    __slots__ = ("_args", "_function")
 
-    def __init__(self, engine: Engine, graph: Graph) -> None:
-        self._engine = engine
-        self._graph = graph
-
-    @skip
-    def __call__(self, grads: Any) -> None:
-        untraced(begin_backward, self._engine, self._graph)
-
-
-class _PreBackward:
-    """Prehook of a graph node: backward comes to an output of a unit's layer."""
-
-    __slots__ = ("_engine", "_use")
-
-    def __init__(self, engine: Engine, use: Use) -> None:
-        self._engine = engine
-        self._use = use
+    def __init__(self, function: Callable[..., None], *args: object) -> None:
+        self._function = function
+        self._args = args
 
     @skip
     def __call__(self, grads: Any) -> None:
-        untraced(pre_backward, self._engine, self._use)
+        untraced(self._function, *self._args)
 
 
 def watch_node(node: Any, engine: Engine, origin: Graph | Use) -> None:
@@ -400,7 +386,7 @@ def watch_node(node: Any, engine: Engine, origin: Graph | Use) -> None:
         engine: of the model.
         origin: the call of a unit's layer, or the graph of the whole forward.
     """
-    node.register_prehook(_PreBackward(engine, origin) if isinstance(origin, Use) else _BeginBackward(engine, origin))
+    node.register_prehook(_Prehook(pre_backward if isinstance(origin, Use) else begin_backward, engine, origin))
 
 
 def run_empty_backward(engine: Engine, graph: Graph) -> None:

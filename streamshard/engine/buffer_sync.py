@@ -3,7 +3,8 @@
 As under DistributedDataParallel (torch/nn/parallel/distributed.py, ``_sync_buffers``), rank 0 broadcasts persistent
 buffers before a forward of the whole model, if the forward before trained and was outside of ``no_sync()``. Until
 then each rank keeps what its own forward has written (batch norm's statistics). Non-persistent buffers (rotary
-tables, masks, caches) are broadcast once, when the model is sharded, and are each rank's own afterwards.
+tables, masks, caches) are broadcast once, when the model is sharded, and are each rank's own afterwards. So are
+buffers that are registered later.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ class BufferSync:
         self._ranks = ranks
         self._state: dict[str, _Place] = {}
         self._is_due = True
-        self._forwards = 0  # how many have begun; the first one may register buffers
 
     @property
     def _root(self) -> nn.Module:
@@ -85,20 +85,17 @@ class BufferSync:
             source: number of the rank whose buffers are broadcast.
 
         Raises:
-            ShardingError: a persistent buffer was added or removed, or has another shape or dtype.
+            ShardingError: a persistent buffer was removed, or has another shape or dtype.
         """
         if self._ranks.total_size == 1:
             return
         if self._is_due:
             self.sync(source)
         self._is_due = trains
-        self._forwards += 1
 
     def sync(self, source: int) -> None:
         """Broadcast the persistent buffers of rank number `source` now. Collective."""
         try:
-            if self._forwards == 1:
-                self._refuse_new()
             buffers = {name: self._find(name, place) for name, place in self._state.items()}
         except ShardingError as error:
             self._ranks.fail(str(error))  # others are about to broadcast
@@ -109,14 +106,6 @@ class BufferSync:
         """Names and persistent buffers, if they have to be equal on all ranks now; none if a broadcast is due."""
         if not self._is_due:
             yield from ((name, self._find(name, place)) for name, place in self._state.items())
-
-    def _refuse_new(self) -> None:
-        for name in _state_of(self._root, buffers_of(self._root)):
-            if name not in self._state:
-                raise ShardingError(
-                    f"buffer {name!r} was registered by a forward, and belongs to the model's state, which ranks keep "
-                    "equal: register it before StreamShard(model), or with persistent=False if each rank keeps its own"
-                )
 
     def _place_of(self, name: str, buffer: torch.Tensor) -> _Place:
         owner, _, key = name.rpartition(".")

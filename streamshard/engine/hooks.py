@@ -120,19 +120,14 @@ def compute_in_fp32(module: nn.Module) -> None:
 
     Code around the module sees no difference. Units need no such cast: the module that takes their outputs casts.
     """
-    method = module.forward
-    # Not the bound method, which would keep the module that keeps it.
-    bind = (lambda: method) if not inspect.ismethod(method) else weakref.WeakMethod(method)
 
-    @functools.wraps(getattr(method, "__func__", method))
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        call: Any = bind()
+    def forward(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = next((t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
         args, kwargs = _cast((args, kwargs), torch.float32)
-        output = call(*args, **kwargs)
+        output = method(*args, **kwargs)
         return output if given is None else _cast(output, given)
 
-    module.__dict__["forward"] = forward
+    _wrap_method(module, "forward", forward)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -155,18 +150,23 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             f"{type(module).__name__} is not sharded: wanted a model made by StreamShard, a layer that it streams, "
             "or a module around them"
         )
-    method = getattr(module, name, None)
-    if not callable(method):
+    if not callable(getattr(module, name, None)):
         raise ConfigError(f"{type(module).__name__} has no method {name!r}")
-    # Not the bound method, which would keep the module that keeps it.
-    bind = (lambda: method) if not inspect.ismethod(method) else weakref.WeakMethod(method)
     call = call_shell if handle.unit is None else call_unit
+    _wrap_method(module, name, lambda method, *args, **kwargs: call(handle, method, args, kwargs))
+
+
+def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
+    """Let ``module.name(...)`` call ``wrapper(method, ...)``, where `method` is what ``module.name`` was."""
+    method: Any = getattr(module, name)
+    # Not the bound method, which would keep the module that keeps it.
+    bind = weakref.WeakMethod(method) if inspect.ismethod(method) else lambda: method
 
     @functools.wraps(getattr(method, "__func__", method))
-    def forward_method(*args: Any, **kwargs: Any) -> Any:
-        return call(handle, bind(), args, kwargs)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(bind(), *args, **kwargs)
 
-    module.__dict__[name] = forward_method
+    module.__dict__[name] = wrapped
 
 
 # -- backward ------------------------------------------------------------------------------------------------------
