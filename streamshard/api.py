@@ -17,7 +17,7 @@ from streamshard.build import shard_model
 from streamshard.checkpoint.export import export_shards, floating_dtype
 from streamshard.checkpoint.load import Difference, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
-from streamshard.config import MemoryBudget, Precision, SlotCount, parse_path
+from streamshard.config import Precision, SlotCount, parse_path
 from streamshard.engine.hooks import call_shell
 from streamshard.engine.module_state import HANDLE, ShardedModule, engine_at_rest, engine_of, handle_of, not_a_layer
 from streamshard.errors import ConfigError, ShardingError
@@ -76,9 +76,6 @@ class StreamShard(ShardedModule):
             fit stay for backward; with "all" nothing is all-gathered twice in a step (ZeRO-2).
         grad_slots: likewise for gradients. With "all" they are accumulated locally inside `no_sync` and reduced once
             (ZeRO-1).
-        memory_budget: instead of both numbers, what a rank may hold, Adam's moments included and activations not:
-            bytes, ``"70GiB"``, or a share of the free device memory such as ``0.8``. The most slots that fit are
-            taken; ``memory_report()`` says which and why.
         min_unit_size: put consecutive units together until each has at least so many bytes in `param_dtype`, e.g.
             ``"1MiB"``, so that tiny layers do not pay a collective each. 0 leaves units as they are.
         pad_units_to: make each unit's size a multiple of this many elements, and of N: Megatron's
@@ -111,7 +108,6 @@ class StreamShard(ShardedModule):
         precision: Precision | None = None,
         weight_slots: SlotCount = 2,
         grad_slots: SlotCount = 2,
-        memory_budget: MemoryBudget | None = None,
         min_unit_size: int | str = 0,
         pad_units_to: int = 1,
         align_pieces_to: int = 1,

@@ -34,11 +34,9 @@ from streamshard.plan.memory import (
     Category,
     Sizing,
     SlotPlan,
-    choose_slots,
     holds_main_grads,
     largest_of,
     plan_slots,
-    read_budget,
 )
 from streamshard.plan.structure import (
     InFp32,
@@ -66,7 +64,6 @@ class _Checked(NamedTuple):
         settings: the user's.
         here: the device of the parameters now.
         device: the device that will train the model.
-        budget: ``memory_budget`` in bytes; None if the user gave numbers of slots.
         found: the units.
         parts: by unit, root unit first, its flat parameters: the kind and the parameters of each.
         in_fp32: parameters and modules that compute in fp32 whatever ``param_dtype`` is.
@@ -76,7 +73,6 @@ class _Checked(NamedTuple):
     settings: Settings
     here: torch.device
     device: torch.device
-    budget: int | None
     found: list[FoundUnit]
     parts: list[list[tuple[FlatParamKind, list[FoundParam]]]]
     in_fp32: InFp32
@@ -141,14 +137,14 @@ def _make_engine(
     ranks.share_memory(sum(16 * flat.layout.padded_numel + 4096 for flat in flat_params), len(flat_params))
     ranks.board.names = [layouts[flat_param.unit].name or "the root unit" for flat_param in flat_params]
     ledger = Ledger(ranks.streams, ranks.transport.allocate_visible)
-    copies = ranks.total_size // ranks.world_size
     ranks.transport.check_precision(settings.precision)
 
     def scratch_numel(flat: FlatParam, adds: bool) -> int:
         return ranks.transport.scratch_numel(flat.layout.shard_numel, flat.kind.mode, adds=adds)
 
-    sizing = Sizing(layouts, _share_slots(found), settings.precision, ranks.world_size, scratch_numel, copies)
-    plan, reason = _choose_slots(sizing, settings, checked.budget, ranks)
+    sizing = Sizing(layouts, settings.precision, ranks.world_size, scratch_numel)
+    plan = plan_slots(_share_slots(found), settings.weight_slots, settings.grad_slots)
+    reason = f"weight_slots={settings.weight_slots!r}, grad_slots={settings.grad_slots!r}"
 
     sent = [p.param for parts in checked.parts for _, params in parts for p in params if p.names[0] not in empty]
     most = max((param.nbytes for param in sent if is_meta(param)), default=0)
@@ -182,18 +178,13 @@ def _check(
     check_buffers(module)
     group = who.shard if who is not None else dist.group.WORLD if dist.is_initialized() else None
     device = training_device(here, group, None if who is None else who.device_type)
-    budget = None
-    if settings.memory_budget is not None:
-        real = (param for param in params_of(module).values() if not is_meta(param))
-        replaced = sum(param.nbytes for param in real) if here == device else 0
-        budget = read_budget(settings.memory_budget, device, replaced)
     named = (*params_of(module).items(), *buffers_of(module).items())
     on_meta = [name for name, tensor in named if is_meta(tensor)]
     param_bytes, min_unit_bytes = settings.precision.param_dtype.itemsize, settings.min_unit_bytes
     found, groups = find_groups(module, units, resident, param_bytes=param_bytes, min_unit_bytes=min_unit_bytes)
     in_fp32 = find_fp32(module, settings.precision, huggingface.kept_in_fp32(module, settings.precision.param_dtype))
     parts = [_split(params, settings.precision, in_fp32.params) for params in groups]
-    return _Checked(settings, here, device, budget, found, parts, in_fp32, on_meta)
+    return _Checked(settings, here, device, found, parts, in_fp32, on_meta)
 
 
 def _check_module(module: nn.Module) -> None:
@@ -315,14 +306,6 @@ def _share_slots(found: Sequence[FoundUnit]) -> list[bool]:
     """By unit, root unit first, whether the unit is streamed: it shares the block slots. See [Note: slots]."""
     kinds = Counter(type(layer) for unit in found for layer in unit.modules)
     return [False, *(not unit.is_resident and all(kinds[type(layer)] > 1 for layer in unit.modules) for unit in found)]
-
-
-def _choose_slots(sizing: Sizing, settings: Settings, budget: int | None, ranks: Communicator) -> tuple[SlotPlan, str]:
-    """The slots that the user asked for, or as many as fit on the rank with the least memory; and the reason."""
-    if budget is not None:
-        return choose_slots(sizing, min(ranks.gather_objects(budget)))
-    plan = plan_slots(sizing.shared, settings.weight_slots, settings.grad_slots)
-    return plan, f"weight_slots={settings.weight_slots!r}, grad_slots={settings.grad_slots!r}"
 
 
 def _allocate(

@@ -16,7 +16,6 @@ from torch import nn
 from streamshard.errors import ConfigError
 
 __all__ = [
-    "MemoryBudget",
     "Precision",
     "ReductionMode",
     "Settings",
@@ -30,7 +29,6 @@ __all__ = [
 __version__ = "0.1.0"  # the packaging reads it here
 
 SlotCount = int | Literal["all"]
-MemoryBudget = int | float | str  # bytes, "70GiB", or a share of the free memory: 0.9
 
 _PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -151,7 +149,6 @@ class Settings:
     precision: Precision = Precision()
     weight_slots: SlotCount = 2
     grad_slots: SlotCount = 2
-    memory_budget: MemoryBudget | None = None
     min_unit_size: int | str = 0
     pad_units_to: int = 1
     align_pieces_to: int = 1
@@ -168,10 +165,6 @@ class Settings:
             count = getattr(self, name)
             if count != "all" and (not _is_int(count) or count < 2):
                 raise ConfigError(f"{name}={count!r}: wanted an integer of at least 2, or 'all'")
-            if self.memory_budget is not None and count != 2:
-                raise ConfigError(
-                    f"{name}={count!r} and memory_budget={self.memory_budget!r}: the budget chooses the slots"
-                )
         for name in ("pad_units_to", "align_pieces_to"):
             if not _is_int(value := getattr(self, name)) or value < 1:
                 raise ConfigError(f"{name}={value!r}: wanted a positive number of elements")

@@ -19,7 +19,6 @@ from streamshard.torch_private import backend_of
 __all__ = [
     "TRIED",
     "accelerator",
-    "free_bytes",
     "has_streams",
     "module_of",
     "on_device",
@@ -106,17 +105,3 @@ def warn_if_untested(device: torch.device) -> None:
             f"the parameters are on {device}: StreamShard has been tried on {' and '.join(TRIED)} devices only. On "
             "others it uses torch's streams, events and collectives. Compare the first losses with a run on one process"
         )
-
-
-def free_bytes(device: torch.device, replaced: int = 0) -> int:
-    """How many bytes can be allocated on `device` now.
-
-    Args:
-        device: any.
-        replaced: bytes on `device` that are about to be freed; they count as free.
-    """
-    if device.type == "cpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    module = module_of(device)
-    cached = module.memory_reserved(device) - module.memory_allocated(device)
-    return int(module.mem_get_info(device)[0] + cached) + replaced

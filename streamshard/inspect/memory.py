@@ -10,7 +10,7 @@ from torch import nn
 
 from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import handle_of
-from streamshard.plan.memory import Category, expected_bytes
+from streamshard.plan.memory import Category
 from streamshard.plan.structure import modules_inside
 
 __all__ = ["MemoryReport", "report_memory", "summarise"]
@@ -22,7 +22,6 @@ class MemoryReport:
 
     Attributes:
         held_bytes: counted on the live tensors.
-        formula_bytes: computed from the layout.
         numel: parameters of the whole model.
         padded_numel: elements of all flat parameters, alignment and padding included.
         world_size: N.
@@ -31,7 +30,6 @@ class MemoryReport:
     """
 
     held_bytes: Mapping[str, int]
-    formula_bytes: Mapping[str, int]
     numel: int
     padded_numel: int
     world_size: int
@@ -48,25 +46,21 @@ class MemoryReport:
         lines = [f"memory of one rank of {self.world_size}; {self.numel:,} parameters in all, padded by {padding:.2%}"]
         rows = {**self.held_bytes, "total": self.total_bytes, "(Adam's moments)": self.adam_bytes}
         for name, held in rows.items():
-            formula = self.formula_bytes.get(name, held)
-            differs = "" if held == formula else f"   the formula says {formula / 2**20:.2f} MiB"
             per_param = held / max(self.numel, 1)
-            lines.append(f"  {name:<18}{held / 2**20:>12.2f} MiB {per_param:>8.2f} bytes/param{differs}")
+            lines.append(f"  {name:<18}{held / 2**20:>12.2f} MiB {per_param:>8.2f} bytes/param")
         return "\n".join([*lines, f"  {self.slots}"])
 
 
 def report_memory(engine: Engine) -> MemoryReport:
-    """What `engine` holds beside what `expected_bytes` computes."""
-    sizing = engine.sizing
-    expected = expected_bytes(sizing, engine.plan)
-    expected[Category.OPTIMIZER_ROUNDS] = engine.ledger.rounds_bytes
+    """What `engine` holds. See [Note: memory] in `streamshard.plan.memory`."""
+    layouts = engine.sizing.layouts
+    trained_numel = sum(grads.main.numel() for unit in engine.units for grads in unit.grads.flat_params)
     return MemoryReport(
         held_bytes={category.value: engine.ledger.held_bytes(category) for category in Category},
-        formula_bytes={category.value: expected[category] for category in Category},
-        numel=sum(layout.numel for layout in sizing.layouts),
-        padded_numel=sum(layout.padded_numel for layout in sizing.layouts),
-        world_size=sizing.world_size,
-        adam_bytes=8 * sizing.trained_numel,
+        numel=sum(layout.numel for layout in layouts),
+        padded_numel=sum(layout.padded_numel for layout in layouts),
+        world_size=engine.ranks.world_size,
+        adam_bytes=8 * trained_numel,
         slots=engine.why_slots,
     )
 

@@ -49,7 +49,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     Args:
         *args, **kwargs: accelerate's own, and by keyword those of `StreamShard`: ``units``, ``resident``, ``mesh``,
-            ``precision``, ``weight_slots``, ``memory_budget``, and so on, for all models. The environment gives those
+            ``precision``, ``weight_slots``, and so on, for all models. The environment gives those
             that are left out: ``STREAMSHARD_WEIGHT_SLOTS=4``, and fields of `Precision` as in
             ``STREAMSHARD_GRAD_DTYPE=bfloat16``. See `read_environment`.
 
@@ -328,12 +328,7 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
 
 def _with_environment(options: dict[str, Any]) -> dict[str, Any]:
     """`options`, and what they leave out as the environment says it."""
-    found = read_environment(os.environ)
-    if "memory_budget" in options:
-        found = {name: value for name, value in found.items() if name not in ("weight_slots", "grad_slots")}
-    elif "weight_slots" in options or "grad_slots" in options:
-        found.pop("memory_budget", None)
-    return {**found, **options}
+    return {**read_environment(os.environ), **options}
 
 
 def _refuse_plugins(given: dict[str, Any]) -> None:

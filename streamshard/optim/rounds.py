@@ -100,9 +100,7 @@ class Rounds:
         self._numbers = torch.zeros(2, ranks.world_size, pin_memory=ranks.streams.device.type != "cpu")
         self._digest = 0
         self._event: Any = None  # on a device: the numbers are on the host
-        n_bytes = 4 * sum(_numels(plans))
-        ledger.rounds_bytes += n_bytes
-        weakref.finalize(self, _free, weakref.ref(ledger), self._buffers, n_bytes).atexit = False
+        weakref.finalize(self, _free, weakref.ref(ledger), self._buffers).atexit = False
 
     def run(self, meanwhile: Callable[[], None], step_round: Callable[[int], bool]) -> None:
         """One step of all rounds. What ranks have told each other is in `verdict` afterwards.
@@ -373,9 +371,8 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
         torch._foreach_copy_(list(targets), list(sources))
 
 
-def _free(ledger_of: weakref.ref[Ledger], buffers: Sequence[torch.Tensor], n_bytes: int) -> None:
+def _free(ledger_of: weakref.ref[Ledger], buffers: Sequence[torch.Tensor]) -> None:
     ledger = ledger_of()
     if ledger is not None:
-        ledger.rounds_bytes -= n_bytes
         for buffer in buffers:
             ledger.free(buffer)

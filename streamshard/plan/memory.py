@@ -1,4 +1,4 @@
-"""Which unit uses which slot, how much memory a choice of slots takes, and the most slots that fit into a budget.
+"""Which unit uses which slot, and what buffers there are.
 
 Pure functions: everything is known before anything is allocated.
 
@@ -38,24 +38,10 @@ from typing import NamedTuple
 
 import torch
 
-from streamshard.config import MemoryBudget, Precision, SlotCount, parse_bytes
-from streamshard.device import free_bytes
-from streamshard.errors import ConfigError
+from streamshard.config import Precision, SlotCount
 from streamshard.plan.flat_params import FlatParam, FlatParamKind, UnitLayout
 
-__all__ = [
-    "Category",
-    "Sizing",
-    "SlotPlan",
-    "choose_slots",
-    "expected_bytes",
-    "holds_main_grads",
-    "largest_of",
-    "plan_slots",
-    "read_budget",
-]
-
-_MOMENTS_BYTES = 8  # per element: Adam's two moments in fp32
+__all__ = ["Category", "Sizing", "SlotPlan", "holds_main_grads", "largest_of", "plan_slots"]
 
 
 class SlotPlan(NamedTuple):
@@ -120,29 +106,15 @@ class Sizing(NamedTuple):
 
     Attributes:
         layouts: of all units, root unit first.
-        shared: by unit, whether the unit is streamed.
         precision: the dtypes.
         world_size: N.
         scratch_numel: ``(flat parameter, adds)`` -> elements of scratch, see `Transport.scratch_numel`.
-        replicas: R, size of the replicate axis.
     """
 
     layouts: Sequence[UnitLayout]
-    shared: Sequence[bool]
     precision: Precision
     world_size: int
     scratch_numel: Callable[[FlatParam, bool], int]
-    replicas: int = 1
-
-    @property
-    def flat_params(self) -> list[FlatParam]:
-        """The flat parameters of all units."""
-        return [flat_param for layout in self.layouts for flat_param in layout.flat_params]
-
-    @property
-    def trained_numel(self) -> int:
-        """Elements of this rank's shards of flat parameters that train, padding included."""
-        return sum(flat_param.layout.shard_numel for flat_param in self.flat_params if flat_param.kind.trains)
 
     def scratch_of(self, flat_param: FlatParam, plan: SlotPlan) -> tuple[int, int]:
         """Where the scratch of a flat parameter's reductions begins in its unit's scratch, and its bytes."""
@@ -171,78 +143,3 @@ def largest_of(slot_of: Sequence[int], sizes: Sequence[int]) -> dict[int, int]:
     for slot, size in zip(slot_of, sizes, strict=True):
         largest[slot] = max(largest.get(slot, 0), size)
     return largest
-
-
-def expected_bytes(sizing: Sizing, plan: SlotPlan) -> dict[Category, int]:
-    """Bytes by category. See [Note: memory]."""
-    layouts, is_alone = sizing.layouts, sizing.world_size == 1
-    found = dict.fromkeys(Category, 0)
-    for flat_param in sizing.flat_params:
-        kind, numel = flat_param.kind, flat_param.layout.shard_numel
-        lies_in_slot = plan.keeps_weights and not is_alone  # the shard is a range of the unit's slot
-        if not (lies_in_slot and kind.main_dtype is kind.compute_dtype):
-            kept_as = Category.MAIN_WEIGHTS if kind.trains else Category.FROZEN_WEIGHTS
-            found[kept_as] += kind.main_dtype.itemsize * numel
-        if not lies_in_slot and kind.main_dtype is not kind.compute_dtype:
-            found[Category.COMPUTE_SHARDS] += kind.compute_dtype.itemsize * numel
-        if kind.trains and not holds_main_grads(kind, plan, sizing.world_size):
-            found[Category.MAIN_GRADS] += 4 * numel
-    groups = {sizing.world_size, sizing.world_size * sizing.replicas} - {1}  # numbers of ranks whose flags arrive
-    found[Category.FLAGS] = (1 + sum(groups) if groups else 0) * sum(len(layout.params) for layout in layouts)
-    if not is_alone:
-        scratch = [sizing.scratch_bytes(unit, plan) for unit in range(len(layouts))]
-        for category, slot_of, sizes in (
-            (Category.WEIGHT_SLOTS, plan.weights, [layout.weight_bytes for layout in layouts]),
-            (Category.GRAD_SLOTS, plan.grads, [layout.grad_bytes for layout in layouts]),
-            (Category.SCRATCH, plan.scratch, scratch),
-        ):
-            found[category] = sum(largest_of(slot_of, sizes).values())
-    return found
-
-
-def read_budget(budget: MemoryBudget, device: torch.device, replaced: int = 0) -> int:
-    """`budget` in bytes.
-
-    Args:
-        budget: bytes, text such as ``"70GiB"``, or a share (0 to 1) of the free memory of `device` now.
-        device: where the model will live.
-        replaced: bytes of the model on the device now; its shards replace them, so they count as free.
-
-    Raises:
-        ConfigError: `budget` cannot be read, or is not positive.
-    """
-    if isinstance(budget, float):
-        if not 0.0 < budget <= 1.0:
-            raise ConfigError(f"memory_budget={budget!r}: wanted a share of the free memory between 0 and 1")
-        return int(budget * free_bytes(device, replaced))
-    return parse_bytes("memory_budget", budget)
-
-
-def choose_slots(sizing: Sizing, budget: int) -> tuple[SlotPlan, str]:
-    """The most slots with which the engine's buffers and Adam's moments fit into `budget` bytes.
-
-    Weight slots come first: each saves an all-gather in every step. "all" grad slots save reductions only if gradients
-    are accumulated.
-
-    Returns:
-        The plan, and the reason in a sentence.
-
-    Raises:
-        ConfigError: not even two slots of each kind fit; says what is missing.
-    """
-    counts = range(sum(sizing.shared) - 1, 2, -1)
-    candidates: list[tuple[SlotCount, SlotCount]] = [("all", "all"), ("all", 2), *((n, 2) for n in counts), (2, 2)]
-    for weight_slots, grad_slots in candidates:
-        plan = plan_slots(sizing.shared, weight_slots, grad_slots)
-        total = _MOMENTS_BYTES * sizing.trained_numel + sum(expected_bytes(sizing, plan).values())
-        if total <= budget:
-            return plan, f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}: {_mib(total)} of {_mib(budget)}"
-    raise ConfigError(
-        f"memory_budget is {_mib(budget)}, but weight_slots=2, grad_slots=2 with Adam's moments take {_mib(total)} on "
-        f"each of {sizing.world_size} rank(s): {_mib(total - budget)} are missing. Use more ranks, a 16-bit "
-        "param_dtype or grad_dtype, or smaller units"
-    )
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:,.2f} MiB"

@@ -40,14 +40,12 @@ class Ledger:
 
     Attributes:
         buffers: all of them, with what each is for.
-        rounds_bytes: bytes of the rounds of `WholeParameterOptimizer`s, for the memory report.
     """
 
     def __init__(self, streams: Streams, allocate_visible: Callable[..., torch.Tensor] | None = None) -> None:
         self._streams = streams
         self._allocate_visible = allocate_visible
         self.buffers: list[tuple[Category, torch.Tensor]] = []
-        self.rounds_bytes = 0
 
     def allocate(
         self,

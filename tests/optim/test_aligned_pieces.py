@@ -139,7 +139,6 @@ def test_a_transformer_trains_as_ever(context: RankContext, pieces: int, slots: 
         context, TinyLM, lm_step, optimizer=adamw, align_pieces_to=pieces, weight_slots=slots, grad_slots=slots
     )
     report = model.memory_report()
-    assert dict(report.held_bytes) == dict(report.formula_bytes)
     layouts = [flat_param.layout for flat_param in engine_inside(model).flat_params]
     assert report.padded_numel == sum(layout.padded_numel for layout in layouts) >= report.numel
 

