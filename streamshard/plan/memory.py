@@ -10,7 +10,7 @@ Its weights are all-gathered once in a step and stay until backward is over.
 
 With "all" weight slots, every block has a slot of its own: nothing is all-gathered twice in a step (ZeRO-2), and a
 rank's shard of a unit is a range of the unit's slot if the dtypes are equal. With "all" grad slots, gradients can
-accumulate in place (ZeRO-1). With one rank there are no slots: layers compute with the shards, and gradients go to the
+accumulate (ZeRO-1). With one rank there are no slots: layers compute with the shards, and gradients go to the
 main grads.
 
 [Note: memory]
@@ -25,8 +25,7 @@ S is the sum of the sizes of this rank's shards in elements, padding included; N
     scratch             as the transport asks
     flags               N + 1 per parameter; R N + N + 1 with R replicas
 
-With "all" weight slots, all-gather inputs lie in the slots, and so do main or frozen weights of the compute dtype. With
-"all" grad slots in fp32, main grads lie in the slots.
+With "all" weight slots, all-gather inputs lie in the slots, and so do main or frozen weights of the compute dtype.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ import torch
 from streamshard.config import MemoryBudget, Precision, SlotCount, parse_bytes
 from streamshard.device import free_bytes
 from streamshard.errors import ConfigError
-from streamshard.plan.flat_params import FlatParam, FlatParamKind, UnitLayout
+from streamshard.plan.flat_params import FlatParam, UnitLayout
 
 __all__ = [
     "Category",
@@ -49,7 +48,6 @@ __all__ = [
     "SlotPlan",
     "choose_slots",
     "expected_bytes",
-    "holds_main_grads",
     "largest_of",
     "plan_slots",
     "read_budget",
@@ -123,7 +121,7 @@ class Sizing(NamedTuple):
         shared: by unit, whether the unit is streamed.
         precision: the dtypes.
         world_size: N.
-        scratch_numel: ``(flat parameter, adds)`` -> elements of scratch, see `Transport.scratch_numel`.
+        scratch_numel: flat parameter -> elements of scratch, see `Transport.scratch_numel`.
         replicas: R, size of the replicate axis.
     """
 
@@ -131,7 +129,7 @@ class Sizing(NamedTuple):
     shared: Sequence[bool]
     precision: Precision
     world_size: int
-    scratch_numel: Callable[[FlatParam, bool], int]
+    scratch_numel: Callable[[FlatParam], int]
     replicas: int = 1
 
     @property
@@ -144,25 +142,19 @@ class Sizing(NamedTuple):
         """Elements of this rank's shards of flat parameters that train, padding included."""
         return sum(flat_param.layout.shard_numel for flat_param in self.flat_params if flat_param.kind.trains)
 
-    def scratch_of(self, flat_param: FlatParam, plan: SlotPlan) -> tuple[int, int]:
+    def scratch_of(self, flat_param: FlatParam) -> tuple[int, int]:
         """Where the scratch of a flat parameter's reductions begins in its unit's scratch, and its bytes."""
         start = n_bytes = 0
         for own in self.layouts[flat_param.unit].flat_params:
             start += n_bytes
-            adds = not holds_main_grads(own.kind, plan, self.world_size)
-            n_bytes = self.scratch_numel(own, adds) * own.kind.grad_dtype.itemsize if own.kind.trains else 0
+            n_bytes = self.scratch_numel(own) * own.kind.grad_dtype.itemsize if own.kind.trains else 0
             if own.tag == flat_param.tag:
                 break
         return start, n_bytes
 
-    def scratch_bytes(self, unit: int, plan: SlotPlan) -> int:
+    def scratch_bytes(self, unit: int) -> int:
         """Bytes of the scratch of a unit's reductions."""
-        return sum(self.scratch_of(self.layouts[unit].flat_params[-1], plan))
-
-
-def holds_main_grads(kind: FlatParamKind, plan: SlotPlan, world_size: int) -> bool:
-    """Whether main grads are ranges of the grad slots: every unit has one of its own, and both are fp32."""
-    return plan.keeps_grads and world_size > 1 and kind.grad_dtype is torch.float32
+        return sum(self.scratch_of(self.layouts[unit].flat_params[-1]))
 
 
 def largest_of(slot_of: Sequence[int], sizes: Sequence[int]) -> dict[int, int]:
@@ -185,12 +177,12 @@ def expected_bytes(sizing: Sizing, plan: SlotPlan) -> dict[Category, int]:
             found[kept_as] += kind.main_dtype.itemsize * numel
         if not lies_in_slot and kind.main_dtype is not kind.compute_dtype:
             found[Category.COMPUTE_SHARDS] += kind.compute_dtype.itemsize * numel
-        if kind.trains and not holds_main_grads(kind, plan, sizing.world_size):
+        if kind.trains:
             found[Category.MAIN_GRADS] += 4 * numel
     groups = {sizing.world_size, sizing.world_size * sizing.replicas} - {1}  # numbers of ranks whose flags arrive
     found[Category.FLAGS] = (1 + sum(groups) if groups else 0) * sum(len(layout.params) for layout in layouts)
     if not is_alone:
-        scratch = [sizing.scratch_bytes(unit, plan) for unit in range(len(layouts))]
+        scratch = [sizing.scratch_bytes(unit) for unit in range(len(layouts))]
         for category, slot_of, sizes in (
             (Category.WEIGHT_SLOTS, plan.weights, [layout.weight_bytes for layout in layouts]),
             (Category.GRAD_SLOTS, plan.grads, [layout.grad_bytes for layout in layouts]),
