@@ -34,7 +34,6 @@ from streamshard.plan.memory import (
     Category,
     Sizing,
     SlotPlan,
-    holds_main_grads,
     largest_of,
     plan_slots,
 )
@@ -139,8 +138,8 @@ def _make_engine(
     ledger = Ledger(ranks.streams, ranks.transport.allocate_visible)
     ranks.transport.check_precision(settings.precision)
 
-    def scratch_numel(flat: FlatParam, adds: bool) -> int:
-        return ranks.transport.scratch_numel(flat.layout.shard_numel, flat.kind.mode, adds=adds)
+    def scratch_numel(flat: FlatParam) -> int:
+        return ranks.transport.scratch_numel(flat.layout.shard_numel, flat.kind.mode, adds=True)
 
     sizing = Sizing(layouts, settings.precision, ranks.world_size, scratch_numel)
     plan = plan_slots(_share_slots(found), settings.weight_slots, settings.grad_slots)
@@ -346,9 +345,8 @@ def _allocate(
         grads = []
         for flat_param in layout.flat_params:
             if flat_param.kind.trains:
-                scratch = sizing.scratch_of(flat_param, plan)
-                in_slot = holds_main_grads(flat_param.kind, plan, ranks.world_size)
-                grads.append(FlatParamGrads(flat_param, grad_slot, ranks, ledger, *scratch, holds_main_grads=in_slot))
+                scratch = sizing.scratch_of(flat_param)
+                grads.append(FlatParamGrads(flat_param, grad_slot, ranks, ledger, *scratch))
         if weight_slot is None:
             weight_slot = WeightSlot(flat_params[0].compute, ranks.streams, f"compute shard {index}", is_shared=False)
         unit_grads, turns = UnitGrads(index, grad_slot, grads), plan.shared[index]
@@ -372,7 +370,7 @@ def _allocate_weight_slots(
 def _allocate_grad_slots(sizing: Sizing, plan: SlotPlan, ranks: Communicator, ledger: Ledger) -> dict[int, GradSlot]:
     """Allocate grad slots, and the scratch of their reductions."""
     slot_bytes = largest_of(plan.grads, [layout.grad_bytes for layout in sizing.layouts])
-    needed = [sizing.scratch_bytes(unit, plan) for unit in range(len(sizing.layouts))]
+    needed = [sizing.scratch_bytes(unit) for unit in range(len(sizing.layouts))]
     room = {number: Scratch(n_bytes, ledger) for number, n_bytes in largest_of(plan.scratch, needed).items()}
     slots = {}
     for slot, scratch in zip(plan.grads, plan.scratch, strict=True):

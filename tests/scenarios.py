@@ -333,7 +333,7 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-# Where gradients are added to what is there: in another order where main grads lie in the slots, and on accelerators.
+# Where gradients are added to what is there: in another order on accelerators.
 ADDING = (
     "micro-batches",
     "no_sync",

@@ -10,7 +10,7 @@ Its weights are all-gathered once in a step and stay until backward is over.
 
 With "all" weight slots, every block has a slot of its own: nothing is all-gathered twice in a step (ZeRO-2), and a
 rank's shard of a unit is a range of the unit's slot if the dtypes are equal. With "all" grad slots, gradients can
-accumulate in place (ZeRO-1). With one rank there are no slots: layers compute with the shards, and gradients go to the
+accumulate (ZeRO-1). With one rank there are no slots: layers compute with the shards, and gradients go to the
 main grads.
 
 [Note: memory]
@@ -25,8 +25,7 @@ S is the sum of the sizes of this rank's shards in elements, padding included; N
     scratch             as the transport asks
     flags               N + 1 per parameter; R N + N + 1 with R replicas
 
-With "all" weight slots, all-gather inputs lie in the slots, and so do main or frozen weights of the compute dtype. With
-"all" grad slots in fp32, main grads lie in the slots.
+With "all" weight slots, all-gather inputs lie in the slots, and so do main or frozen weights of the compute dtype.
 """
 
 from __future__ import annotations
@@ -36,12 +35,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
-
 from streamshard.config import Precision, SlotCount
-from streamshard.plan.flat_params import FlatParam, FlatParamKind, UnitLayout
+from streamshard.plan.flat_params import FlatParam, UnitLayout
 
-__all__ = ["Category", "Sizing", "SlotPlan", "holds_main_grads", "largest_of", "plan_slots"]
+__all__ = ["Category", "Sizing", "SlotPlan", "largest_of", "plan_slots"]
 
 
 class SlotPlan(NamedTuple):
@@ -108,33 +105,27 @@ class Sizing(NamedTuple):
         layouts: of all units, root unit first.
         precision: the dtypes.
         world_size: N.
-        scratch_numel: ``(flat parameter, adds)`` -> elements of scratch, see `Transport.scratch_numel`.
+        scratch_numel: flat parameter -> elements of scratch, see `Transport.scratch_numel`.
     """
 
     layouts: Sequence[UnitLayout]
     precision: Precision
     world_size: int
-    scratch_numel: Callable[[FlatParam, bool], int]
+    scratch_numel: Callable[[FlatParam], int]
 
-    def scratch_of(self, flat_param: FlatParam, plan: SlotPlan) -> tuple[int, int]:
+    def scratch_of(self, flat_param: FlatParam) -> tuple[int, int]:
         """Where the scratch of a flat parameter's reductions begins in its unit's scratch, and its bytes."""
         start = n_bytes = 0
         for own in self.layouts[flat_param.unit].flat_params:
             start += n_bytes
-            adds = not holds_main_grads(own.kind, plan, self.world_size)
-            n_bytes = self.scratch_numel(own, adds) * own.kind.grad_dtype.itemsize if own.kind.trains else 0
+            n_bytes = self.scratch_numel(own) * own.kind.grad_dtype.itemsize if own.kind.trains else 0
             if own.tag == flat_param.tag:
                 break
         return start, n_bytes
 
-    def scratch_bytes(self, unit: int, plan: SlotPlan) -> int:
+    def scratch_bytes(self, unit: int) -> int:
         """Bytes of the scratch of a unit's reductions."""
-        return sum(self.scratch_of(self.layouts[unit].flat_params[-1], plan))
-
-
-def holds_main_grads(kind: FlatParamKind, plan: SlotPlan, world_size: int) -> bool:
-    """Whether main grads are ranges of the grad slots: every unit has one of its own, and both are fp32."""
-    return plan.keeps_grads and world_size > 1 and kind.grad_dtype is torch.float32
+        return sum(self.scratch_of(self.layouts[unit].flat_params[-1]))
 
 
 def largest_of(slot_of: Sequence[int], sizes: Sequence[int]) -> dict[int, int]:

@@ -18,11 +18,10 @@ from streamshard.comm.streams import Work, as_one
 from streamshard.comm.transport import Reduction
 from streamshard.errors import ShardingError
 from streamshard.plan.flat_params import FlatParam
-from streamshard.plan.layout import FlatParamLayout
 from streamshard.plan.memory import Category
 from streamshard.torch_private import AsTensors
 from streamshard.unit.shard import GradSlot, Ledger, ParamShard
-from streamshard.unit.sharded_parameter import drop_unreduced, grad_of, is_unreduced, keep_unreduced, put_grad
+from streamshard.unit.sharded_parameter import drop_unreduced, grad_of, keep_unreduced, put_grad
 from streamshard.unit.sharded_tensor import Life, Piece, ShardedTensor
 
 __all__ = ["ParamGrad", "FlatParamGrads", "UnitGrads"]
@@ -33,13 +32,58 @@ _WHY_EARLIER = (
 )
 
 
+class FlatParamGrads:
+    """Memory for the gradients of one flat parameter that trains. Owns nothing: buffers are the ledger's.
+
+    Args:
+        plan: the flat parameter's place and dtypes.
+        slot: collects gradients; None with one rank, where gradients are written to the main grads.
+        ranks: the shard group, over which gradients are reduced.
+        ledger: allocates main grads.
+        scratch_start: where the reductions' part of the scratch begins, in bytes.
+        scratch_bytes: the size of this part.
+
+    Attributes:
+        layout: where its parameters lie.
+        tag: of the messages of its reductions and averages.
+        ranks: see Args.
+        main: [shard_numel] fp32.
+        all: [padded_numel] grad_dtype, where gradients are written: its range of the slot, or `main`.
+    """
+
+    def __init__(
+        self,
+        plan: FlatParam,
+        slot: GradSlot | None,
+        ranks: Communicator,
+        ledger: Ledger,
+        scratch_start: int,
+        scratch_bytes: int,
+    ) -> None:
+        self.layout, self.tag, self.ranks = plan.layout, plan.tag, ranks
+        self.main = self.all = ledger.allocate(Category.MAIN_GRADS, plan.layout.shard_numel, torch.float32)
+        self._mode = plan.kind.mode
+        self._scratch = torch.empty(0)
+        if slot is not None:
+            self.all = slot.buffer.narrow(0, plan.grad_start, plan.grad_bytes).view(plan.kind.grad_dtype)
+            self._scratch = slot.scratch.buffer.narrow(0, scratch_start, scratch_bytes).view(plan.kind.grad_dtype)
+
+    def start_reduce(self, *, accumulate: bool) -> Work | None:
+        """Reduce its part of the slot into main grads, or add to them. Comm stream."""
+        reduction = Reduction(self.all, self.main, self._scratch, self._mode, accumulate, self.tag)
+        return self.ranks.transport.start_reduce(reduction)
+
+
 class ParamGrad:
     """The gradient of one parameter: where it lies, and what this backward has done to it.
 
-    Attributes:
+    Args:
         shard: this rank's part of the parameter.
         view: the unsharded parameter; gradients have its shape.
-        has_room: memory for the gradient exists; False if the parameter was frozen when the model was sharded.
+        memory: of its flat parameter; None if the parameter was frozen when the model was sharded.
+
+    Attributes:
+        has_room: there is memory for the gradient.
         in_slot: [shape of `view`] grad_dtype, the place in the grad slot; with one rank, fp32 in the main grads.
         in_main: [local shape] fp32, this rank's piece of the main grads. Becomes ``.grad``.
         is_written: this backward has written `in_slot`.
@@ -53,36 +97,36 @@ class ParamGrad:
     in_main: ShardedTensor
     _local: torch.Tensor  # `in_main` as a plain tensor
 
-    def __init__(self, shard: ParamShard, view: nn.Parameter) -> None:
+    def __init__(self, shard: ParamShard, view: nn.Parameter, memory: FlatParamGrads | None) -> None:
         self.shard = shard
         self.view = view
-        self.has_room = False
+        self.has_room = memory is not None
         self.is_written = False
         self.is_used = False
         self.is_kept = False
         self.waits = False
         self.spilled: torch.Tensor | None = None
         self._is_given = False  # `in_main` has been ``.grad``
+        if memory is not None:
+            layout = shard.layout
+            self.in_slot = memory.all.narrow(0, layout.offset, layout.numel).view(layout.shape)
+            self._local = shard.shaped(memory.main)
+            self._renew(shard.what(memory.ranks).of_grad())
 
-    def make_room(self, in_slot: torch.Tensor, local: torch.Tensor, piece: Piece) -> None:
-        """Give the gradient its memory: `in_slot`, and `local` [local shape] fp32 in the main grads, cut as `piece`."""
-        self.has_room = True
-        self.in_slot = in_slot
-        self._local = local.detach()
+    def _renew(self, piece: Piece) -> None:
         self._life = Life()
-        self.in_main = ShardedTensor.wrap(local, piece._replace(life=self._life))
+        self.in_main = ShardedTensor.wrap(self._local.detach(), piece._replace(life=self._life))
 
     def take(self) -> None:
         """Move ``.grad`` into the main grads. Earlier gradients that the user still holds raise from now on."""
         param = self.shard.param
-        grad = None if grad_of(param) is None and not is_unreduced(param) else param.grad
+        grad = None if grad_of(param) is None else param.grad
         self.is_kept = grad is not None
         if grad is not self.in_main:
             if self._is_given:
-                kept, self._is_given = self.in_main, False
+                self._is_given = False
                 self._life.why_over = _WHY_EARLIER
-                self._life = Life()
-                self.in_main = ShardedTensor.wrap(self._local.detach(), kept.piece._replace(life=self._life))
+                self._renew(self.in_main.piece)
             if grad is not None:
                 self.in_main.copy_(grad)
         if grad is not None:
@@ -91,11 +135,18 @@ class ParamGrad:
     def give(self) -> nn.Parameter:
         """Make the piece of the main grads ``.grad``, plus what autograd has put there meanwhile (of a penalty)."""
         param = self.shard.param
-        if grad_of(param) is not None and (own := param.grad) is not None:
-            self.in_main.add_(own)
+        if grad_of(param) is not None:
+            self.keep_own()
         put_grad(param, self.in_main)
         self._is_given = True
         return param
+
+    def keep_own(self) -> None:
+        """Add ``.grad`` of the sharded parameter itself, of a penalty, to the main grads. It needs no reduction."""
+        if (own := self.shard.param.grad) is not None:
+            self.shard.param.grad = None
+            self.in_main.add_(own)
+            self.is_kept = True
 
     def forget(self) -> None:
         """Zero the gradient in the slot and in the main grads."""
@@ -106,119 +157,6 @@ class ParamGrad:
     def clear(self) -> None:
         """Zero the piece of the main grads."""
         self._local.zero_()
-
-
-class FlatParamGrads:
-    """Room for the gradients of one flat parameter that trains. Owns nothing: buffers are the ledger's.
-
-    Args:
-        plan: the flat parameter's place and dtypes.
-        slot: collects gradients; None with one rank, where gradients are written to the main grads.
-        ranks: the shard group, over which gradients are reduced.
-        ledger: allocates main grads.
-        scratch_start: where the reductions' part of the scratch begins, in bytes.
-        scratch_bytes: the size of this part.
-        holds_main_grads: main grads are this rank's range of `all`.
-
-    Attributes:
-        params: the gradients of its parameters; filled by `UnitGrads.add`.
-        main: [shard_numel] fp32.
-        all: [padded_numel] grad_dtype, the flat parameter's range of the slot; None without slot.
-        is_main_in_slot: see `holds_main_grads`.
-        adds: main grads hold something that the next reduction adds to.
-    """
-
-    def __init__(
-        self,
-        plan: FlatParam,
-        slot: GradSlot | None,
-        ranks: Communicator,
-        ledger: Ledger,
-        scratch_start: int,
-        scratch_bytes: int,
-        *,
-        holds_main_grads: bool,
-    ) -> None:
-        layout, kind = plan.layout, plan.kind
-        self.params: list[ParamGrad] = []
-        self.all: torch.Tensor | None = None
-        self.is_main_in_slot = holds_main_grads
-        self.adds = False
-        self._plan = plan
-        self._ranks = ranks
-        self._scratch = torch.empty(0)
-        if slot is not None:
-            self.all = slot.buffer.narrow(0, plan.grad_start, plan.grad_bytes).view(kind.grad_dtype)
-            self._scratch = slot.scratch.buffer.narrow(0, scratch_start, scratch_bytes).view(kind.grad_dtype)
-        if self.all is not None and holds_main_grads:
-            self.main = self.all.narrow(0, ranks.rank * layout.shard_numel, layout.shard_numel)
-        else:
-            self.main = ledger.allocate(Category.MAIN_GRADS, layout.shard_numel, torch.float32)
-
-    @property
-    def tag(self) -> int:
-        """The tag of the messages of its reductions and averages."""
-        return self._plan.tag
-
-    @property
-    def layout(self) -> FlatParamLayout:
-        """Where its parameters lie."""
-        return self._plan.layout
-
-    def add(self, grad: ParamGrad) -> None:
-        """Add a parameter, and give its gradient a place."""
-        layout = grad.shard.layout
-        flat = self.main if self.all is None else self.all
-        in_slot = flat.narrow(0, layout.offset, layout.numel).view(layout.shape)
-        grad.make_room(in_slot, grad.shard.shaped(self.main), grad.shard.what(self._ranks).of_grad())
-        self.params.append(grad)
-
-    def take(self) -> None:
-        """Take ``.grad`` of all parameters, until `UnitGrads.finish`: what autograd puts there meanwhile is its own."""
-        for grad in self.params:
-            grad.take()
-        self.adds = any(grad.is_kept for grad in self.params)
-        if self.adds:
-            for grad in self.params:
-                if not grad.is_kept:
-                    grad.clear()
-
-    def open(self) -> None:
-        """The slot is the unit's. If main grads lie in the slot, prepare them to be added to."""
-        is_added_to = self.adds and self.is_main_in_slot
-        self.set_written(is_added_to)
-        if is_added_to:
-            self._spread_main()
-
-    def set_written(self, is_written: bool) -> None:
-        """Set `is_written` of all parameters."""
-        for grad in self.params:
-            grad.is_written = is_written
-
-    def _spread_main(self) -> None:
-        """Let the slot hold N times this rank's main grads, else zeros: the mean over ranks is then the main grads."""
-        world_size = self._plan.layout.world_size
-        assert self.all is not None
-        for rank, chunk in enumerate(self.all.view(world_size, -1)):
-            chunk.mul_(world_size) if rank == self._ranks.rank else chunk.zero_()
-
-    def start_reduce(self) -> Work | None:
-        """Reduce its part of the slot into main grads. Comm stream."""
-        assert self.all is not None
-        accumulate, self.adds = self.adds and not self.is_main_in_slot, True
-        reduction = Reduction(self.all, self.main, self._scratch, self._plan.kind.mode, accumulate, self.tag)
-        return self._ranks.transport.start_reduce(reduction)
-
-    def add_own(self, grad: ParamGrad, own: torch.Tensor) -> None:
-        """Add `own`, a gradient of the sharded parameter itself (of a penalty): it is complete without other ranks."""
-        if self.is_main_in_slot:
-            if not grad.is_written:
-                grad.in_slot.zero_()
-                grad.is_written = True
-            grad.in_main.add_(own, alpha=self._plan.layout.world_size)  # the reduction divides by N
-        else:
-            grad.in_main.add_(own)
-        grad.is_kept = True
 
 
 class UnitGrads:
@@ -245,14 +183,16 @@ class UnitGrads:
         self.has_unreduced = False
         self.waits = False
         self._index = index
+        self._trained: list[ParamGrad] = []  # those of `params` that have room
         self._has_taken = False  # whether this backward has moved ``.grad`` into main grads
+        self._adds = False  # main grads hold something that the next reduction adds to
 
     def add(self, shard: ParamShard, view: nn.Parameter) -> None:
         """Add a parameter of the unit, with its unsharded parameter `view`."""
-        self.params.append(ParamGrad(shard, view))
-        for flat_param in self.flat_params:
-            if flat_param.layout is shard.flat_param:
-                flat_param.add(self.params[-1])
+        memory = next((each for each in self.flat_params if each.layout is shard.flat_param), None)
+        self.params.append(ParamGrad(shard, view, memory))
+        if memory is not None:
+            self._trained.append(self.params[-1])
 
     @property
     def is_open(self) -> bool:
@@ -268,21 +208,27 @@ class UnitGrads:
         """
         is_first, self._has_taken = not self._has_taken, True
         if is_first:
-            for flat_param in self.flat_params:
-                flat_param.take()
-        slot = self.slot
-        if slot is None:
-            if is_first:
-                for flat_param in self.flat_params:
-                    flat_param.set_written(flat_param.adds)
+            self._take()
+        if self.slot is not None:
+            self.slot.open(self._index)
+        elif not is_first:
             return
-        slot.open(self._index)
-        for flat_param in self.flat_params:
-            flat_param.open()
+        for grad in self._trained:
+            grad.is_written = self.slot is None and self._adds
         for param_index, grad in enumerate(self.params):
             if grad.spilled is not None:
                 spilled, grad.spilled = grad.spilled, None
                 self.write(param_index, spilled)
+
+    def _take(self) -> None:
+        """Take ``.grad`` of all parameters, until `finish`: what autograd puts there meanwhile is its own."""
+        for grad in self._trained:
+            grad.take()
+        self._adds = any(grad.is_kept for grad in self._trained)
+        if self._adds:
+            for grad in self._trained:
+                if not grad.is_kept:
+                    grad.clear()
 
     def write(self, param_index: int, value: torch.Tensor) -> None:
         """Copy gradient `value` [shape of the unsharded parameter] into the slot. Its only copy. Compute stream.
@@ -322,20 +268,19 @@ class UnitGrads:
         """Start the reduction from slot to main grads (rule 4). Parameters without a gradient contribute zeros."""
         self.reductions += 1
         self.has_unreduced = False
-        if self.slot is not None and self.slot.has_streams:
-            self.slot.join()
         slot = self.slot
-        for flat_param in self.flat_params:
-            for grad in flat_param.params:
-                if (self.counts(grad) or grad.is_kept) and not grad.is_written:  # or frozen, with a kept gradient
-                    grad.in_slot.zero_()
-            if slot is None:
-                flat_param.set_written(True)
+        if slot is not None and slot.has_streams:
+            slot.join()
+        for grad in self._trained:
+            if not grad.is_written and (grad.is_kept or self.counts(grad)):  # or frozen, with a kept gradient
+                grad.in_slot.zero_()
+            grad.is_written = True
+        accumulate, self._adds = self._adds, True
         if slot is None:
             return None
         slot.finish_writing()
         slot.scratch.take()
-        work = as_one([flat_param.start_reduce() for flat_param in self.flat_params])
+        work = as_one([flat_param.start_reduce(accumulate=accumulate) for flat_param in self.flat_params])
         slot.content = None
         slot.drained.record(work)
         slot.scratch.drained = slot.drained
@@ -386,28 +331,22 @@ class UnitGrads:
         self.waits = self.waits or has_trained
         if not self._has_taken:
             return
-        for flat_param in self.flat_params:
-            if not flat_param.is_main_in_slot and not flat_param.adds:
+        if not self._adds:
+            for flat_param in self.flat_params:
                 flat_param.main.zero_()
-                flat_param.adds = True
-            for grad in flat_param.params:
-                param = grad.shard.param
-                if param.grad is not None:
-                    flat_param.add_own(grad, param.grad)
-                    param.grad = None
-                if grad.is_used or grad.is_kept:
-                    grad.waits = True
-                    keep_unreduced(param)
+            self._adds = True
+        for grad in self._trained:
+            grad.keep_own()
+            if grad.is_used or grad.is_kept:
+                grad.waits = True
+                keep_unreduced(grad.shard.param)
 
     def resume(self) -> None:
         """A backward begins: add to waiting gradients, and forget those that the user has dropped (``zero_grad()``)."""
-        for flat_param in self.flat_params:
-            for grad in flat_param.params:
-                if not grad.waits:
-                    continue
-                grad.waits = False
-                if not drop_unreduced(grad.shard.param):
-                    grad.forget()
-                own, grad.shard.param.grad = grad.shard.param.grad, None
-                if own is not None:  # autograd's, of a penalty, or the user's in the place of what was dropped
-                    flat_param.add_own(grad, own)
+        for grad in self._trained:
+            if not grad.waits:
+                continue
+            grad.waits = False
+            if not drop_unreduced(grad.shard.param):
+                grad.forget()
+            grad.keep_own()  # autograd's, of a penalty, or the user's in the place of what was dropped

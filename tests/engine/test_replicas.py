@@ -82,7 +82,7 @@ def test_every_way_of_training_equals_one_shard_group(context: RankContext, shap
 @on_ranks(4)
 @pytest.mark.parametrize("slots", [{"weight_slots": "all"}, {"weight_slots": "all", "grad_slots": "all"}])
 def test_the_dial_works_on_a_mesh(context: RankContext, slots: dict[str, Any]) -> None:
-    """Main grads that lie in the slots, gradients left there inside no_sync."""
+    """Gradients are left in the slots inside no_sync."""
     for scenario in ("no_sync", "layers used twice", "layers unused on some ranks"):
         found = trained(context, scenario, FP32, mesh=_mesh(2, 2), **slots)
         assert_same(found, reference(context, scenario, FP32), scenario, NEAR)
