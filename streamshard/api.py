@@ -30,7 +30,7 @@ from streamshard.integrations.peft import has_adapters, save_adapters
 from streamshard.optim.wrapper import engine_of_both
 from streamshard.plan.discovery import ResidentArgument, UnitsArgument
 from streamshard.plan.layout import LocalRange
-from streamshard.plan.structure import join_names, leave_inference_mode, leave_meta_device, modules_of, params_of
+from streamshard.plan.structure import leave_inference_mode, leave_meta_device, params_of
 from streamshard.torch_private import skip
 
 __all__ = [
@@ -143,8 +143,6 @@ class StreamShard(ShardedModule):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Enter (False) or leave (True) what `no_sync` does."""
-        if not isinstance(requires_gradient_sync, bool):
-            raise ConfigError(f"requires_gradient_sync={requires_gradient_sync!r}: wanted True or False")
         engine_of(self).casts.set_synced(requires_gradient_sync)
 
     def clip_grad_norm_(
@@ -247,11 +245,7 @@ class StreamShard(ShardedModule):
         rank's range of a parameter is contiguous, possibly empty. ``shard_offset`` counts from the start of the rank's
         shard of the unit. Further names of tied parameters are left out.
         """
-        ranges = {shard.name: shard.local for shard in engine_of(self).param_shards}
-        names = (
-            join_names(prefix, key) for prefix, module in modules_of(self) for key, _ in module._parameters.items()
-        )
-        return {name: ranges[name] for name in names if name in ranges}
+        return {shard.name: shard.local for shard in engine_of(self).param_shards}
 
     def check_weights(self) -> None:
         """Raise on all ranks unless all, replicas too, see the same weights and buffers, to the bit. Collective.
@@ -266,8 +260,7 @@ class StreamShard(ShardedModule):
 
     def memory_report(self) -> MemoryReport:
         """Bytes the engine holds on this rank by category, beside the formula. Printable."""
-        engine = engine_of(self)
-        return report_memory(engine)
+        return report_memory(engine_of(self))
 
     def __repr__(self) -> str:
         # As extra_repr() would have it, which is the user's own.
@@ -279,8 +272,15 @@ class StreamShard(ShardedModule):
     # -- what sharding forbids ----------------------------------------------------------------------------------------
 
     @property
-    def _ddp_params_and_buffers_to_ignore(self) -> _NotForDDP:
-        return _NotForDDP()
+    def _ddp_params_and_buffers_to_ignore(self) -> Iterator[str]:
+        # Raises when DistributedDataParallel iterates over it, before it reads parameters. Reading the attribute itself
+        # does not raise, because other libraries read all attributes.
+        yield ""
+        raise ShardingError(
+            "a StreamShard model cannot be wrapped in DistributedDataParallel: it reduces gradients itself. Leave "
+            "the wrapper out; with accelerate, use streamshard.integrations.accelerate.StreamShardAccelerator in the "
+            "place of Accelerator"
+        )
 
     def _fqn_modifiers(self) -> dict[str, str]:
         # torch.distributed.checkpoint asks for this before it gets or sets a state dict.
@@ -289,20 +289,6 @@ class StreamShard(ShardedModule):
             "model.full_state_dict() and model.load_state_dict(full), full_optimizer_state_dict and "
             "load_optimizer_state_dict, or export_safetensors and load_safetensors. accelerate's "
             "load_checkpoint_in_model calls it: use load_safetensors(model, directory) in its place"
-        )
-
-
-class _NotForDDP:
-    """Raises when DistributedDataParallel reads the names to leave out, which it does before it reads parameters.
-
-    Reading the attribute itself does not raise: other libraries read all attributes.
-    """
-
-    def __iter__(self) -> Iterator[str]:
-        raise ShardingError(
-            "a StreamShard model cannot be wrapped in DistributedDataParallel: it reduces gradients itself. Leave "
-            "the wrapper out; with accelerate, use streamshard.integrations.accelerate.StreamShardAccelerator in the "
-            "place of Accelerator"
         )
 
 
@@ -404,12 +390,11 @@ def init_weights(
         init: called in each run with each module, children first, as by ``model.apply(init)``. None:
             ``initialize_weights`` of transformers' models, ``init_weights()`` of modules that have one without
             arguments, for everything in them, and ``reset_parameters`` of other modules.
-        seed: of torch's random numbers inside; None: rank 0's ``torch.initial_seed()``.
+        seed: of torch's random numbers inside; None: ``torch.initial_seed()``. Rank 0's counts.
 
     Raises:
         ShardingError: names a module whose ``init_weights`` or ``_init_weights`` takes arguments, parameters and
-            buffers that nothing fills, or an action of the initialisation that would be lost. All stays empty then.
-        ConfigError, RankMismatchError: `init` or `seed` cannot be used, or differ between ranks.
+            buffers that nothing fills, or a parameter that the initialisation has replaced. All stays empty then.
     """
     engine = engine_at_rest(not_a_layer(model), "init_weights", accepts_empty=True)
     with leave_inference_mode(), leave_meta_device():

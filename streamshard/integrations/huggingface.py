@@ -21,29 +21,24 @@ import torch
 from torch import nn
 
 from streamshard.errors import CheckpointError
-from streamshard.plan.structure import join_names, modules_of, params_of
+from streamshard.plan.structure import join_names, modules_inside, modules_of, params_of
 
 __all__ = [
-    "INITIALISED",
     "adapters_in",
     "check_exportable",
     "config_files",
     "drop_tied_names",
     "ignored_on_load",
     "ignored_on_save",
+    "initialise",
     "is_transformers_model",
     "kept_in_fp32",
     "rearrange_for_loading",
     "rearrange_for_saving",
     "tie_weights",
-    "tied_names",
     "with_dtype",
     "write_config",
 ]
-
-
-INITIALISED = "_is_hf_initialized"
-"""The attribute of tensors, and of modules, that transformers' initialisation leaves alone."""
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -94,9 +89,24 @@ def tie_weights(module: nn.Module) -> None:
             tie_weights(child)
 
 
-def tied_names(model: nn.Module) -> set[str]:
-    """Names of `model`, of transformers, that its class ties to others: those get the value of the others."""
-    return set(getattr(model, "all_tied_weights_keys", None) or ())
+def initialise(model: nn.Module) -> None:
+    """Let `model`, of transformers, initialise itself. Names that its classes tie to others get the others' values."""
+    tied: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    for module in modules_inside(model):
+        for each in (module, *(param for param in module._parameters.values() if param is not None)):
+            vars(each).pop("_is_hf_initialized", None)  # what has initialised itself on meta, or before, says so
+        for name in getattr(module, "all_tied_weights_keys", None) or () if is_transformers_model(module) else ():
+            owner, _, key = name.rpartition(".")
+            params = module.get_submodule(owner)._parameters
+            if (param := params.get(key)) is not None:
+                tied.append((params, key, param))
+    try:
+        for params, key, param in tied:
+            params[key] = nn.Parameter(torch.empty_like(param, device="meta"))
+        cast(Any, model).initialize_weights()
+    finally:
+        for params, key, param in tied:
+            params[key] = param
 
 
 def adapters_in(module: nn.Module) -> list[str]:
