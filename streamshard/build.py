@@ -326,17 +326,25 @@ def _allocate(
     """
     is_alone = ranks.world_size == 1
     weight_slots = {} if is_alone else _allocate_weight_slots(sizing, plan, ranks, ledger)
+    wire_bytes = {} if is_alone else largest_of(plan.weights, [layout.wire_bytes for layout in sizing.layouts])
+    wire_buffers = {
+        slot: ledger.allocate(Category.WIRE_BUFFERS, n_bytes, torch.uint8) for slot, n_bytes in wire_bytes.items()
+    }
     shards: list[list[FlatParamShard]] = []
     for index, layout in enumerate(sizing.layouts):
         weight_slot = weight_slots.get(plan.weights[index])
         shards.append([])
         for flat_param in layout.flat_params:
-            weights = None
+            weights = gathered = None
             if weight_slot is not None:
                 weights = weight_slot.buffer.narrow(0, flat_param.weight_start, flat_param.weight_bytes)
-                weights = weights.view(flat_param.kind.compute_dtype)
+                gathered = weights = weights.view(flat_param.kind.compute_dtype)
+                if flat_param.wire_bytes:
+                    wire = wire_buffers[plan.weights[index]]
+                    gathered = wire.narrow(0, flat_param.wire_start, flat_param.wire_bytes)
+                    gathered = gathered.view(flat_param.kind.wire_dtype)
             is_in_slot = plan.keeps_weights and not is_alone
-            shards[index].append(FlatParamShard(flat_param, ranks, ledger, weights, is_in_slot=is_in_slot))
+            shards[index].append(FlatParamShard(flat_param, ranks, ledger, weights, gathered, is_in_slot=is_in_slot))
         take(index, shards[index])
     grad_slots = {} if is_alone else _allocate_grad_slots(sizing, plan, ranks, ledger)
     units = []
@@ -348,7 +356,8 @@ def _allocate(
                 scratch = sizing.scratch_of(flat_param)
                 grads.append(FlatParamGrads(flat_param, grad_slot, ranks, ledger, *scratch))
         if weight_slot is None:
-            weight_slot = WeightSlot(flat_params[0].compute, ranks.streams, f"compute shard {index}", is_shared=False)
+            own, what = flat_params[0].gather_input, f"all-gather input {index}"
+            weight_slot = WeightSlot(own, ranks.streams, what, is_shared=False)
         unit_grads, turns = UnitGrads(index, grad_slot, grads), plan.shared[index]
         units.append(StreamedUnit(index, layout, flat_params, weight_slot, unit_grads, ranks, is_streamed=turns))
     return units

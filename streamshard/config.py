@@ -77,7 +77,9 @@ class Precision:
     On CPUs every rank sends to every other rank in all three modes, and sums are in fp32.
 
     Args:
-        param_dtype: dtype of compute and of all-gathers. bf16, fp16 or fp32.
+        param_dtype: dtype of compute. bf16, fp16 or fp32.
+        wire_dtype: dtype of all-gathers, no wider than `param_dtype`; None means `param_dtype`. Weights are rounded to
+            it. bf16 with fp32 compute sends half as many bytes, and needs a buffer beside each weight slot.
         reduce_dtype: dtype of the sum of gradients over ranks. fp32, or `param_dtype`.
         grad_dtype: dtype of grad slots and of the gradients that are sent; None means `reduce_dtype`.
         output_dtype: floating-point outputs of the model are cast to it; None leaves them.
@@ -95,6 +97,7 @@ class Precision:
     """
 
     param_dtype: torch.dtype = torch.bfloat16
+    wire_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype = torch.float32
     grad_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
@@ -104,6 +107,8 @@ class Precision:
 
     def __post_init__(self) -> None:
         _want("param_dtype", self.param_dtype, _PARAM_DTYPES)
+        narrower = [dtype for dtype in _PARAM_DTYPES if dtype.itemsize < self.param_dtype.itemsize]
+        _want("wire_dtype", self.wire_dtype, (None, self.param_dtype, *narrower))
         _want("reduce_dtype", self.reduce_dtype, (torch.float32, self.param_dtype))
         _want("grad_dtype", self.grad_dtype, (None, self.reduce_dtype, self.param_dtype))
         for name in ("output_dtype", "buffer_dtype"):

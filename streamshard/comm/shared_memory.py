@@ -1,9 +1,9 @@
 """A transport for CPU ranks of one machine: they read each other's memory, without sockets.
 
-Each rank has one anonymous memory file, its shared buffers, which holds its compute shards and grad slots. Every peer
-maps the file. An all-gather copies each peer's compute shard, a reduction sums all ranks' grad slots, and counters in
-the file say how far each rank is ([Note: counters]). NCCL does the same between the GPUs of one machine. Through gloo's
-sockets the same exchange took three to four times the CPU time (docs/internals/log.md).
+Each rank has one anonymous memory file, its shared buffers, which holds its all-gather inputs and grad slots. Every
+peer maps the file. An all-gather copies each peer's all-gather input, a reduction sums all ranks' grad slots, and
+counters in the file say how far each rank is ([Note: counters]). NCCL does the same between the GPUs of one machine.
+Through gloo's sockets the same exchange took three to four times the CPU time (docs/internals/log.md).
 
 A forked child does not get the mapping (MADV_DONTFORK), because it must not write to memory that other ranks read. A
 child that reads weights there ends with a segmentation fault.
@@ -11,7 +11,7 @@ child that reads weights there ends with a segmentation fault.
 [Note: counters]
 Each rank has four counters, which only it increments:
 
-- PUBLISHED: how often this rank has cast its compute shards. Peers wait for it before they copy.
+- PUBLISHED: how often this rank has cast its all-gather inputs. Peers wait for it before they copy.
 - RETRACTED: how often this rank has finished reading peers' shards. Peers wait for it before they cast (rule 6).
 - WRITTEN: for how many reductions this rank has filled the grad slot. Peers wait for it before they sum.
 - SUMMED: how many reductions this rank has summed. Peers wait for it before they write that slot again (rule 3).
@@ -92,7 +92,7 @@ class SharedBuffers:
         counters: [4], by `Counter`.
         gone: [1], 1 when the rank has failed and its counters will not change any more.
         published: [2], digest of the log at the last publications; publication n is at n modulo 2.
-        shards: [units], byte offsets of the compute shards.
+        shards: [units], byte offsets of the all-gather inputs.
         written: [units], digest of the log at the last reductions; reduction n is at n modulo units.
     """
 
@@ -277,7 +277,7 @@ class SharedMemoryTransport(PairwiseTransport):
             self._compared = count
         with self.streams.on(self.stream), torch.no_grad():
             for buffers, chunk in zip(self._buffers, slot.view(self.ranks.world_size, -1), strict=True):
-                if chunk.data_ptr() != shard.data_ptr():  # a slot with one unit holds the compute shard itself
+                if chunk.data_ptr() != shard.data_ptr():  # a slot with one unit holds the all-gather input itself
                     chunk.copy_(buffers.view(buffers.shards[tag], shard.numel(), shard.dtype))
 
     # -- reductions -------------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ class Transport(abc.ABC):
             shard: this rank's part.
             slot: receives the parts of all ranks.
             tag: index of the flat parameter.
-            is_published: `shard` is a compute shard; False: another tensor, gathered outside of steps.
+            is_published: `shard` is an all-gather input; False: another tensor, gathered outside of steps.
         """
 
     @abc.abstractmethod
@@ -172,15 +172,15 @@ class Transport(abc.ABC):
         return torch.zeros(numel, dtype=dtype, device=self.streams.device)
 
     def retract_shards(self) -> Work | None:
-        """Called before compute shards are cast anew. Returns work that ends when no other rank reads them any more."""
+        """Called before all-gather inputs are cast anew. Returns work that ends when no other rank reads them."""
         self.ranks.board.log.add(RecordKind.FORWARD)
         return None
 
     def publish_shards(self, shards: Sequence[torch.Tensor]) -> None:  # noqa: B027  # most transports send shards
-        """Let other ranks read the compute shards from now on. Called when the cast is done.
+        """Let other ranks read the all-gather inputs from now on. Called when the cast is done.
 
         Args:
-            shards: compute shards of all units, by tag.
+            shards: all-gather inputs of all units, by tag.
         """
 
     def progress(self) -> None:  # noqa: B027  # backends with threads of their own need no help

@@ -32,7 +32,7 @@ class Casts:
         self._ranks = ranks
         self._are_current = False
         self._versions: list[list[int]] = []  # of the weights that were cast last, inside no_sync()
-        self._cast_done = Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "compute shards")
+        self._cast_done = Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "all-gather inputs")
         self._gathers_done = Fence(ranks.streams, Rule.SHARDS_READ, StreamName.COMM, "gathered shards")
 
     @property
@@ -83,7 +83,7 @@ class Casts:
         self._cast_done.wait()  # rule 5: no all-gather reads an input that is still being cast
         with self._ranks.guard("the start of a forward"):
             self._ranks.transport.publish_shards(
-                [flat_param.compute for unit in self._units for flat_param in unit.flat_params]
+                [flat_param.gather_input for unit in self._units for flat_param in unit.flat_params]
             )
         for observer in self._ranks.streams.observers:
             observer.on_event(StepEvent.CAST_ENDS, None)

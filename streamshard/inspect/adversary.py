@@ -209,7 +209,7 @@ class _Late:
 
 
 def _spoil(slot: torch.Tensor, keep: torch.Tensor) -> None:
-    """NaN, or all bits set where there is no NaN; but not what is this rank's own (compute shard, main grads)."""
+    """NaN, or all bits set where there is no NaN; but not what is this rank's own (all-gather input, main grads)."""
     start = (keep.data_ptr() - slot.data_ptr()) // slot.element_size()
     parts = [slot]
     if keep.dtype is slot.dtype and 0 <= start < slot.numel():

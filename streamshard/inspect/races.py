@@ -306,7 +306,7 @@ def _describe(engine: Engine) -> dict[int, tuple[str, str | None, Any]]:
         own = [(Category.MAIN_GRADS, grads.main) for grads in unit.grads.flat_params]
         for flat_param in unit.flat_params:
             kept_as = Category.MAIN_WEIGHTS if flat_param.kind.trains else Category.FROZEN_WEIGHTS
-            own += [(kept_as, flat_param.main), (Category.COMPUTE_SHARDS, flat_param.compute)]
+            own += [(kept_as, flat_param.main), (Category.ALL_GATHER_INPUTS, flat_param.gather_input)]
         for category, tensor in own:
             owners.setdefault(tensor.data_ptr(), (f"{category.value} of {_quoted(unit.name)}", unit.name, None))
     return owners
@@ -315,7 +315,7 @@ def _describe(engine: Engine) -> dict[int, tuple[str, str | None, Any]]:
 def _missing_rule(category: Category, first: Access) -> Rule | None:
     """The rule that orders `first` before what another stream does next with such a buffer."""
     is_compute_first = first.stream is StreamName.COMPUTE
-    if category is Category.WEIGHT_SLOTS:
+    if category in (Category.WEIGHT_SLOTS, Category.WIRE_BUFFERS):
         return Rule.SLOT_RELEASED if is_compute_first else Rule.WEIGHTS_ARRIVED
     if category in (Category.GRAD_SLOTS, Category.SCRATCH):
         return Rule.GRADS_WRITTEN if is_compute_first else Rule.GRADS_DRAINED

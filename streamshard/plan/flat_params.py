@@ -31,6 +31,7 @@ class FlatParamKind(NamedTuple):
     Attributes:
         trains: the parameters required gradients when the model was sharded.
         compute_dtype: dtype of the unsharded parameters.
+        wire_dtype: dtype of all-gathers.
         main_dtype: dtype of the main weights: fp32 if `trains`.
         grad_dtype: dtype of gradients in grad slots.
         mode: how gradients are reduced.
@@ -38,6 +39,7 @@ class FlatParamKind(NamedTuple):
 
     trains: bool
     compute_dtype: torch.dtype
+    wire_dtype: torch.dtype
     main_dtype: torch.dtype
     grad_dtype: torch.dtype
     mode: ReductionMode
@@ -53,10 +55,11 @@ def kind_of(dtype: torch.dtype, precision: Precision, *, trains: bool, in_fp32: 
         in_fp32: layers compute with it in fp32, whatever ``param_dtype`` is.
     """
     fp32 = torch.float32
+    wire = precision.wire_dtype or precision.param_dtype
     if in_fp32 or precision.param_dtype is fp32:
-        return FlatParamKind(trains, fp32, fp32, fp32, ReductionMode.FP32)
+        return FlatParamKind(trains, fp32, fp32 if in_fp32 else wire, fp32, fp32, ReductionMode.FP32)
     main = fp32 if trains else dtype
-    return FlatParamKind(trains, precision.param_dtype, main, precision.slot_grad_dtype, precision.reduction_mode)
+    return FlatParamKind(trains, precision.param_dtype, wire, main, precision.slot_grad_dtype, precision.reduction_mode)
 
 
 class FlatParam(NamedTuple):
@@ -68,6 +71,7 @@ class FlatParam(NamedTuple):
         kind: see `FlatParamKind`.
         layout: where its parameters lie.
         weight_start: where it begins in the unit's weight slot, in bytes.
+        wire_start: where it begins in the wire buffer beside the slot, in bytes.
         grad_start: where it begins in the unit's grad slot, in bytes; only if it trains.
     """
 
@@ -76,12 +80,20 @@ class FlatParam(NamedTuple):
     kind: FlatParamKind
     layout: FlatParamLayout
     weight_start: int
+    wire_start: int
     grad_start: int
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the flat parameter in a weight slot: ``padded_numel`` elements of the compute dtype."""
         return self.layout.padded_numel * self.kind.compute_dtype.itemsize
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of the flat parameter in a wire buffer; 0 if it is all-gathered in the compute dtype."""
+        if self.kind.wire_dtype is self.kind.compute_dtype:
+            return 0
+        return self.layout.padded_numel * self.kind.wire_dtype.itemsize
 
     @property
     def grad_bytes(self) -> int:
@@ -124,6 +136,11 @@ class UnitLayout:
         return sum(flat_param.weight_bytes for flat_param in self.flat_params)
 
     @property
+    def wire_bytes(self) -> int:
+        """Bytes of the unit in a wire buffer."""
+        return sum(flat_param.wire_bytes for flat_param in self.flat_params)
+
+    @property
     def grad_bytes(self) -> int:
         """Bytes of the unit in a grad slot."""
         return sum(flat_param.grad_bytes for flat_param in self.flat_params)
@@ -149,16 +166,17 @@ def plan_units(
     tag = 0
     for index, (name, parts) in enumerate(zip(names, units, strict=True)):
         flat_params: list[FlatParam] = []
-        weight_start = grad_start = 0
+        weight_start = wire_start = grad_start = 0
         for kind, sizes in parts:
-            element_bytes = kind.compute_dtype.itemsize
+            element_bytes = min(kind.compute_dtype.itemsize, kind.wire_dtype.itemsize)
             layout = plan_flat_param(
                 sizes, world_size, element_bytes=element_bytes, pad_numel=pad_numel, align_pieces_to=align_pieces_to
             )
-            flat_param = FlatParam(tag, index, kind, layout, weight_start, grad_start)
+            flat_param = FlatParam(tag, index, kind, layout, weight_start, wire_start, grad_start)
             flat_params.append(flat_param)
             tag += 1
             weight_start += flat_param.weight_bytes
+            wire_start += flat_param.wire_bytes
             grad_start += flat_param.grad_bytes
         layouts.append(UnitLayout(name, flat_params))
     return layouts

@@ -19,7 +19,8 @@ S is the sum of the sizes of this rank's shards in elements, padding included; N
     main weights        4 S of flat parameters that train
     main grads          4 S of flat parameters that train
     frozen weights      m S of the others; m bytes per element of the storage dtype
-    all-gather inputs   p S of flat parameters whose storage dtype is not the compute dtype; p bytes per element of it
+    all-gather inputs   w S of flat parameters whose storage dtype is not the wire dtype; w bytes per element of it
+    wire buffers        w times the elements of the largest unit of each slot, if wire and compute dtype differ
     weight slots        p times the elements of the largest unit of each slot
     grad slots          g times the elements of the largest unit that train, of each slot; g bytes of grad_dtype
     scratch             as the transport asks
@@ -90,8 +91,9 @@ class Category(enum.Enum):
     MAIN_WEIGHTS = "main weights"
     MAIN_GRADS = "main grads"
     FROZEN_WEIGHTS = "frozen weights"
-    COMPUTE_SHARDS = "compute shards"
+    ALL_GATHER_INPUTS = "all-gather inputs"
     WEIGHT_SLOTS = "weight slots"
+    WIRE_BUFFERS = "wire buffers"
     GRAD_SLOTS = "grad slots"
     SCRATCH = "scratch"
     FLAGS = "flags"

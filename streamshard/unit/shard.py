@@ -89,12 +89,15 @@ class WeightSlot:
         arrived: fence of rule 1, recorded after the all-gather.
         released: fence of rule 2, recorded after a unit's last use.
         is_shared: whether several streamed units use the slot.
+        is_in_wire_dtype: the weights have arrived, or will, in the wire buffer, and `StreamedUnit.finish_gather` has
+            to convert them.
     """
 
     def __init__(self, buffer: torch.Tensor, streams: Streams, what: str, *, is_shared: bool) -> None:
         self.buffer = buffer
         self.is_shared = is_shared
         self.content: int | None = None
+        self.is_in_wire_dtype = False
         self.arrived = Fence(streams, Rule.WEIGHTS_ARRIVED, StreamName.COMM, what)
         self.released = Fence(streams, Rule.SLOT_RELEASED, StreamName.COMPUTE, what)
 
@@ -254,7 +257,8 @@ class FlatParamShard:
         ranks: names this rank and the shard group.
         ledger: allocates.
         weights: [padded_numel] compute_dtype, the flat parameter's part of a weight slot; None: with one rank, that
-            computes with the all-gather input.
+            computes with the all-gather input, in compute_dtype.
+        gathered: [padded_numel] wire_dtype, what all-gathers write: a part of a wire buffer, or `weights`.
         is_in_slot: no other unit uses the slot: the all-gather input is this rank's range of it.
 
     Attributes:
@@ -262,35 +266,45 @@ class FlatParamShard:
         kind: its dtypes, and whether it trains.
         layout: of its parameters.
         main: [shard_numel] main_dtype. What the user's Parameters are views of.
-        compute: [shard_numel] compute_dtype; `main` itself, if that is of the same dtype.
+        gather_input: [shard_numel] wire_dtype; `main` itself, if that is of the same dtype.
+        gathered: [padded_numel] wire_dtype, what all-gathers write; `weights` itself, if that is of the same dtype.
         weights: [padded_numel] compute_dtype, what layers compute with.
         params: filled by `add`.
         is_in_slot: the all-gather input is a range of a weight slot.
     """
 
     def __init__(
-        self, plan: FlatParam, ranks: Communicator, ledger: Ledger, weights: torch.Tensor | None, *, is_in_slot: bool
+        self,
+        plan: FlatParam,
+        ranks: Communicator,
+        ledger: Ledger,
+        weights: torch.Tensor | None,
+        gathered: torch.Tensor | None,
+        *,
+        is_in_slot: bool,
     ) -> None:
         self.tag, self.kind, self.layout = plan.tag, plan.kind, plan.layout
         self.params: list[ParamShard] = []
-        self.is_in_slot = is_in_slot
+        self.is_in_slot = is_in_slot and gathered is weights
         self._ranks = ranks
         self._ledger = ledger
-        numel, dtype, main_dtype = plan.layout.shard_numel, plan.kind.compute_dtype, plan.kind.main_dtype
+        numel, main_dtype = plan.layout.shard_numel, plan.kind.main_dtype
+        dtype = plan.kind.compute_dtype if gathered is None else gathered.dtype
         is_cast = main_dtype is not dtype
         kept_as = Category.MAIN_WEIGHTS if plan.kind.trains else Category.FROZEN_WEIGHTS
-        if is_in_slot and weights is not None:
-            self.compute = weights.narrow(0, ranks.rank * numel, numel)
+        if self.is_in_slot and weights is not None:
+            self.gather_input = weights.narrow(0, ranks.rank * numel, numel)
         else:
-            category = Category.COMPUTE_SHARDS if is_cast else kept_as
-            self.compute = ledger.allocate(category, numel, dtype, is_visible=True)
-        self.weights = self.compute if weights is None else weights
-        self.main = ledger.allocate(kept_as, numel, main_dtype) if is_cast else self.compute
+            category = Category.ALL_GATHER_INPUTS if is_cast else kept_as
+            self.gather_input = ledger.allocate(category, numel, dtype, is_visible=True)
+        self.weights = self.gather_input if weights is None else weights
+        self.gathered = self.gather_input if gathered is None else gathered
+        self.main = ledger.allocate(kept_as, numel, main_dtype) if is_cast else self.gather_input
 
     @property
     def gathers_main(self) -> bool:
         """Whether all-gathers read the main weights themselves (no cast), unless the user has moved a parameter."""
-        return self.main.dtype is self.kind.compute_dtype
+        return self.main.dtype is self.gathered.dtype
 
     def add(
         self, layout: ParamLayout, aliases: tuple[str, ...], param: nn.Parameter, full: torch.Tensor | None
@@ -320,7 +334,7 @@ class FlatParamShard:
         be_piece(param, shard.what(self._ranks))
         return shard
 
-    def cast(self) -> None:
+    def to_wire(self) -> None:
         """Cast main weights to the all-gather input, for all all-gathers of the next pass. Compute stream.
 
         The user may have put other memory under a parameter (``p.data = ema``): then that is what is cast, and the main
@@ -328,22 +342,27 @@ class FlatParamShard:
         """
         moved = [p for p in self.params if p.local.numel and data_of(p.param).data_ptr() != p.piece.data_ptr()]
         if not moved:
-            if self.compute is not self.main:
-                self.compute.copy_(self.main)
+            if self.gather_input is not self.main:
+                self.gather_input.copy_(self.main)
             return
         for shard in moved:
             _check_moved(shard)
-        if self.compute is self.main:
+        if self.gather_input is self.main:
             if self.is_in_slot:
                 raise ShardingError(
                     f"parameter {moved[0].name!r} was given other memory (param.data = ...). With weight_slots='all' "
                     "its own, in the dtype that layers compute in, is part of the slot that they compute with and "
                     "would be overwritten: copy into it (param.data.copy_), or choose fewer slots"
                 )
-            numel, dtype = self.layout.shard_numel, self.kind.compute_dtype
-            self.compute = self._ledger.allocate(Category.COMPUTE_SHARDS, numel, dtype, is_visible=True)
+            numel, dtype = self.layout.shard_numel, self.gathered.dtype
+            self.gather_input = self._ledger.allocate(Category.ALL_GATHER_INPUTS, numel, dtype, is_visible=True)
         for shard in self.params:
-            shard.shaped(self.compute).copy_(shard.param.detach())
+            shard.shaped(self.gather_input).copy_(shard.param.detach())
+
+    def from_wire(self) -> None:
+        """Convert what an all-gather has written to what layers compute with. Compute stream."""
+        if self.gathered is not self.weights:
+            self.weights.copy_(self.gathered)
 
 
 def _put_under(param: nn.Parameter, piece: torch.Tensor) -> None:

@@ -134,10 +134,8 @@ class StreamedUnit:
         with AsTensors():
             self._check_hooks()
             for flat_param in self.flat_params:
-                flat_param.cast()
-            if self.grads.slot is None and any(
-                flat_param.compute is not flat_param.weights for flat_param in self.flat_params
-            ):
+                flat_param.to_wire()
+            if self.grads.slot is None and any(flat.gather_input is not flat.weights for flat in self.flat_params):
                 self._follow_moved_weights()
 
     def _check_hooks(self) -> None:
@@ -178,10 +176,10 @@ class StreamedUnit:
     def _follow_moved_weights(self) -> None:
         """With one rank: the user put other memory under a parameter, so let the unsharded parameter lie there."""
         for flat_param, param, view in self._with_views():
-            if flat_param.compute is not flat_param.weights:
-                UnshardedParameter.move(view, _whole(flat_param.compute.data, param))  # it may be absent
+            if flat_param.gather_input is not flat_param.weights:
+                UnshardedParameter.move(view, _whole(flat_param.gather_input.data, param))  # it may be absent
         for flat_param in self.flat_params:
-            flat_param.weights = flat_param.compute
+            flat_param.weights = flat_param.gather_input
 
     def start_gather(self) -> None:
         """Start the all-gather into the weight slot. Comm stream; the slot is this unit's from here on."""
@@ -189,15 +187,19 @@ class StreamedUnit:
         slot.released.wait()  # rule 2
         slot.arrived.complete()  # a unit that was all-gathered and then skipped: its messages are still under way
         start = self._ranks.transport.start_gather
-        work = as_one(
-            [start(flat_param.compute, flat_param.weights, flat_param.tag) for flat_param in self.flat_params]
-        )
+        slot.is_in_wire_dtype = any(flat.gathered is not flat.weights for flat in self.flat_params)
+        work = as_one([start(flat.gather_input, flat.gathered, flat.tag) for flat in self.flat_params])
         slot.content = self.index
         slot.arrived.record(work)
 
     def finish_gather(self) -> None:
         """Let the compute stream wait until the weights are in the slot."""
-        self.weight_slot.arrived.wait()  # rule 1
+        slot = self.weight_slot
+        slot.arrived.wait()  # rule 1
+        if slot.is_in_wire_dtype:
+            for flat_param in self.flat_params:
+                flat_param.from_wire()
+            slot.is_in_wire_dtype = False
 
     def bind(self) -> None:
         """Let the unit's modules hold the unsharded parameters. A second call does nothing."""

@@ -24,7 +24,7 @@ WIRE16 = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 def test_training_is_the_same_at_other_precisions_and_numbers_of_ranks(
     context: RankContext, precision: Precision
 ) -> None:
-    """Also where the compute shards are the main weights themselves. All ways of training are test_matrix's."""
+    """Also where the all-gather inputs are the main weights themselves. All ways of training are test_matrix's."""
     for scenario in ("plain", "layers unused on some ranks"):
         wanted = reference(context, scenario, precision)
         model = sharded(scenario, precision)

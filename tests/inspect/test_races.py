@@ -63,8 +63,8 @@ _PROTECTED = {
     Rule.SLOT_RELEASED: {Category.WEIGHT_SLOTS},
     Rule.GRADS_DRAINED: {Category.GRAD_SLOTS},
     Rule.GRADS_WRITTEN: {Category.GRAD_SLOTS, Category.MAIN_GRADS},
-    Rule.SHARDS_WRITTEN: {Category.MAIN_WEIGHTS, Category.COMPUTE_SHARDS, Category.FLAGS},
-    Rule.SHARDS_READ: {Category.MAIN_WEIGHTS, Category.COMPUTE_SHARDS},
+    Rule.SHARDS_WRITTEN: {Category.MAIN_WEIGHTS, Category.ALL_GATHER_INPUTS, Category.FLAGS},
+    Rule.SHARDS_READ: {Category.MAIN_WEIGHTS, Category.ALL_GATHER_INPUTS},
     Rule.RESULTS_ARRIVED: {Category.MAIN_GRADS, Category.FLAGS},
 }
 
@@ -89,13 +89,13 @@ def test_the_waits_of_each_slot_are_needed(context: RankContext) -> None:
 # What waits guard, in which scenario; the buffer, the rule and the first stream of the races without them.
 _WAITS: dict[str, tuple[tuple[str, ...], str, Precision, Category, Rule, StreamName]] = {
     "gathers for the cast, fp32": (
-        ("compute shards",), "plain", FP32, Category.MAIN_WEIGHTS, Rule.SHARDS_WRITTEN, COMPUTE
+        ("all-gather inputs",), "plain", FP32, Category.MAIN_WEIGHTS, Rule.SHARDS_WRITTEN, COMPUTE
     ),
     "gathers for the cast, bf16": (
-        ("compute shards",), "plain", BF16, Category.COMPUTE_SHARDS, Rule.SHARDS_WRITTEN, COMPUTE
+        ("all-gather inputs",), "plain", BF16, Category.ALL_GATHER_INPUTS, Rule.SHARDS_WRITTEN, COMPUTE
     ),
     "the cast for gathers": (
-        ("gathered shards",), "evaluation between steps", BF16, Category.COMPUTE_SHARDS, Rule.SHARDS_READ, COMM
+        ("gathered shards",), "evaluation between steps", BF16, Category.ALL_GATHER_INPUTS, Rule.SHARDS_READ, COMM
     ),
     "the optimizer for reductions": (
         ("main grads", "everybody's flags"), "plain", BF16, Category.MAIN_GRADS, Rule.RESULTS_ARRIVED, COMM

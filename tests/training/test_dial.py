@@ -100,7 +100,7 @@ def test_bytes_per_parameter_are_those_of_the_formula(context: RankContext) -> N
         report = model.memory_report()
         held = report.total_bytes - report.held_bytes["flags"]
         held += sum(m.nbytes for state in optimizer.state.values() for m in state.values() if m.ndim)
-        if size == 1:  # gradients go straight to the main grads, weights come from the compute shard: no slots
+        if size == 1:  # gradients go straight to the main grads, weights come from the all-gather input: no slots
             assert held == 18 * report.numel, case
             continue
         layer, head = 48 * 48, 24 * 48

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from streamshard import Precision, StreamShard
+from streamshard import ConfigError, Precision, StreamShard
 from streamshard.comm.gloo import sum_in_pieces
+from streamshard.inspect import engine_inside
+from streamshard.inspect.races import detect_races
 from tests.models import Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Call, Tolerance, adamw, assert_same, full_grads, full_weights, lm_step
@@ -24,10 +26,11 @@ NEAR = Tolerance(relative=3e-2, absolute=1e-5)
 class _Mixed:
     """What StreamShard promises, in plain PyTorch: compute in half precision, keep and update fp32 main weights."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
         self.compute = model
+        self.wire_dtype = precision.wire_dtype or precision.param_dtype
         self.main = {name: nn.Parameter(p.detach().float().clone()) for name, p in model.named_parameters()}
-        self.compute.to(dtype)
+        self.compute.to(precision.param_dtype)
         self.optimizer = torch.optim.AdamW(self.main.values(), lr=1e-2, eps=1e-3, weight_decay=0.1)
 
     def step(self, number: int, world_size: int) -> list[Tensor]:
@@ -35,7 +38,7 @@ class _Mixed:
         losses = []
         with torch.no_grad():
             for name, p in self.compute.named_parameters():
-                p.copy_(self.main[name])
+                p.copy_(self.main[name].to(self.wire_dtype))
         for rank in range(world_size):
             self.compute.zero_grad()
             losses.append(lm_step(self.compute, Call(number, rank, world_size, 1.0)))
@@ -52,12 +55,12 @@ class _Mixed:
         self.optimizer.zero_grad()
 
 
-def _pair(precision: Precision, **config: Any) -> tuple[_Mixed, nn.Module]:
+def _pair(precision: Precision, slots: Any = (), **config: Any) -> tuple[_Mixed, nn.Module]:
     torch.manual_seed(7)
-    mixed = _Mixed(TinyLM(TinyConfig(**config)), precision.param_dtype)
+    mixed = _Mixed(TinyLM(TinyConfig(**config)), precision)
     mixed.compute.scale = mixed.compute.scale.float()  # type: ignore[assignment]  # buffers keep their dtype
     torch.manual_seed(7)
-    return mixed, StreamShard(TinyLM(TinyConfig(**config)), precision=precision)
+    return mixed, StreamShard(TinyLM(TinyConfig(**config)), precision=precision, **dict(slots))
 
 
 @on_ranks(1, 2, 3)
@@ -82,6 +85,31 @@ def test_bf16_trains_like_bf16_with_fp32_main_weights_in_plain_pytorch(context: 
     assert {weights[name].dtype for name in wanted_weights} == {SINGLE}
     near = Tolerance(2e-3, 1e-3)
     assert_same({name: weights[name] for name in wanted_weights}, wanted_weights, "main weights", near)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}], ids=str)
+def test_a_bf16_wire_rounds_the_weights_with_which_layers_compute_in_fp32(
+    context: RankContext, slots: dict[str, Any]
+) -> None:
+    """Half the bytes of an all-gather. Main weights keep fp32. The race detector knows the wire buffers."""
+    precision = Precision(param_dtype=SINGLE, wire_dtype=BF16)
+    mixed, model = _pair(precision, slots)
+    optimizer = adamw(model)
+    with detect_races(model):
+        for number in range(3):
+            wanted = mixed.step(number, 2)
+            found = lm_step(model, Call(number, context.rank, 2, 1.0))
+            assert_same({"loss": found}, {"loss": wanted[context.rank]}, f"loss of step {number}")
+            assert_same(full_grads(model), {name: p.grad for name, p in mixed.main.items()}, "gradients")
+            mixed.update()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(full_weights(model), {**full_weights(model), **mixed.main}, "main weights")
+    layers = sum(flat.layout.shard_numel for flat in engine_inside(model).flat_params)
+    assert model.memory_report().held_bytes["all-gather inputs"] == 2 * layers  # type: ignore[operator]
+    with pytest.raises(ConfigError, match="wire_dtype=torch.float32: wanted"):
+        Precision(wire_dtype=torch.float32)
 
 
 @on_ranks(2)
