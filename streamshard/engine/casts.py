@@ -82,9 +82,7 @@ class Casts:
         self._cast_done.record()
         self._cast_done.wait()  # rule 5: no all-gather reads an input that is still being cast
         with self._ranks.guard("the start of a forward"):
-            self._ranks.transport.publish_shards(
-                [flat_param.compute for unit in self._units for flat_param in unit.flat_params]
-            )
+            self._ranks.transport.publish_shards()
         for observer in self._ranks.streams.observers:
             observer.on_event(StepEvent.CAST_ENDS, None)
 

@@ -16,7 +16,7 @@ On the CPU, computation runs in the calling thread, so waits for the compute str
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -149,9 +149,9 @@ class AdversarialTransport(Transport):
         self.complete()
         return self.inner.retract_shards()
 
-    def publish_shards(self, shards: Sequence[torch.Tensor]) -> None:
+    def publish_shards(self) -> None:
         """See `Transport.publish_shards`."""
-        self.inner.publish_shards(shards)
+        self.inner.publish_shards()
 
     def leave(self) -> None:
         """See `Transport.leave`."""

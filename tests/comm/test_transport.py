@@ -112,7 +112,7 @@ def _check_gathers(ranks: Communicator, dtype: torch.dtype) -> None:
         _wait(transport, transport.retract_shards())
         shard.copy_(_numbers(ranks.rank, NUMEL, shard, turn))
         own.copy_(_numbers(ranks.rank, NUMEL, own, 10 + turn))
-        transport.publish_shards([shard, own, empty])
+        transport.publish_shards()
         _let_read(transport)
         works = [
             transport.start_gather(*pair, tag)
@@ -221,7 +221,6 @@ def _check_talk(ranks: Communicator) -> None:
     _wait(transport, work)
     wanted = torch.stack([_numbers(rank, NUMEL, values, 60) for rank in range(size)]).mean(0)
     torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-6)
-    assert ranks.board.find_difference() is None
     assert not ranks.has_failed
 
 
