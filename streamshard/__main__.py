@@ -13,7 +13,7 @@ from typing import TextIO
 from streamshard.checkpoint.directory import checkpoints_in, newest_last, no_checkpoint
 from streamshard.checkpoint.export import export_checkpoint
 from streamshard.checkpoint.manifest import CheckpointFiles, Manifest, TensorRecord, check_sizes, read_manifest
-from streamshard.comm.objects import SingleProcess
+from streamshard.comm.objects import RankGroup
 from streamshard.config import __version__
 from streamshard.errors import CheckpointError, ConfigError, StreamShardError, printable
 
@@ -189,7 +189,7 @@ def _verify(path: Path, manifest: Manifest, *, reads: bool) -> None:
     """Raise a CheckpointError that names a missing or damaged file. Without `reads`, compare sizes only."""
     check_sizes(path, manifest)
     if reads:
-        CheckpointFiles(path, manifest).verify_together(SingleProcess())
+        CheckpointFiles(path, manifest).verify_together(RankGroup())
 
 
 def _export(arguments: argparse.Namespace) -> None:

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.groups import Groups, groups_of, refuse_together, resolve_group
+from streamshard.comm.groups import Groups, groups_of, resolve_group
+from streamshard.comm.objects import refuse_together
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.config import Precision, Settings
 from streamshard.device import module_of, training_device, warn_if_untested
@@ -134,7 +135,7 @@ def _make_engine(
     flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
     # An upper bound of the bytes that other ranks read: main weights, inputs, both slots of all units, all fp32.
     ranks.share_memory(sum(16 * flat.layout.padded_numel + 4096 for flat in flat_params), len(flat_params))
-    ranks.board.names = [layouts[flat_param.unit].name or "the root unit" for flat_param in flat_params]
+    ranks.recorder.names = [layouts[flat_param.unit].name or "the root unit" for flat_param in flat_params]
     ledger = Ledger(ranks.streams, ranks.transport.allocate_visible)
     ranks.transport.check_precision(settings.precision)
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import datetime
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,14 +17,12 @@ import torch.distributed as dist
 
 from streamshard.checkpoint.disk_layout import Piece
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.flight_recorder import Board, Guard, RecordKind
-from streamshard.comm.groups import close_connections
-from streamshard.comm.objects import gather_bytes
+from streamshard.comm.groups import alive, is_closed, make_host_group
+from streamshard.comm.objects import RankGroup
 from streamshard.device import has_streams, module_of, on_device
 from streamshard.errors import CheckpointError, CommunicationError, log
 
 __all__ = [
-    "BackgroundRanks",
     "Saving",
     "background_ranks",
     "copy_to_host",
@@ -37,7 +33,6 @@ __all__ = [
 
 MADE_WITHIN = datetime.timedelta(seconds=20)  # timeout for making a group, after ranks have met
 WRITTEN_WITHIN = datetime.timedelta(minutes=30)  # how long the fastest rank waits for the slowest one's disk
-SHOWN_WITHIN_S = 5.0  # how long a rank waits, after a failure, for others to show that they are alive
 
 
 def copy_to_host(pieces: Sequence[Piece], device: torch.device) -> Callable[[], list[Piece]]:
@@ -156,69 +151,15 @@ def finish_running() -> None:
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
-class BackgroundRanks:
-    """The `RankGroup` of a save in the background: it has a process group that nothing else uses.
-
-    Failures are reported as in training: see `Guard`.
-
-    Args:
-        ranks: all ranks that save.
-        group: connects them; None: this is the only rank.
-    """
-
-    def __init__(self, ranks: Communicator, group: dist.ProcessGroup | None) -> None:
-        self.is_first = ranks.is_first
-        self.replica = ranks.replica
-        self.number = ranks.number
-        self.world_size = ranks.world_size
-        self.total_size = ranks.total_size
-        self.failure: str | None = None
-        self.watch: Any = SimpleNamespace(wait=None)  # nobody looks: a disk may be slow
-        self._group = group
-        if group is not None:
-            self.board = Board(group, self.number, self.total_size)
-
-    def gather_bytes(self, data: bytes, /) -> list[bytes]:
-        """Every rank's `data`, in rank order.
-
-        Raises:
-            CommunicationError: a rank has died, has failed or does not answer; says which. No later call works.
-        """
-        assert self._group is not None
-        with Guard(self, "saving in the background", ""):
-            self.board.log.add(RecordKind.MEETING)
-            try:
-                return gather_bytes(self._group, data, WRITTEN_WITHIN)
-            except RuntimeError:
-                close_connections(self._group)  # so the others find out as well
-                self._await_others()
-                raise
-
-    def fail(self, failure: str) -> None:
-        """Make all other ranks fail with this text. Only the first failure is kept."""
-        if self.failure is None:
-            self.failure = failure
-        if self._group is not None:
-            for ranks in [ranks for ranks, group_of in _groups.items() if group_of() is self._group]:
-                del _groups[ranks]
-            self.board.post_failure(failure)  # before the others' waits end: they read it then
-            close_connections(self._group)
-
-    def _await_others(self) -> None:
-        """Return when another rank has posted its failure, or all ranks have come as far as this one."""
-        deadline = time.monotonic() + SHOWN_WITHIN_S
-        while time.monotonic() < deadline and self.board.read_failure() is None and self.board.describe_missing():
-            time.sleep(0.02)
-
-
 def has_connections(ranks: Communicator) -> bool:
     """Whether this rank already has a group for saves in the background."""
-    group_of = _groups.get(ranks.all_ranks)
-    return group_of is not None and group_of() is not None
+    group_of = _groups.get(ranks.users_group)
+    group = None if group_of is None else group_of()
+    return group is not None and not is_closed(group)
 
 
-def background_ranks(ranks: Communicator, *, connects: bool) -> BackgroundRanks:
-    """The ranks, for one save in the background.
+def background_ranks(ranks: Communicator, *, connects: bool) -> RankGroup:
+    """The ranks, for one save in the background. They have a process group that nothing else uses.
 
     Call it right after a collective. Making a group waits at the store, which does not notice that a rank has died.
 
@@ -230,10 +171,14 @@ def background_ranks(ranks: Communicator, *, connects: bool) -> BackgroundRanks:
         CommunicationError: another rank did not come.
     """
     if ranks.total_size == 1:
-        return BackgroundRanks(ranks, None)
+        return RankGroup()
     if connects:
         with ranks.guard("making a group for saves in the background"):
-            members = dist.get_process_group_ranks(ranks.all_ranks)
-            group = dist.new_group(members, MADE_WITHIN, backend="gloo", use_local_synchronization=True)
-        _groups[ranks.all_ranks] = weakref.ref(group)
-    return BackgroundRanks(ranks, _groups[ranks.all_ranks]())
+            _groups[ranks.users_group] = weakref.ref(make_host_group(ranks.users_group, MADE_WITHIN))
+    return RankGroup(
+        alive(_groups[ranks.users_group]),
+        world_size=ranks.world_size,
+        replica=ranks.replica,
+        meeting="saving in the background",
+        timeout=WRITTEN_WITHIN,
+    )

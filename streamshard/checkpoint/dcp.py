@@ -40,7 +40,7 @@ from streamshard.checkpoint.optimizer_state import is_moment
 from streamshard.checkpoint.run_parts import Collected
 from streamshard.checkpoint.safetensors_file import bytes_of, sync_directory
 from streamshard.checkpoint.save import write_checkpoint
-from streamshard.comm.objects import SingleProcess
+from streamshard.comm.objects import RankGroup
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, ConfigError
 from streamshard.unit.optimizer_hooks import NUMBERS
@@ -153,7 +153,7 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
         raise CheckpointError(f"{root} exists: convert into a new directory")
     partial = root.with_name(f"{root.name}.{secrets.token_hex(4)}{PARTIAL}")
     files = open_checkpoint(directory)
-    files.verify_together(SingleProcess())
+    files.verify_together(RankGroup())
     state = {name: _model_out(files, name) for name in files.manifest.state["models"]}
     state |= {name: _optimizer_out(files, name) for name in files.manifest.state["optimizers"]}
     try:
@@ -323,7 +323,7 @@ def from_dcp(
     pieces += [Piece.whole(name, each) for name, each in tensors.items()]
     number = next_number(root) if step is None else step
     collected = Collected({"models": models, "optimizers": optimizers, "trees": {}}, {}, pieces)
-    return Converted(write_checkpoint(root, number, None, SingleProcess(), collected), sorted(left_out))
+    return Converted(write_checkpoint(root, number, None, RankGroup(), collected), sorted(left_out))
 
 
 def _model_in(weights: Mapping[str, torch.Tensor], stepped: set[str]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ from streamshard.checkpoint.safetensors_file import (
     write_all,
     write_synced,
 )
-from streamshard.comm.objects import RankGroup, SingleProcess, gather_from_all_ranks, run_on_all_ranks
+from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
 from streamshard.config import parse_bytes, parse_path
 from streamshard.errors import CheckpointError, ConfigError, log
 from streamshard.integrations import huggingface
@@ -200,7 +200,7 @@ def export_checkpoint(
     plan = models[name]["export"]
     if "error" in plan:
         raise CheckpointError(f"{files.root}: {name!r} cannot be exported: {plan['error']}")
-    files.verify_together(SingleProcess())
+    files.verify_together(RankGroup())
     entries = list(_entries_of_checkpoint(files, name, plan["tensors"], wanted))
 
     def write_beside(staging: Path) -> None:
@@ -216,7 +216,7 @@ def export_checkpoint(
     names = write_sharded(
         entries,
         root,
-        SingleProcess(),
+        RankGroup(),
         max_shard_size=max_shard_size,
         total_parameters=files.manifest.numel_of_params(name),
         write_beside=write_beside,

@@ -20,7 +20,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.checkpoint.background import (
-    BackgroundRanks,
     Saving,
     background_ranks,
     copy_to_host,
@@ -144,7 +143,7 @@ def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Pa
 
 
 def _write_in_background(
-    root: Path, number: int, keep: int | None, device: torch.device, collected: Collected, group: BackgroundRanks
+    root: Path, number: int, keep: int | None, device: torch.device, collected: Collected, group: RankGroup
 ) -> Saving:
     """Copy what is saved, and let a thread do the rest. The thread tells other ranks if this rank cannot copy."""
     root = Path(os.path.abspath(root))  # the process may change its directory meanwhile

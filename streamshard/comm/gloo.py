@@ -13,7 +13,7 @@ from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport, sum_in_rank_order
 from streamshard.config import ReductionMode
 
-__all__ = ["PairwiseTransport", "sum_in_pieces"]
+__all__ = ["Exchange", "PairwiseTransport", "sum_in_pieces"]
 
 _SUM_BLOCK = 1 << 17  # elements
 # One tag each for a unit's all-gathers, its reductions, and gathers of full tensors. gloo ends the process if a message
@@ -32,100 +32,91 @@ class PairwiseTransport(Transport):
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
     ) -> Work | None:
         """See `Transport.start_gather`. Other ranks' shards arrive in the slot; this rank copies its own."""
-        self.ranks.board.log.add(RecordKind.GATHER if is_published else RecordKind.GATHER_FULL, tag)
+        kind = RecordKind.GATHER if is_published else RecordKind.GATHER_FULL
+        self._issue(kind, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         chunks = slot.view(self.ranks.world_size, -1)
-        self.streams.declare(self.stream, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
-        messages, message_tag = [], tag * _TAGS_PER_UNIT + (0 if is_published else 2)
-        for peer in self._peers():
-            messages.append(self.ranks.group.send([shard], peer, message_tag))
-            messages.append(self.ranks.group.recv([chunks[peer]], peer, message_tag))
+        received = [chunks[peer] for peer in self._peers()]
+        messages = self._swap([shard] * len(received), received, tag * _TAGS_PER_UNIT + (0 if is_published else 2))
         if chunks[self.ranks.rank].data_ptr() != shard.data_ptr():
             with self.streams.on(self.stream):
                 chunks[self.ranks.rank].copy_(shard)
-        return _Exchange(self.ranks.group, messages)
+        return Exchange(None, messages, self.ranks.group)
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. The first wait sums, in all modes in fp32 and in rank order."""
-        chunks = reduction.slot.view(self.ranks.world_size, -1)
-        received = reduction.scratch.view(self.ranks.world_size - 1, -1)
-        self.streams.declare(
-            self.stream,
-            Collective.REDUCE_SCATTER,
-            reduction.tag,
-            reads=(reduction.slot,),
-            writes=(reduction.scratch, reduction.out),
-        )
-        self.ranks.board.log.add(RecordKind.REDUCE, reduction.tag)
-        messages = []
-        for index, peer in enumerate(self._peers()):
-            tag = reduction.tag * _TAGS_PER_UNIT + 1
-            messages.append(self.ranks.group.send([chunks[peer]], peer, tag))
-            messages.append(self.ranks.group.recv([received[index]], peer, tag))
-        return _Exchange(self.ranks.group, messages, lambda: self._sum(chunks[self.ranks.rank], received, reduction))
+        slot, out, scratch, _, accumulate, tag = reduction
+        self._issue(RecordKind.REDUCE, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(scratch, out))
+        rank, chunks = self.ranks.rank, slot.view(self.ranks.world_size, -1).unbind()
+        received = scratch.view(self.ranks.world_size - 1, -1).unbind()
+        messages = self._swap([*chunks[:rank], *chunks[rank + 1 :]], received, tag * _TAGS_PER_UNIT + 1)
+
+        def sum_all() -> None:
+            with self.streams.on(self.stream):
+                sum_in_pieces([*received[:rank], chunks[rank], *received[rank:]], out, accumulate)
+
+        return Exchange(sum_all, messages, self.ranks.group)
 
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
         """See `Transport.start_average`. gloo sums; the first wait divides."""
-        self.streams.declare(self.stream, Collective.ALL_REDUCE, tag, writes=(tensor,))
-        self.ranks.board.log.add(RecordKind.AVERAGE)
+        self._issue(RecordKind.AVERAGE, Collective.ALL_REDUCE, tag, writes=(tensor,))
         work = dist.all_reduce(tensor, group=self.ranks.group, async_op=True)
 
         def divide() -> None:
             with self.streams.on(self.stream), torch.no_grad():
                 tensor.div_(self.ranks.world_size)
 
-        return _Exchange(self.ranks.group, [work], divide)
+        return Exchange(divide, [work], self.ranks.group)
 
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
         """See `Transport.start_all_to_all`. All use one tag: gloo keeps the order of messages with the same tag."""
-        self.streams.declare(
-            self.stream, Collective.ALL_TO_ALL, None, reads=(exchange.send,), writes=(exchange.received,)
-        )
-        self.ranks.board.log.add(RecordKind.ALL_TO_ALL)
-        messages = []
-        for peer in self._peers():
-            sent, received = exchange.chunks(peer)
-            if sent.numel():
-                messages.append(self.ranks.group.send([sent], peer, _ALL_TO_ALL_TAG))
-            if received.numel():
-                messages.append(self.ranks.group.recv([received], peer, _ALL_TO_ALL_TAG))
+        reads, writes = (exchange.send,), (exchange.received,)
+        self._issue(RecordKind.ALL_TO_ALL, Collective.ALL_TO_ALL, None, reads=reads, writes=writes)
+        pairs = [exchange.chunks(peer) for peer in self._peers()]
+        messages = self._swap([sent for sent, _ in pairs], [received for _, received in pairs], _ALL_TO_ALL_TAG)
         with self.streams.on(self.stream), torch.no_grad():
             sent, received = exchange.chunks(self.ranks.rank)
             received.copy_(sent)
-        return _Exchange(self.ranks.group, messages)
+        return Exchange(None, messages, self.ranks.group)
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
         """One chunk from every other rank, which arrive before the sum."""
-        match mode:
-            case ReductionMode.FP32 | ReductionMode.EXCHANGE_16 | ReductionMode.SUM_16:
-                return shard_numel * (self.ranks.world_size - 1)
+        return shard_numel * (self.ranks.world_size - 1)
 
-    def _sum(self, own: torch.Tensor, received: torch.Tensor, reduction: Reduction) -> None:
-        others = list(received)
-        with self.streams.on(self.stream):
-            sum_in_pieces(
-                [*others[: self.ranks.rank], own, *others[self.ranks.rank :]], reduction.out, reduction.accumulate
-            )
+    def _swap(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], message_tag: int
+    ) -> list[dist.Work]:
+        """Start to exchange tensors with the other ranks, in rank order. Empty ones are not sent."""
+        group, messages = self.ranks.group, []
+        for peer, mine, theirs in zip(self._peers(), sent, received, strict=True):
+            if mine.numel():
+                messages.append(group.send([mine], peer, message_tag))
+            if theirs.numel():
+                messages.append(group.recv([theirs], peer, message_tag))
+        return messages
 
     def _peers(self) -> list[int]:
-        """The other ranks, in rank order: `received` is laid out in this order."""
+        """The other ranks, in rank order."""
         return [peer for peer in range(self.ranks.world_size) if peer != self.ranks.rank]
 
 
-class _Exchange:
+class Exchange:
     """Pending messages in gloo's threads, and a function to call when all have arrived.
 
     Args:
-        group: sends the messages. Messages that nothing waits for are kept as long as the group.
-        messages: sends and receives.
         finish: called at the end of the first wait.
+        messages: sends and receives.
+        group: sends the messages. Messages that nothing waits for are kept as long as the group.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, messages: Sequence[dist.Work], finish: Callable[[], None] | None = None
+        self,
+        finish: Callable[[], None] | None,
+        messages: Sequence[dist.Work] = (),
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._group = group
-        self._messages: Sequence[dist.Work] = messages
         self._finish = finish
+        self._messages = messages
+        self._group = group
 
     def __del__(self) -> None:
         self._abandon()
@@ -144,7 +135,7 @@ class _Exchange:
             finish()
 
     def _abandon(self) -> None:
-        if self._messages:
+        if self._messages and self._group is not None:
             _abandoned.setdefault(self._group, []).extend(self._messages)
             self._messages = ()
 

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import datetime
 import os
-import time
 import weakref
 from typing import Any, NamedTuple
 
@@ -14,25 +13,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from streamshard.comm.flight_recorder import Board, RecordKind, Wait, Watch, explain
-from streamshard.comm.objects import gather_bytes, gather_results, raise_if
 from streamshard.device import has_streams, serves
 from streamshard.errors import CommunicationError, ConfigError, ShardingError
 from streamshard.torch_private import backend_of
 
 __all__ = [
     "Groups",
+    "alive",
     "close_connections",
     "groups_of",
     "host_group_of",
+    "is_closed",
     "make_default_group",
-    "refuse_together",
+    "make_host_group",
     "resolve_group",
     "timeout_of",
 ]
 
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's, as its documentation says
-_COME = "streamshard/come"  # counts the ranks that have come to make a host group
 _UNUSED_TAG = (1 << 31) - 1  # of a message that is never sent
 
 
@@ -139,12 +137,12 @@ def _end(group_of: weakref.ref[dist.ProcessGroup]) -> None:
         dist.destroy_process_group()
 
 
-# StreamShard's own gloo groups, by the user's group of the same ranks. Weak: torch owns them.
+# StreamShard's own gloo groups, by the user's group of the same ranks, and by themselves. Weak: torch owns them.
 _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
-def host_group_of(group: dist.ProcessGroup, *, makes: bool = True) -> dist.ProcessGroup | None:
-    """StreamShard's own gloo group of the same ranks.
+def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """StreamShard's own gloo group of the same ranks. The first call is collective.
 
     StreamShard does not use the user's group for this. gloo would pair StreamShard's collective on one rank with
     another library's collective on another, and give each the other's bytes. NCCL's watchdog would end the process
@@ -152,39 +150,39 @@ def host_group_of(group: dist.ProcessGroup, *, makes: bool = True) -> dist.Proce
 
     Args:
         group: the user's group. It is returned as it is if it serves the CPU and has one rank or no gloo.
-        makes: make the group if there is none yet (collective); False: return None then.
+
+    Raises:
+        CommunicationError: the group has been destroyed.
     """
     if serves(group, "cpu") and (group.size() == 1 or backend_of(group, torch.device("cpu")).name() != "gloo"):
         return group
-    if makes and group not in _host_groups:
-        ranks = dist.get_process_group_ranks(group)
+    if group not in _host_groups:
         timeout = timeout_of(group) if serves(group, "cpu") else _DEFAULT_TIMEOUT
-        # With use_local_synchronization torch names a group by the number of groups that this rank is in. That number
-        # may differ between ranks, so a group of all ranks does without.
-        is_of_some = len(ranks) < dist.get_world_size()
-        _await_all(group, timeout.total_seconds())
-        host_group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=is_of_some)
-        _host_groups[group] = _host_groups[host_group] = weakref.ref(host_group)
-    group_of = _host_groups.get(group)
-    return None if group_of is None else group_of()
+        _host_groups[group] = weakref.ref(make_host_group(group, timeout))
+    return alive(_host_groups[group])
 
 
-def _await_all(group: dist.ProcessGroup, timeout_s: float) -> None:
-    """Return once all ranks of `group` have called this.
+def make_host_group(group: dist.ProcessGroup, timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """A new gloo group of the ranks of `group`. Collective."""
+    ranks = dist.get_process_group_ranks(group)
+    # With use_local_synchronization torch names a group by the number of groups that this rank is in. That number
+    # may differ between ranks, so a group of all ranks does without.
+    is_of_some = len(ranks) < dist.get_world_size()
+    made: dist.ProcessGroup = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=is_of_some)
+    _host_groups[made] = weakref.ref(made)
+    return made
 
-    ``dist.new_group`` would block the store's connection while it waits, and the watchdog could not read the logs.
+
+def alive(group_of: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup:
+    """The group of a weak reference.
 
     Raises:
-        RuntimeError: the other ranks did not come in time.
+        CommunicationError: the group has been destroyed.
     """
-    store, deadline, sleep_s = group.get_group_store(), time.monotonic() + timeout_s, 1e-4
-    come = store.add(_COME, 1)
-    while come < group.size():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"timed out after {timeout_s:g} s: {come} of {group.size()} ranks have come")
-        time.sleep(sleep_s)
-        sleep_s = min(2 * sleep_s, 0.1)
-        come = store.add(_COME, 0)
+    group = None if group_of is None else group_of()
+    if group is None:
+        raise CommunicationError("the process group was destroyed (destroy_process_group) while the model needs it")
+    return group
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
@@ -194,51 +192,27 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
     return timeout
 
 
-def close_connections(group: dist.ProcessGroup) -> None:
-    """End all waits over `group` with an error, on this rank and on ranks that wait for it. Ends the group for good.
+def close_connections(*groups: dist.ProcessGroup) -> None:
+    """End all waits over `groups` with an error, on this rank and on ranks that wait for it. Ends the groups for good.
 
     gloo has no function for it, but closes all connections when a receive times out.
 
     Args:
-        group: a gloo group.
+        *groups: those that do not serve the CPU are left out. StreamShard's own groups of their ranks come first: a
+            rank whose wait over the user's group ends finds all closed.
     """
-    if group.size() > 1:
-        peer = (group.rank() + 1) % group.size()
-        with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(datetime.timedelta(milliseconds=1))
+    hosts = [host for group in groups if group in _host_groups and (host := _host_groups[group]()) is not None]
+    for group in dict.fromkeys((*hosts, *groups)):
+        _closed.add(group)
+        if group.size() > 1 and serves(group, "cpu"):
+            peer = (group.rank() + 1) % group.size()
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(datetime.timedelta(milliseconds=1))
 
 
-def refuse_together(group: dist.ProcessGroup | None, error: Exception | None) -> None:
-    """Tell the other ranks whether this rank refuses its model. Collective; blocks.
+def is_closed(group: dist.ProcessGroup) -> bool:
+    """Whether this rank has closed the connections of `group`."""
+    return group in _closed
 
-    On a rank that passes an error this returns; the caller raises the error.
 
-    Args:
-        group: all ranks of the model; None: the default group.
-        error: why this rank refuses its model; None: it does not.
-
-    Raises:
-        ShardingError: this rank accepts its model, but another one refuses; names that rank and its reason.
-        CommunicationError: another rank did not come.
-    """
-    group = group or dist.group.WORLD
-    if group is None or group.size() == 1:
-        return
-    board = Board(group, group.rank(), group.size())
-    watch = Watch(board)
-    watch.wait = Wait("the start of StreamShard(model), which all ranks have to call")
-    board.log.add(RecordKind.MEETING)
-    try:
-        hosts = host_group_of(group)
-        if hosts is None:
-            raise RuntimeError("the process group was destroyed")
-        gather_results(
-            lambda data: gather_bytes(hosts, data), "shard the model", lambda: raise_if(error), ShardingError
-        )
-    except (RuntimeError, ShardingError) as failure:
-        if error is not None:
-            return
-        if isinstance(failure, ShardingError):
-            raise
-        message = f"{watch.wait.what} failed on {board.describe_rank()}: {explain(failure, board)}"
-        raise CommunicationError(message) from failure
+_closed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()

@@ -44,8 +44,8 @@ class NcclTransport(Transport):
         self, shard: torch.Tensor, slot: torch.Tensor, tag: int, *, is_published: bool = True
     ) -> Work | None:
         """See `Transport.start_gather`."""
-        self.ranks.board.log.add(RecordKind.GATHER if is_published else RecordKind.GATHER_FULL, tag)
-        self.streams.declare(self.stream, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
+        kind = RecordKind.GATHER if is_published else RecordKind.GATHER_FULL
+        self._issue(kind, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         with self.streams.on(self.stream):
             _all_gather_single(slot, shard, group=self.ranks.group)
         return None
@@ -53,8 +53,7 @@ class NcclTransport(Transport):
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`, and [Note: sums]."""
         slot, out, scratch, mode, accumulate, tag = reduction
-        self.streams.declare(self.stream, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(scratch, out, slot))
-        self.ranks.board.log.add(RecordKind.REDUCE, tag)
+        self._issue(RecordKind.REDUCE, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(scratch, out, slot))
         size = self.ranks.world_size
         with self.streams.on(self.stream), torch.no_grad():
             if mode is ReductionMode.EXCHANGE_16:
@@ -84,8 +83,7 @@ class NcclTransport(Transport):
 
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
         """See `Transport.start_average`."""
-        self.streams.declare(self.stream, Collective.ALL_REDUCE, tag, writes=(tensor,))
-        self.ranks.board.log.add(RecordKind.AVERAGE)
+        self._issue(RecordKind.AVERAGE, Collective.ALL_REDUCE, tag, writes=(tensor,))
         with self.streams.on(self.stream):
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.ranks.group)
             tensor.mul_(1.0 / self.ranks.world_size)
@@ -94,8 +92,7 @@ class NcclTransport(Transport):
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
         """See `Transport.start_all_to_all`."""
         send, send_numels, received, received_numels = exchange
-        self.streams.declare(self.stream, Collective.ALL_TO_ALL, None, reads=(send,), writes=(received,))
-        self.ranks.board.log.add(RecordKind.ALL_TO_ALL)
+        self._issue(RecordKind.ALL_TO_ALL, Collective.ALL_TO_ALL, None, reads=(send,), writes=(received,))
         with self.streams.on(self.stream):
             dist.all_to_all_single(received, send, list(received_numels), list(send_numels), group=self.ranks.group)
         return None

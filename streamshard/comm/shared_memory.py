@@ -16,6 +16,8 @@ Each rank has four counters, which only it increments:
 - WRITTEN: for how many reductions this rank has filled the grad slot. Peers wait for it before they sum.
 - SUMMED: how many reductions this rank has summed. Peers wait for it before they write that slot again (rule 3).
 
+All ranks allocate the same buffers in the same order, so a buffer has the same offset in every rank's memory.
+
 Counts suffice because passes and reductions come in the same order on all ranks. To check this, each rank stores with
 each count a digest of all that it has issued, and ranks compare the digests. Sums are taken in the same order, as early
 as possible, so two ranks never wait for each other's sums.
@@ -23,6 +25,7 @@ as possible, so two ranks never wait for each other's sums.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import mmap
 import os
@@ -32,21 +35,22 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from streamshard.comm.flight_recorder import MismatchError, RecordKind
-from streamshard.comm.gloo import PairwiseTransport, sum_in_pieces
+from streamshard.comm.flight_recorder import RecordKind
+from streamshard.comm.gloo import Exchange, PairwiseTransport, sum_in_pieces
 from streamshard.comm.groups import timeout_of
+from streamshard.comm.objects import RankGroup
 from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import Peers, Reduction
 from streamshard.config import ReductionMode
 from streamshard.errors import StateError
 
-__all__ = ["Counter", "Offer", "SharedBuffers", "SharedMemoryTransport", "make_memory", "map_memory"]
+__all__ = ["Counter", "Offer", "SharedBuffers", "SharedMemoryTransport", "map_memory", "share_memory"]
 
 _DISABLE = "STREAMSHARD_SHARED_MEMORY"  # environment variable: "0" uses gloo instead
 _ORDERED = ("x86_64", "AMD64")  # processors that make stores visible in program order: counters rely on it
@@ -84,7 +88,7 @@ class SharedBuffers:
     """One rank's shared memory, mapped into this process.
 
     Args:
-        memory: the mapped file.
+        descriptor: the file.
         units: how many shards are published.
         process: a descriptor (pidfd) of the rank's process, which this object owns; None: it is this process.
 
@@ -92,23 +96,25 @@ class SharedBuffers:
         counters: [4], by `Counter`.
         gone: [1], 1 when the rank has failed and its counters will not change any more.
         published: [2], digest of the log at the last publications; publication n is at n modulo 2.
-        shards: [units], byte offsets of the all-gather inputs.
+        shards: [units], byte offsets of the all-gather inputs, which move when the user moves a parameter.
         written: [units], digest of the log at the last reductions; reduction n is at n modulo units.
     """
 
-    def __init__(self, memory: mmap.mmap, units: int, process: int | None) -> None:
-        self._memory = memory
+    def __init__(self, descriptor: int, units: int, process: int | None = None) -> None:
+        self._poll = select.poll()
+        if process is not None:
+            self._poll.register(process, select.POLLIN)
+            weakref.finalize(self, os.close, process)
+        self._memory = mmap.mmap(descriptor, 0)
+        self._memory.madvise(mmap.MADV_DONTFORK)
         self._used = 0
         self.counters = self._words(len(Counter))
         self.gone = self._words(1)
         self.published = self._words(_PUBLICATIONS)
         self.shards = self._words(units)
         self.written = self._words(units)
-        self._start = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
-        self._poll = select.poll()
-        if process is not None:
-            self._poll.register(process, select.POLLIN)
-            weakref.finalize(self, os.close, process)
+        self._start = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
+
         _mapped.add(self)
 
     def has_died(self) -> bool:
@@ -140,60 +146,50 @@ class SharedBuffers:
 _mapped: weakref.WeakSet[SharedBuffers] = weakref.WeakSet()
 _kept: list[SharedBuffers] = []  # in a forked child: freeing the inherited objects would unmap other memory
 
-
-def _after_fork_in_child() -> None:
-    _kept.extend(_mapped)
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+    os.register_at_fork(after_in_child=lambda: _kept.extend(_mapped))
 
 
-def make_memory(nbytes: int, units: int) -> tuple[mmap.mmap, Offer] | None:
-    """An anonymous memory file with room for `nbytes` of buffers; None if the system has no such files.
-
-    The caller has to close the offer's descriptor when all ranks have mapped the file.
+def share_memory(ranks: RankGroup, nbytes: int, units: int) -> list[SharedBuffers] | None:
+    """The shared memory of all ranks of a shard group, by rank; None if a rank cannot share its own. Collective.
 
     Args:
-        nbytes: size of all buffers together. A page takes memory only once it is written.
+        ranks: the ranks.
+        nbytes: size of all buffers of a rank together. A page takes memory only once it is written.
         units: how many shards will be published.
     """
+    with contextlib.ExitStack() as files:  # a mapping stays valid without its file
+        own = _make_memory(files, nbytes + _WORD_BYTES * (len(Counter) + 1 + _PUBLICATIONS + 2 * units))
+        offers = ranks.gather_objects(own, with_replicas=False)
+        buffers = [map_memory(offer, units) for offer in offers]
+        mapped = [each for each in buffers if each is not None]
+        all_can = all(ranks.gather_objects(len(mapped) == len(offers), with_replicas=False))
+    return mapped if all_can else None
+
+
+def _make_memory(files: contextlib.ExitStack, nbytes: int) -> Offer | None:
+    """An anonymous memory file, which `files` closes; None if the system has no such files."""
     if sys.platform != "linux" or os.environ.get(_DISABLE, "1") == "0" or platform.machine() not in _ORDERED:
         return None
-    descriptor = None
-    try:
+    with contextlib.suppress(OSError):
         descriptor = os.memfd_create("streamshard", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, nbytes + _WORD_BYTES * (len(Counter) + 1 + _PUBLICATIONS + 2 * units))
-        return _map(descriptor), Offer(_system(), os.getpid(), descriptor)
-    except (OSError, ValueError):
-        if descriptor is not None:
-            os.close(descriptor)
-        return None
+        files.callback(os.close, descriptor)
+        os.ftruncate(descriptor, nbytes)
+        return Offer(_system(), os.getpid(), descriptor)
+    return None
 
 
 def map_memory(offer: Offer | None, units: int) -> SharedBuffers | None:
-    """Another rank's memory; None if the rank is on another machine, or its memory may not be mapped."""
-    process = file = None
-    try:
-        if offer is None or offer.system != _system():
-            return None
-        process = os.pidfd_open(offer.process)
-        file = os.open(f"/proc/{offer.process}/fd/{offer.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        buffers = SharedBuffers(_map(file), units, process)
-        process = None
-        return buffers
-    except (OSError, ValueError):
+    """A rank's memory; None if the rank is on another machine, or its memory may not be mapped."""
+    if offer is None or offer.system != _system():
         return None
-    finally:
-        for descriptor in (process, file):
-            if descriptor is not None:
-                os.close(descriptor)
-
-
-def _map(descriptor: int) -> mmap.mmap:
-    memory = mmap.mmap(descriptor, 0)
-    memory.madvise(mmap.MADV_DONTFORK)
-    return memory
+    if offer.process == os.getpid():
+        return SharedBuffers(offer.descriptor, units)
+    with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as files:
+        file = os.open(f"/proc/{offer.process}/fd/{offer.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        files.callback(os.close, file)
+        return SharedBuffers(file, units, os.pidfd_open(offer.process))
+    return None
 
 
 def _system() -> str:
@@ -201,19 +197,6 @@ def _system() -> str:
     namespace = os.stat("/proc/self/ns/pid")
     boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     return f"{boot} {namespace.st_dev} {namespace.st_ino}"
-
-
-class _Once:
-    """Work that runs in its first wait."""
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action: Callable[[], None] | None = action
-
-    def wait(self) -> None:
-        """See `streamshard.comm.streams.Work`."""
-        action, self._action = self._action, None
-        if action is not None:
-            action()
 
 
 class SharedMemoryTransport(PairwiseTransport):
@@ -239,9 +222,7 @@ class SharedMemoryTransport(PairwiseTransport):
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
         """No scratch: chunks are read in place, not received."""
-        match mode:
-            case ReductionMode.FP32 | ReductionMode.EXCHANGE_16 | ReductionMode.SUM_16:
-                return 0
+        return 0
 
     # -- all-gathers ------------------------------------------------------------------------------------------------
 
@@ -249,14 +230,14 @@ class SharedMemoryTransport(PairwiseTransport):
         """See `Transport.retract_shards`."""
         super().retract_shards()
         count = self._advance(Counter.RETRACTED)
-        return _Once(lambda: self._await(Counter.RETRACTED, count))
+        return Exchange(lambda: self._await(Counter.RETRACTED, count))
 
     def publish_shards(self, shards: Sequence[torch.Tensor]) -> None:
         """See `Transport.publish_shards`."""
         for tag, shard in enumerate(shards):
             self._own.shards[tag] = self._offset_of(shard) if shard.numel() else 0
         count = self._own.counters[Counter.PUBLISHED] + 1
-        self._own.published[count % _PUBLICATIONS] = self.ranks.board.log.digest
+        self._own.published[count % _PUBLICATIONS] = self.ranks.recorder.log.digest
         self._advance(Counter.PUBLISHED)
 
     def start_gather(
@@ -265,9 +246,8 @@ class SharedMemoryTransport(PairwiseTransport):
         """See `Transport.start_gather`. The first wait copies: the shards stay unchanged until then."""
         if not is_published or self._own.offset_of(shard) is None:  # send it through gloo
             return super().start_gather(shard, slot, tag, is_published=is_published)
-        self.streams.declare(self.stream, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
-        self.ranks.board.log.add(RecordKind.GATHER, tag)
-        return _Once(lambda: self._copy(shard, slot, tag))
+        self._issue(RecordKind.GATHER, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
+        return Exchange(lambda: self._copy(shard, slot, tag))
 
     def _copy(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> None:
         count = self._own.counters[Counter.PUBLISHED]
@@ -284,15 +264,13 @@ class SharedMemoryTransport(PairwiseTransport):
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. Sums in all modes in fp32 and in rank order, once all ranks have started it."""
-        self.streams.declare(
-            self.stream, Collective.REDUCE_SCATTER, reduction.tag, reads=(reduction.slot,), writes=(reduction.out,)
-        )
+        reads, writes = (reduction.slot,), (reduction.out,)
+        self._issue(RecordKind.REDUCE, Collective.REDUCE_SCATTER, reduction.tag, reads=reads, writes=writes)
         self._started.append(reduction)
-        self.ranks.board.log.add(RecordKind.REDUCE, reduction.tag)
         written = self._own.written
-        written[self._own.counters[Counter.WRITTEN] % len(written)] = self.ranks.board.log.digest
+        written[self._own.counters[Counter.WRITTEN] % len(written)] = self.ranks.recorder.log.digest
         count = self._advance(Counter.WRITTEN)
-        return _Once(lambda: self._finish(count))
+        return Exchange(lambda: self._finish(count))
 
     def progress(self) -> None:
         """See `Transport.progress`. Takes the sums for which all ranks have written, so that no rank waits later."""
@@ -310,7 +288,6 @@ class SharedMemoryTransport(PairwiseTransport):
         number = self._own.counters[Counter.SUMMED]
         self._compare([buffers.written[number % len(buffers.written)] for buffers in self._buffers])
         slot, out, _, _, accumulate, _ = self._started.popleft()
-        # All ranks allocate grad slots in the same order, so a slot has the same offset in every rank's memory.
         start = self._offset_of(slot) + self.ranks.rank * out.numel() * slot.element_size()
         with self.streams.on(self.stream):
             sum_in_pieces([buffers.view(start, out.numel(), slot.dtype) for buffers in self._buffers], out, accumulate)
@@ -352,15 +329,15 @@ class SharedMemoryTransport(PairwiseTransport):
                 # Read the counter once more: the rank may have reached the count just before it ended.
                 if (has_died or self._buffers[rank].gone[0]) and self._buffers[rank].counters[counter] < count:
                     raise RuntimeError(f"rank {rank} has {'died' if has_died else 'left, or has failed'}")
-            if self.ranks.watch.difference is not None:
-                raise MismatchError(self.ranks.watch.difference)
+            if self.ranks.recorder.difference is not None:
+                raise RuntimeError(self.ranks.recorder.difference)
             if time.monotonic() > deadline:
                 raise RuntimeError(f"timed out after {self._timeout_s:g} s of waiting for ranks {missing}")
 
     def _compare(self, digests: Sequence[int]) -> None:
         """Raise if ranks with the same count have issued different collectives."""
         if any(digest != digests[self.ranks.rank] for digest in digests):
-            raise MismatchError("ranks have issued different collectives")
+            raise RuntimeError("ranks have issued different collectives")
 
     def leave(self) -> None:
         """See `Transport.leave`."""

@@ -20,8 +20,9 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from streamshard.comm.flight_recorder import Board, Guard, RecordKind, Watch
-from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
+from streamshard.comm.flight_recorder import FlightRecorder, RecordKind
+from streamshard.comm.objects import Guard
+from streamshard.comm.streams import Collective, Fence, Rule, StreamName, Streams, Work
 from streamshard.config import Precision, ReductionMode
 from streamshard.errors import StateError
 
@@ -35,8 +36,7 @@ class Peers(Protocol):
     world_size: int
     streams: Streams
     stream: StreamName
-    board: Board
-    watch: Watch
+    recorder: FlightRecorder
 
     @property
     def group(self) -> dist.ProcessGroup: ...
@@ -106,6 +106,7 @@ class Transport(abc.ABC):
         self._ranks_of = weakref.ref(ranks)
         self.streams = ranks.streams
         self.stream = ranks.stream
+        self._log = ranks.recorder.log
 
     @property
     def ranks(self) -> Peers:
@@ -152,8 +153,6 @@ class Transport(abc.ABC):
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
         """Number of scratch elements for a reduction.
 
-        Each transport names every mode, so that the type checker finds transports that lack a new mode.
-
         Args:
             shard_numel: elements of the unit's shard.
             mode: mode of the reductions.
@@ -173,18 +172,28 @@ class Transport(abc.ABC):
 
     def retract_shards(self) -> Work | None:
         """Called before all-gather inputs are cast anew. Returns work that ends when no other rank reads them."""
-        self.ranks.board.log.add(RecordKind.FORWARD)
+        self._log.add(RecordKind.FORWARD)
         return None
 
     def publish_shards(self, shards: Sequence[torch.Tensor]) -> None:  # noqa: B027  # most transports send shards
-        """Let other ranks read the all-gather inputs from now on. Called when the cast is done.
-
-        Args:
-            shards: all-gather inputs of all units, by tag.
-        """
+        """Let other ranks read the all-gather inputs of all units, by tag, from now on. Called when they are cast."""
 
     def progress(self) -> None:  # noqa: B027  # backends with threads of their own need no help
         """Advance pending collectives without waiting. Called with every gradient."""
+
+    def _issue(
+        self,
+        kind: RecordKind,
+        collective: Collective,
+        tag: int | None,
+        *,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        """Log a collective, and tell the observers. For the arguments see `Observer.on_collective`."""
+        self._log.add(kind, tag or 0)
+        for observer in self.streams.observers:
+            observer.on_collective(self.stream, collective, tag, reads, writes)
 
     def gather_now(self, shard: torch.Tensor, full: torch.Tensor, tag: int) -> None:
         """All-gather outside of steps. On return the compute stream can use the result."""

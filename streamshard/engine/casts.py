@@ -82,9 +82,8 @@ class Casts:
         self._cast_done.record()
         self._cast_done.wait()  # rule 5: no all-gather reads an input that is still being cast
         with self._ranks.guard("the start of a forward"):
-            self._ranks.transport.publish_shards(
-                [flat_param.gather_input for unit in self._units for flat_param in unit.flat_params]
-            )
+            inputs = [flat.gather_input for unit in self._units for flat in unit.flat_params]
+            self._ranks.transport.publish_shards(inputs)
         for observer in self._ranks.streams.observers:
             observer.on_event(StepEvent.CAST_ENDS, None)
 

@@ -183,7 +183,7 @@ class RaceDetector(Observer):
         writes: Sequence[torch.Tensor],
     ) -> None:
         """See `Observer`."""
-        names = self.engine.ranks.board.names
+        names = self.engine.ranks.recorder.names
         unit = names[tag] if tag is not None and tag < len(names) else None
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:

@@ -167,7 +167,7 @@ class UnevenInputs(Inputs):
             CommunicationError: on all ranks.
         """
         ranks = self._engine.ranks
-        ranks.log.add(RecordKind.END_OF_STEP)
+        ranks.recorder.log.add(RecordKind.END_OF_STEP)
         if not all(row.has_inputs for row in self._rows):
             with ranks.guard("the end of a step with uneven inputs (Join)"):
                 marks = torch.full((1,), _MARK, device=self._engine.streams.device)

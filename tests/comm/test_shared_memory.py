@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 from streamshard import Precision, StreamShard
-from streamshard.comm import shared_memory
+from streamshard.comm import communicator
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.groups import host_group_of
-from streamshard.comm.shared_memory import Counter, SharedMemoryTransport, make_memory, map_memory
+from streamshard.comm.shared_memory import Counter, Offer, SharedMemoryTransport, map_memory
 from streamshard.comm.transport import Reduction
 from streamshard.config import ReductionMode
 from streamshard.errors import CommunicationError
@@ -143,14 +143,8 @@ def test_one_rank_that_cannot_share_makes_all_use_sockets(context: RankContext, 
 
 def test_nothing_of_a_process_elsewhere_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """In another machine or container a process number means another process."""
-    made = make_memory(1 << 13, 1)
-    assert made is not None
-    offer = made[1]
-    assert map_memory(offer, 1) is not None
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("opened"))
-    assert map_memory(offer._replace(system="another kernel 4 1"), 1) is None
-    monkeypatch.undo()
-    os.close(offer.descriptor)
+    assert map_memory(Offer("another kernel 4 1", os.getppid(), 1), 1) is None
 
 
 # -- the order in which things become visible ---------------------------------------------------------------------
@@ -174,15 +168,14 @@ class _Recorder:
 
 
 @on_ranks(2)
-def test_offsets_and_digests_are_written_before_their_count(context: RankContext) -> None:
-    """Places of shards and the digest come before the count of publications; likewise for reductions."""
+def test_digests_are_written_before_their_count(context: RankContext) -> None:
+    """Of publications, and of reductions."""
     model = sharded("plain", BF16)
     own, notes = _shared(model)._own, list[tuple[str, int]]()
-    for name in ("counters", "shards", "published", "written"):
+    for name in ("counters", "published", "written"):
         setattr(own, name, _Recorder(getattr(own, name), name, notes))
     train(model, "plain", context, steps=1)
-    shards = {("shards", place) for place in range(len(engine_inside(model).units))}
-    for counter, promised in ((Counter.PUBLISHED, {("published", 1), *shards}), (Counter.WRITTEN, {("written", 0)})):
+    for counter, promised in ((Counter.PUBLISHED, {("published", 1)}), (Counter.WRITTEN, {("written", 0)})):
         first = notes.index(("counters", counter))
         assert promised <= set(notes[:first])
         last = len(notes) - 1 - notes[::-1].index(("counters", counter))
@@ -264,7 +257,7 @@ def test_a_forked_child_has_no_ranks_and_no_shared_memory(context: RankContext) 
     assert said.startswith("CommunicationError: ")
     assert f"this process was forked from rank {context.rank}" in said
     assert "memfd:streamshard" not in _in_child(lambda: Path("/proc/self/maps").read_text())
-    assert _in_child(lambda: [shared_memory._mapped.clear(), gc.collect(), "over"][-1]) == "over"
+    assert _in_child(lambda: [communicator._inherited.clear(), gc.collect(), "over"][-1]) == "over"
     model(vector_batch(1, context.rank)).sum().backward()
 
 

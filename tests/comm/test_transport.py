@@ -221,7 +221,6 @@ def _check_talk(ranks: Communicator) -> None:
     _wait(transport, work)
     wanted = torch.stack([_numbers(rank, NUMEL, values, 60) for rank in range(size)]).mean(0)
     torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-6)
-    assert ranks.board.find_difference() is None
     assert not ranks.has_failed
 
 
