@@ -11,6 +11,7 @@ into which. The result is a list of runs: "elements [a, b) of this tensor are el
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from streamshard.checkpoint.safetensors_file import TensorSpec
 from streamshard.errors import CheckpointError
 from streamshard.integrations import huggingface
 from streamshard.torch_private import TorchDispatchMode
@@ -28,10 +30,11 @@ __all__ = [
     "DiskTensor",
     "LocalPiece",
     "Made",
-    "Overlap",
     "Piece",
+    "Range",
     "Rearrangement",
     "Run",
+    "check_coverage",
     "local_pieces",
     "overlaps",
     "plan_disk",
@@ -203,6 +206,11 @@ class DiskTensor(NamedTuple):
     dtype: torch.dtype
     runs: tuple[Run, ...]
 
+    @property
+    def spec(self) -> TensorSpec:
+        """How a file stores the tensor."""
+        return TensorSpec(self.name, self.shape, self.dtype)
+
 
 class Made(NamedTuple):
     """The model's tensors, made from the tensors in files.
@@ -221,10 +229,20 @@ class Made(NamedTuple):
 
 
 class LocalPiece(NamedTuple):
-    """What this rank holds of one parameter or buffer: elements [start, start + data.numel()), 1-D."""
+    """What this rank holds of a parameter, buffer or disk tensor: elements [start, start + data.numel()), 1-D."""
 
     start: int
     data: torch.Tensor
+
+
+class Range(NamedTuple):
+    """Elements [start, stop) of the flattened tensor `name`, of which `shape` and `dtype` are those of the whole."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int
 
 
 class Piece(NamedTuple):
@@ -248,16 +266,32 @@ class Piece(NamedTuple):
         return cls(name, tuple(tensor.shape), 0, tensor.contiguous().view(-1))
 
     @property
-    def stop(self) -> int:
-        return self.start + self.data.numel()
+    def range(self) -> Range:
+        """What other ranks hear of the piece."""
+        return Range(self.name, self.shape, self.data.dtype, self.start, self.start + self.data.numel())
 
 
-class Overlap(NamedTuple):
-    """What a rank holds of one disk tensor: its elements [start, stop), and this rank's memory of them."""
+def check_coverage(by_rank: Sequence[Sequence[Range]]) -> dict[str, list[tuple[int, Range]]]:
+    """Every rank's ranges by tensor, each with its rank, in the order of their elements. Empty ranges come first.
 
-    start: int
-    stop: int
-    data: torch.Tensor
+    Raises:
+        CheckpointError: the ranges of a tensor leave gaps, overlap, or differ in shape or dtype.
+    """
+    found: dict[str, list[tuple[int, Range]]] = {}
+    for rank, ranges in enumerate(by_rank):
+        for each in ranges:
+            found.setdefault(each.name, []).append((rank, each))
+    for name, parts in found.items():
+        parts.sort(key=lambda part: (part[1].start < part[1].stop, part[1].start))
+        filled = [each for _, each in parts if each.start < each.stop]
+        ends = [0, *(each.stop for each in filled)]
+        is_one = all(each[:3] == parts[0][1][:3] for _, each in parts)
+        if not is_one or [each.start for each in filled] != ends[:-1] or ends[-1] != math.prod(parts[0][1].shape):
+            told = [
+                f"{each.start}:{each.stop} of {list(each.shape)} {each.dtype} on rank {rank}" for rank, each in parts
+            ]
+            raise CheckpointError(f"ranks do not have each element of {name!r} once, but {', '.join(told)}")
+    return found
 
 
 def saved_names(model: nn.Module, shards: Sequence[ParamShard]) -> dict[str, str]:
@@ -373,17 +407,15 @@ def local_pieces(model: nn.Module, shards: Sequence[ParamShard], *, buffers: boo
     return pieces
 
 
-def overlaps(tensor: DiskTensor, pieces: Mapping[str, LocalPiece]) -> Iterator[Overlap]:
+def overlaps(tensor: DiskTensor, pieces: Mapping[str, LocalPiece]) -> Iterator[LocalPiece]:
     """The ranges of `tensor` of which `pieces` hold the elements."""
-    for run in tensor.runs:
-        piece = pieces.get(run.source)
-        if piece is None:
-            continue
+    for run in (run for run in tensor.runs if run.source in pieces):
+        piece = pieces[run.source]
         first = max(run.source_start, piece.start)
         last = min(run.source_start + run.numel, piece.start + piece.data.numel())
         if first < last:
-            shift = run.start - run.source_start
-            yield Overlap(first + shift, last + shift, piece.data[first - piece.start : last - piece.start])
+            data = piece.data[first - piece.start : last - piece.start]
+            yield LocalPiece(first + run.start - run.source_start, data)
 
 
 def _whole_tensors(

@@ -77,8 +77,8 @@ class StoredDirectory(OpenFiles):
         index = self.root / INDEX_NAME
         if not index.is_file():
             raise CheckpointError(
-                f"{self.root} has neither {SINGLE_NAME} nor {INDEX_NAME}. `streamshard export` writes the weights of a "
-                "checkpoint of save_checkpoint as such a directory"
+                f"{self.root} has neither {SINGLE_NAME} nor {INDEX_NAME}. Checkpoints of save_checkpoint are read by "
+                "load_checkpoint"
             )
         try:
             file_of: dict[str, str] = dict(json.loads(index.read_bytes())["weight_map"])
@@ -221,7 +221,7 @@ def _listed(names: Sequence[str]) -> str:
 def _read(model: nn.Module, plan: _Plan, files: StoredDirectory) -> None:
     with torch.no_grad():
         for match in plan.matches:
-            for start, _, data in overlaps(match, plan.pieces):
+            for start, data in overlaps(match, plan.pieces):
                 copy_range(files.tensors[match.name], start, data)
     put_back_buffers(model, plan.pieces)
 

@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 MANIFEST_NAME = "checkpoint.json"
-FORMAT = 3
+FORMAT = 4
 
 _HEAD = '{{"sha256": "{}", "content":\n'
 _TAIL = "\n}\n"
@@ -114,10 +114,6 @@ class Manifest:
     tensors: Mapping[str, TensorRecord]
     state: Mapping[str, Any] = field(repr=False)
     generation: int = 0
-
-    def numel_of_params(self, model: str) -> int:
-        """How many elements the parameters of a saved model have."""
-        return sum(self.tensors[f"{model}/{param}"].numel for param in self.state["models"][model]["params"])
 
     def encode(self) -> bytes:
         """The file's content."""
