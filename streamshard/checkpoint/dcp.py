@@ -262,7 +262,7 @@ def from_dcp(
         left_out -= {f"{own}{key}" for key in taken}
     stepped = {name for each in optimizers.values() for group in each["param_groups"] for name in group["params"]}
     names = _names_in(weights, stepped)
-    models = {"model": {"class": None, "names": names, "extra_state": {}}}
+    models = {"model": {"class": None, "names": names}}
     pieces = [Piece.whole(f"model/{name}", weights[name]) for name in sorted(set(names.values()))]
     pieces += [Piece.whole(name, each) for name, each in tensors.items()]
     number = next_number(root) if step is None else step

@@ -1,6 +1,6 @@
 """A model's tensors on disk, and the ranges of parameters and buffers of which each consists.
 
-Export and load both use this plan, so they agree. The plan is the same on every rank.
+The plan is the same on every rank.
 
 [Note: rearrangements]
 transformers splits, joins and reorders some weights when it saves them (stacked experts become one tensor each), and
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -29,7 +29,6 @@ from streamshard.unit.shard import ParamShard
 __all__ = [
     "DiskTensor",
     "LocalPiece",
-    "Made",
     "Piece",
     "Range",
     "Rearrangement",
@@ -38,8 +37,8 @@ __all__ = [
     "local_pieces",
     "overlaps",
     "plan_disk",
-    "plan_loading",
     "saved_names",
+    "whole_tensors",
 ]
 
 _MANY_RUNS = 1 << 16
@@ -162,12 +161,7 @@ def _dim(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> int:
 
 def _row_numel(part: torch.Tensor, dim: int) -> int:
     """Elements of `part` that lie together when it is joined along `dim`: its size from that dim on."""
-    if part.dim() == 0:
-        return 1
-    numel = 1
-    for size in part.shape[dim % part.dim() :]:
-        numel *= size
-    return numel
+    return math.prod(part.shape[dim % part.dim() :]) if part.dim() else 1
 
 
 def _contiguous_numel(view: torch.Tensor) -> int:
@@ -192,40 +186,10 @@ def _storage_position(view: torch.Tensor, index: int) -> int:
 
 
 class DiskTensor(NamedTuple):
-    """One tensor as it lies in the files.
+    """One tensor as it lies in the files, and its elements in order: ranges of the model's parameters and buffers."""
 
-    Attributes:
-        name: in the file.
-        shape: in the file.
-        dtype: in the file.
-        runs: what its elements are, in order: ranges of the model's parameters and buffers.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    spec: TensorSpec
     runs: tuple[Run, ...]
-
-    @property
-    def spec(self) -> TensorSpec:
-        """How a file stores the tensor."""
-        return TensorSpec(self.name, self.shape, self.dtype)
-
-
-class Made(NamedTuple):
-    """The model's tensors, made from the tensors in files.
-
-    Attributes:
-        wanted: by parameter or buffer, its tensors in the model: names, shape, dtype. Tied ones have several names.
-        tensors: by name in the model, the tensor as made from the files: shape, dtype, ranges of tensors in files.
-        failed: by name in the model, why the tensor cannot be made from the files.
-        used: names of the tensors in files that are needed.
-    """
-
-    wanted: dict[str, list[DiskTensor]]
-    tensors: dict[str, DiskTensor]
-    failed: dict[str, str]
-    used: set[str]
 
 
 class LocalPiece(NamedTuple):
@@ -335,50 +299,18 @@ def plan_disk(
     names = saved_names(model, shards)
     dropped = _dropped(model, names, {shard.name for shard in shards})
     names = {name: source for name, source in names.items() if name not in dropped}
-    tensors = _whole_tensors(model, shards, names, dtype)
+    tensors = whole_tensors(model, shards, names, dtype)
     with Rearrangement(tensors) as followed:
         stored = dict(tensors)
         if huggingface.is_transformers_model(model):
             stored = huggingface.rearrange_for_saving(model, tensors)
     return [
         DiskTensor(
-            name,
-            tuple(tensor.shape),
-            tensor.dtype,
+            TensorSpec(name, tuple(tensor.shape), tensor.dtype),
             tuple(run._replace(source=names[run.source]) for run in followed.runs(name, tensor)),
         )
         for name, tensor in stored.items()
     ]
-
-
-def plan_loading(model: nn.Module, shards: Sequence[ParamShard], stored: Mapping[str, torch.Tensor]) -> Made:
-    """Plan how `model` loads tensors from files.
-
-    A transformers model loads as ``from_pretrained`` does; any other model loads the tensors with its names.
-
-    Args:
-        model: the sharded model.
-        shards: its parameters, all of them.
-        stored: contiguous meta tensors, by the names in the files.
-    """
-    names = saved_names(model, shards)
-    whole = _whole_tensors(model, shards, names, None)
-    wanted: dict[str, list[DiskTensor]] = {}
-    for name, source in names.items():
-        wanted.setdefault(source, []).append(DiskTensor(name, tuple(whole[name].shape), whole[name].dtype, ()))
-    tensors: dict[str, DiskTensor] = {}
-    with Rearrangement(stored, "loading") as followed:
-        if huggingface.is_transformers_model(model):
-            made, failed, used = huggingface.rearrange_for_loading(model, stored, whole)
-        else:
-            made = {name: tensor for name, tensor in stored.items() if name in whole}
-            failed, used = {}, set(made)
-    for name, tensor in made.items():
-        try:
-            tensors[name] = DiskTensor(name, tuple(tensor.shape), tensor.dtype, followed.runs(name, tensor))
-        except CheckpointError as error:
-            failed[name] = str(error)
-    return Made(wanted, tensors, failed, used)
 
 
 def local_pieces(model: nn.Module, shards: Sequence[ParamShard], *, buffers: bool) -> dict[str, LocalPiece]:
@@ -387,16 +319,9 @@ def local_pieces(model: nn.Module, shards: Sequence[ParamShard], *, buffers: boo
     Buffers that are not contiguous are copied.
 
     Raises:
-        CheckpointError: a parameter's data are not this rank's piece of it.
+        CheckpointError: a buffer has no values.
     """
     pieces = {shard.name: LocalPiece(shard.local.start, shard.main) for shard in shards}
-    for shard in shards:
-        found = pieces[shard.name].data.numel()
-        if found != shard.local.numel:
-            raise CheckpointError(
-                f"parameter {shard.name!r} has {found} elements on this rank, wanted its piece of {shard.local.numel}: "
-                "leave summon_full_params first"
-            )
     if buffers:
         for name, source in saved_names(model, shards).items():
             if source not in pieces:
@@ -407,9 +332,9 @@ def local_pieces(model: nn.Module, shards: Sequence[ParamShard], *, buffers: boo
     return pieces
 
 
-def overlaps(tensor: DiskTensor, pieces: Mapping[str, LocalPiece]) -> Iterator[LocalPiece]:
-    """The ranges of `tensor` of which `pieces` hold the elements."""
-    for run in (run for run in tensor.runs if run.source in pieces):
+def overlaps(runs: Iterable[Run], pieces: Mapping[str, LocalPiece]) -> Iterator[LocalPiece]:
+    """The ranges of a tensor that consists of `runs` of which `pieces` hold the elements."""
+    for run in (run for run in runs if run.source in pieces):
         piece = pieces[run.source]
         first = max(run.source_start, piece.start)
         last = min(run.source_start + run.numel, piece.start + piece.data.numel())
@@ -418,7 +343,7 @@ def overlaps(tensor: DiskTensor, pieces: Mapping[str, LocalPiece]) -> Iterator[L
             yield LocalPiece(first + run.start - run.source_start, data)
 
 
-def _whole_tensors(
+def whole_tensors(
     model: nn.Module, shards: Sequence[ParamShard], names: Mapping[str, str], dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
     """Meta tensors in state dict order, of full shapes; floating-point ones in `dtype`, if given."""

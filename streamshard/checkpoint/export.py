@@ -91,7 +91,7 @@ def export_shards(
         if group.replica:  # replicas hold the same, or in local SGD nearly the same: one of them writes
             pieces = {}
         tensors = plan_disk(model, shards, wanted)
-        return [each.spec for each in tensors], {each.name: list(overlaps(each, pieces)) for each in tensors}
+        return [each.spec for each in tensors], {spec.name: list(overlaps(runs, pieces)) for spec, runs in tensors}
 
     def write_beside(staging: Path) -> None:
         if huggingface.is_transformers_model(model):

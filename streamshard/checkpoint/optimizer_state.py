@@ -292,7 +292,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
 
 def _tensors_of(saved: Any) -> Iterator[str]:
     """Names of the tensors in JSON, in its order, which is the same on all ranks."""
-    if isinstance(saved, dict) and saved.get("$") in ("tensor", "array"):
+    if isinstance(saved, dict) and saved.get("$") == "tensor":
         yield saved["tensor"]
     elif isinstance(saved, dict | list):
         for each in saved.values() if isinstance(saved, dict) else saved:

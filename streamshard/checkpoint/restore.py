@@ -5,7 +5,6 @@ verify all bytes -> compare the checkpoint with the run, changing nothing -> loa
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.checkpoint.background import finish_running
-from streamshard.checkpoint.directory import find_checkpoint, open_checkpoint, whole_checkpoints
+from streamshard.checkpoint.directory import find_checkpoint, open_checkpoint
 from streamshard.checkpoint.disk_layout import local_pieces, saved_names
 from streamshard.checkpoint.load import put_back_buffers
 from streamshard.checkpoint.manifest import CheckpointFiles, Read, decode
@@ -30,6 +29,7 @@ from streamshard.checkpoint.run_parts import (
     Parts,
     class_name,
     has_state,
+    is_given,
     name_parts,
     param_names,
 )
@@ -77,8 +77,8 @@ def load_checkpoint(
         What was saved as `extra`, by key.
 
     Raises:
-        CheckpointError: on every rank, before any weight changes; names the file that is damaged or missing and the
-            newest intact checkpoint, or all parameters that do not fit.
+        CheckpointError: on every rank, before any weight changes; names the file that is damaged or missing, or
+            all parameters that do not fit.
         ConfigError: an argument that cannot work.
         ShardingError: no model is sharded, or it is called inside a forward or backward.
     """
@@ -107,37 +107,16 @@ def _open(root: Path, ranks: Communicator) -> CheckpointFiles:
         return find_checkpoint(root) if ranks.is_first else Path()
 
     path = gather_from_all_ranks(ranks, f"load {root}", find)[0]
-    try:
-        files = run_on_all_ranks(ranks, f"load {path}", lambda: open_checkpoint(path))
-        if not ranks.are_equal(repr((files.manifest.files, files.manifest.versions))):
-            raise CheckpointError(f"ranks see different checkpoints at {path}: it has to be on shared storage")
-        files.verify_together(ranks)
-        return files
-    except CheckpointError as error:  # the same on all ranks
-        intact = _newest_intact(path, ranks)
-        advice = "" if intact is None else f". The newest intact checkpoint beside it is {intact}"
-        raise CheckpointError(f"{error}{advice}") from error
-
-
-def _newest_intact(path: Path, ranks: Communicator) -> Path | None:
-    """The newest checkpoint beside `path` whose files are what their checksums say. Collective."""
-
-    def find() -> list[Path]:
-        return [each for each in whole_checkpoints(path.parent) if each != path] if ranks.is_first else []
-
-    for other in gather_from_all_ranks(ranks, f"find checkpoints beside {path}", find)[0]:
-        with contextlib.suppress(CheckpointError):
-            run_on_all_ranks(ranks, f"open {other}", lambda: open_checkpoint(other)).verify_together(ranks)  # noqa: B023
-            return other
-    return None
+    files = run_on_all_ranks(ranks, f"load {path}", lambda: open_checkpoint(path))
+    if not ranks.are_equal(repr((files.manifest.files, files.manifest.versions))):
+        raise CheckpointError(f"ranks see different checkpoints at {path}: it has to be on shared storage")
+    files.verify_together(ranks)
+    return files
 
 
 def _load_objects(plan: Plan) -> None:
-    for name, load in plan.loads.items():
-        try:
-            load()
-        except Exception as error:
-            raise CheckpointError(f"{name} does not take its state: {type(error).__name__}: {error}") from error
+    for load in plan.loads:
+        load()
 
 
 def _read(plan: Plan, files: CheckpointFiles) -> None:
@@ -159,7 +138,7 @@ class Plan:
         files: the checkpoint.
 
     Attributes:
-        loads: calls of ``load_state_dict`` of users' objects, which may raise; by name.
+        loads: calls of ``load_state_dict`` of users' objects, which may raise.
         reads: tensors to read, and their targets.
         finish: functions to call when all tensors are read.
         filled: by model, the parameters and buffers that are read.
@@ -170,7 +149,7 @@ class Plan:
     """
 
     def __init__(self, parts: Parts, files: CheckpointFiles) -> None:
-        self.loads: dict[str, Callable[[], object]] = {}
+        self.loads: list[Callable[[], object]] = []
         self.reads: list[Read] = []
         self.finish: list[Callable[[], object]] = []
         self.filled: dict[str, set[str]] = {}
@@ -217,12 +196,6 @@ class Plan:
                 wrong["mismatched"].append(f"{here} (is {list(shape)}, wanted {list(shapes[here])})")
             self.reads.append(Read(tensor, pieces[here].start, pieces[here].data))
         self.filled[name] = set(found)
-        modules = dict(model.named_modules())
-        for module, state in self._decode(saved["extra_state"]).items():
-            if module in modules and type(modules[module]).set_extra_state is not nn.Module.set_extra_state:
-                self.loads[f"{name}/{module}"] = partial(modules[module].set_extra_state, state)
-            else:
-                unexpected.append(f"{module}._extra_state")
         self.finish.append(partial(put_back_buffers, model, pieces))
         if told := ", ".join(f"{kind} {_listed(names)}" for kind, names in wrong.items() if names):
             kind = saved["class"] or "a model"
@@ -273,7 +246,7 @@ class Plan:
 
     def _plan_trees(self, trees: Mapping[str, Any]) -> None:
         mine, ranks = self._parts.trees, self._parts.engine.ranks
-        self._wrong += [f"it has no {name!r}" for name in mine if name not in trees and name != RANDOM]
+        self._wrong += [f"it has no {name!r}" for name in mine if name not in trees and is_given(name)]
         for name in sorted(trees, key=lambda name: name == RANDOM):  # other objects may draw random numbers
             saved = trees[name]
             if name not in mine and not name.startswith("extra."):
@@ -290,7 +263,7 @@ class Plan:
                 self._decode(saved["all"]) if "all" in saved else self._decode(saved["ranks"][number], f"@rank{number}")
             )
             if has_state(mine.get(name)):
-                self.loads[name] = partial(mine[name].load_state_dict, value)
+                self.loads.append(partial(mine[name].load_state_dict, value))
                 value = mine[name]
             if name.startswith("extra."):
                 self.values[name.removeprefix("extra.")] = value

@@ -49,11 +49,13 @@ __all__ = [
     "class_name",
     "collect",
     "has_state",
+    "is_given",
     "name_parts",
     "param_names",
 ]
 
 RANDOM = "random"
+_EXTRA_STATE = "extra_state."
 
 Models = nn.Module | Mapping[str, nn.Module]
 Optimizers = Optimizer | Mapping[str, Optimizer]
@@ -65,7 +67,8 @@ class Parts(NamedTuple):
     Attributes:
         models: sharded models, and their engines.
         optimizers: optimizers of any parameters.
-        trees: plain values and objects with ``state_dict()``: `extra`, models that are not sharded, random numbers.
+        trees: plain values and objects with ``state_dict()``: `extra`, models that are not sharded, modules' extra
+            state, random numbers.
     """
 
     models: dict[str, tuple[nn.Module, Engine]]
@@ -100,6 +103,11 @@ def name_parts(
             parts.trees[name] = each
         else:
             parts.models[name] = each, engine_at_rest(each, what, accepts_empty=accepts_empty)
+            parts.trees.update(
+                (f"{_EXTRA_STATE}{name}/{inner}", ExtraState(module))
+                for inner, module in each.named_modules()
+                if type(module).get_extra_state is not nn.Module.get_extra_state
+            )
     if not parts.models:
         raise ShardingError(f"{what}: no model made by StreamShard among what was given")
     parts.trees.update({f"extra.{key}": each for key, each in (extra or {}).items()})
@@ -119,6 +127,11 @@ def _named(kind: str, given: object, wanted: type) -> dict[str, Any]:
 def has_state(value: object) -> bool:
     """Whether `value` is saved by its ``state_dict()``."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def is_given(tree: str) -> bool:
+    """Whether the user has named what is saved under this name."""
+    return tree != RANDOM and not tree.startswith(_EXTRA_STATE)
 
 
 def class_name(value: object) -> str:
@@ -156,6 +169,14 @@ def param_names(optimizer: Optimizer, parts: Parts) -> tuple[dict[nn.Parameter, 
     return names, {param: owners[param][1:] for param in inside if param in owners}
 
 
+class ExtraState:
+    """What a module has beside parameters and buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.state_dict = module.get_extra_state
+        self.load_state_dict = module.set_extra_state
+
+
 class RandomState:
     """All of this rank's default random generators."""
 
@@ -170,7 +191,8 @@ class RandomState:
         if self._device.type != "cpu":
             state[self._device.type] = module_of(self._device).get_rng_state(self._device)
         if (numpy := sys.modules.get("numpy")) is not None:
-            state["numpy"] = numpy.random.get_state()
+            name, keys, *others = numpy.random.get_state()
+            state["numpy"] = name, keys.tolist(), *others
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -225,7 +247,7 @@ def collect(parts: Parts) -> Collected:
                 add_whole(local.tensors)
         for name, value in parts.trees.items():
             tensors: dict[str, torch.Tensor] = {}
-            tree = encode(_state_of(name, value), name, tensors)
+            tree = encode(value.state_dict() if has_state(value) else value, name, tensors)
             trees[name] = tree, {key: tensor.contiguous() for key, tensor in tensors.items()}
         return states, {name: _digest(*tree) for name, tree in trees.items()}
 
@@ -252,14 +274,10 @@ def _collect_model(name: str, model: nn.Module, engine: Engine, pieces: list[Pie
         piece = held.pop(shard.name)
         if (saved_name := name_here(f"{name}/{shard.name}", engine)) is not None:
             pieces.append(Piece(saved_name, shard.layout.shape, piece.start, piece.data))
-    tensors: dict[str, torch.Tensor] = {}
-    extra_state = encode(_extra_state(model), f"{name}/_extra_state", tensors)
     if is_first:
         buffers = {buffer: tuple(model.get_buffer(buffer).shape) for buffer in held}
         pieces.extend(Piece(f"{name}/{buffer}", buffers[buffer], 0, piece.data) for buffer, piece in held.items())
-        pieces.extend(Piece.whole(tensor_name, tensor) for tensor_name, tensor in tensors.items())
-    names = saved_names(model, engine.param_shards)
-    return {"class": class_name(model), "names": names, "extra_state": extra_state}
+    return {"class": class_name(model), "names": saved_names(model, engine.param_shards)}
 
 
 def _collect_optimizer(name: str, optimizer: Optimizer, parts: Parts) -> tuple[dict[str, Any], LocalState]:
@@ -286,18 +304,3 @@ def _digest(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(bytes_of(tensor.cpu()))
     return digest.hexdigest()
-
-
-def _state_of(name: str, value: Any) -> Any:
-    try:
-        return value.state_dict() if has_state(value) else value
-    except Exception as error:
-        raise CheckpointError(f"state_dict() of {name!r} raised {type(error).__name__}: {error}") from error
-
-
-def _extra_state(model: nn.Module) -> dict[str, Any]:
-    return {
-        name: module.get_extra_state()
-        for name, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    }

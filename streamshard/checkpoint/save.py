@@ -119,14 +119,10 @@ def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Pa
         return number, mine, has_connections(ranks)
 
     found = gather_from_all_ranks(ranks, f"save to {root}", find)
-    number, firsts, _ = found[0]
-    for rank, (_, theirs, _) in enumerate(found):
-        for name, value in theirs.items():
-            if value != firsts[name]:
-                raise RankMismatchError(
-                    f"save_checkpoint has {name}={firsts[name]!r} on rank 0 and {name}={value!r} on rank {rank}: "
-                    "wanted the same on all ranks"
-                )
+    number, first, _ = found[0]
+    if any(theirs != first for _, theirs, _ in found):
+        given = "; ".join(f"rank {rank}: {theirs}" for rank, (_, theirs, _) in enumerate(found) if theirs != first)
+        raise RankMismatchError(f"save_checkpoint wants the same on all ranks. Rank 0 gives {first}; {given}")
     return number, not all(is_connected for _, _, is_connected in found)
 
 

@@ -176,14 +176,8 @@ def test_a_pipe_or_directory_in_place_of_a_file_raises_at_once(name: str, tmp_pa
     [
         (b"weight_map", b"weight_mop", "is not an index"),
         (b'"model-00001', b'"../model-00001', "not a file of its own directory"),
-        (
-            b'"a": "model-00001',
-            b'"a": "model-00002',
-            "says 'a' is in .*model-00002-of-00002.safetensors, which does not",
-        ),
-        (b'"a": "model-00001', b'"c": "model-00001', "holds 'a', which model.safetensors.index.json does not say"),
+        (b'"a": "model-00001', b'"a": "model-00002', "cannot read 'a' of .*model-00002-of-00002.safetensors"),
         (b'"a": "model-00001-of-00002.safetensors"', b'"a": 3', "names 3"),
-        (b'"weight_map"', b'"weight_map": ' + b"[" * 100_000 + b', "x"', "is not an index"),
         (b'"a": "model-00001', b'"a": "model-00003', "cannot read"),
         (b"{", b"", "is not an index"),
     ],
