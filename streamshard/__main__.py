@@ -1,4 +1,4 @@
-"""The command ``streamshard``: inspect, export and convert checkpoints. Needs no GPU, no ranks and no model code."""
+"""The command ``streamshard``: inspect and convert checkpoints. Needs no GPU, no ranks and no model code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TextIO
 
 from streamshard.checkpoint.directory import checkpoints_in, newest_last, no_checkpoint
-from streamshard.checkpoint.export import export_checkpoint
 from streamshard.checkpoint.manifest import CheckpointFiles, Manifest, TensorRecord, check_sizes, read_manifest
 from streamshard.comm.objects import RankGroup
 from streamshard.config import __version__
@@ -26,7 +25,6 @@ _EXAMPLES = """\
 examples:
   streamshard inspect runs/llama                       list the checkpoints
   streamshard inspect runs/llama/checkpoint-1000       describe one, verify its files
-  streamshard export runs/llama llama-hf               for from_pretrained
   streamshard convert runs/llama llama-dcp --to dcp    for FSDP2: dcp.load
   streamshard convert fsdp2-run runs/llama --from dcp  for load_checkpoint
 
@@ -77,14 +75,6 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--tensors", action="store_true", help="list all tensors: name, dtype, shape")
     inspect.add_argument("--no-verify", action="store_true", help="check the sizes of files, not their checksums")
     inspect.set_defaults(run=_inspect)
-
-    export = commands.add_parser("export", help="write a checkpoint's weights as a Hugging Face directory")
-    export.add_argument("directory", metavar="DIR", type=Path, help=_RUN)
-    export.add_argument("out", metavar="OUT", type=Path, help="the directory to write; replaces an earlier export")
-    export.add_argument("--model", metavar="NAME", help="the model, if several were saved; inspect shows their names")
-    export.add_argument("--dtype", help="floating-point dtype, such as bfloat16 (default: as before sharding)")
-    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="size of one file (%(default)s)")
-    export.set_defaults(run=_export)
 
     convert = commands.add_parser("convert", help="convert a checkpoint to FSDP2's format (DCP), or back")
     convert.add_argument("directory", metavar="DIR", type=Path, help=f"--to: {_RUN}; --from: a DCP directory")
@@ -190,13 +180,6 @@ def _verify(path: Path, manifest: Manifest, *, reads: bool) -> None:
     check_sizes(path, manifest)
     if reads:
         CheckpointFiles(path, manifest).verify_together(RankGroup())
-
-
-def _export(arguments: argparse.Namespace) -> None:
-    done = export_checkpoint(
-        arguments.directory, arguments.out, arguments.model, arguments.dtype, arguments.max_shard_size
-    )
-    _say(f"{done.path} -> {arguments.out}: {', '.join(done.files)}")
 
 
 def _convert(arguments: argparse.Namespace) -> None:

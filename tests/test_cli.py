@@ -1,4 +1,4 @@
-"""The command line: says what a checkpoint holds, whether it is sound, and exports it to the byte."""
+"""The command line: says what a checkpoint holds, and whether it is sound."""
 
 from __future__ import annotations
 
@@ -14,25 +14,19 @@ import pytest
 import torch
 
 import streamshard
-from streamshard import StreamShard, export_safetensors, save_checkpoint
+from streamshard import save_checkpoint
 from streamshard.__main__ import main
-from streamshard.checkpoint.export import export_checkpoint
-from streamshard.errors import CheckpointError
-from tests import families
 from tests.checkpoint.crafted import rewrite
-from tests.checkpoint.exporting import Plain, assert_same_files
 from tests.checkpoint.runs import start, steps
-from tests.models import Stack
 from tests.ranks import RankContext, RankPool
-from tests.reference import FP32
 
 
 def _save(context: RankContext, directory: Path, *numbers: int) -> None:
     run = start(0)
     for number in numbers:
         steps(run, number, number + 1)
-        extra = {"position": number, "mean": torch.ones(3), "rank": context.rank}
-        save_checkpoint(directory, *run, extra=extra, step=number)
+        extra = {**run.extra, "position": number, "mean": torch.ones(3), "rank": context.rank}
+        save_checkpoint(directory, run.model, run.optimizer, extra, step=number)
 
 
 def _flip(path: Path) -> None:
@@ -62,8 +56,8 @@ def test_inspect_says_what_a_checkpoint_holds(saved: Path, capsys: pytest.Captur
     assert rows["model"].startswith("tests.checkpoint.runs.Counted, ") and "float32" in rows["model"]
     assert rows["optimizer"].startswith("torch.optim.adamw.AdamW, ")
     assert rows["extra.rank"] == "differs between 2 ranks; 0"
-    assert {"scheduler", "random"} <= rows.keys()
-    assert rows["optimizer/embedding.weight/exp_avg"] == "float32  [48, 16]"
+    assert {"extra.scheduler", "random"} <= rows.keys()
+    assert rows["optimizer/model/embedding.weight/exp_avg"] == "float32  [48, 16]"
     assert lines[-1] == "verified: all is as written"
 
 
@@ -96,73 +90,6 @@ def test_inspect_finds_damage(saved: Path, tmp_path: Path, capsys: pytest.Captur
     assert main(["inspect", "--no-verify", str(bad)]) == (0 if damage == "flip" else 1)
 
 
-# ------------------------------------------------------------------------------------------------ export
-
-
-def _export_live(
-    context: RankContext, family: str, directory: Path, dtype: str | None, size: str, cast: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    made = (Plain if family == "plain" else getattr(families, family))().to(cast)
-    model = StreamShard(made, units=["norm"] if family == "plain" else None, precision=FP32)
-    save_checkpoint(directory / "run", model)
-    export_safetensors(model, directory / "live", dtype, size)
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype", "size", "cast"),
-    [
-        ("llama", "bfloat16", "3KB", torch.float32),
-        ("llama", None, "3KB", torch.bfloat16),
-        ("gpt2", "float16", "5GB", torch.float32),
-        ("t5", None, "5GB", torch.float32),
-        ("mixtral", "bfloat16", "3KB", torch.float32),
-        ("plain", None, "5GB", torch.float32),
-    ],
-)
-def test_export_is_what_the_live_model_exports(
-    ranks: RankPool, tmp_path: Path, family: str, dtype: str | None, size: str, cast: torch.dtype
-) -> None:
-    """Every file, byte for byte, configs too: other dtypes, several files, rearranged experts, tied weights."""
-    ranks(2).run(_export_live, family, tmp_path, dtype, size, cast)
-    out = tmp_path / "out"
-    options = ["--max-shard-size", size, *(["--dtype", dtype] if dtype else [])]
-    assert main(["export", str(tmp_path / "run"), str(out), *options]) == 0
-    assert_same_files(out, tmp_path / "live")
-
-
-def _save_two(context: RankContext, directory: Path) -> None:
-    torch.manual_seed(0)
-    policy, value = (StreamShard(Stack(), precision=FP32) for _ in range(2))
-    save_checkpoint(directory / "run", {"policy": policy, "value": value})
-    export_safetensors(value, directory / "live")
-
-
-def test_one_of_several_models_is_named(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With --model; without it, or with another name, the names that there are are said, and nothing is written."""
-    ranks(1).run(_save_two, tmp_path)
-    out = tmp_path / "out"
-    for wrong in ([], ["--model", "critic"]):
-        assert main(["export", str(tmp_path / "run"), str(out), *wrong]) == 2
-        assert "holds 'model.policy', 'model.value'" in capsys.readouterr().err
-    assert not out.exists()
-    assert main(["export", str(tmp_path / "run"), str(out), "--model", "value"]) == 0
-    assert_same_files(out, tmp_path / "live")
-
-
-def _save_what_cannot_be_exported(context: RankContext, directory: Path) -> None:
-    model = families.llama()
-    model._hf_peft_config_loaded = True  # what add_adapter() sets
-    save_checkpoint(directory, StreamShard(model, precision=FP32))
-
-
-def test_what_the_live_model_cannot_export_says_why(ranks: RankPool, tmp_path: Path) -> None:
-    """The checkpoint is saved all the same, with the reason."""
-    ranks(1).run(_save_what_cannot_be_exported, tmp_path / "run")
-    with pytest.raises(CheckpointError, match="'model' cannot be exported: LlamaForCausalLM has adapters"):
-        export_checkpoint(tmp_path / "run", tmp_path / "out")
-
-
 def test_nothing_that_a_terminal_obeys_is_printed(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,7 +106,11 @@ def test_nothing_that_a_terminal_obeys_is_printed(
     rewrite(path, change)
     assert main(["inspect", str(path), "--tensors"]) == 0
     rewrite(path, lambda content: content.update(format=attack))
-    for command in (["inspect", str(path.parent)], ["inspect", str(path)], ["export", str(path.parent), "out"]):
+    for command in (
+        ["inspect", str(path.parent)],
+        ["inspect", str(path)],
+        ["convert", str(path.parent), "out", "--to", "dcp"],
+    ):
         assert main(command) == 1
     said = capsys.readouterr()
     assert "\\x1b]0;owned" in said.out and "\\x1b]0;owned" in said.err and "\\u202e\\udcff" in said.out
@@ -197,11 +128,9 @@ def test_errors_are_one_line_and_an_exit_code(saved: Path, tmp_path: Path, capsy
     assert main(["convert", str(saved), fsdp2, "--to", "dcp"]) == 0
     for code, told, command in (
         (1, "nowhere holds no whole checkpoint", ["inspect", nowhere]),
-        (1, "nowhere holds no whole checkpoint", ["export", nowhere, out]),
+        (1, "nowhere holds no whole checkpoint", ["convert", nowhere, out, "--to", "dcp"]),
         (1, "holds no whole checkpoint", ["inspect", str(saved.parent)]),
-        (1, "`streamshard convert DIR OUT --from dcp` makes one", ["export", fsdp2, out]),
-        (2, "int8", ["export", str(saved), out, "--dtype", "int8"]),
-        (2, "many", ["export", str(saved), out, "--max-shard-size", "many"]),
+        (1, "`streamshard convert DIR OUT --from dcp` makes one", ["convert", fsdp2, out, "--to", "dcp"]),
         (2, "--step=-1", ["convert", fsdp2, out, "--from", "dcp", "--step", "-1"]),
     ):
         capsys.readouterr()

@@ -194,7 +194,7 @@ def test_a_run_goes_on_from_a_checkpoint_on_a_gpu(context: RankContext, tmp_path
     train(*run, 0)
     saved = save_checkpoint(tmp_path, *run, wait=wait)
     wanted = train(*run, 2)
-    path = saved if isinstance(saved, Path) else saved.wait()
+    path = saved.wait()
     train(*other, 0)
     load_checkpoint(path, *other)
     found = train(*other, 2)

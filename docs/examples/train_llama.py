@@ -259,7 +259,7 @@ def resume(
     if ranks.from_first(streamshard.latest(out / "checkpoints") is None):
         ranks.say(f"{out} has no checkpoint yet: beginning anew")
         return
-    saved = streamshard.load_checkpoint(out / "checkpoints", model, optimizer, schedule)
+    saved = streamshard.load_checkpoint(out / "checkpoints", model, optimizer, {"schedule": schedule})
     vars(curve).update(saved["curve"])
     ranks.say(f"{saved.path}: going on after step {curve.steps}")
 
@@ -309,11 +309,9 @@ def train(
             last = time.perf_counter()
         curve.seconds = time.perf_counter() - start
         if saves:
-            extra = {"curve": ranks.from_first(vars(curve))}  # whose seconds differ between ranks
-            directory = out / "checkpoints"
-            streamshard.save_checkpoint(
-                directory, model, optimizer, schedule, extra=extra, keep=2, step=step, wait=False
-            )
+            own = ranks.from_first(vars(curve))  # its seconds differ between ranks
+            extra = {"schedule": schedule, "curve": own}
+            streamshard.save_checkpoint(out / "checkpoints", model, optimizer, extra, keep=2, step=step, wait=False)
     bar.close()
 
 

@@ -87,7 +87,7 @@ def main(steps: int, resumes: bool, directory: Path) -> None:
         dist.all_reduce(mean)
         if dist.get_rank() == 0:
             print(f"step {step}: loss {mean.item():.4f}", flush=True)
-    path = save_checkpoint(directory, model, optimizer, extra={"step": done + steps}, step=done + steps, keep=2)
+    path = save_checkpoint(directory, model, optimizer, {"step": done + steps}, step=done + steps, keep=2).path
     if dist.get_rank() == 0:
         print(f"saved {path}")
     dist.destroy_process_group()

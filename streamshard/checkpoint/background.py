@@ -61,7 +61,7 @@ def copy_to_host(pieces: Sequence[Piece], device: torch.device) -> Callable[[], 
 
 
 class Saving:
-    """A save that runs in the background, returned by ``save_checkpoint(..., wait=False)``.
+    """What `save_checkpoint` returns. With ``wait=False`` the save runs in the background.
 
     The checkpoint holds the state at the call: everything was copied before the call returned.
 
@@ -74,63 +74,56 @@ class Saving:
         path: the checkpoint's path. It may change until the save is done, if another run saves the same number.
     """
 
-    def __init__(self, path: Path, write: Callable[[], Path]) -> None:
+    def __init__(self, path: Path, write: Callable[[], Path] | None = None) -> None:
         self.path = path
         self._error: BaseException | None = None
         self._is_told = False
-        self._write = write
-        # Not a daemon: Python waits for it at exit.
-        self._thread = threading.Thread(target=self._run, name=f"save {path}")
-        self._thread.start()
-
-    def __repr__(self) -> str:
-        return f"Saving({str(self.path)!r}, done={self.done})"
+        self._thread: threading.Thread | None = None
+        if write is not None:  # not a daemon: Python waits for it at exit
+            self._thread = threading.Thread(target=self._run, args=(write,), name=f"save {path}")
+            self._thread.start()
 
     @property
     def done(self) -> bool:
         """Whether the save has ended, in success or failure."""
-        return not self._thread.is_alive()
+        return self._thread is None or not self._thread.is_alive()
 
-    def wait(self) -> Path:
+    def wait(self, *, again: bool = True) -> Path:
         """Return the checkpoint's path, once the checkpoint is there.
+
+        Args:
+            again: raise an error that an earlier call has raised.
 
         Raises:
             CheckpointError: the checkpoint could not be written; names the rank and the cause. If a rank has died or
                 was interrupted, the others raise as soon as they notice, after 30 minutes at the latest.
         """
-        self._thread.join()
-        if self._error is not None:
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None and (again or not self._is_told):
             self._is_told = True
             raise self._error
         return self.path
 
-    def finish(self) -> None:
-        """Wait for the save. Raise its error, unless ``wait()`` has raised it before."""
-        self._thread.join()
-        if self._error is not None and not self._is_told:
-            self.wait()
-
-    def _run(self) -> None:
+    def _run(self, write: Callable[[], Path]) -> None:
         try:
-            self.path = self._write()
+            self.path = write()
         except BaseException as error:
             self._error = error
             if isinstance(error, CommunicationError):
                 self._error = CheckpointError(f"{self.path} was not saved: {error}")
                 self._error.__cause__ = error
             log.error("%s", self._error)
-        finally:
-            del self._write  # and with it the copies
 
 
 _running: Saving | None = None
 
 
-def run_in_background(saving: Saving) -> Saving:
-    """Remember `saving`, which runs, for the next call to wait for."""
+def run_in_background(path: Path, write: Callable[[], Path]) -> Saving:
+    """Start `write` in a thread, which returns the final path. The next call of `finish_running` waits for it."""
     global _running
-    _running = saving
-    return saving
+    _running = Saving(path, write)
+    return _running
 
 
 def finish_running() -> None:
@@ -140,9 +133,8 @@ def finish_running() -> None:
         Exception: the save's error, unless ``wait()`` has raised it on this rank. The caller tells the other ranks.
     """
     global _running
-    saving = _running
-    if saving is not None:
-        saving.finish()
+    if _running is not None:
+        _running.wait(again=False)
         _running = None
 
 

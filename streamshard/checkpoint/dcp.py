@@ -28,9 +28,9 @@ import torch
 from torch.distributed.checkpoint import metadata as records
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from streamshard.checkpoint.directory import PARTIAL, next_number, open_checkpoint
@@ -59,14 +59,6 @@ _OTHERS = {
 _CPU = torch.device("cpu")
 
 
-@contextmanager
-def _without_ranks() -> Iterator[None]:
-    """Silence torch's warning that there is no process group: a conversion needs none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is ", category=UserWarning)
-        yield
-
-
 def _read(root: Path) -> dict[str, Any]:
     """All tensors and values of a DCP directory, or of Accelerate's two, by key, in CPU memory."""
     candidates = [root, root / "pytorch_model_fsdp_0", root / "optimizer_0"]
@@ -78,7 +70,7 @@ def _read(root: Path) -> dict[str, Any]:
         )
     values: dict[str, Any] = {}
     for path in found:
-        try:
+        with _errors(f"read {path}"):
             reader = _Reader(path)
             part = {
                 key: torch.empty(each.size, dtype=each.properties.dtype)
@@ -87,14 +79,23 @@ def _read(root: Path) -> dict[str, Any]:
                 for key, each in reader.read_metadata().state_dict_metadata.items()
             }
             planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            with _without_ranks():
-                state_dict_loader.load(part, storage_reader=reader, planner=planner, no_dist=True)
-        except (Exception, CheckpointException) as error:  # torch and unpicklers raise whatever they run into
-            cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-            reason = str(cause).partition("\n")[0]
-            raise CheckpointError(f"cannot read {path}: {type(cause).__name__}: {reason}") from error
-        values |= part
+            state_dict_loader.load(part, storage_reader=reader, planner=planner, no_dist=True)
+            values |= part
     return values
+
+
+@contextmanager
+def _errors(doing: str) -> Iterator[None]:
+    """Raise what torch and unpicklers run into as a CheckpointError of one line."""
+    try:
+        with warnings.catch_warnings():  # a conversion needs no process group
+            warnings.filterwarnings("ignore", message="torch.distributed is ", category=UserWarning)
+            yield
+    except (Exception, CheckpointException) as error:
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        if not isinstance(cause, Exception):  # an interrupt
+            raise cause from None
+        raise CheckpointError(f"cannot {doing}: {type(cause).__name__}: {str(cause).partition(chr(10))[0]}") from error
 
 
 class _Reader(FileSystemReader):
@@ -132,8 +133,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     """Convert a checkpoint's models and optimizers to a DCP directory, which ``dcp.load`` reads into those of FSDP2.
 
-    Its keys begin with ``model.`` and ``optimizer.``; of several models, with ``model.policy.`` and so on. Schedulers,
-    random states, `extra` and extra state of modules are left out. The checkpoint's checksums are verified first.
+    Its keys begin with ``model.`` and ``optimizer.``; of several models, with ``model.policy.`` and so on. Random
+    states, `extra` and extra state of modules are left out. The checkpoint's checksums are verified first. All tensors
+    are read into host memory.
 
     The files are written into a directory beside `out`, such as ``out.89abcdef.partial``, which is renamed to `out`
     when it is complete. An error or an interrupt removes it. A run that is killed leaves it.
@@ -154,13 +156,15 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
     partial = root.with_name(f"{root.name}.{secrets.token_hex(4)}{PARTIAL}")
     files = open_checkpoint(directory)
     files.verify_together(RankGroup())
-    state = {name: _model_out(files, name) for name in files.manifest.state["models"]}
-    state |= {name: _optimizer_out(files, name) for name in files.manifest.state["optimizers"]}
+    saved = files.manifest.state
+    state = {name: _model_out(files, name, each["names"]) for name, each in saved["models"].items()}
+    state |= {name: _optimizer_out(files, each) for name, each in saved["optimizers"].items()}
     try:
-        partial.mkdir(parents=True)
-        _write(files, partial, root, state)
-        sync_directory(partial)
-        os.rename(partial, root)
+        with _errors(f"write {root}"):
+            partial.mkdir(parents=True)
+            state_dict_saver.save(state, storage_writer=FileSystemWriter(partial), no_dist=True)
+            sync_directory(partial)
+            os.rename(partial, root)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -168,50 +172,24 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Pa
     return files.root
 
 
-class _Saved(torch.Tensor):
-    """Stands for a tensor in the checkpoint: on the meta device, of its shape and dtype."""
-
-    saved_name: str
-
-
-def _stand_in(files: CheckpointFiles, name: str) -> torch.Tensor:
-    record = files.manifest.tensors[name]
-    data = torch.empty(record.shape, dtype=record.torch_dtype, device="meta").as_subclass(_Saved)
-    data.saved_name = name
-    return data
+def _model_out(files: CheckpointFiles, name: str, names: Mapping[str, str]) -> dict[str, Any]:
+    tensors = {source: files.read_whole(f"{name}/{source}") for source in names.values()}
+    return {each: tensors[source] for each, source in names.items()}  # state dicts have all names
 
 
-def _model_out(files: CheckpointFiles, name: str) -> dict[str, Any]:
-    saved = files.manifest.state["models"][name]
-    state: dict[str, Any] = {}
-    for param, own in saved["params"].items():
-        for each in (param, *own["aliases"]):  # state dicts have all names
-            state[each] = _stand_in(files, f"{name}/{param}")
-    return {**{buffer: _stand_in(files, f"{name}/{buffer}") for buffer in saved["buffers"]}, **state}
-
-
-def _optimizer_out(files: CheckpointFiles, name: str) -> dict[str, Any]:
-    saved = files.manifest.state["optimizers"][name]
-    models: Mapping[str, Any] = files.manifest.state["models"]
-    fqns: dict[str, str] = {f"{model}/{param}": param for model, each in models.items() for param in each["params"]}
-
-    def fqn(param: str) -> str:
-        """DCP's name of a parameter, which has its model's name in front where there are several."""
-        return fqns.get(param, param)
-
-    state: dict[str, Any] = {}
-    for param, values in saved["state"].items():
-        state[fqn(param)] = {
-            key: _stand_in(files, value["tensor"]) if is_moment(value) else decode(value, files.read_whole, _CPU)
+def _optimizer_out(files: CheckpointFiles, saved: Mapping[str, Any]) -> dict[str, Any]:
+    models = files.manifest.state["models"]
+    fqns = {f"{model}/{name}": name for model, each in models.items() for name in each["names"]}  # DCP's names
+    state = {
+        fqns.get(param, param): {
+            key: files.read_whole(value["tensor"]) if is_moment(value) else decode(value, files.read_whole, _CPU)
             for key, value in values.items()
         }
-    groups = [
-        {
-            **decode(group["options"], files.read_whole, _CPU),
-            "params": [fqn(param) for param in group["params"]],
-        }
-        for group in saved["groups"]
-    ]
+        for param, values in saved["state"].items()
+    }
+    groups = decode(saved["param_groups"], files.read_whole, _CPU)
+    for group in groups:
+        group["params"] = [fqns.get(param, param) for param in group["params"]]
     flattened = {
         f"param_groups.{param}.{key}": value
         for group in groups
@@ -220,41 +198,6 @@ def _optimizer_out(files: CheckpointFiles, name: str) -> dict[str, Any]:
         if key != "params"
     }
     return {"state": state, "param_groups": groups, **flattened}  # the reader asks for one of the two
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """Reads each tensor when it is written, and frees the one before, which torch's writer would keep."""
-
-    def __init__(self, files: CheckpointFiles) -> None:
-        super().__init__()
-        self._files = files
-        self._written: torch.Tensor | None = None
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        found = super().lookup_object(index)
-        if not isinstance(found, _Saved):
-            return found
-        if self._written is not None:
-            self._written.untyped_storage().resize_(0)
-        self._written = self._files.read_whole(found.saved_name)
-        return self._written
-
-
-def _write(files: CheckpointFiles, target: Path, final: Path, state: dict[str, Any]) -> None:
-    """Write `state` into `target`, which messages call `final`."""
-    # Without copying ahead, which torch does where there is a GPU, one is written before the next is asked for.
-    writer = FileSystemWriter(target, per_thread_copy_ahead=0)
-    try:
-        with _without_ranks():
-            state_dict_saver.save(state, storage_writer=writer, planner=_SavePlanner(files), no_dist=True)
-    except CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
-        behind: BaseException | None = cause
-        while behind is not None:  # an interrupted writer of torch may raise an error of its own on top
-            if not isinstance(behind, Exception):
-                raise behind from None
-            behind = behind.__context__
-        raise CheckpointError(f"cannot write {final}: {cause}") from error
 
 
 # ------------------------------------------------------------------------------------------------ from DCP
@@ -317,37 +260,29 @@ def from_dcp(
         state = {key.removeprefix(own): values[key] for key in values if key in left_out and key.startswith(own)}
         optimizers["optimizer"], taken = _optimizer_in(state, weights, tensors)
         left_out -= {f"{own}{key}" for key in taken}
-    stepped = {name for each in optimizers.values() for group in each["groups"] for name in group["params"]}
-    models = {"model": _model_in(weights, stepped)}
-    pieces = [Piece.whole(f"model/{name}", weights[name]) for name in models["model"]["params"]]
+    stepped = {name for each in optimizers.values() for group in each["param_groups"] for name in group["params"]}
+    names = _names_in(weights, stepped)
+    models = {"model": {"class": None, "names": names}}
+    pieces = [Piece.whole(f"model/{name}", weights[name]) for name in sorted(set(names.values()))]
     pieces += [Piece.whole(name, each) for name, each in tensors.items()]
     number = next_number(root) if step is None else step
     collected = Collected({"models": models, "optimizers": optimizers, "trees": {}}, {}, pieces)
     return Converted(write_checkpoint(root, number, None, RankGroup(), collected), sorted(left_out))
 
 
-def _model_in(weights: Mapping[str, torch.Tensor], stepped: set[str]) -> dict[str, Any]:
-    """The model's JSON. DCP does not tell parameters from buffers: what no optimizer steps is listed as both.
+def _names_in(weights: Mapping[str, torch.Tensor], stepped: set[str]) -> dict[str, str]:
+    """Every name, and that of the tensor behind it.
 
     DCP has every name of a tied parameter, and the optimizer one of them. So a tensor that no optimizer steps, with the
-    bytes of another one, is saved as an alias of that one.
+    bytes of another one, is saved as that one.
     """
-    params: dict[str, Any] = {}
+    names: dict[str, str] = {}
     first_of: dict[Any, str] = {}
-    for name in sorted(weights, key=lambda name: name not in stepped):
+    for name in sorted(weights, key=lambda name: f"model/{name}" not in stepped):
         data = weights[name].contiguous()
         first = first_of.setdefault((data.shape, data.dtype, hashlib.sha256(bytes_of(data)).digest()), name)
-        if first != name and name not in stepped:
-            params[first]["aliases"].append(name)
-        else:
-            params[name] = {"dtype": str(data.dtype).removeprefix("torch."), "aliases": []}
-    return {
-        "class": None,
-        "params": params,
-        "buffers": [name for name in weights if name not in stepped],
-        "extra_state": {},
-        "export": {"error": "it comes from DCP, which does not say what its files would be: load it and export that"},
-    }
+        names[name] = name if f"model/{name}" in stepped else first
+    return names
 
 
 def _optimizer_in(
@@ -361,51 +296,49 @@ def _optimizer_in(
         tensors: gains those of the optimizer, by the names they are saved under.
     """
     state: dict[str, dict[str, Any]] = {}
-    groups: dict[Any, dict[str, Any]] = {}
+    numbered: dict[int, dict[str, Any]] = {}
+    flattened: dict[str, dict[str, Any]] = {}
     taken = set()
     for key, value in values.items():
         what, _, rest = key.partition(".")
         name, _, each = rest.rpartition(".")
         if what == "state" and name in weights:
-            state.setdefault(name, {})[each] = _value_in(value, each, name, weights[name], tensors)
-        elif what == "param_groups" and (name.isdecimal() or name in weights):
-            groups.setdefault(int(name) if name.isdecimal() else name, {})[each] = value
+            state.setdefault(f"model/{name}", {})[each] = _value_in(value, each, name, weights[name], tensors)
+        elif what == "param_groups" and name.isdecimal():
+            numbered.setdefault(int(name), {})[each] = value
+        elif what == "param_groups" and name in weights:
+            flattened.setdefault(name, {})[each] = value
         else:
             continue
         taken.add(key)
-    numbered = {place: options for place, options in groups.items() if isinstance(place, int)}
-    groups = numbered or _joined(groups)
-    listed = [
-        {
-            "params": list(options.pop("params", [])),
-            "options": encode(options, f"optimizer/param_groups[{place}]", tensors),
-        }
-        for place, (_, options) in enumerate(sorted(groups.items()))
-    ]
-    return {"class": None, "groups": listed, "state": state, "others": {}, "shared": {}}, taken
+    groups = [numbered[place] for place in sorted(numbered)] or _joined(flattened)
+    for group in groups:
+        group["params"] = [f"model/{name}" for name in group.get("params", [])]
+    rest_in = encode({"param_groups": groups, "shared": {}}, "optimizer", tensors)
+    return {"class": None, "state": state, **rest_in}, taken
 
 
 def _value_in(value: Any, key: str, name: str, weight: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Any:
     """JSON of state `key` of the parameter `name`, which is `weight`."""
+    path = f"optimizer/model/{name}/{key}"
     if isinstance(value, torch.Tensor):
         if value.shape == weight.shape and key not in NUMBERS:
-            tensors[f"optimizer/{name}/{key}"] = value
-            return {"$": "moment", "tensor": f"optimizer/{name}/{key}"}
+            tensors[path] = value
+            return {"$": "moment", "tensor": path}
         if value.numel() > 1:
             raise CheckpointError(
                 f"the optimizer's {key!r} of {name!r} has shape {list(value.shape)}, the parameter "
                 f"{list(weight.shape)}: StreamShard loads only state with one number for each element"
             )
-    return encode(value, f"optimizer/{name}/{key}", tensors)
+    return encode(value, path, tensors)
 
 
-def _joined(options_of: Mapping[str, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+def _joined(options_of: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Param groups: parameters with the same options are in one group."""
     groups: list[dict[str, Any]] = []
     for name, options in options_of.items():
         group = next((each for each in groups if {**each, "params": None} == {**options, "params": None}), None)
         if group is None:
-            groups.append({**options, "params": [name]})
-        else:
-            group["params"].append(name)
-    return dict(enumerate(groups))
+            groups.append(group := {**options, "params": []})
+        group["params"].append(name)
+    return groups

@@ -45,7 +45,6 @@ __all__ = [
     "open_checkpoint",
     "publish_checkpoint",
     "remove_partial",
-    "whole_checkpoints",
 ]
 
 PARTIAL = ".partial"
@@ -70,7 +69,6 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     `load_checkpoint` verifies the files' contents. Checkpoints are ordered by a generation number, not by clocks.
 
     Raises:
-        CheckpointError: `directory` cannot be read.
         ConfigError: `directory` is not a path.
     """
     whole, others = _look_into(parse_path("directory", directory))
@@ -112,15 +110,10 @@ def no_checkpoint(directory: Path) -> CheckpointError:
     )
 
 
-def whole_checkpoints(directory: Path) -> list[Path]:
-    """The whole checkpoints in `directory`, newest first. The contents of their files have not been verified."""
-    return [found.path for found in reversed(_look_into(directory)[0])]
-
-
 def checkpoints_in(directory: Path) -> list[Path]:
     """`directory` if it is a checkpoint, and the checkpoints in it, whole or not."""
     inside = [path for path in _children(directory) if not path.name.endswith(PARTIAL)]
-    return [path for path in [directory, *inside] if _holds_manifest(path)]
+    return [path for path in [directory, *inside] if os.path.exists(path / MANIFEST_NAME)]
 
 
 def newest_last(path: Path, manifest: Manifest) -> tuple[int, int, bool]:
@@ -146,9 +139,6 @@ def _look_into(directory: Path) -> tuple[list[_Found], list[str]]:
         try:
             whole.append(_Found(path, _read_whole(path)))
         except CheckpointError as error:
-            # A process that has too many files open cannot tell whether a checkpoint is whole.
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.EMFILE, errno.ENFILE):
-                raise
             others.append(str(error))
     return sorted(whole, key=lambda found: newest_last(*found)), others
 
@@ -160,22 +150,7 @@ def _read_whole(path: Path) -> Manifest:
 
 
 def _children(directory: Path) -> list[Path]:
-    try:
-        return list(directory.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise CheckpointError(f"cannot read {directory}: {error.strerror}") from error
-
-
-def _holds_manifest(path: Path) -> bool:
-    try:
-        os.stat(path / MANIFEST_NAME)
-        return True
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:  # a directory that may not be entered, such as lost+found
-        return _NAME.fullmatch(path.name) is not None
+    return list(directory.iterdir()) if directory.is_dir() else []
 
 
 # ------------------------------------------------------------------------------------------------ saving

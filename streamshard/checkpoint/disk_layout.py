@@ -1,6 +1,6 @@
 """A model's tensors on disk, and the ranges of parameters and buffers of which each consists.
 
-Export and load both use this plan, so they agree. The plan is the same on every rank.
+The plan is the same on every rank.
 
 [Note: rearrangements]
 transformers splits, joins and reorders some weights when it saves them (stacked experts become one tensor each), and
@@ -11,14 +11,16 @@ into which. The result is a list of runs: "elements [a, b) of this tensor are el
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from streamshard.checkpoint.safetensors_file import TensorSpec
 from streamshard.errors import CheckpointError
 from streamshard.integrations import huggingface
 from streamshard.torch_private import TorchDispatchMode
@@ -27,16 +29,16 @@ from streamshard.unit.shard import ParamShard
 __all__ = [
     "DiskTensor",
     "LocalPiece",
-    "Made",
-    "Overlap",
     "Piece",
+    "Range",
     "Rearrangement",
     "Run",
+    "check_coverage",
     "local_pieces",
     "overlaps",
     "plan_disk",
-    "plan_loading",
     "saved_names",
+    "whole_tensors",
 ]
 
 _MANY_RUNS = 1 << 16
@@ -159,12 +161,7 @@ def _dim(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> int:
 
 def _row_numel(part: torch.Tensor, dim: int) -> int:
     """Elements of `part` that lie together when it is joined along `dim`: its size from that dim on."""
-    if part.dim() == 0:
-        return 1
-    numel = 1
-    for size in part.shape[dim % part.dim() :]:
-        numel *= size
-    return numel
+    return math.prod(part.shape[dim % part.dim() :]) if part.dim() else 1
 
 
 def _contiguous_numel(view: torch.Tensor) -> int:
@@ -189,42 +186,27 @@ def _storage_position(view: torch.Tensor, index: int) -> int:
 
 
 class DiskTensor(NamedTuple):
-    """One tensor as it lies in the files.
+    """One tensor as it lies in the files, and its elements in order: ranges of the model's parameters and buffers."""
 
-    Attributes:
-        name: in the file.
-        shape: in the file.
-        dtype: in the file.
-        runs: what its elements are, in order: ranges of the model's parameters and buffers.
-    """
+    spec: TensorSpec
+    runs: tuple[Run, ...]
+
+
+class LocalPiece(NamedTuple):
+    """What this rank holds of a parameter, buffer or disk tensor: elements [start, start + data.numel()), 1-D."""
+
+    start: int
+    data: torch.Tensor
+
+
+class Range(NamedTuple):
+    """Elements [start, stop) of the flattened tensor `name`, of which `shape` and `dtype` are those of the whole."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    runs: tuple[Run, ...]
-
-
-class Made(NamedTuple):
-    """The model's tensors, made from the tensors in files.
-
-    Attributes:
-        wanted: by parameter or buffer, its tensors in the model: names, shape, dtype. Tied ones have several names.
-        tensors: by name in the model, the tensor as made from the files: shape, dtype, ranges of tensors in files.
-        failed: by name in the model, why the tensor cannot be made from the files.
-        used: names of the tensors in files that are needed.
-    """
-
-    wanted: dict[str, list[DiskTensor]]
-    tensors: dict[str, DiskTensor]
-    failed: dict[str, str]
-    used: set[str]
-
-
-class LocalPiece(NamedTuple):
-    """What this rank holds of one parameter or buffer: elements [start, start + data.numel()), 1-D."""
-
     start: int
-    data: torch.Tensor
+    stop: int
 
 
 class Piece(NamedTuple):
@@ -248,16 +230,32 @@ class Piece(NamedTuple):
         return cls(name, tuple(tensor.shape), 0, tensor.contiguous().view(-1))
 
     @property
-    def stop(self) -> int:
-        return self.start + self.data.numel()
+    def range(self) -> Range:
+        """What other ranks hear of the piece."""
+        return Range(self.name, self.shape, self.data.dtype, self.start, self.start + self.data.numel())
 
 
-class Overlap(NamedTuple):
-    """What a rank holds of one disk tensor: its elements [start, stop), and this rank's memory of them."""
+def check_coverage(by_rank: Sequence[Sequence[Range]]) -> dict[str, list[tuple[int, Range]]]:
+    """Every rank's ranges by tensor, each with its rank, in the order of their elements. Empty ranges come first.
 
-    start: int
-    stop: int
-    data: torch.Tensor
+    Raises:
+        CheckpointError: the ranges of a tensor leave gaps, overlap, or differ in shape or dtype.
+    """
+    found: dict[str, list[tuple[int, Range]]] = {}
+    for rank, ranges in enumerate(by_rank):
+        for each in ranges:
+            found.setdefault(each.name, []).append((rank, each))
+    for name, parts in found.items():
+        parts.sort(key=lambda part: (part[1].start < part[1].stop, part[1].start))
+        filled = [each for _, each in parts if each.start < each.stop]
+        ends = [0, *(each.stop for each in filled)]
+        is_one = all(each[:3] == parts[0][1][:3] for _, each in parts)
+        if not is_one or [each.start for each in filled] != ends[:-1] or ends[-1] != math.prod(parts[0][1].shape):
+            told = [
+                f"{each.start}:{each.stop} of {list(each.shape)} {each.dtype} on rank {rank}" for rank, each in parts
+            ]
+            raise CheckpointError(f"ranks do not have each element of {name!r} once, but {', '.join(told)}")
+    return found
 
 
 def saved_names(model: nn.Module, shards: Sequence[ParamShard]) -> dict[str, str]:
@@ -301,50 +299,18 @@ def plan_disk(
     names = saved_names(model, shards)
     dropped = _dropped(model, names, {shard.name for shard in shards})
     names = {name: source for name, source in names.items() if name not in dropped}
-    tensors = _whole_tensors(model, shards, names, dtype)
+    tensors = whole_tensors(model, shards, names, dtype)
     with Rearrangement(tensors) as followed:
         stored = dict(tensors)
         if huggingface.is_transformers_model(model):
             stored = huggingface.rearrange_for_saving(model, tensors)
     return [
         DiskTensor(
-            name,
-            tuple(tensor.shape),
-            tensor.dtype,
+            TensorSpec(name, tuple(tensor.shape), tensor.dtype),
             tuple(run._replace(source=names[run.source]) for run in followed.runs(name, tensor)),
         )
         for name, tensor in stored.items()
     ]
-
-
-def plan_loading(model: nn.Module, shards: Sequence[ParamShard], stored: Mapping[str, torch.Tensor]) -> Made:
-    """Plan how `model` loads tensors from files.
-
-    A transformers model loads as ``from_pretrained`` does; any other model loads the tensors with its names.
-
-    Args:
-        model: the sharded model.
-        shards: its parameters, all of them.
-        stored: contiguous meta tensors, by the names in the files.
-    """
-    names = saved_names(model, shards)
-    whole = _whole_tensors(model, shards, names, None)
-    wanted: dict[str, list[DiskTensor]] = {}
-    for name, source in names.items():
-        wanted.setdefault(source, []).append(DiskTensor(name, tuple(whole[name].shape), whole[name].dtype, ()))
-    tensors: dict[str, DiskTensor] = {}
-    with Rearrangement(stored, "loading") as followed:
-        if huggingface.is_transformers_model(model):
-            made, failed, used = huggingface.rearrange_for_loading(model, stored, whole)
-        else:
-            made = {name: tensor for name, tensor in stored.items() if name in whole}
-            failed, used = {}, set(made)
-    for name, tensor in made.items():
-        try:
-            tensors[name] = DiskTensor(name, tuple(tensor.shape), tensor.dtype, followed.runs(name, tensor))
-        except CheckpointError as error:
-            failed[name] = str(error)
-    return Made(wanted, tensors, failed, used)
 
 
 def local_pieces(model: nn.Module, shards: Sequence[ParamShard], *, buffers: bool) -> dict[str, LocalPiece]:
@@ -353,16 +319,9 @@ def local_pieces(model: nn.Module, shards: Sequence[ParamShard], *, buffers: boo
     Buffers that are not contiguous are copied.
 
     Raises:
-        CheckpointError: a parameter's data are not this rank's piece of it.
+        CheckpointError: a buffer has no values.
     """
     pieces = {shard.name: LocalPiece(shard.local.start, shard.main) for shard in shards}
-    for shard in shards:
-        found = pieces[shard.name].data.numel()
-        if found != shard.local.numel:
-            raise CheckpointError(
-                f"parameter {shard.name!r} has {found} elements on this rank, wanted its piece of {shard.local.numel}: "
-                "leave summon_full_params first"
-            )
     if buffers:
         for name, source in saved_names(model, shards).items():
             if source not in pieces:
@@ -373,20 +332,18 @@ def local_pieces(model: nn.Module, shards: Sequence[ParamShard], *, buffers: boo
     return pieces
 
 
-def overlaps(tensor: DiskTensor, pieces: Mapping[str, LocalPiece]) -> Iterator[Overlap]:
-    """The ranges of `tensor` of which `pieces` hold the elements."""
-    for run in tensor.runs:
-        piece = pieces.get(run.source)
-        if piece is None:
-            continue
+def overlaps(runs: Iterable[Run], pieces: Mapping[str, LocalPiece]) -> Iterator[LocalPiece]:
+    """The ranges of a tensor that consists of `runs` of which `pieces` hold the elements."""
+    for run in (run for run in runs if run.source in pieces):
+        piece = pieces[run.source]
         first = max(run.source_start, piece.start)
         last = min(run.source_start + run.numel, piece.start + piece.data.numel())
         if first < last:
-            shift = run.start - run.source_start
-            yield Overlap(first + shift, last + shift, piece.data[first - piece.start : last - piece.start])
+            data = piece.data[first - piece.start : last - piece.start]
+            yield LocalPiece(first + run.start - run.source_start, data)
 
 
-def _whole_tensors(
+def whole_tensors(
     model: nn.Module, shards: Sequence[ParamShard], names: Mapping[str, str], dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
     """Meta tensors in state dict order, of full shapes; floating-point ones in `dtype`, if given."""

@@ -1,4 +1,4 @@
-"""Export weights to a directory that `from_pretrained` loads: of a sharded model, or of a checkpoint.
+"""Export a sharded model's weights to a directory that `from_pretrained` loads.
 
     plan -> create (rank 0) -> write and fsync (every rank) -> publish by renaming (rank 0)
 
@@ -27,22 +27,20 @@ config beside the old weights.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
-from streamshard.checkpoint.directory import Partial, create_partial, open_checkpoint, remove_partial
-from streamshard.checkpoint.disk_layout import Run, local_pieces, overlaps, plan_disk, saved_names
-from streamshard.checkpoint.manifest import MANIFEST_NAME, CheckpointFiles, Read, dtype_named
+from streamshard.checkpoint.directory import Partial, create_partial, remove_partial
+from streamshard.checkpoint.disk_layout import LocalPiece, local_pieces, overlaps, plan_disk, saved_names
+from streamshard.checkpoint.manifest import MANIFEST_NAME
 from streamshard.checkpoint.safetensors_file import (
     CHUNK_BYTES,
     INDEX_NAME,
@@ -56,27 +54,20 @@ from streamshard.checkpoint.safetensors_file import (
     write_synced,
 )
 from streamshard.comm.objects import RankGroup, gather_from_all_ranks, run_on_all_ranks
-from streamshard.config import parse_bytes, parse_path
+from streamshard.config import parse_bytes
 from streamshard.errors import CheckpointError, ConfigError, log
 from streamshard.integrations import huggingface
 from streamshard.unit.shard import ParamShard
 
 __all__ = [
-    "Exported",
-    "TensorEntry",
     "encode_index",
-    "export_checkpoint",
     "export_shards",
     "floating_dtype",
-    "model_dtype",
     "plan_files",
     "write_sharded",
 ]
 
 _NUMBERED = re.compile(r"model-([0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
-
-
-# ------------------------------------------------------------------------------------------------ of a model
 
 
 def export_shards(
@@ -88,50 +79,32 @@ def export_shards(
     max_shard_size: int | str,
 ) -> list[str]:
     """What `streamshard.export_safetensors` does, with the model's parameters and ranks given."""
-    parse_bytes("max_shard_size", max_shard_size)
-    wanted = floating_dtype(dtype)
-    entries = run_on_all_ranks(group, "plan the export", lambda: _entries_of_model(model, shards, group, wanted))
+    began, max_file_bytes, wanted = (
+        time.perf_counter(),
+        parse_bytes("max_shard_size", max_shard_size),
+        floating_dtype(dtype),
+    )
+
+    def plan() -> tuple[list[TensorSpec], dict[str, list[LocalPiece]]]:
+        huggingface.check_exportable(model)
+        pieces = local_pieces(model, shards, buffers=group.is_first)
+        if group.replica:  # replicas hold the same, or in local SGD nearly the same: one of them writes
+            pieces = {}
+        tensors = plan_disk(model, shards, wanted)
+        return [each.spec for each in tensors], {spec.name: list(overlaps(runs, pieces)) for spec, runs in tensors}
 
     def write_beside(staging: Path) -> None:
         if huggingface.is_transformers_model(model):
-            huggingface.write_config(model, staging, model_dtype(model, shards, wanted))
+            huggingface.write_config(model, staging, _model_dtype(model, shards, wanted))
 
-    began = time.perf_counter()
-    names = write_sharded(
-        entries,
-        directory,
-        group,
-        max_shard_size=max_shard_size,
-        total_parameters=sum(shard.layout.numel for shard in shards),
-        write_beside=write_beside,
-    )
+    specs, held = run_on_all_ranks(group, "plan the export", plan)
+    total = sum(shard.layout.numel for shard in shards)
+    names = write_sharded(specs, held, Path(directory), group, max_file_bytes, total, write_beside)
     log.info("exported %s in %.1f s", directory, time.perf_counter() - began)
     return names
 
 
-def _entries_of_model(
-    model: nn.Module, shards: Sequence[ParamShard], group: RankGroup, dtype: torch.dtype | None
-) -> list[TensorEntry]:
-    huggingface.check_exportable(model)
-    pieces = local_pieces(model, shards, buffers=group.is_first)
-    if group.replica:  # replicas hold the same, or in local SGD nearly the same: one of them writes
-        for shard in shards:
-            del pieces[shard.name]
-    entries: list[TensorEntry] = []
-    for tensor in plan_disk(model, shards, dtype):
-        # Every rank names every tensor, so that all make the same plan.
-        entries.append(TensorEntry(tensor.name, tensor.shape, tensor.dtype, 0, 0, None))
-        for overlap in overlaps(tensor, pieces):
-            fill = functools.partial(_copy, overlap.data.detach())
-            entries.append(TensorEntry(tensor.name, tensor.shape, tensor.dtype, overlap.start, overlap.stop, fill))
-    return entries
-
-
-def _copy(data: torch.Tensor, start: int, target: torch.Tensor) -> None:
-    target.copy_(data[start : start + target.numel()])
-
-
-def model_dtype(model: nn.Module, shards: Sequence[ParamShard], dtype: torch.dtype | None) -> torch.dtype | None:
+def _model_dtype(model: nn.Module, shards: Sequence[ParamShard], dtype: torch.dtype | None) -> torch.dtype | None:
     """``model.dtype`` of the exported model: the dtype of its first floating-point parameter."""
     by_name = {shard.name: shard.dtype for shard in shards}
     own = (by_name[source] for source in saved_names(model, shards).values() if source in by_name)
@@ -153,146 +126,29 @@ def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-# ------------------------------------------------------------------------------------------------ of a checkpoint
-
-
-class Exported(NamedTuple):
-    """What `export_checkpoint` has done.
-
-    Attributes:
-        path: of the checkpoint.
-        files: names of those written, the index last.
-    """
-
-    path: Path
-    files: list[str]
-
-
-def export_checkpoint(
-    directory: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    model: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    max_shard_size: int | str = "5GB",
-) -> Exported:
-    """Write, from a checkpoint, exactly the files that `export_safetensors` would have written at the time of the save.
-
-    The checkpoint's checksums are verified first. Needs the memory of two chunks.
-
-    Args:
-        directory: a checkpoint, or a directory of them, of which the latest that is whole is taken.
-        out: where to; made if it is not there. An earlier export in it is replaced once the new one is whole.
-        model: its name, where several were saved.
-        dtype: of floating-point tensors, such as ``"bfloat16"``; None is what each had before it was sharded.
-        max_shard_size: tensor bytes a file may hold, as a number or ``"5GB"``.
-
-    Raises:
-        CheckpointError: names the file that is damaged or cannot be written, or says why such a model cannot be
-            exported.
-        ConfigError: an argument that cannot work.
-    """
-    parse_bytes("max_shard_size", max_shard_size)
-    root = parse_path("out", out)
-    wanted = floating_dtype(dtype)
-    files = open_checkpoint(directory)
-    models = files.manifest.state["models"]
-    name = _model_called(model, list(models), files.root)
-    plan = models[name]["export"]
-    if "error" in plan:
-        raise CheckpointError(f"{files.root}: {name!r} cannot be exported: {plan['error']}")
-    files.verify_together(RankGroup())
-    entries = list(_entries_of_checkpoint(files, name, plan["tensors"], wanted))
-
-    def write_beside(staging: Path) -> None:
-        for file, text in plan["files"].items():
-            if Path(file).name != file:  # a stranger may have made the checkpoint
-                raise CheckpointError(
-                    f"{files.root} names the file {file!r:.80}, which is not one of its own directory"
-                )
-            if file == "config.json" and wanted is not None:
-                text = huggingface.with_dtype(text, wanted)
-            write_synced(staging / file, text.encode())
-
-    names = write_sharded(
-        entries,
-        root,
-        RankGroup(),
-        max_shard_size=max_shard_size,
-        total_parameters=files.manifest.numel_of_params(name),
-        write_beside=write_beside,
-    )
-    return Exported(files.root, names)
-
-
-def _model_called(name: str | None, models: Sequence[str], path: Path) -> str:
-    """The name of a model in the manifest, given with or without the ``model.`` of one of several."""
-    found = models if name is None else [each for each in models if each in (name, f"model.{name}")]
-    if len(found) != 1:
-        given = f"model={name!r}" if name is not None else "no model was named"
-        raise ConfigError(f"{given}: {path} holds {', '.join(map(repr, models))}; name one of them")
-    return found[0]
-
-
-def _entries_of_checkpoint(
-    files: CheckpointFiles, model: str, tensors: Sequence[Sequence[Any]], dtype: torch.dtype | None
-) -> Iterator[TensorEntry]:
-    def fill(tensor: str, first: int, start: int, target: torch.Tensor) -> None:
-        files.read_tensor(Read(tensor, first + start, target))
-
-    for name, shape, own, runs in tensors:
-        stored = dtype_named(own)
-        spec = name, tuple(shape), dtype if dtype is not None and stored.is_floating_point else stored
-        yield TensorEntry(*spec, 0, 0, None)
-        for run in (Run(*each) for each in runs):
-            elements = functools.partial(fill, f"{model}/{run.source}", run.source_start)
-            yield TensorEntry(*spec, run.start, run.start + run.numel, elements)
-
-
 # ------------------------------------------------------------------------------------------------ writing
 
 
-class TensorEntry(NamedTuple):
-    """This rank's part of one tensor: elements [start, stop) of the flattened whole.
-
-    A tensor that a rank has several ranges of has several entries, one that it has nothing of has one without `fill`.
-
-    Attributes:
-        name: the tensor's name in the file.
-        shape: of the whole tensor.
-        dtype: in the file.
-        start: first element that this rank writes.
-        stop: one past the last.
-        fill: given a place counted from `start` and a target, [n] 1-D on the CPU in `dtype`, fills the target by the
-            elements from that place on.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-    stop: int
-    fill: Callable[[int, torch.Tensor], object] | None
-
-
 def write_sharded(
-    entries: Sequence[TensorEntry],
-    directory: str | os.PathLike[str],
+    specs: Sequence[TensorSpec],
+    held: Mapping[str, Sequence[LocalPiece]],
+    root: Path,
     group: RankGroup,
-    *,
-    max_shard_size: int | str = "5GB",
-    total_parameters: int | None = None,
-    write_beside: Callable[[Path], None] = lambda directory: None,
+    max_file_bytes: int,
+    total_parameters: int,
+    write_beside: Callable[[Path], None],
 ) -> list[str]:
     """Write a Hugging Face safetensors directory from all ranks. Extra memory is one chunk of `CHUNK_BYTES` on each.
 
-    Every rank passes the same tensors in the same order, and the same settings. Together their ranges cover each
+    Every rank passes the same tensors in the same order, and the same settings. Together the ranks' ranges cover each
     tensor, and do not overlap.
 
     Args:
-        entries: this rank's part of every tensor, tensors in the order of the state dict.
-        directory: on storage that all ranks share; made if it is not there.
+        specs: all tensors, in the order of the state dict.
+        held: by tensor, the ranges that this rank writes, in any dtype and on any device.
+        root: on storage that all ranks share; made if it is not there.
         group: the ranks that call this, all of them.
-        max_shard_size: tensor bytes a file may hold, as a number or ``"5GB"``.
+        max_file_bytes: tensor bytes a file may hold.
         total_parameters: number of parameters, for the index.
         write_beside: writes further files (a config) into the directory it is given; called on rank 0 only. They
             are published together with the weights.
@@ -301,26 +157,23 @@ def write_sharded(
         The names of the files written, the index last.
 
     Raises:
-        ConfigError: `max_shard_size` cannot be read.
         CheckpointError: on every rank, when any rank failed: names the rank and the cause. What was in the directory
             before is still there then, or the new export is, whole.
     """
-    max_file_bytes, root = parse_bytes("max_shard_size", max_shard_size), Path(directory)
-    specs = {entry.name: TensorSpec(entry.name, entry.shape, entry.dtype) for entry in entries}
-    files = run_on_all_ranks(group, "plan the export", lambda: plan_files(list(specs.values()), max_file_bytes))
+    files = run_on_all_ranks(group, "plan the export", lambda: plan_files(specs, max_file_bytes))
     mine: list[Partial] = []  # the first rank's, which alone deletes and renames it
+
+    def create() -> tuple[str, list[str]]:
+        return _create(root, files, write_beside, mine) if group.is_first else ("", [])
+
     try:
-        name, names = gather_from_all_ranks(
-            group,
-            f"create files in {root}",
-            lambda: _create(root, files, write_beside, mine) if group.is_first else ("", []),
-        )[0]
+        name, names = gather_from_all_ranks(group, f"create files in {root}", create)[0]
         files = [file._replace(name=own) for file, own in zip(files, names, strict=True)]
-        written = gather_from_all_ranks(group, f"write to {root}", lambda: _write(root / name, files, entries))
+        written = gather_from_all_ranks(group, f"write to {root}", lambda: _write(root / name, files, specs, held))
 
         def publish() -> None:
             if group.is_first:
-                if sum(written) != sum(file.size_bytes - len(file.header) for file in files):
+                if sum(written) != sum(spec.size_bytes for spec in specs):
                     raise CheckpointError(f"ranks did not write every byte of {root} once")
                 _publish(mine[0], root, encode_index(files, total_parameters) if len(files) > 1 else None)
 
@@ -355,12 +208,14 @@ def plan_files(specs: Sequence[TensorSpec], max_file_bytes: int) -> list[FileLay
     return [lay_out(name, [by_name[each] for each in names]) for name, names in files.items()]
 
 
-def encode_index(files: Sequence[FileLayout], total_parameters: int | None) -> bytes:
+def encode_index(files: Sequence[FileLayout], total_parameters: int) -> bytes:
     """The JSON that says in which file each tensor is, as `save_pretrained` writes it."""
-    metadata = {} if total_parameters is None else {"total_parameters": total_parameters}
-    metadata["total_size"] = sum(file.size_bytes - len(file.header) for file in files)
-    weight_map = {name: file.name for file in files for name in file.offsets}
-    return (json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n").encode()
+    total_bytes = sum(file.size_bytes - len(file.header) for file in files)
+    index = {
+        "metadata": {"total_parameters": total_parameters, "total_size": total_bytes},
+        "weight_map": {name: file.name for file in files for name in file.offsets},
+    }
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _create(
@@ -389,26 +244,27 @@ def _create(
     return partial.name, names
 
 
-def _write(partial: Path, files: Sequence[FileLayout], entries: Sequence[TensorEntry]) -> int:
+def _write(
+    partial: Path, files: Sequence[FileLayout], specs: Sequence[TensorSpec], held: Mapping[str, Sequence[LocalPiece]]
+) -> int:
     """Write this rank's ranges, file by file. Returns the number of bytes."""
     staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
     memory = bytes_of(staging)
     total = 0
-    by_name: dict[str, list[TensorEntry]] = {}
-    for entry in entries:
-        by_name.setdefault(entry.name, []).append(entry)
+    dtypes = {spec.name: spec.dtype for spec in specs}
     for file in files:
-        mine = [(offset, entry) for name, offset in file.offsets.items() for entry in by_name[name] if entry.fill]
+        mine = [(dtypes[name], offset, *piece) for name, offset in file.offsets.items() for piece in held.get(name, ())]
         if not mine:
             continue
         with _opened(partial / file.name) as descriptor:
-            for offset, (_, _, dtype, start, stop, fill) in mine:
+            for dtype, offset, start, data in mine:
                 chunk = staging.view(dtype)
-                for done in range(0, stop - start, chunk.numel()):
-                    part = chunk[: stop - start - done]
-                    fill(done, part)  # type: ignore[misc]  # it is not None
-                    write_all(descriptor, memory[: part.nbytes], offset + (start + done) * dtype.itemsize)
-                    total += part.nbytes
+                for done in range(0, data.numel(), chunk.numel()):
+                    part = data[done : done + chunk.numel()].detach()
+                    chunk[: part.numel()].copy_(part)
+                    size_bytes = part.numel() * dtype.itemsize
+                    write_all(descriptor, memory[:size_bytes], offset + (start + done) * dtype.itemsize)
+                    total += size_bytes
             os.fsync(descriptor)
     return total
 
@@ -417,15 +273,10 @@ def _write(partial: Path, files: Sequence[FileLayout], entries: Sequence[TensorE
 def _opened(path: Path) -> Iterator[int]:
     """A file that rank 0 has created."""
     try:
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
+        with open(path, "r+b", buffering=0) as file:
+            yield file.fileno()
     except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} is not there, though rank 0 created it: the directory must be on storage all ranks share"
-        ) from error
+        raise CheckpointError(f"{path} is not there: the directory must be on storage all ranks share") from error
     except OSError as error:  # a failed write does not say which file it was
         raise CheckpointError(f"{path.name}: {error}") from error
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamshard.checkpoint.safetensors_file import CHUNK_BYTES, FileRecord, OpenFiles, copy_range, verify_files
+from streamshard.checkpoint.safetensors_file import FileRecord, OpenFiles, copy_range, verify_files
 from streamshard.comm.objects import RankGroup, run_on_all_ranks
 from streamshard.errors import CheckpointError
 from streamshard.torch_private import is_traceable_wrapper_subclass
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 MANIFEST_NAME = "checkpoint.json"
-FORMAT = 3
+FORMAT = 4
 
 _HEAD = '{{"sha256": "{}", "content":\n'
 _TAIL = "\n}\n"
@@ -115,10 +115,6 @@ class Manifest:
     state: Mapping[str, Any] = field(repr=False)
     generation: int = 0
 
-    def numel_of_params(self, model: str) -> int:
-        """How many elements the parameters of a saved model have."""
-        return sum(self.tensors[f"{model}/{param}"].numel for param in self.state["models"][model]["params"])
-
     def encode(self) -> bytes:
         """The file's content."""
         content = {**asdict(self), "files": [record._asdict() for record in self.files]}
@@ -135,7 +131,7 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_NAME
     try:
         text = path.read_bytes()
-    except OSError as error:
+    except FileNotFoundError as error:  # other errors do not say whether the checkpoint is whole
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     head_bytes = len(_HEAD.format("0" * 64))
     body = text[head_bytes : -len(_TAIL)]
@@ -151,32 +147,22 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointError(f"{path} cannot be used: {error}") from error
 
 
-def _manifest_of(files: Any, tensors: Any, state: Any, versions: Any, **numbers: Any) -> Manifest:
+def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
     """The manifest with these contents, which may come from anybody."""
     records = tuple(FileRecord(**record) for record in files)
-    for record in records:
-        if not _FILE_NAME.fullmatch(record.name):
-            raise CheckpointError(f"a file has the name {record.name!r:.80}, wanted one in the directory")
-        if len(record.crc32) != -(-record.size_bytes // CHUNK_BYTES):
-            raise CheckpointError(f"{record.name} has {len(record.crc32)} checksums for {record.size_bytes} bytes")
-    found = {name: _tensor_of(name, record, records) for name, record in tensors.items()}
-    if not all(type(number) is int and number >= 0 for number in numbers.values()):
-        raise CheckpointError(f"its numbers are {numbers!r:.80}")
-    versions = {name: str(versions[name]) for name in ("streamshard", "torch", "saved_at")}
-    state = {name: dict(state[name]) for name in ("models", "optimizers", "trees")}
-    return Manifest(files=records, tensors=found, state=state, versions=versions, **numbers)
-
-
-def _tensor_of(name: str, saved: Mapping[str, Any], files: tuple[FileRecord, ...]) -> TensorRecord:
-    record = TensorRecord(tuple(saved["shape"]), saved["dtype"], tuple(PieceRecord(*each) for each in saved["pieces"]))
-    end, itemsize = 0, record.torch_dtype.itemsize
-    for file, start, stop in record.pieces:
-        if start != end or not 0 <= (stop - start) * itemsize <= files[file].size_bytes:
-            raise CheckpointError(f"the pieces of tensor {name!r:.80} do not follow one another, or exceed their files")
-        end = stop
-    if end != record.numel or min(record.shape, default=0) < 0:
-        raise CheckpointError(f"tensor {name!r:.80} has {end} elements, and the shape {list(record.shape)!r:.80}")
-    return record
+    if strange := [record.name for record in records if not _FILE_NAME.fullmatch(record.name)]:
+        raise CheckpointError(f"files have the names {strange!r:.80}, wanted some in the directory")
+    found = {
+        name: TensorRecord(tuple(each["shape"]), each["dtype"], tuple(PieceRecord(*piece) for piece in each["pieces"]))
+        for name, each in tensors.items()
+    }
+    for name, record in found.items():
+        itemsize = record.torch_dtype.itemsize
+        if any(stop - start > records[file].size_bytes // itemsize for file, start, stop in record.pieces):
+            raise CheckpointError(f"tensor {name!r:.80} exceeds its files")
+        if record.numel != sum(stop - start for _, start, stop in record.pieces):
+            raise CheckpointError(f"tensor {name!r:.80} has another number of elements than {list(record.shape)!r:.80}")
+    return Manifest(files=records, tensors=found, **others)
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
@@ -184,7 +170,7 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
     for record in manifest.files:
         try:
             size_bytes = os.stat(directory / record.name).st_size
-        except OSError as error:
+        except FileNotFoundError as error:
             raise CheckpointError(f"{directory} is not whole: {record.name}: {error.strerror}") from error
         if size_bytes != record.size_bytes:
             raise CheckpointError(
@@ -257,14 +243,13 @@ class CheckpointFiles(OpenFiles):
 
 _KIND = "$"
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-_LARGEST_BYTES = 8  # of a number
 
 
 def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     """`value` as JSON. Its tensors are put into `tensors`, detached, not copied.
 
     Args:
-        value: None, numbers, strings, lists, tuples, dicts, counters, tensors, NumPy arrays, dtypes, and nested ones.
+        value: None, numbers, strings, lists, tuples, dicts, counters, tensors, NumPy numbers, dtypes, and nested ones.
         path: its name. Names of its tensors begin with it.
         tensors: by name; gains those of `value`.
 
@@ -292,20 +277,13 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.dtype):
         return {_KIND: "dtype", "value": str(value).removeprefix("torch.")}
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic) and _is_known(value.dtype):
+    if numpy is not None and isinstance(value, numpy.bool_ | numpy.integer | numpy.floating):
         return _encode(value.item(), path, tensors)
-    if numpy is not None and type(value) is numpy.ndarray and _is_known(value.dtype) and value.dtype.isnative:
-        return {_KIND: "array", "tensor": _keep(torch.from_numpy(numpy.array(value, order="C")), path, tensors)}
     raise CheckpointError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds numbers, strings, lists, "
-        "tuples, dicts, tensors and arrays. Give an object with state_dict() and load_state_dict() by itself, "
+        "tuples, dicts and tensors. Give an object with state_dict() and load_state_dict() by itself, "
         "extra={name: object}, and any other object as the values that it is made of"
     )
-
-
-def _is_known(dtype: Any) -> bool:
-    """Whether torch and Python have numbers like those of a NumPy array: not like ``longdouble``."""
-    return dtype.kind in "biuf" and dtype.itemsize <= _LARGEST_BYTES
 
 
 def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -394,8 +372,6 @@ def _decode(saved: Any, tensor_of: Callable[[str], torch.Tensor], device: torch.
         return torch.tensor(_decode(saved["value"], tensor_of, device), dtype=dtype_named(saved["dtype"])).to(where)
     if kind == "tensor":
         return tensor_of(saved["tensor"]).to(where)
-    if kind == "array":
-        return tensor_of(saved["tensor"]).numpy()
     if kind == "dtype":
         return dtype_named(saved["value"])
     items = _decode(saved["items"], tensor_of, device)

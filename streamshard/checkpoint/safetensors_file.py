@@ -55,7 +55,6 @@ CHUNK_BYTES = 8 << 20
 
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # the library refuses longer ones
 
 # In the order in which a file holds them.
 _DTYPE_NAMES = {
@@ -127,8 +126,7 @@ def lay_out(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
     """Plan one file that holds all of `specs`, as `save_pretrained` would write it.
 
     Raises:
-        CheckpointError: two tensors have one name, a dtype has no name in the format, or the header becomes longer
-            than readers accept.
+        CheckpointError: two tensors have one name, or a dtype has no name in the format.
     """
     contents: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
@@ -144,8 +142,6 @@ def lay_out(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
         starts[spec.name], position = offsets
     text = json.dumps(contents, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
-    if len(text) > _MAX_HEADER_BYTES:
-        raise CheckpointError(f"the header of {name} would take {len(text)} bytes: use a smaller max_shard_size")
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     starts = {tensor: len(header) + start for tensor, start in starts.items()}
     return FileLayout(name, header, starts, len(header) + position)

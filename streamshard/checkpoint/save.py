@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from streamshard.checkpoint.background import (
     Saving,
@@ -35,33 +32,28 @@ from streamshard.checkpoint.directory import (
     publish_checkpoint,
     remove_partial,
 )
-from streamshard.checkpoint.disk_layout import Piece
+from streamshard.checkpoint.disk_layout import Range, check_coverage
 from streamshard.checkpoint.manifest import Manifest, PieceRecord, TensorRecord
-from streamshard.checkpoint.run_parts import Collected, Parts, collect, name_parts
-from streamshard.checkpoint.safetensors_file import FileLayout, TensorSpec, lay_out, write_file
+from streamshard.checkpoint.run_parts import Collected, Models, Optimizers, Parts, collect, name_parts
+from streamshard.checkpoint.safetensors_file import FileRecord, TensorSpec, lay_out, write_file
 from streamshard.comm.objects import RankGroup, describe, gather_from_all_ranks, run_on_all_ranks
 from streamshard.config import __version__, parse_path
-from streamshard.errors import CheckpointError, ConfigError, RankMismatchError, StreamShardError, log, warn_user
+from streamshard.errors import ConfigError, RankMismatchError, StreamShardError, log, warn_user
 from streamshard.unit.sharded_parameter import is_unreduced
 
-__all__ = ["Models", "Optimizers", "save_checkpoint", "write_checkpoint"]
-
-Models = nn.Module | Mapping[str, nn.Module]
-Optimizers = Optimizer | Mapping[str, Optimizer]
+__all__ = ["save_checkpoint", "write_checkpoint"]
 
 
 def save_checkpoint(
     directory: str | os.PathLike[str],
     model: Models,
     optimizer: Optimizers | None = None,
-    scheduler: Any = None,
-    scaler: Any = None,
     extra: Mapping[str, Any] | None = None,
-    keep: int | None = None,
     *,
+    keep: int | None = None,
     step: int | None = None,
     wait: bool = True,
-) -> Any:
+) -> Saving:
     """Save the run as a new checkpoint in `directory`. Call it on every rank, between steps.
 
     A checkpoint holds main weights, buffers, the optimizer's state, random states of every rank, and everything else
@@ -77,17 +69,16 @@ def save_checkpoint(
             there.
         model: made by `StreamShard`, or a dict of several, some of which may be plain modules.
         optimizer: over its parameters, or a dict of several.
-        scheduler: anything with ``state_dict()`` and ``load_state_dict()``, or a dict of several.
-        scaler: the same, such as `torch.amp.GradScaler`.
-        extra: by name, values (numbers, strings, lists, dicts, tensors) and objects with ``state_dict()``, such as a
-            data loader. Ranks may give different ones; then the number of ranks that load has to be the same.
+        extra: by name, objects with ``state_dict()`` and ``load_state_dict()``, such as a scheduler, a gradient scaler
+            or a data loader, and values (numbers, strings, lists, dicts, tensors). Ranks may give different ones; then
+            the number of ranks that load has to be the same.
         keep: how many of the newest checkpoints to keep; older ones are deleted once the new one is whole.
         step: the checkpoint's number, as in ``checkpoint-1000``; None is one more than the largest that is there. If
             ``checkpoint-1000`` exists, the new one is called ``checkpoint-1000-2``: nothing is overwritten.
         wait: False: return when everything is copied to host memory; a thread writes the files. See `Saving`.
 
     Returns:
-        The checkpoint's path; with ``wait=False`` a `Saving`. The call first waits for an earlier save that still runs.
+        The handle, with the checkpoint's path. The call first waits for an earlier save that still runs.
 
     Raises:
         CheckpointError: on every rank; names the rank, the file and the cause. Nothing is left of the new checkpoint,
@@ -98,20 +89,17 @@ def save_checkpoint(
             between ranks.
         ShardingError: no model is sharded, or it is called inside a forward or backward.
     """
-    began = time.perf_counter()
-    root = parse_path("directory", directory)
+    began, root = time.perf_counter(), parse_path("directory", directory)
     for name, value, least in (("keep", keep, 1), ("step", step, 0)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"{name}={value!r}: wanted an integer of at least {least}, or None")
-    parts = name_parts("save_checkpoint", model, optimizer, scheduler, scaler, extra, accepts_empty=False)
-    ranks = parts.engine.ranks
+    parts = name_parts("save_checkpoint", model, optimizer, extra, accepts_empty=False)
     number, connects = _agree(root, keep, step, wait, parts)
     if not wait:
-        group = background_ranks(ranks, connects=connects)
-        return _write_in_background(root, number, keep, parts.engine.streams.device, collect(parts), group)
-    path = write_checkpoint(root, number, keep, ranks, collect(parts))
+        return _save_in_background(root, number, keep, parts, connects)
+    path = write_checkpoint(root, number, keep, parts.engine.ranks, collect(parts))
     log.info("saved %s in %.1f s", path, time.perf_counter() - began)
-    return path
+    return Saving(path)
 
 
 def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Parts) -> tuple[int, bool]:
@@ -131,29 +119,27 @@ def _agree(root: Path, keep: int | None, step: int | None, wait: bool, parts: Pa
         return number, mine, has_connections(ranks)
 
     found = gather_from_all_ranks(ranks, f"save to {root}", find)
-    number, firsts, _ = found[0]
-    for rank, (_, theirs, _) in enumerate(found):
-        for name, value in theirs.items():
-            if value != firsts[name]:
-                raise RankMismatchError(
-                    f"save_checkpoint has {name}={firsts[name]!r} on rank 0 and {name}={value!r} on rank {rank}: "
-                    "wanted the same on all ranks"
-                )
+    number, first, _ = found[0]
+    if any(theirs != first for _, theirs, _ in found):
+        given = "; ".join(f"rank {rank}: {theirs}" for rank, (_, theirs, _) in enumerate(found) if theirs != first)
+        raise RankMismatchError(f"save_checkpoint wants the same on all ranks. Rank 0 gives {first}; {given}")
     return number, not all(is_connected for _, _, is_connected in found)
 
 
-def _write_in_background(
-    root: Path, number: int, keep: int | None, device: torch.device, collected: Collected, group: RankGroup
-) -> Saving:
-    """Copy what is saved, and let a thread do the rest. The thread tells other ranks if this rank cannot copy."""
-    root = Path(os.path.abspath(root))  # the process may change its directory meanwhile
+def _save_in_background(root: Path, number: int, keep: int | None, parts: Parts, connects: bool) -> Saving:
+    """Copy what is saved, and let a thread write the copies."""
+    ranks, root = parts.engine.ranks, Path(os.path.abspath(root))  # the process may change its directory meanwhile
+    group = background_ranks(ranks, connects=connects)
+    collected = collect(parts)
+    finish = run_on_all_ranks(
+        ranks, f"save to {root}", lambda: copy_to_host(collected.pieces, parts.engine.streams.device)
+    )
     state = collected._replace(pieces=[])  # the run's own go as soon as they are copied
 
-    def write(finish: Callable[[], list[Piece]] | Exception) -> Path:
+    def write() -> Path:
         began = time.perf_counter()
         try:
-            copied = run_on_all_ranks(group, f"save to {root}", lambda: _finish(finish))
-            path = write_checkpoint(root, number, keep, group, state._replace(pieces=copied))
+            path = write_checkpoint(root, number, keep, group, state._replace(pieces=finish()))
         except StreamShardError:  # on all ranks
             raise
         except BaseException as error:
@@ -162,22 +148,11 @@ def _write_in_background(
         log.info("saved %s in the background in %.1f s", path, time.perf_counter() - began)
         return path
 
-    finish: Callable[[], list[Piece]] | Exception
     try:
-        try:
-            finish = copy_to_host(collected.pieces, device)
-        except Exception as error:  # the thread tells all ranks
-            finish = error
-        return run_in_background(Saving(root / checkpoint_name(number), lambda: write(finish)))
+        return run_in_background(root / checkpoint_name(number), write)
     except BaseException as error:  # other ranks have begun to write, and wait for this one
         group.fail(describe(error))
         raise
-
-
-def _finish(finish: Callable[[], list[Piece]] | Exception) -> list[Piece]:
-    if isinstance(finish, Exception):
-        raise finish
-    return finish()
 
 
 def _say_what_is_lost(parts: Parts) -> None:
@@ -193,16 +168,8 @@ def _say_what_is_lost(parts: Parts) -> None:
 
 # ------------------------------------------------------------------------------------------------ writing
 
-_Row = tuple[str, tuple[int, ...], str, int, int]  # what ranks tell each other of a piece: see `_rows`
 
-
-def write_checkpoint(
-    root: Path,
-    number: int,
-    keep: int | None,
-    group: RankGroup,
-    collected: Collected,
-) -> Path:
+def write_checkpoint(root: Path, number: int, keep: int | None, group: RankGroup, collected: Collected) -> Path:
     """Write this rank's file, and let the first rank publish all of them. Collective.
 
     Args:
@@ -218,31 +185,33 @@ def write_checkpoint(
     doing = f"save {root / checkpoint_name(number)}"
     pieces = {piece.name: piece.data for piece in collected.pieces}
     mine: list[Partial] = []  # the first rank's, which alone deletes and renames it
-    layouts: list[FileLayout] = []
+    specs = [TensorSpec(each.name, (each.data.numel(),), each.data.dtype) for each in collected.pieces]
+    name = f"rank-{group.number:05d}-of-{group.total_size:05d}.safetensors"
 
-    def start() -> tuple[list[_Row], dict[str, Any], Path | None]:
-        name = f"rank-{group.number:05d}-of-{group.total_size:05d}.safetensors"
-        specs = [TensorSpec(each.name, (each.data.numel(),), each.data.dtype) for each in collected.pieces]
-        layouts.append(lay_out(name, [spec for spec in specs if spec.size_bytes]))
+    def start() -> tuple[list[Range], dict[str, Any], Path | None]:
         if group.is_first:
             mine.append(create_partial(root, checkpoint_name(number)))
-        return _rows(collected.pieces), collected.differing, mine[0].path if mine else None
+        return [each.range for each in collected.pieces], collected.differing, mine[0].path if mine else None
+
+    def write() -> FileRecord:
+        return write_file(partial, lay_out(name, [spec for spec in specs if spec.size_bytes]), pieces.__getitem__)
+
+    def publish() -> Path | None:
+        if not group.is_first:
+            return None
+        saved_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
+        versions = {"streamshard": __version__, "torch": torch.__version__, "saved_at": saved_at}
+        by_rank = {tree: {"ranks": [theirs[tree] for _, theirs, _ in told]} for tree in collected.differing}
+        state = {**collected.state, "trees": {**collected.state["trees"], **by_rank}}
+        tensors, replicas = _tensor_records([theirs for theirs, _, _ in told]), group.total_size // group.world_size
+        manifest = Manifest(number, group.total_size, replicas, versions, tuple(records), tensors, state)
+        return publish_checkpoint(mine[0], manifest, keep)
 
     try:
         told = gather_from_all_ranks(group, doing, start)
         partial: Any = told[0][2]
-        records = gather_from_all_ranks(group, doing, lambda: write_file(partial, layouts[0], pieces.__getitem__))
-
-        def publish() -> Path | None:
-            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
-            versions = {"streamshard": __version__, "torch": torch.__version__, "saved_at": now}
-            by_rank = {tree: {"ranks": [theirs[tree] for _, theirs, _ in told]} for tree in collected.differing}
-            state = {**collected.state, "trees": {**collected.state["trees"], **by_rank}}
-            tensors, replicas = _tensor_records([rows for rows, _, _ in told]), group.total_size // group.world_size
-            manifest = Manifest(number, group.total_size, replicas, versions, tuple(records), tensors, state)
-            return publish_checkpoint(mine[0], manifest, keep)
-
-        path: Any = gather_from_all_ranks(group, doing, lambda: publish() if group.is_first else None)[0]
+        records = gather_from_all_ranks(group, doing, write)
+        path: Any = gather_from_all_ranks(group, doing, publish)[0]
     except BaseException:
         for each in mine:
             remove_partial(each)
@@ -252,32 +221,10 @@ def write_checkpoint(
     return Path(path)
 
 
-def _rows(pieces: Sequence[Piece]) -> list[_Row]:
-    """Name, shape and dtype of each tensor, and which elements this rank has."""
-    return [
-        (piece.name, piece.shape, str(piece.data.dtype).removeprefix("torch."), piece.start, piece.stop)
-        for piece in pieces
-    ]
-
-
-def _tensor_records(by_rank: list[list[_Row]]) -> dict[str, TensorRecord]:
-    found: dict[str, tuple[tuple[int, ...], str, list[PieceRecord]]] = {}
-    for file, rows in enumerate(by_rank):
-        for name, shape, dtype, start, stop in rows:
-            own = found.setdefault(name, (shape, dtype, []))
-            if own[:2] != (shape, dtype):
-                raise CheckpointError(
-                    f"{name!r} is {own[1]} {list(own[0])} on one rank and {dtype} {list(shape)} on another"
-                )
-            if start < stop:
-                own[2].append(PieceRecord(file, start, stop))
-    tensors = {}
-    for name, (shape, dtype, pieces) in found.items():
-        pieces.sort(key=lambda piece: piece.start)
-        ends = [0, *(piece.stop for piece in pieces)]
-        if [piece.start for piece in pieces] != ends[:-1] or ends[-1] != math.prod(shape):
-            raise CheckpointError(
-                f"{name!r}: ranks have the elements {[(p.start, p.stop) for p in pieces]} of {list(shape)}"
-            )
-        tensors[name] = TensorRecord(shape, dtype, tuple(pieces))
-    return tensors
+def _tensor_records(by_rank: Sequence[Sequence[Range]]) -> dict[str, TensorRecord]:
+    """Where each tensor lies. The file of rank n has number n."""
+    records = {}
+    for name, parts in check_coverage(by_rank).items():
+        pieces = tuple(PieceRecord(rank, each.start, each.stop) for rank, each in parts if each.start < each.stop)
+        records[name] = TensorRecord(parts[0][1].shape, str(parts[0][1].dtype).removeprefix("torch."), pieces)
+    return records

@@ -91,12 +91,12 @@ def _ranks_of(models: Sequence[nn.Module]) -> Communicator:
 
 def _parts(accelerator: Any, models: Sequence[nn.Module]) -> dict[str, Any]:
     """Arguments of `save_checkpoint` and `load_checkpoint`."""
+    scalers = [accelerator.scaler] if accelerator.scaler is not None else []
+    objects = (("scheduler", accelerator._schedulers), ("scaler", scalers), ("object", accelerator._custom_objects))
     return {
         "model": _numbered([model for model in models if handle_of(model) is not None or model.state_dict()]),
         "optimizer": _numbered([optimizer.optimizer for optimizer in accelerator._optimizers]),
-        "scheduler": _numbered(accelerator._schedulers),
-        "scaler": accelerator.scaler,
-        "extra": {f"object.{i}": each for i, each in enumerate(accelerator._custom_objects)},
+        "extra": {f"{kind}.{i}": each for kind, given in objects for i, each in enumerate(given)},
     }
 
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import re
 import sys
-import tempfile
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +24,6 @@ from streamshard.plan.structure import join_names, modules_inside, modules_of, p
 __all__ = [
     "adapters_in",
     "check_exportable",
-    "config_files",
     "drop_tied_names",
     "ignored_on_load",
     "ignored_on_save",
@@ -36,7 +33,6 @@ __all__ = [
     "rearrange_for_loading",
     "rearrange_for_saving",
     "tie_weights",
-    "with_dtype",
     "write_config",
 ]
 
@@ -257,45 +253,23 @@ def _steps_of(
     return steps, used
 
 
-def write_config(model: Any, directory: Path, dtype: torch.dtype | None, *, with_code: bool = True) -> None:
+def write_config(model: Any, directory: Path, dtype: torch.dtype | None) -> None:
     """What `save_pretrained` writes beside the weights: config, generation config, and the code of custom models.
 
     Args:
         model: a transformers model.
         directory: where to.
         dtype: of the model on disk, for the config; None leaves what the config says.
-        with_code: False: leave out the code.
     """
     config = copy.deepcopy(model.config)
     if dtype is not None:
         config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
-    if with_code and model.is_remote_code():
+    if model.is_remote_code():
         importlib.import_module("transformers.dynamic_module_utils").custom_object_save(model, directory, config=config)
     config.save_pretrained(directory)
     if model.can_generate() and getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)
-
-
-def config_files(model: Any, dtype: torch.dtype | None) -> dict[str, str]:
-    """The texts of what `write_config` writes, by file name, without code.
-
-    Raises:
-        CheckpointError: transformers cannot write it.
-    """
-    try:
-        with tempfile.TemporaryDirectory() as directory:
-            write_config(model, Path(directory), dtype, with_code=False)
-            return {path.name: path.read_text() for path in sorted(Path(directory).glob("*.json"))}
-    except Exception as error:  # any error means that there would be no such file
-        raise CheckpointError(f"the config of {type(model).__name__} cannot be saved: {error}") from error
-
-
-def with_dtype(config: str, dtype: torch.dtype) -> str:
-    """The text of a model's config.json, where the model has another dtype on disk."""
-    values = json.loads(config)
-    values["dtype"] = str(dtype).removeprefix("torch.")
-    return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 
 class _Unsharded:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from streamshard.checkpoint.export import export_shards
+from streamshard.comm.objects import RankGroup
 from streamshard.errors import CheckpointError
 from streamshard.plan.layout import ParamSize, plan_flat_param
 from streamshard.unit.shard import ParamShard
@@ -22,10 +23,11 @@ from tests.families import bert, dinov2, gpt2, llama, mixtral, t5, vit
 T = TypeVar("T")
 
 
-class ThreadGroup:
+class ThreadGroup(RankGroup):
     """One of several threads of this process that act as ranks."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, told: list[Any]) -> None:
+        super().__init__()
         self.rank = self.number = rank
         self.is_first = rank == 0
         self.replica = 0
@@ -33,7 +35,7 @@ class ThreadGroup:
         self._barrier = barrier
         self._told = told
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
+    def gather_bytes(self, data: bytes, *, with_replicas: bool = True) -> list[bytes]:
         """Every thread's."""
         self._told[self.rank] = data
         self._barrier.wait()

@@ -51,8 +51,15 @@ class Run(NamedTuple):
 
     model: Any
     optimizer: torch.optim.Optimizer
-    scheduler: LRScheduler
-    scaler: torch.amp.GradScaler
+    extra: dict[str, Any]
+
+    @property
+    def scheduler(self) -> LRScheduler:
+        return self.extra["scheduler"]
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        return self.extra["scaler"]
 
 
 def start(seed: int, model: nn.Module | None = None, **settings: Any) -> Run:
@@ -63,7 +70,8 @@ def start(seed: int, model: nn.Module | None = None, **settings: Any) -> Run:
     others = [param for param in sharded.parameters() if param.ndim <= 1]
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
     scheduler = OneCycleLR(optimizer, 1e-2, total_steps=50)
-    return Run(sharded, optimizer, scheduler, torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    return Run(sharded, optimizer, {"scheduler": scheduler, "scaler": scaler})
 
 
 def steps(run: Run, first: int, last: int, *, spread: int | None = None) -> list[float]:

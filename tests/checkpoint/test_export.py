@@ -123,15 +123,6 @@ def test_weights_tied_without_being_declared_are_all_written(tmp_path: Path) -> 
         assert torch.equal(restored[name], tensor), name
 
 
-@on_ranks(2)
-def test_export_of_summoned_parameters_raises(context: RankContext, tmp_path: Path) -> None:
-    """Whole parameters must not be taken for pieces; the way out is named."""
-    sharded: Any = StreamShard(filled(llama))
-    with sharded.summon_full_params(), pytest.raises(ShardingError, match="export_safetensors inside summon_full"):
-        export_safetensors(sharded, tmp_path / "out")
-    export_safetensors(sharded, tmp_path / "out")
-
-
 def test_model_with_adapters_is_refused(tmp_path: Path) -> None:
     """`save_pretrained` would save the adapters only; an export of everything would be something else."""
     model = filled(llama)

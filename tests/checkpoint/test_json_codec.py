@@ -57,18 +57,14 @@ def test_nested_values_come_back_with_their_types(value: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
-def test_tensors_arrays_and_infinite_numbers_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_tensors_and_numbers_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """With their dtypes and shapes."""
     tensor = torch.ones(shape, dtype=dtype)
     found = there_and_back({"a": [tensor], "inf": torch.tensor(-math.inf)})
     assert found["a"][0].dtype == dtype
     assert torch.equal(found["a"][0], tensor)
     assert found["inf"].item() == -math.inf
-    values = [numpy.arange(6, dtype=numpy.uint32).reshape(2, 3), numpy.float32(0.5), numpy.bool_(True), math.inf]
-    found = there_and_back(values)
-    assert numpy.array_equal(found[0], values[0])
-    assert found[0].dtype == values[0].dtype
-    assert found[1:] == [0.5, True, math.inf]
+    assert there_and_back([numpy.float32(0.5), numpy.int64(3), numpy.bool_(True), math.inf]) == [0.5, 3, True, math.inf]
     assert math.isnan(there_and_back(math.nan))
     assert there_and_back(OrderedDict(b=1, a=2)) == {"b": 1, "a": 2}
 
@@ -87,7 +83,7 @@ ITSELF.append(ITSELF)
 @pytest.mark.parametrize(
     "value",
     [object(), {1, 2}, b"bytes", deque(), ITSELF, torch.ones(2).to_sparse(), torch.empty(2, device="meta"), len]
-    + [numpy.ones(2, numpy.longdouble), numpy.array(["text"])],
+    + [numpy.ones(2, numpy.longdouble), numpy.ones(2)],
 )
 def test_other_values_are_refused_by_their_path(value: Any) -> None:
     """Some would need code to be read back."""

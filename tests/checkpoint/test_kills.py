@@ -152,7 +152,7 @@ def _run(rank: int, plan: Plan, directory: Path, notes: Path, port: int, prefix:
             optimizer.become(count)
             step = count % 3 if plan.repeats else None
             saving = save_checkpoint(
-                directory, model, optimizer, extra={"count": count}, keep=KEEP, step=step, wait=plan.waits
+                directory, model, optimizer, {"count": count}, keep=KEEP, step=step, wait=plan.waits
             )
             # In the background the one before is through when this one begins.
             write(note, b"%d\n" % (count if plan.waits else count - 1))
@@ -160,7 +160,7 @@ def _run(rank: int, plan: Plan, directory: Path, notes: Path, port: int, prefix:
                 os._exit(HEARD)
             if not plan.waits and count % 4 == 0:
                 optimizer.become(-count)
-                saving.wait()  # type: ignore[union-attr]  # a handle
+                saving.wait()
                 write(note, b"%d\n" % count)
     except (StreamShardError, RuntimeError) as error:
         write(note, f"{type(error).__name__}: {error}".replace("\n", " ").encode() + b"\n")

@@ -126,7 +126,7 @@ def test_names_of_older_files_are_those_that_transformers_knows(tmp_path: Path) 
     for name, param in model.named_parameters():
         assert torch.equal(whole[name], param), name
     tensors = {**filled(llama).state_dict(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
-    assert _loaded(llama(), _save(tensors, tmp_path)).difference.size == 0
+    assert _loaded(llama(), _save(tensors, tmp_path)).difference == ([], [], [])
 
 
 @pytest.mark.parametrize("gives", [True, False])
@@ -136,7 +136,7 @@ def test_a_base_model_and_one_with_a_head_load_each_others_weights(gives: bool, 
     giver, taker = (whole, base) if gives else (base, whole)
     giver.save_pretrained(tmp_path)
     kind = "unexpected" if gives else "missing"
-    with pytest.raises(CheckpointError, match=f"does not fit .*: {kind} lm_head.weight$"):
+    with pytest.raises(CheckpointError, match=f"does not fit .*: {kind} lm_head.weight\\. "):
         _loaded(taker, tmp_path)
     other = llama().model if gives else llama()
     shards = shards_for(other, 0, 1)
@@ -164,7 +164,7 @@ def test_experts_of_which_one_is_missing_are_named(tmp_path: Path) -> None:
     ):
         _loaded(mixtral(), directory)
     loaded = _loaded(mixtral(), directory, strict=False)
-    assert len(loaded.difference.mismatched) == loaded.difference.size == 2
+    assert [len(names) for names in loaded.difference] == [0, 0, 2]
     assert "model.layers.1.mlp.experts.gate_up_proj" not in loaded.names
 
 
@@ -220,14 +220,14 @@ def test_file_replaced_while_it_is_read_is_read_to_its_end(tmp_path: Path, monke
     """Header and data come from one opening, although another dtype has another layout."""
     model = filled(Plain)
     export(model, tmp_path, 1, dtype="float16")
-    read = loading._read
+    read = loading.copy_range
 
     def replace_first(*args: Any) -> None:
-        monkeypatch.setattr(loading, "_read", read)
+        monkeypatch.setattr(loading, "copy_range", read)
         export(Plain(), tmp_path, 1)
         read(*args)
 
-    monkeypatch.setattr(loading, "_read", replace_first)
+    monkeypatch.setattr(loading, "copy_range", replace_first)
     assert torch.equal(load(Plain(), tmp_path, 1)["last.bias"], model.last.bias.half().float())
 
 
@@ -235,14 +235,14 @@ def test_read_error_on_one_rank_is_raised_on_all(tmp_path: Path, monkeypatch: py
     """All hear that weights have changed."""
     model = filled(Plain)
     export(model, tmp_path, 1)
-    read = loading._read
+    read = loading.copy_range
 
     def fail(*args: Any) -> None:
         if threading.current_thread().name == "rank 1":
             raise OSError("the disk is gone")
         read(*args)
 
-    monkeypatch.setattr(loading, "_read", fail)
+    monkeypatch.setattr(loading, "copy_range", fail)
     ranks = [shards_for(model, rank, 2) for rank in range(2)]
     for outcome in on_threads(2, lambda group: load_shards(model, ranks[group.rank], group, tmp_path)):
         assert isinstance(outcome, CheckpointError)

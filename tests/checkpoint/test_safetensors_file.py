@@ -86,8 +86,8 @@ def test_split_equals_huggingface_hubs(described: dict[str, Any], max_bytes: int
     theirs = split_torch_state_dict_into_shards(_zeros(described), max_shard_size=max_bytes)
     want = theirs.filename_to_tensors or {"model.safetensors": []}
     assert {file.name: set(file.offsets) for file in files} == {name: set(held) for name, held in want.items()}
-    index = json.loads(encode_index(files, None))
-    assert index["metadata"] == theirs.metadata
+    index = json.loads(encode_index(files, 0))
+    assert index["metadata"] == {**theirs.metadata, "total_parameters": 0}
     assert index["weight_map"] == theirs.tensor_to_filename
 
 
@@ -124,7 +124,7 @@ def test_files_are_read_as_they_were_planned(tmp_path_factory: Any, described: d
     """Every tensor is found, with its shape and dtype, where the plan put it."""
     directory = tmp_path_factory.mktemp("planned")
     files = plan_files(_specs(described), max_bytes)
-    write_empty(directory, files, encode_index(files, None) if len(files) > 1 else None)
+    write_empty(directory, files, encode_index(files, 0) if len(files) > 1 else None)
     found = StoredDirectory(directory).tensors
     assert {name: (tuple(each.shape), each.dtype) for name, each in found.items()} == described
 
@@ -176,14 +176,8 @@ def test_a_pipe_or_directory_in_place_of_a_file_raises_at_once(name: str, tmp_pa
     [
         (b"weight_map", b"weight_mop", "is not an index"),
         (b'"model-00001', b'"../model-00001', "not a file of its own directory"),
-        (
-            b'"a": "model-00001',
-            b'"a": "model-00002',
-            "says 'a' is in .*model-00002-of-00002.safetensors, which does not",
-        ),
-        (b'"a": "model-00001', b'"c": "model-00001', "holds 'a', which model.safetensors.index.json does not say"),
+        (b'"a": "model-00001', b'"a": "model-00002', "cannot read 'a' of .*model-00002-of-00002.safetensors"),
         (b'"a": "model-00001-of-00002.safetensors"', b'"a": 3', "names 3"),
-        (b'"weight_map"', b'"weight_map": ' + b"[" * 100_000 + b', "x"', "is not an index"),
         (b'"a": "model-00001', b'"a": "model-00003', "cannot read"),
         (b"{", b"", "is not an index"),
     ],

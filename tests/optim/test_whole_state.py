@@ -172,7 +172,7 @@ def _save(context: RankContext, name: str, folder: str, *, background: bool) -> 
     model = _model()
     optimizer = {**BUILD, "muon and adamw": _muon_and_adamw}[name](model)
     _train(model, optimizer)
-    saving = save_checkpoint(folder, model, optimizer, wait=not background)  # type: ignore[call-overload]
+    saving = save_checkpoint(folder, model, optimizer, wait=not background)
     _train(model, optimizer, first=2)
     if background:
         saving.wait()
