@@ -189,11 +189,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             Swap("(grad.is_kept or self.counts(grad))", "self.counts(grad)"),
             "invariants frozen",
         ),
-        (
-            "FlatParamGrads.start_reduce",
-            Swap("in_slot, True", "in_slot, self.adds"),
-            "passes",
-        ),
         ("ParamGrad.forget", Drop("self.in_slot.zero_()"), "dial graphs"),
         ("ParamGrad.forget", Drop("self.clear()"), "invariants dial graphs"),
         ("UnitGrads.finish", Swap("(grad.is_kept or is_new)", "is_new"), "loops"),

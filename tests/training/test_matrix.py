@@ -63,15 +63,6 @@ def _cells() -> Iterator[tuple[str, str]]:
         yield from ((scenario, setting) for setting in chosen if (scenario, setting) != IMPOSSIBLE)
 
 
-def _tolerance(scenario: str, setting: Setting) -> Tolerance:
-    """None, but where the same numbers are added up in another order."""
-    if scenario in ADDING and setting.settings.get("grad_slots") == "all":
-        return Tolerance(1e-5, 1e-5)
-    if scenario == "clipping" and setting.settings.get("min_unit_size"):  # the norm is the sum of other units' norms
-        return Tolerance(1e-5, 1e-6)
-    return EXACT
-
-
 # Scenarios whose steps run on plain PyTorch too, where one process plays all ranks.
 PLAIN = (
     *(
@@ -118,5 +109,7 @@ def test_it_trains_like_the_default_without_races(context: RankContext, scenario
         train(model, scenario, context)
         found = full_weights(model)
     assert races.accesses > 50
+    # Sums in another order: of gradients that wait in slots, and of other units' norms.
+    is_near = scenario in ADDING and settings == ZERO_1 or (scenario, setting) == ("clipping", "several layers")
     wanted = reference(context, scenario, precision)
-    assert_same(found, wanted, "weights", _tolerance(scenario, SETTINGS[setting]))
+    assert_same(found, wanted, "weights", Tolerance(1e-5, 1e-5) if is_near else EXACT)
