@@ -277,13 +277,6 @@ def _failing_backward(model: nn.Module, call: Call) -> None:
     stack_step(model, call)
 
 
-def _keeping_gradients(model: nn.Module, call: Call) -> None:
-    """What an earlier micro-batch has left is stepped with, although the next one's backward fails."""
-    stack_step(model, call)
-    _stop_halfway(model, call)
-    list(model.parameters())
-
-
 def _failing_forward(model: nn.Module, call: Call) -> None:
     def stop(module: nn.Module, args: Any) -> None:
         raise _Stop
@@ -325,7 +318,6 @@ SCENARIOS: dict[str, Scenario] = {
     "summoning": Scenario(RoutedStack, _summoning),
     "weights elsewhere": Scenario(RoutedStack, _moving),
     "a backward that fails": Scenario(RoutedStack, _failing_backward),
-    "gradients kept when a backward fails": Scenario(RoutedStack, _keeping_gradients),
     "weights read elsewhere": Scenario(ReadingStack, _one_backward, resident=("layers.0", "layers.2")),
     "layers in layers": Scenario(NestedStack, _one_backward),
     "a forward that fails": Scenario(RoutedStack, _failing_forward),
@@ -337,7 +329,6 @@ ADDING = (
     "micro-batches",
     "no_sync",
     "adapters in micro-batches",
-    "gradients kept when a backward fails",
     "two backwards",
     "a kept graph",
 )

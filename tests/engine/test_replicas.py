@@ -64,7 +64,6 @@ AVERAGING = (
     "freezing",
     "clipping",
     "a backward that fails",
-    "gradients kept when a backward fails",
 )
 # What a rank that has whole weights does otherwise than one that has shards.
 WHOLE = ("tied", "evaluation between steps", "summoning", "weights read elsewhere")

@@ -150,31 +150,6 @@ def _accumulating(precision: Precision) -> Any:
 
 
 @on_ranks()
-@pytest.mark.parametrize(
-    ("world_size", "precision", "how"),
-    [(2, "fp32", "optimizer"), (2, "16-bit wire", "model"), (2, "16-bit", "set"), (3, "fp32", "set")],
-)
-def test_clearing_gradients_inside_no_sync_drops_them(context: RankContext, how: str, precision: str) -> None:
-    """A loop skips a bad batch: accumulated gradients are gone, on the other ranks' part too."""
-    call = Call(1, context.rank, context.world_size, 1.0)
-    model = _accumulating(PRECISIONS[precision])
-    stack_step(model, call)
-    wanted = full_grads(model)
-
-    model = _accumulating(PRECISIONS[precision])
-    optimizer = adamw(model)
-    with model.no_sync():
-        stack_step(model, Call(5, context.rank, context.world_size, 1.0))
-        if how == "set":
-            for param in model.parameters():
-                param.grad = None
-        else:
-            (optimizer if how == "optimizer" else model).zero_grad()
-    stack_step(model, call)
-    assert_same(full_grads(model), wanted, "gradients", EXACT)
-
-
-@on_ranks()
 @pytest.mark.parametrize(("world_size", "precision"), [(2, "16-bit wire"), (3, "bf16")])
 def test_waiting_gradients_are_added_to_those_that_were_there(context: RankContext, precision: str) -> None:
     """A reduced gradient, two that wait, and a last one: four micro-batches in all."""

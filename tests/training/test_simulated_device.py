@@ -135,37 +135,6 @@ def test_all_groups_are_connected_from_the_start(context: RankContext, shape: tu
         assert (ranks.group in met) == (ranks.world_size > 1)
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
-def test_an_average_starts_at_once(context: RankContext, shape: tuple[int, int]) -> None:
-    """It is issued behind its unit's reduction, for which the host need not wait."""
-    mesh = _mesh(*shape)
-    with simulated_device():
-        model = sharded("plain", BF16, mesh=mesh)
-        train(model, "plain", context, steps=1)
-        engine, issued = engine_inside(model), list[tuple[str, Any]]()
-        replicas = engine.reductions.replicas
-        assert replicas is not None
-        start, average = engine.reductions.start, replicas.ranks.transport.start_average
-
-        def noted_start(unit: StreamedUnit) -> None:
-            start(unit)
-            issued.append(("reduced", unit.index))
-
-        def noted_average(tensor: Tensor, tag: int | None) -> Any:
-            issued.append(("averaged", tag))
-            return average(tensor, tag)
-
-        with (
-            mock.patch.object(engine.reductions, "start", noted_start),
-            mock.patch.object(replicas.ranks.transport, "start_average", noted_average),
-        ):
-            train(model, "plain", context, steps=1)
-    units = [unit for what, unit in issued if what == "reduced"]
-    assert issued == [(what, unit) for unit in units for what in ("averaged", "reduced")]
-    assert sorted(units) == list(range(len(engine.units)))
-
-
 # ---------------------------------------------------------------------------------------------- waits that are left out
 
 
