@@ -40,12 +40,6 @@ class Packing(nn.Module):
         return self.pack(x + torch.tanh(self.linear(x)) * mask)
 
 
-def _model_output(y: Tensor) -> Any:
-    from transformers.modeling_outputs import BaseModelOutput
-
-    return BaseModelOutput(last_hidden_state=y, hidden_states=(y * 2,))
-
-
 class Container(NamedTuple):
     """How a layer packs a tensor, and how its caller unpacks it."""
 
@@ -56,7 +50,6 @@ class Container(NamedTuple):
 PACKINGS = {
     "nested": Container(lambda y: ({"a": [(y, y * 2)]}, "text"), lambda out: out[0]["a"][0][0] + out[0]["a"][0][1]),
     "dataclass in a dict": Container(lambda y: {"r": Record(y)}, lambda out: out["r"].value),
-    "model output": Container(_model_output, lambda out: out.last_hidden_state + out.hidden_states[0]),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from streamshard import Precision, StreamShard
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.inspect import engine_inside
 from tests.models import Stack, TinyConfig, TinyLM
-from tests.ranks import RankContext, RankPool, on_ranks
+from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
     FP32,
@@ -249,29 +250,23 @@ def test_values_of_options_that_mean_nothing_are_refused(context: RankContext) -
 # ---------------------------------------------------------------------------------------------- what a rank owns
 
 
-def _ranges(context: RankContext, pad: int) -> dict[str, tuple[int, int]]:
-    torch.manual_seed(2)
-    whole = dict(Stack().named_parameters())
-    torch.manual_seed(2)
-    model: Any = StreamShard(Stack(), precision=FP32, pad_units_to=pad)
-    ranges = model.local_ranges()
-    assert ranges.keys() == whole.keys()
-    for name, param in model.named_parameters():
-        owned = ranges[name]
-        assert torch.equal(param.flatten(), whole[name].flatten()[owned.start : owned.stop])
-    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
-    for unit in engine_inside(model).units:
-        assert unit.layout.padded_numel % pad == unit.layout.padded_numel % context.world_size == 0
-    return {name: (owned.start, owned.stop) for name, owned in ranges.items()}
-
-
-@pytest.mark.parametrize("pad", [1, 1000])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_element_is_owned_by_one_rank(ranks: RankPool, world_size: int, pad: int) -> None:
+@on_ranks(1, 2, 3)
+def test_every_element_is_owned_by_one_rank(context: RankContext) -> None:
     """`local_ranges` says which; padding units moves them."""
-    found = ranks(world_size).run(_ranges, pad)
-    for name, param in Stack().named_parameters():
-        pieces = sorted(ranges[name] for ranges in found if ranges[name][0] < ranges[name][1])
-        assert pieces[0][0] == 0
-        assert pieces[-1][1] == param.numel()
-        assert all(before[1] == after[0] for before, after in zip(pieces, pieces[1:], strict=False))
+    for pad in (1, 1000):
+        torch.manual_seed(2)
+        whole = dict(Stack().named_parameters())
+        torch.manual_seed(2)
+        model: Any = StreamShard(Stack(), precision=FP32, pad_units_to=pad)
+        mine = {name: (owned.start, owned.stop) for name, owned in model.local_ranges().items()}
+        for name, param in model.named_parameters():
+            assert torch.equal(param.flatten(), whole[name].flatten()[slice(*mine[name])])
+        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+        for unit in engine_inside(model).units:
+            assert unit.layout.padded_numel % pad == unit.layout.padded_numel % context.world_size == 0
+        everyone: list[Any] = [None] * context.world_size
+        torch.distributed.all_gather_object(everyone, mine)
+        for name, param in whole.items():
+            pieces = sorted(ranges[name] for ranges in everyone if ranges[name][0] < ranges[name][1])
+            assert pieces[0][0] == 0 and pieces[-1][1] == param.numel()
+            assert all(before[1] == after[0] for before, after in itertools.pairwise(pieces))

@@ -115,8 +115,8 @@ def test_a_listed_module_takes_fp32_and_returns_the_dtype_of_its_input(context: 
     assert_same(full_grads(model), full_grads(single), "gradients", NEAR)
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("precision", ["bf16", "16-bit wire", "16-bit"])
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "bf16"), (2, "16-bit wire"), (2, "16-bit")])
 def test_mixed_units_train_alike_whenever_messages_arrive(context: RankContext, precision: str) -> None:
     """In each way of reducing, over sockets and late; gradients of fp32 modules are reduced in fp32."""
     settings = PRECISIONS[precision]
@@ -160,14 +160,14 @@ def test_batch_norm_trains_in_a_half_precision_model(context: RankContext) -> No
     assert_same(means, {name: dict(plain.named_buffers())[name] for name in means}, "statistics", NEAR)
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("dtype", [torch.float16, HALF])
-def test_modules_that_a_transformers_class_keeps_in_fp32_are_kept(context: RankContext, dtype: torch.dtype) -> None:
+@on_ranks(2)
+def test_modules_that_a_transformers_class_keeps_in_fp32_are_kept(context: RankContext) -> None:
     """T5's output projections in fp16, not in bf16; its code casts."""
-    model: Any = StreamShard(families.t5(), precision=Precision(param_dtype=dtype))
-    kept = {name for name, _ in model.named_parameters() if ".wo." in name}
-    assert len(kept) == 4
-    assert in_fp32(model) == (kept if dtype is torch.float16 else set())
-    tokens = token_batch(0, context.rank)
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    assert all(param.grad is not None for param in model.parameters())
+    for dtype in (torch.float16, HALF):
+        model: Any = StreamShard(families.t5(), precision=Precision(param_dtype=dtype))
+        kept = {name for name, _ in model.named_parameters() if ".wo." in name}
+        assert len(kept) == 4
+        assert in_fp32(model) == (kept if dtype is torch.float16 else set())
+        tokens = token_batch(0, context.rank)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        assert all(param.grad is not None for param in model.parameters())

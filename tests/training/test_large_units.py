@@ -149,32 +149,6 @@ class Recomputed(Chunked):
         return out  # type: ignore[no-any-return]
 
 
-class _FusedLinear(torch.autograd.Function):
-    """Gradients are made by hand, as fused losses do: the weight itself has to be in the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """x weight^T"""
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Of both."""
-        (grad,) = grads
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
-
-
-class Fused(LargeLM):
-    """The head's weight goes into a function with a backward of its own."""
-
-    def logits(self, x: Tensor) -> Tensor:
-        """See `LargeLM`."""
-        out: Tensor = _FusedLinear.apply(x, self.head.weight)
-        return out
-
-
 class TiedByReading(LargeLM):
     """The embedding is called, and its weight read at the end; the head is not used."""
 
@@ -198,7 +172,6 @@ USES: dict[str, Callable[[], nn.Module]] = {
     "called": LargeLM,
     "read": Chunked,
     "recomputed": Recomputed,
-    "fused": Fused,
     "tied by reading": TiedByReading,
     "between layers": Supervised,
 }

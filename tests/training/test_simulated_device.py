@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -120,19 +119,6 @@ def test_averages_are_ordered_by_events(context: RankContext, shape: tuple[int, 
         with detect_races(model) as races:
             train(model, "a kept graph", context)
     assert races.accesses > 50
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
-def test_all_groups_are_connected_from_the_start(context: RankContext, shape: tuple[int, int]) -> None:
-    """NCCL makes connections in a group's first collective; for replicas that would be in the first backward."""
-    mesh = _mesh(*shape)
-    with simulated_device(), mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
-        engine = engine_inside(sharded("plain", BF16, mesh=mesh))
-    met = [call.kwargs["group"] for call in all_reduce.call_args_list]
-    assert engine.reductions.replicas is not None
-    for ranks in (engine.ranks, engine.reductions.replicas.ranks):
-        assert (ranks.group in met) == (ranks.world_size > 1)
 
 
 # ---------------------------------------------------------------------------------------------- waits that are left out
