@@ -48,15 +48,6 @@ def test_more_ranks_train_like_the_default(context: RankContext, way: str) -> No
         assert_same(found, reference(context, scenario, precision), name, EXACT)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("grad_slots", [2, "all"])
-def test_over_sockets_too(context: RankContext, grad_slots: Any) -> None:
-    """Two scratch buffers, in which received gradients are added up, serve all slots."""
-    with over_sockets():
-        found = trained(context, "plain", FP32, weight_slots="all", grad_slots=grad_slots)
-    assert_same(found, reference(context, "plain", FP32), "weights", EXACT)
-
-
 # ---------------------------------------------------------------------------------------------- bytes
 
 # Bytes per parameter with Adam, for N ranks, without what a setting's slots add; "all" slots are in the formula.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
-from streamshard.comm.streams import Collective
 from streamshard.errors import CommunicationError
 from streamshard.inspect import engine_inside
 from tests import families
@@ -26,7 +24,6 @@ from tests.reference import (
     assert_trains_like_plain,
     case,
     each_setting,
-    heard_collectives,
     let_dynamo_look,
     only_sharded,
 )
@@ -97,34 +94,6 @@ def test_large_modules_beside_the_layers_are_units(context: RankContext) -> None
 # ---------------------------------------------------------------------------------------------- order
 
 
-def _issued(model: nn.Module, step: Callable[[], object]) -> tuple[list[str], list[str]]:
-    """Names of the units that are gathered in `step`, and reduced."""
-    engine = engine_inside(model)
-    names = ["root", *_units(model)]
-    with heard_collectives(engine) as heard:
-        step()
-    kinds = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-    gathered, reduced = ([names[unit] for unit in heard[kind] if unit is not None] for kind in kinds)
-    return gathered, reduced
-
-
-@on_ranks(2)
-def test_the_first_layer_does_not_wait_for_the_head_and_the_last_reduction_is_small(context: RankContext) -> None:
-    """Before the order is known, large modules are gathered first; then the head is, behind the last layer."""
-    model = StreamShard(LargeLM(), precision=FP32)
-    again = ["blocks.1", "blocks.0"]  # two are still in their slots when backward begins
-    for number in range(3):
-        call = Call(number, context.rank, context.world_size, 1.0)
-        gathered, reduced = _issued(model, lambda call=call: large_step(model, call))  # type: ignore[misc]
-        model.zero_grad()
-        if number == 0:
-            assert gathered == ["root", "embedding", "head", *BLOCKS, *again]
-            assert reduced == [*BLOCKS[::-1], "head", "embedding", "root"]
-        else:
-            assert gathered == ["root", "embedding", *BLOCKS, "head", *again]
-            assert reduced == ["head", *BLOCKS[::-1], "embedding", "root"]
-
-
 # ---------------------------------------------------------------------------------------------- uses
 
 
@@ -184,19 +153,6 @@ def test_however_a_head_is_used_it_trains_like_plain_pytorch(context: RankContex
     for name, build in USES.items():
         with case(name):
             assert_trains_like_plain(context, build, large_step, checked=(0, 2), **SETTINGS[settings])
-
-
-@on_ranks(2)
-def test_each_is_gathered_and_reduced_once_in_a_step(context: RankContext) -> None:
-    """However often it is called or read. Layers twice, but for the two that stay in their slots at the turn."""
-    for use, build in USES.items():
-        model = StreamShard(build(), precision=FP32)
-        for number in range(3):
-            call = Call(number, context.rank, context.world_size, 1.0)
-            gathered, reduced = _issued(model, lambda call=call, model=model: large_step(model, call))  # type: ignore[misc]
-            model.zero_grad()
-        assert Counter(gathered) == Counter(["root", "embedding", "head", *BLOCKS, *BLOCKS[:2]]), use
-        assert Counter(reduced) == Counter(["root", "embedding", "head", *BLOCKS]), use
 
 
 @on_ranks(2)

@@ -124,32 +124,6 @@ def test_averages_are_ordered_by_events(context: RankContext, shape: tuple[int, 
 # ---------------------------------------------------------------------------------------------- waits that are left out
 
 
-@on_ranks(4)
-@pytest.mark.parametrize(
-    ("waits", "shape"),
-    [
-        (["main grads to average"], (2, 2)),
-        (["averaged main grads", "everybody's flags"], (2, 2)),  # flags come behind averages
-        (["averaged main grads", "everybody's flags"], (4, 1)),
-    ],
-)
-def test_a_wait_around_an_average_that_is_left_out_gives_other_numbers(
-    context: RankContext, waits: list[str], shape: tuple[int, int]
-) -> None:
-    """That of the average for the reduction, and the optimizer's for the average."""
-    mesh = _mesh(*shape)
-    wanted = sharded("plain", FP32, mesh=mesh)
-    train(wanted, "plain", context)
-    with simulated_device():
-        model = sharded("plain", FP32, mesh=mesh)
-        with late(model):
-            with dropping(model, *waits):
-                train(model, "plain", context)
-            found = full_weights(model)
-    right = full_weights(wanted)
-    assert any(not torch.allclose(found[name], right[name], 1e-4, 1e-5) for name in right)
-
-
 @on_ranks(2)
 def test_a_wait_that_is_left_out_gives_other_numbers(context: RankContext) -> None:
     """Late collectives show it: each of the waits for them is needed."""
