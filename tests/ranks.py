@@ -305,31 +305,27 @@ def _serve_with_environment(environment: dict[str, str], connection: Connection,
     _serve(connection, port, dump_path)
 
 
-class Ranks:
+class Ranks(NamedTuple):
     """`world_size` ranks of the pool. Get it with ``ranks(n)``."""
 
-    def __init__(self, pool: RankPool, world_size: int, backend: str, group_timeout_s: float) -> None:
-        self._pool = pool
-        self._world_size = world_size
-        self._backend = backend
-        self._group_timeout_s = group_timeout_s
+    pool: RankPool
+    world_size: int
+    backend: str
+    group_timeout_s: float
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call ``function(context, *args, **kwargs)`` on every rank.
+        """Call ``function(context, *args, **kwargs)`` on every rank; returns what each rank returned, in rank order.
 
         Args:
             function: a module-level function; it and its arguments are pickled.
             *args: passed on, the same on every rank.
             **kwargs: passed on, the same on every rank.
 
-        Returns:
-            What each rank returned, in rank order.
-
         Raises:
             RankFailure: a rank raised, died, or did not answer in time.
         """
         __tracebackhide__ = True
-        return self._pool.run(function, args, kwargs, self._world_size, self._backend, self._group_timeout_s)
+        return self.pool.run(self, function, args, kwargs)
 
 
 class RankPool:
@@ -355,22 +351,16 @@ class RankPool:
         return Ranks(self, world_size, backend, group_timeout_s or self._group_timeout_s)
 
     def run(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        world_size: int,
-        backend: str,
-        group_timeout_s: float,
+        self, ranks: Ranks, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any]:
         """See `Ranks.run`."""
         __tracebackhide__ = True  # the ranks' own tracebacks are what is of interest
+        world_size, backend = ranks.world_size, ranks.backend
         workers = [self._worker(backend, rank) for rank in range(world_size)]
         self._runs += 1
+        request = _Request(function, args, kwargs, 0, world_size, backend, f"run{self._runs}", ranks.group_timeout_s)
         for rank, worker in enumerate(workers):
-            prefix = f"run{self._runs}"
-            request = _Request(function, args, kwargs, rank, world_size, backend, prefix, group_timeout_s)
-            worker.connection.send_bytes(pickle.dumps(request))
+            worker.connection.send_bytes(pickle.dumps(request._replace(rank=rank)))
         replies = self._collect(workers)
         failures = {rank: reply.value for rank, reply in replies.items() if reply.kind == "failure"}
         if failures:

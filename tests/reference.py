@@ -254,64 +254,65 @@ def assert_trains_like_plain(
         The sharded model.
     """
     settings.setdefault("precision", FP32)
-    wanted = _train_plain(context, build, step, steps, checked, optimizer, prepare, set_to_none)
+    size = context.world_size
+    options: Any = {"steps": steps, "checked": checked, "prepare": prepare, "set_to_none": set_to_none}
+    plain = _built(build).to(context.device)
+    wanted = _train(plain, optimizer(plain), step, [Call(0, rank, size, 1.0 / size) for rank in range(size)], **options)
     sharded = _built(build).to(context.device)
     if units_of is not None:
         settings["units"] = units_of(sharded)
     sharded = StreamShard(sharded, **settings)
-    sharded_optimizer = optimizer(sharded)
-    for number in range(steps):
-        if prepare is not None:
-            prepare(sharded, number)
-        found = _run(sharded, step, Call(number, context.rank, context.world_size, 1.0))
-        assert_same(
-            {"loss": found.cpu()}, {"loss": wanted.losses[number][context.rank]}, f"loss of step {number}", tolerance
-        )
-        if number in checked:
-            assert_same(_on_cpu(full_grads(sharded)), wanted.grads[number], f"gradients of step {number}", tolerance)
-        sharded_optimizer.step()
-        if number == steps - 1:
-            assert_same(full_weights(sharded), wanted.weights, "weights", tolerance)
-        sharded_optimizer.zero_grad(set_to_none=set_to_none)
+    found = _train(sharded, optimizer(sharded), step, [Call(0, context.rank, size, 1.0)], **options)
+    _compare(found, wanted._replace(losses=[[losses[context.rank]] for losses in wanted.losses]), tolerance)
     return sharded
 
 
 class _Course(NamedTuple):
-    """How plain PyTorch trains, on the CPU: each rank's loss of each step, gradients of steps, weights at the end."""
+    """How a model trains, in CPU memory: the losses of each step, gradients of checked steps, weights at the end."""
 
     losses: list[list[Tensor]]
     grads: dict[int, dict[str, Tensor | None]]
     weights: dict[str, Tensor]
 
 
-def _train_plain(
-    context: RankContext,
-    build: Callable[[], nn.Module],
+def _train(
+    model: nn.Module,
+    optimizer: Optimizer,
     step: Step,
+    calls: Sequence[Call],
+    *,
     steps: int,
     checked: Collection[int],
-    optimizer: Callable[[nn.Module], Optimizer],
-    prepare: Callable[[nn.Module, int], None] | None,
-    set_to_none: bool,
+    prepare: Callable[[nn.Module, int], None] | None = None,
+    set_to_none: bool = True,
 ) -> _Course:
-    model = _built(build).to(context.device)
-    its_optimizer = optimizer(model)
+    """Train with each of `calls` in each step."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
     course = _Course([], {}, {})
     for number in range(steps):
         if prepare is not None:
             prepare(model, number)
-        course.losses.append(_play_all_ranks(model, step, number, context.world_size))
+        course.losses.append([])
+        for call in calls:
+            seed(1000 * number + call.rank)  # dropout falls alike wherever this rank's step is run
+            course.losses[-1].append(step(model, call._replace(step=number)).cpu())
         if number in checked:
-            course.grads[number] = _on_cpu(full_grads(model))
-        its_optimizer.step()
+            grads = full_grads(inner)
+            course.grads[number] = {name: None if grad is None else grad.cpu() for name, grad in grads.items()}
+        optimizer.step()
         if number == steps - 1:
-            course.weights.update(full_weights(model))
-        its_optimizer.zero_grad(set_to_none=set_to_none)
+            course.weights.update(full_weights(inner))
+        optimizer.zero_grad(set_to_none=set_to_none)
     return course
 
 
-def _on_cpu(named: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return {name: None if tensor is None else tensor.cpu() for name, tensor in named.items()}
+def _compare(found: _Course, wanted: _Course, tolerance: Tolerance) -> None:
+    for number, (ours, theirs) in enumerate(zip(found.losses, wanted.losses, strict=True)):
+        assert theirs[0].isfinite(), "the reference itself diverges: nothing can be compared with it"
+        assert_same({"loss": ours[0]}, {"loss": theirs[0]}, f"loss of step {number}", tolerance)
+        if number in wanted.grads:
+            assert_same(found.grads[number], wanted.grads[number], f"gradients of step {number}", tolerance)
+    assert_same(found.weights, wanted.weights, "weights", tolerance)
 
 
 class _DDP(DistributedDataParallel):
@@ -339,40 +340,22 @@ def assert_trains_like_ddp(
 ) -> None:
     """Train `build()` with StreamShard and with real DDP (``find_unused_parameters``) on the same ranks; compare."""
     settings.setdefault("precision", FP32)
+    options: Any = {"steps": steps, "checked": range(steps)}
+    call = Call(0, context.rank, context.world_size, 1.0)
     ddp: Any = ddp_of(_built(build))
+    wanted = _train(ddp, optimizer(ddp.module), step, [call], **options)
     sharded = StreamShard(_built(build), **settings)
-    ddp_optimizer, sharded_optimizer = optimizer(ddp.module), optimizer(sharded)
-    for number in range(steps):
-        call = Call(number, context.rank, context.world_size, 1.0)
-        wanted = _run(ddp, step, call)
-        found = _run(sharded, step, call)
-        assert_same({"loss": found}, {"loss": wanted}, f"loss of step {number}", tolerance)
-        assert_same(full_grads(sharded), full_grads(ddp.module), f"gradients of step {number}", tolerance)
-        ddp_optimizer.step()
-        sharded_optimizer.step()
-        ddp_optimizer.zero_grad()
-        sharded_optimizer.zero_grad()
-    found_weights = full_weights(sharded)
-    wanted_weights = {name: p.detach() for name, p in ddp.module.named_parameters()}
-    weights = {name: found_weights[name] for name in wanted_weights}
-    assert_same(weights, wanted_weights, "weights", tolerance)
+    found = _train(sharded, optimizer(sharded), step, [call], **options)
+    trained = [name for name, _ in ddp.module.named_parameters()]  # buffers are each rank's own by then
+    wanted, found = (
+        course._replace(weights={name: course.weights[name] for name in trained}) for course in (wanted, found)
+    )
+    _compare(found, wanted, tolerance)
 
 
 def _built(build: Callable[[], nn.Module]) -> nn.Module:
     seed(SEED)
     return build()
-
-
-def _run(model: nn.Module, step: Step, call: Call) -> Tensor:
-    seed(1000 * call.step + call.rank)  # dropout falls alike wherever this rank's step is run
-    return step(model, call)
-
-
-def _play_all_ranks(plain: nn.Module, step: Step, number: int, size: int) -> list[Tensor]:
-    """One step of every rank on one plain model; returns the loss of each."""
-    losses = [_run(plain, step, Call(number, rank, size, 1.0 / size)).cpu() for rank in range(size)]
-    assert all(loss.isfinite() for loss in losses), "the reference itself diverges: nothing can be compared with it"
-    return losses
 
 
 class _Collectives(Observer):

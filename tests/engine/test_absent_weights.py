@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from streamshard import Precision, StreamShard, register_forward_method
 from streamshard.errors import ShardingError
 from streamshard.inspect import engine_inside
-from tests.families import llama
 from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -23,6 +23,7 @@ from tests.reference import (
     Call,
     assert_same,
     assert_trains_like_plain,
+    case,
     each_setting,
     let_dynamo_look,
     only_sharded,
@@ -88,15 +89,12 @@ REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
 
 @on_ranks()
 @each_slots
-@pytest.mark.parametrize("has_grad", [True, False])
-def test_computing_with_a_weight_while_its_layer_does_not_run_raises(
-    context: RankContext, slots: Any, has_grad: bool
-) -> None:
+def test_computing_with_a_weight_while_its_layer_does_not_run_raises(context: RankContext, slots: Any) -> None:
     """By name, with what to do about it; the model is as it was."""
     model: Any = StreamShard(Reading(READERS["linear"]), precision=FP32, weight_slots=slots)
     before = model.full_state_dict(rank0_only=False)
     for read in (READERS | REFUSED).values():
-        for first in (True, False):
+        for first, has_grad in ((True, True), (False, True), (True, False)):
             model.read, model.first = read, first
             wanted = r"'layers\.1\.linear\.(weight|bias)' .* resident=\['layers\.1\.linear'\]"
             with torch.set_grad_enabled(has_grad), pytest.raises(ShardingError, match=wanted):
@@ -107,20 +105,16 @@ def test_computing_with_a_weight_while_its_layer_does_not_run_raises(
 
 
 @on_ranks()
-@pytest.mark.parametrize(
-    ("world_size", "settings", "read"),
-    [
-        *((2, "two slots", read) for read in READERS),
-        *((1, "two slots", read) for read in ("linear", "a list")),
-        *((2, "a slot each", read) for read in ("linear", "a list")),
-    ],
-)
-@pytest.mark.parametrize("first", [True, False])
-def test_weights_of_resident_layers_may_be_read(context: RankContext, read: str, settings: str, first: bool) -> None:
+@each_setting
+def test_weights_of_resident_layers_may_be_read(context: RankContext, settings: str) -> None:
     """Loss, gradients and weights are plain PyTorch's."""
-    assert_trains_like_plain(
-        context, lambda: Reading(READERS[read], first=first), stack_step, resident=["layers.1"], **SETTINGS[settings]
-    )
+    for name, read in READERS.items():
+        for first in (True, False):
+            with case((name, first)):
+                build = functools.partial(Reading, read, first=first)
+                assert_trains_like_plain(
+                    context, build, stack_step, steps=2, resident=["layers.1"], **SETTINGS[settings]
+                )
 
 
 @on_ranks()
@@ -188,38 +182,21 @@ class Calling(Layer):
         return y
 
 
-MADE: dict[str, Callable[[Tensor], Tensor]] = {
-    "the weight": lambda weight: weight,
-    "transposed": Tensor.t,
-    "detached": Tensor.detach,
-}
-
-
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("made", "distance", "has_grad"),
-    [
-        ("the weight", 1, True),
-        ("the weight", 2, True),
-        ("the weight", 1, False),
-        ("the weight", 2, False),
-        ("transposed", 1, True),
-        ("transposed", 2, True),  # the same slot
-        ("detached", 1, True),
-    ],
-)
-def test_a_weight_that_a_layer_gives_to_another_raises(
-    context: RankContext, made: str, distance: int, has_grad: bool
-) -> None:
+def test_a_weight_that_a_layer_gives_to_another_raises(context: RankContext) -> None:
     """Its slot may go to others while that one runs."""
-    model: Any = Stack()
-    model.layers = nn.ModuleList(Calling() for _ in range(4))
-    model.layers[0].inner, model.layers[0].makes = (model.layers[distance],), MADE[made]
-    model.order = lambda: [model.layers[0]]
-    model = StreamShard(model, precision=FP32)
-    raises = pytest.raises(ShardingError, match="layers take turns in|other layers have its buffer")
-    with torch.set_grad_enabled(has_grad), raises:
-        model(vector_batch(0, context.rank))
+    given: list[Any] = [(Calling.makes, True), (Calling.makes, False), (Tensor.t, True)]
+    # A layer whose weights go to the other slot, and one whose weights go to the same.
+    cases = [*((*each, place) for each in given for place in (1, 2)), (Tensor.detach, True, 1)]
+    for makes, has_grad, distance in cases:
+        model: Any = Stack()
+        model.layers = nn.ModuleList(Calling() for _ in range(4))
+        model.layers[0].inner, model.layers[0].makes = (model.layers[distance],), makes
+        model.order = lambda model=model: [model.layers[0]]
+        model = StreamShard(model, precision=FP32)
+        raises = pytest.raises(ShardingError, match="layers take turns in|other layers have its buffer")
+        with torch.set_grad_enabled(has_grad), raises:
+            model(vector_batch(0, context.rank))
 
 
 # ---------------------------------------------------------------------------------------------- that are kept
@@ -345,22 +322,6 @@ def test_a_module_inside_a_layer_that_the_root_calls_wants_its_layer_resident(co
     let_dynamo_look()
     compiled = only_sharded(lambda model: model.compile(backend="aot_eager"))
     assert_trains_like_plain(context, Diffusing, stack_step, resident=["layers.0.norm.emb"], prepare=compiled)
-
-
-@on_ranks(2)
-def test_transformers_models_ask_for_dtypes_of_layers_weights(context: RankContext) -> None:
-    """In half precision, and get what layers compute with."""
-    model: Any = StreamShard(llama(), precision=Precision())
-    seen = []
-
-    def look(module: Any, args: Any) -> None:
-        weight = model.model.layers[2].self_attn.q_proj.weight
-        seen.append((weight.dtype, weight.device, weight.shape, model.dtype, next(model.parameters()).dtype))
-
-    model.model.layers[0].register_forward_pre_hook(look)
-    tokens = torch.ones((2, 5), dtype=torch.long)
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    assert seen == [(torch.bfloat16, torch.device("cpu"), (16, 16), torch.bfloat16, torch.bfloat16)]
 
 
 # ---------------------------------------------------------------------------------------------- methods beside forward

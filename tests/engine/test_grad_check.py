@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import GradientError, Precision, RankMismatchError, StreamShard
 from tests.models import DIM, Layer, Stack, vector_batch
@@ -19,25 +17,19 @@ from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
     FP32,
+    SETTINGS,
     Call,
     Tolerance,
     adamw,
     assert_same,
     assert_trains_like_plain,
+    counted_collectives,
+    each_setting,
     full_grads,
     full_weights,
     stack_step,
 )
 
-SLOTS: dict[str, dict[str, Any]] = {
-    "ZeRO-3": {},
-    "ZeRO-2": {"weight_slots": "all"},
-    "ZeRO-1": {"weight_slots": "all", "grad_slots": "all"},
-}
-# One rank has no slots; three have a mean that is no power of two.
-EACH_SETTING = pytest.mark.parametrize(
-    ("world_size", "slots"), [(1, "ZeRO-3"), *((2, s) for s in SLOTS), (3, "ZeRO-1")]
-)
 NAN, INF = math.nan, math.inf
 
 
@@ -112,25 +104,28 @@ def _error(model: nn.Module, context: RankContext, number: int = 0) -> str:
 
 
 @on_ranks()
-@EACH_SETTING
-@pytest.mark.parametrize(("element", "value", "word"), [(0, NAN, "nan"), (-1, INF, "inf"), (0, -INF, "inf")])
-def test_one_bad_element_on_one_rank_raises_on_all(
-    context: RankContext, slots: str, element: int, value: float, word: str
-) -> None:
-    """Wherever it is; the message names the parameter and says what it holds."""
-    model = _model(**SLOTS[slots])
-    if context.rank == context.world_size - 1:
-        model.spoil("layers.2", element, value)
-    message = _error(model, context)
-    assert message.startswith(f"the gradient of 'layers.2.linear.bias' holds {word} ")
-    assert "first of 1 such gradients, of 10 in all" in message
+@each_setting
+def test_one_bad_element_on_one_rank_raises_on_all(context: RankContext, settings: str) -> None:
+    """Wherever it is; the message names the parameter and says what it holds. The check is one collective."""
+    model = _model(**SETTINGS[settings])
+    for element, value, word in ((0, NAN, "nan"), (-1, INF, "inf"), (0, -INF, "inf")):
+        if context.rank == context.world_size - 1:
+            model.spoil("layers.2", element, value)
+        message = _error(model, context)
+        assert message.startswith(f"the gradient of 'layers.2.linear.bias' holds {word} ")
+        assert "first of 1 such gradients, of 10 in all" in message
+        model.heal()
+        model.zero_grad()
+    with counted_collectives(model) as counts:
+        _step(model, context)
+    assert counts.get("allreduce_", 0) == (context.world_size > 1)
 
 
 @on_ranks()
-@EACH_SETTING
-def test_training_goes_on_after_an_error(context: RankContext, slots: str) -> None:
+@each_setting
+def test_training_goes_on_after_an_error(context: RankContext, settings: str) -> None:
     """The gradients are there, as without the check; after `zero_grad` steps are those that plain PyTorch makes."""
-    model, unchecked = _model(**SLOTS[slots]), _model(**SLOTS[slots], check_grads=False)
+    model, unchecked = _model(**SETTINGS[settings]), _model(**SETTINGS[settings], check_grads=False)
     for its in (model, unchecked):
         its.spoil("layers.2", 0, INF)
     _error(model, context)
@@ -150,19 +145,19 @@ def test_training_goes_on_after_an_error(context: RankContext, slots: str) -> No
             its.heal()
             its.zero_grad()
 
-    settings = {**SLOTS[slots], "check_grads": True}
-    assert_trains_like_plain(context, SpoiltStack, stack_step, optimizer=adamw, prepare=heal_and_spoil, **settings)
+    options: Any = {"optimizer": adamw, "prepare": heal_and_spoil, "check_grads": True, **SETTINGS[settings]}
+    assert_trains_like_plain(context, SpoiltStack, stack_step, **options)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("slots", SLOTS)
-def test_accumulated_gradients_are_checked_when_they_are_reduced(context: RankContext, slots: str) -> None:
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_accumulated_gradients_are_checked_when_they_are_reduced(context: RankContext, settings: str) -> None:
     """Inside `no_sync` at once, or, where they wait in slots, by the backward that reduces them."""
-    model = _model(**SLOTS[slots])
+    model = _model(**SETTINGS[settings])
     with model.no_sync():
         _step(model, context)
         model.spoil("layers.3", 1, NAN)
-        if slots == "ZeRO-1":
+        if settings == "a slot each":
             _step(model, context, 1)
         else:
             assert "layers.3" in _error(model, context, 1)
@@ -187,39 +182,6 @@ def test_no_hook_sees_gradients_that_are_refused(context: RankContext) -> None:
     assert called == []
 
 
-class _Ops(TorchDispatchMode):
-    """Counts operations by name, collectives among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.__name__.split(".")[0]] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@on_ranks()
-@EACH_SETTING
-def test_the_check_is_one_collective_and_costs_nothing_when_off(context: RankContext, slots: str) -> None:
-    """On top of what a backward without it does: a few small operations and the collective."""
-    counts = []
-    for check_grads in (False, True):
-        model = _model(**SLOTS[slots], check_grads=check_grads)
-        _step(model, context)  # the first step learns the order
-        model.zero_grad()
-        with _Ops() as ops:
-            _step(model, context, 1)
-        counts.append(ops.counts)
-    off, on = counts
-    collective = {"allreduce_": 1} if context.world_size > 1 else {}
-    small = {name: (on - off)[name] for name in ("_foreach_norm", "stack", "isnan", "isinf")}
-    assert small == dict.fromkeys(small, 1)
-    assert {name: n for name, n in (on - off).items() if name.startswith("all") or "reduce" in name} == collective
-    assert off - on == Counter()
-    assert not {"_foreach_norm", "isnan", "isinf", "_local_scalar_dense", "allreduce_"} & set(off)
-
-
 @on_ranks(2)
 def test_ranks_that_do_not_all_check_are_refused(context: RankContext) -> None:
     """One would wait for the others' collective."""
@@ -231,17 +193,14 @@ def test_ranks_that_do_not_all_check_are_refused(context: RankContext) -> None:
 
 
 @on_ranks()
-@EACH_SETTING
-@pytest.mark.parametrize(("max_norm", "norm_type"), [(0.5, 2.0), (INF, INF)])
-def test_steps_above_the_threshold_are_skipped_as_plain_pytorch_would(
-    context: RankContext, slots: str, max_norm: float, norm_type: float
-) -> None:
+@each_setting
+def test_steps_above_the_threshold_are_skipped_as_plain_pytorch_would(context: RankContext, settings: str) -> None:
     """Twelve steps, some with gradients that are too large, inf or nan on one rank; nobody calls `zero_grad`."""
-    skip_above = 50.0
+    skip_above, max_norm, norm_type = 50.0, 0.5, 2.0
     torch.manual_seed(7)
     plain = Stack()
     torch.manual_seed(7)
-    model: Any = StreamShard(Stack(), precision=FP32, **SLOTS[slots])
+    model: Any = StreamShard(Stack(), precision=FP32, **SETTINGS[settings])
     optimizer, plain_optimizer = adamw(model), adamw(plain)
     size, skipped = context.world_size, []
     for number, factor in enumerate([1.0, 1.0, 1e4, 1.0, INF, NAN, 1.0, -INF, 1e6, 1.0, 1.0, NAN]):

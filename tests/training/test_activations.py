@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from streamshard import StreamShard
-from tests.models import Layer, Stack, vector_batch
+from tests.models import Layer, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Call, assert_trains_like_plain, case, stack_step
 
@@ -40,12 +39,6 @@ class Packing(nn.Module):
         return self.pack(x + torch.tanh(self.linear(x)) * mask)
 
 
-def _model_output(y: Tensor) -> Any:
-    from transformers.modeling_outputs import BaseModelOutput
-
-    return BaseModelOutput(last_hidden_state=y, hidden_states=(y * 2,))
-
-
 class Container(NamedTuple):
     """How a layer packs a tensor, and how its caller unpacks it."""
 
@@ -56,7 +49,6 @@ class Container(NamedTuple):
 PACKINGS = {
     "nested": Container(lambda y: ({"a": [(y, y * 2)]}, "text"), lambda out: out[0]["a"][0][0] + out[0]["a"][0][1]),
     "dataclass in a dict": Container(lambda y: {"r": Record(y)}, lambda out: out["r"].value),
-    "model output": Container(_model_output, lambda out: out.last_hidden_state + out.hidden_states[0]),
 }
 
 
@@ -92,20 +84,6 @@ def test_layers_may_take_and_return_containers(context: RankContext) -> None:
                 lambda pack=pack, call=call: Calling(lambda: Packing(pack), call),
                 stack_step,  # type: ignore[misc]
             )
-
-
-@on_ranks(1, 2)
-def test_gradients_of_inputs_are_right(context: RankContext) -> None:
-    """Of this rank's loss. `torch.autograd.grad` accumulates nothing, and the step after it is right."""
-
-    def step(model: nn.Module, call: Call) -> Tensor:
-        x = vector_batch(call.step, call.rank).requires_grad_()
-        (wanted,) = torch.autograd.grad(model(x).square().mean(), [x])
-        if isinstance(model, StreamShard):
-            assert all(p.grad is None for p in model.parameters())
-        return stack_step(model, call) + wanted.square().sum()
-
-    assert_trains_like_plain(context, Stack, step)
 
 
 # ---------------------------------------------------------------------------------------------- stashes

@@ -238,25 +238,6 @@ def test_when_a_backward_fails_earlier_gradients_are_discarded(context: RankCont
         assert "all gradients of the model are discarded" in warned.call_args.args[0]
 
 
-@on_ranks(2)
-def test_after_an_exception_parameters_are_the_shards_again(context: RankContext) -> None:
-    """The optimizer and the state dict find what they found before; each gradient fits its parameter."""
-    model = StreamShard(TinyLM(), precision=FP32)
-    optimizer = adamw(model)
-    before = {name: (param, param.detach().clone()) for name, param in model.named_parameters()}
-    shapes = {name: value.shape for name, value in model.state_dict().items()}
-    for where in ("inside a block", "in the middle of backward"):
-        _fail(model, Call(0, context.rank, 2, 1.0), where)
-        after = dict(model.named_parameters())
-        assert list(after) == list(before)
-        for name, (param, value) in before.items():
-            assert after[name] is param, name
-            assert torch.equal(param, value), name
-            assert param.grad is None or param.grad.shape == param.shape, name
-        assert {name: value.shape for name, value in model.state_dict().items()} == shapes
-    optimizer.step()
-
-
 @on_ranks(1, 2)
 def test_after_an_exception_layers_hold_the_shards_again(context: RankContext) -> None:
     """The user may edit or freeze a layer's parameters, and the engine hears nothing of it."""

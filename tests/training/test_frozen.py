@@ -80,7 +80,7 @@ FROZEN = {
 }
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 def test_frozen_parameters_get_no_gradient_and_the_others_the_right_one(context: RankContext) -> None:
     """Whole units, parts of a unit, everything before or after some point, at both ends of the dial."""
     for name, prefixes in FROZEN.items():
@@ -142,7 +142,7 @@ def _with_adapters(kind: type[TinyLM]) -> nn.Module:
     return model
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2)
 def test_adapters_on_a_frozen_model_train(context: RankContext) -> None:
     """Only the adapters get gradients and move, with and without checkpoints, in micro-batches too."""
 
@@ -163,8 +163,8 @@ def test_adapters_on_a_frozen_model_train(context: RankContext) -> None:
     assert sum(p.requires_grad for p in model.parameters()) == 16
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("precision", ["bf16", "16-bit wire", "16-bit"])
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "bf16"), (2, "16-bit wire"), (2, "16-bit")])
 def test_frozen_weights_are_computed_with_as_if_they_were_kept_in_fp32(context: RankContext, precision: str) -> None:
     """To the bit, against the same model whose base is frozen after it was sharded, and in fp32 main weights."""
     for settings in SETTINGS.values():

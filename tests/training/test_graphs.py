@@ -31,7 +31,7 @@ from tests.reference import (
     sgd,
     stack_step,
 )
-from tests.scenarios import RoutedStack, over_sockets
+from tests.scenarios import RoutedStack
 
 
 def _loss(model: nn.Module, call: Call, part: int = 0) -> Tensor:
@@ -78,22 +78,6 @@ def _discriminating(model: Any, call: Call) -> Tensor:
     return call.backward(_loss(model, call, 1))
 
 
-TRAINABILITY: dict[str, Callable[[Any, Call], Tensor]] = {
-    "frozen in the backward": _frozen_in_backward,
-    "frozen in the forward": _frozen_in_forward,
-    "frozen while gradients accumulate": _discriminating,
-}
-
-
-@on_ranks()
-@each_setting
-def test_a_graph_decides_which_parameters_get_gradients(context: RankContext, settings: str) -> None:
-    """Gradients are present, and missing, exactly where plain PyTorch has them so."""
-    for name, step in TRAINABILITY.items():
-        with case(name):
-            assert_trains_like_plain(context, Stack, step, checked=(0, 2), **SETTINGS[settings])
-
-
 # ---------------------------------------------------------------------------------------------- several graphs
 
 
@@ -112,27 +96,28 @@ def _first_in_first_out(model: Any, call: Call) -> Tensor:
     return total + sum(call.backward(loss) for loss in losses[1:])
 
 
-GRAPHS: dict[str, Callable[[Any, Call], Tensor]] = {
+PROGRAMS: dict[str, Callable[[Any, Call], Tensor]] = {
+    "frozen in the backward": _frozen_in_backward,
+    "frozen in the forward": _frozen_in_forward,
+    "frozen while gradients accumulate": _discriminating,
     "two in flight": _accumulated_before_two,
     "first in, first out": _first_in_first_out,
 }
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_any_number_of_graphs_in_flight(context: RankContext, settings: str) -> None:
-    """Nothing that was accumulated before is lost or counted twice."""
-    for name, step in GRAPHS.items():
+@on_ranks()
+@each_setting
+def test_graphs_decide_which_parameters_get_gradients_and_add_them_up(context: RankContext, settings: str) -> None:
+    """Gradients are present exactly where plain PyTorch has them so; none is lost or counted twice."""
+    for name, step in PROGRAMS.items():
         with case(name):
             assert_trains_like_plain(context, Stack, step, checked=(0, 2), **SETTINGS[settings])
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("sockets", [False, True])
-def test_outputs_that_python_keeps_alive_change_nothing(context: RankContext, sockets: bool) -> None:
+def test_outputs_that_python_keeps_alive_change_nothing(context: RankContext) -> None:
     """One rank keeps an output, as a log does; all ranks issue the same collectives and get the same gradients."""
-    with over_sockets() if sockets else contextlib.nullcontext():
-        model = StreamShard(Stack(), precision=FP32)
+    model = StreamShard(Stack(), precision=FP32)
     stack_step(model, Call(0, context.rank, 2, 1.0))
     grads = []
     for keeps in (False, context.rank == 0):

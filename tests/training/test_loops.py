@@ -23,7 +23,6 @@ from tests.reference import (
     adamw,
     assert_trains_like_plain,
     case,
-    counted_collectives,
     lm_step,
     piece_of,
     sgd,
@@ -88,22 +87,6 @@ def test_gradients_accumulate_over_micro_batches(context: RankContext, set_to_no
 
 
 @on_ranks(2)
-def test_accumulation_gathers_less_inside_no_sync(context: RankContext) -> None:
-    """Weights that are still in their slots are not sent again; outside `no_sync` they might have changed."""
-    model = StreamShard(Stack(), precision=FP32)
-    traffic = []
-    for inside in (False, True):
-        for _ in range(2):
-            stack_step(model, Call(0, context.rank, 2, 1.0))
-        with model.no_sync() if inside else contextlib.nullcontext():
-            stack_step(model, Call(1, context.rank, 2, 1.0))
-            with counted_collectives(model) as counts:
-                stack_step(model, Call(2, context.rank, 2, 1.0))
-        traffic.append(sum(counts.values()))
-    assert traffic[1] < traffic[0]
-
-
-@on_ranks(2)
 def test_the_user_alone_clears_gradients(context: RankContext) -> None:
     """Without `zero_grad` steps add up; the model's and the optimizer's `zero_grad` clear the same gradients."""
 
@@ -146,22 +129,11 @@ def clipped(
     return make
 
 
-def _assert_clips_like_plain(context: RankContext, clips: Sequence[Callable[[Any], Tensor]], *, bites: bool) -> None:
-    norms: list[tuple[str, Tensor]] = []
-    every = range(len(clips))
-    assert_trains_like_plain(context, TinyLM, lm_step, optimizer=clipped(clips, norms), steps=len(clips), checked=every)
-    plain, sharded = ([float(norm) for kind, norm in norms if kind == wanted] for wanted in ("plain", "sharded"))
-    assert len(plain) == len(sharded) == len(clips)
-    assert sharded == pytest.approx(plain, rel=1e-5)
-    assert all(isinstance(norm, Tensor) and norm.shape == () for _, norm in norms)
-    assert not bites or min(plain) > 0.01
-
-
-def _with_model(model: Any, max_norm: float, norm_type: float) -> Tensor:
+def _with_model(model: Any, norm_type: float) -> Tensor:
     if isinstance(model, StreamShard):
-        found: Tensor = model.clip_grad_norm_(max_norm, norm_type)
+        found: Tensor = model.clip_grad_norm_(0.01, norm_type)
         return found
-    return nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
 
 
 def _with_torch(model: Any, norm_type: float, foreach: bool | None) -> Tensor:
@@ -182,41 +154,38 @@ def _in_two_steps(model: Any) -> Tensor:
     return total
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 def test_clipping_uses_the_norm_over_all_ranks(context: RankContext) -> None:
     """The model's method and `torch.nn.utils.clip_grad_norm_`, of all parameters and of some."""
-    for max_norm in (0.01, 1000.0):
-        clips = [functools.partial(_with_model, max_norm=max_norm, norm_type=norm_type) for norm_type in NORMS]
-        _assert_clips_like_plain(context, clips, bites=max_norm < 1)
-    both = itertools.product(NORMS, (None, False))
-    torchs = [functools.partial(_with_torch, norm_type=norm_type, foreach=foreach) for norm_type, foreach in both]
-    _assert_clips_like_plain(context, [*torchs, _blocks_only, _one_parameter, _in_two_steps], bites=True)
+    ours = [functools.partial(_with_model, norm_type=norm_type) for norm_type in NORMS]
+    torchs = [functools.partial(_with_torch, norm_type=norm_type, foreach=None) for norm_type in NORMS]
+    one_by_one = functools.partial(_with_torch, norm_type=2.0, foreach=False)
+    clips = [*ours, *torchs, one_by_one, _blocks_only, _one_parameter, _in_two_steps]
+    norms: list[tuple[str, Tensor]] = []
+    settings: Any = {"optimizer": clipped(clips, norms), "steps": len(clips), "checked": range(len(clips))}
+    assert_trains_like_plain(context, TinyLM, lm_step, **settings)
+    plain, sharded = ([float(norm) for kind, norm in norms if kind == wanted] for wanted in ("plain", "sharded"))
+    assert len(plain) == len(sharded) == len(clips)
+    assert sharded == pytest.approx(plain, rel=1e-5)
+    assert all(isinstance(norm, Tensor) and norm.shape == () for _, norm in norms)
+    assert min(plain) > 0.01  # all of them clip
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks(context: RankContext, value: float) -> None:
+def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks(context: RankContext) -> None:
     """One bad element on one rank's piece: every rank's norm says so. Without any gradient the norm is zero."""
     model: Any = StreamShard(TinyLM(), precision=FP32)
     assert float(model.clip_grad_norm_(1.0)) == float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) == 0.0
     lm_step(model, Call(0, context.rank, 2, 1.0))
     if context.rank == 1:
         biggest = max(model.parameters(), key=lambda p: piece_of(p).numel())
-        piece_of(biggest.grad).view(-1)[0] = value
+        piece_of(biggest.grad).view(-1)[0] = math.nan
     with pytest.raises(RuntimeError, match="non-finite"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
     assert not torch.isfinite(model.clip_grad_norm_(1.0))
 
 
 # ---------------------------------------------------------------------------------------------- optimizers
-
-
-def _by_name(model: nn.Module) -> Optimizer:
-    named = list(model.named_parameters())
-    plain = [p for name, p in named if "norm" in name or name.endswith("bias")]
-    decayed = [p for name, p in named if not ("norm" in name or name.endswith("bias"))]
-    groups = [{"params": decayed, "weight_decay": 0.5}, {"params": plain, "weight_decay": 0.0, "lr": 3e-3}]
-    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
 
 
 def _by_dims(model: nn.Module) -> Optimizer:
@@ -242,16 +211,14 @@ def _with_schedule(model: nn.Module, make: Callable[[Optimizer], Any]) -> Optimi
 
 SCHEDULERS = torch.optim.lr_scheduler
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "groups by name": _by_name,
     "groups by ndim": _by_dims,
-    "cosine": functools.partial(_with_schedule, make=lambda o: SCHEDULERS.CosineAnnealingLR(o, T_max=5)),
     "warm-up": functools.partial(_with_schedule, make=lambda o: SCHEDULERS.LambdaLR(o, lambda step: step / 3)),
 }
 
 
 @on_ranks(2)
 def test_parameter_groups_and_schedulers_train_like_plain_pytorch(context: RankContext) -> None:
-    """No decay for norms and biases, chosen by name or by `p.ndim`."""
+    """No decay for norms and biases, chosen by `p.ndim`."""
     for name, make in OPTIMIZERS.items():
         with case(name):
             assert_trains_like_plain(context, TinyLM, lm_step, optimizer=make, steps=4, checked=(2,))

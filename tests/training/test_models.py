@@ -210,6 +210,16 @@ def test_models_of_every_shape_train_like_plain_pytorch(context: RankContext) ->
 
 
 @on_ranks(2)
+def test_sparse_gradients_of_an_embedding_are_added_up(context: RankContext) -> None:
+    """They become dense."""
+
+    def make_sparse(model: Any, number: int) -> None:
+        model.embedding.sparse = isinstance(model, StreamShard)
+
+    assert_trains_like_plain(context, TinyLM, lm_step, prepare=make_sparse)
+
+
+@on_ranks(2)
 def test_buffers_keep_their_dtype_unless_buffer_dtype_says_otherwise(context: RankContext) -> None:
     """Fixed tables stay fp32 although weights are bf16."""
     assert StreamShard(RootUsesParts()).angles.dtype == torch.float32

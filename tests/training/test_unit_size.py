@@ -5,26 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from streamshard import Precision, StreamShard
-from streamshard.comm.streams import Rule
-from streamshard.errors import ConfigError, RaceError, RankMismatchError
+from streamshard.errors import ConfigError, RankMismatchError
 from streamshard.inspect import engine_inside
-from streamshard.inspect.races import detect_races
 from tests.models import Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     FP32,
     Call,
-    adamw,
     assert_trains_like_ddp,
     assert_trains_like_plain,
     counted_collectives,
     stack_step,
 )
-from tests.scenarios import BF16, dropping
+from tests.scenarios import BF16
 from tests.training.test_execution import Planned, planned_step
 
 LAYER_BYTES = 4 * (16 * 16 + 16)  # of a `Layer` in fp32
@@ -101,23 +97,6 @@ def test_tiny_layers_do_not_pay_a_collective_each(context: RankContext) -> None:
         assert counts["reduce_scatter"] == 4 + 1, order
 
 
-@on_ranks(2)
-def test_the_next_unit_is_gathered_while_the_last_layer_of_one_computes(context: RankContext) -> None:
-    """Prefetch: when a unit's first layer runs, the gather of the unit behind it has been issued."""
-    model: Any = StreamShard(Stack((16,) * 9), precision=FP32, min_unit_size=PAIRS)
-    engine = engine_inside(model)
-    seen: list[list[int | None]] = []
-
-    def look(*_: Any) -> None:
-        seen.append([engine.units[unit].weight_slot.content for unit in (1, 2)])
-
-    for layer in model.layers:
-        layer.register_forward_pre_hook(look)
-    with torch.no_grad():
-        model(vector_batch(0, context.rank))
-    assert seen == [[1, 2]] * 2 + [[3, 2]] * 2 + [[3, 4]] * 4
-
-
 # ---------------------------------------------------------------------------------------------- numbers
 
 ALL = list(range(8))
@@ -159,21 +138,3 @@ def test_a_unit_with_a_layer_of_a_kind_of_its_own_has_its_own_slots(context: Ran
     engine = engine_inside(assert_trains_like_plain(context, build, stack_step, **settings))
     assert [unit.name for unit in engine.units[1:]] == ["0 .. 2", "3 .. 4"]
     assert engine.units[1].weight_slot.buffer.nbytes < 4 * 4 * 272 < engine.units[2].weight_slot.buffer.nbytes
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("rule", list(Rule))
-def test_a_rule_taken_away_is_named(context: RankContext, rule: Rule) -> None:
-    """Every wait is still needed, and still enough for all layers of a unit."""
-    model: Any = StreamShard(Planned(10), precision=BF16, min_unit_size=PAIRS // 2)
-    optimizer = adamw(model)
-    with dropping(model, rule), pytest.raises(RaceError, match=f"rule {rule.value} "), detect_races(model):
-        for number in range(3):
-            with torch.no_grad():  # rule 6: a gather of a layer that is skipped is not waited for by its own pass
-                model.plan = [0, 1, 2]
-                model(vector_batch(number, context.rank))
-            model.plan = list(range(10))
-            for part in range(2):
-                stack_step(model, Call(2 * number + part, context.rank, 2, 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
