@@ -253,16 +253,6 @@ def test_gradients_that_wait_cannot_be_used(context: RankContext) -> None:
 # ---------------------------------------------------------------------------------------------- refusals
 
 
-@on_ranks(2)
-def test_fp32_weights_put_elsewhere_are_refused_where_they_live_in_the_slot(context: RankContext) -> None:
-    """`param.data = ema`: the gather would overwrite what was there before."""
-    model = _accumulating(FP32)
-    for param in model.parameters():
-        param.data = param.data.clone()
-    with pytest.raises(ShardingError, match=r"layers\.0\.linear\.weight|given other memory"):
-        stack_step(model, Call(0, context.rank, 2, 1.0))
-
-
 @on_ranks(1)
 def test_values_of_options_that_mean_nothing_are_refused(context: RankContext) -> None:
     """By name, with what is wanted."""

@@ -184,10 +184,25 @@ def test_weights_are_swapped_and_put_back(context: RankContext) -> None:
         assert not torch.equal(param, old)
         param.data.copy_(old.cpu().data)
         assert torch.equal(param, old)
-        param.data = old
         param.requires_grad_(False).requires_grad_(True)
     after = model.full_state_dict(rank0_only=False)
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("precision", [FP32, Precision()], ids=str)
+def test_other_memory_under_a_parameter_raises(context: RankContext, precision: Precision) -> None:
+    """`param.data = ema`: collectives use the memory that they were given. It may be put back."""
+    model: Any = StreamShard(build(), precision=precision)
+    x = torch.randn(4, DIM)
+    kept, wanted = [param.data for param in model.parameters()], model(x)
+    for param in model.parameters():
+        param.data = param.data.clone()
+    with pytest.raises(ShardingError, match=r"was given other memory.*param\.data\.copy_"):
+        model(x)
+    for param, data in zip(model.parameters(), kept, strict=True):
+        param.data = data
+    assert torch.equal(model(x), wanted)
 
 
 @on_ranks(2)
