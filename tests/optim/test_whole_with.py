@@ -202,7 +202,6 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     ),
     "groups added": (_adds_groups, _of_first_matrices),
     "groups added, state of bits": (_adds_groups, lambda model: _of_first_matrices(model, kind=_Masks)),
-    "new data": (_train, lambda model: _optimizer(model, model.parameters(), _Rebinds)),
     "unfreezing": (_unfreezes, _optimizer),
     "tied": (_train, _optimizer, _tied),
 }

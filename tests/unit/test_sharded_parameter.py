@@ -362,7 +362,7 @@ def test_optimizers_step_on_plain_parameters(context: RankContext) -> None:
 
 @on_ranks(2)
 def test_parameters_are_pieces_behind_a_step_that_failed(context: RankContext) -> None:
-    """The step runs on plain tensors beside them."""
+    """The step runs on plain tensors. They are pieces again as soon as the step's frames are gone, or in a forward."""
 
     @elementwise
     class Failing(torch.optim.SGD):
@@ -377,5 +377,9 @@ def test_parameters_are_pieces_behind_a_step_that_failed(context: RankContext) -
     with pytest.raises(ValueError, match="out of luck"):
         Failing(listed, lr=0.1).step()
     assert nn.Parameter not in map(type, listed)
+    with pytest.raises(ValueError, match="out of luck") as kept:
+        Failing(listed, lr=0.1).step()
+    model(x)  # although somebody holds the frames of the step
+    assert kept.value and nn.Parameter not in map(type, listed)
     assert all(isinstance(param.grad, ShardedTensor) and param.grad.norm() > 0.0 for param in listed)
     assert all(torch.equal(after, before[name]) for name, after in model.full_state_dict(rank0_only=False).items())
