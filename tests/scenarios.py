@@ -244,16 +244,6 @@ def _summoning(model: nn.Module, call: Call) -> None:
     model.full_state_dict()
 
 
-def _moving(model: nn.Module, call: Call) -> None:
-    """Weights that live elsewhere for a step, as an average of weights is swapped in."""
-    kept = [param.data for param in model.parameters()]
-    for param in model.parameters():
-        param.data = param.data * 0.5
-    stack_step(model, call)
-    for param, data in zip(model.parameters(), kept, strict=True):
-        param.data = data
-
-
 class _Stop(Exception):
     """What a user's code raises."""
 
@@ -316,7 +306,6 @@ SCENARIOS: dict[str, Scenario] = {
     "norms in fp32": Scenario(NormedStack, _one_backward),
     "clipping": Scenario(RoutedStack, _clipping),
     "summoning": Scenario(RoutedStack, _summoning),
-    "weights elsewhere": Scenario(RoutedStack, _moving),
     "a backward that fails": Scenario(RoutedStack, _failing_backward),
     "weights read elsewhere": Scenario(ReadingStack, _one_backward, resident=("layers.0", "layers.2")),
     "layers in layers": Scenario(NestedStack, _one_backward),

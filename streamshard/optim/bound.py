@@ -135,10 +135,9 @@ class InnerOptimizers:
 
     def _step_round(self, number: int) -> bool:
         try:
-            if self._error is None and self._rounds is not None:
+            if self._error is None:
                 for inner in self._by_round[number]:
                     inner.optimizer.step()
-                    inner.refuse_aliases(self._rounds.address)
         except Exception as error:  # all ranks hear of it when the exchanges are over
             self._error = error
         return self._error is None

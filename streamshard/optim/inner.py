@@ -11,10 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.errors import ConfigError, StreamShardError
+from streamshard.errors import ConfigError
 from streamshard.optim.rounds import stand_in
-from streamshard.torch_private import TorchDispatchMode, tree_leaves
-from streamshard.unit.sharded_tensor import piece_of
 
 __all__ = ["NO_OPTIONS", "Constructed", "InnerOptimizer", "constructor_options", "try_constructor"]
 
@@ -82,18 +80,6 @@ class InnerOptimizer:
             else:
                 self._group[key] = value
 
-    def refuse_aliases(self, address: int) -> None:
-        """Raise if state lies in the memory at `address`: the next round overwrites it with other parameters."""
-        for param, target in zip(self._params, self._targets, strict=True):
-            for value in tree_leaves(self.optimizer.state.get(target)):
-                if type(value) is torch.Tensor and value.untyped_storage().data_ptr() == address != 0:
-                    piece = piece_of(param)
-                    raise ConfigError(
-                        f"{type(self.optimizer).__name__} keeps the memory of parameter "
-                        f"{piece.name if piece else ''!r}, or of its gradient, as state, where other parameters are "
-                        "next: keep a clone()"
-                    )
-
     def link(self, state: dict[Any, Any]) -> None:
         """Put this optimizer's state into `state`, keyed by the user's parameters."""
         for param, target in zip(self._params, self._targets, strict=True):
@@ -155,15 +141,12 @@ def try_constructor(
     """Construct a `kind` for `groups`, and return the result for the last group.
 
     Raises:
-        ConfigError: the constructor raises, splits a group, or reads values of parameters.
+        ConfigError: the constructor raises, or splits a group.
     """
     params = [[nn.Parameter(stand_in(param)) for param in group["params"]] for group in groups]
     given = [{**_options(group), "params": own} for group, own in zip(groups, params, strict=True)]
     try:
-        with _ReadsNoValues(kind, [param for own in params for param in own]):
-            made: Any = kind(given, **options)
-    except StreamShardError:
-        raise
+        made: Any = kind(given, **options)
     except Exception as error:
         raise ConfigError(
             f"{kind.__module__}.{kind.__qualname__} cannot be made for a group of parameters with the options "
@@ -179,29 +162,6 @@ def try_constructor(
         for param in params[-1]
     ]
     return Constructed(_options(made.param_groups[-1]), state)
-
-
-class _ReadsNoValues(TorchDispatchMode):
-    """Raises where a constructor computes with the values of parameters, which are stand-ins at that time."""
-
-    def __init__(self, kind: type[Optimizer], params: Sequence[nn.Parameter]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        self._kind = kind
-        self._addresses = {param.untyped_storage().data_ptr() for param in params}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = func._schema.name.partition("::")[2]
-        reads = not (func.is_view or name.endswith("_like") or name.startswith("new_") or name == "detach")
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)] if reads else []
-        if any(tensor.untyped_storage().data_ptr() in self._addresses for tensor in tensors):
-            raise ConfigError(
-                f"the constructor of {self._kind.__module__}.{self._kind.__qualname__} reads the values of parameters "
-                f"({name}), and no rank has all of them: WholeParameterOptimizer runs optimizers that look at "
-                "parameters in step() only"
-            )
-        return func(*args, **(kwargs or {}))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

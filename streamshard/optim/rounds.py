@@ -77,16 +77,12 @@ class Rounds:
         rounds: the parameters of each round; at least one round.
         ranks: the shard group.
         ledger: allocates the buffers; they are freed with this object.
-
-    Attributes:
-        address: the address of the memory of full parameters and their gradients.
     """
 
     def __init__(self, rounds: Sequence[Sequence[WholeParam]], ranks: Communicator, ledger: Ledger) -> None:
         self._ranks = ranks
         plans = [_Plan(params, ranks.rank, ranks.world_size) for params in rounds]
         self._buffers = _Buffers.allocate(plans, ledger)
-        self.address = self._buffers.wholes.untyped_storage().data_ptr()
         self._rounds = [_Round(plan, self._buffers) for plan in plans]
 
         def fence(rule: Rule, source: StreamName, target: StreamName, what: str) -> Fence:

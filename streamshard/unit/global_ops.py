@@ -140,25 +140,23 @@ def global_extreme(local: torch.Tensor, *, largest: bool, ranks: Communicator) -
 
 
 def extreme(values: torch.Tensor, *, largest: bool, ranks: Communicator) -> torch.Tensor:
-    """The largest or smallest of `values`, [n] on each rank. Elements that are equal to it share the gradient."""
-    worst = values.new_full((), -math.inf if largest else math.inf)
-    own = values.detach()
-    own = (own.amax() if largest else own.amin()) if own.numel() else worst
-    found = global_extreme(own, largest=largest, ranks=ranks)
-    if not (values.requires_grad and torch.is_grad_enabled()):
-        return found
-    is_found = values.detach() == found
-    count = global_sum(is_found.sum(), ranks)
-    return global_sum(torch.where(is_found, values, 0.0).sum(), ranks) / count
+    """The largest or smallest of `values`, [n] on each rank, in fp32 or more. Without gradient."""
+    values = values.detach().to(torch.promote_types(values.dtype, torch.float32))
+    if not values.numel():
+        values = values.new_full((1,), -math.inf if largest else math.inf)
+    return global_extreme(values.amax() if largest else values.amin(), largest=largest, ranks=ranks)
 
 
-def order_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def order_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
     """The order that a norm of all elements was asked for; None for any other norm."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
     others = (*args[2:], *(value for key, value in kwargs.items() if key not in ("input", "A", "x", "ord", "p")))
     if any(value is not None and value is not False for value in others):
         return None
-    return 2.0 if order in (None, "fro") else order
+    if order in (None, "fro"):
+        return 2.0
+    is_of_elements = isinstance(order, int | float) and order >= 0 and func is not torch.linalg.norm  # else of a matrix
+    return float(order) if is_of_elements else None
 
 
 class PartialNorm(torch.Tensor):
@@ -198,7 +196,7 @@ class PartialNorm(torch.Tensor):
             if isinstance(first, cls) and all(isinstance(part, cls) and part._adds_to(first) for part in parts):
                 if func in (torch.stack, torch.Tensor.to, torch.Tensor.detach):
                     return cls.wrap(func(*tree_map_only(cls, _local_of, args), **kwargs), first.order, first.ranks)
-                if func in NORMS and order_of(args, kwargs) == first.order != 0:
+                if func in NORMS and order_of(func, args, kwargs) == first.order != 0:
                     return global_norm(torch.linalg.vector_norm(first.local, first.order), first.order, first.ranks)
             args, kwargs = full_norms(args), full_norms(kwargs)
         return func(*args, **kwargs)  # other arguments may be pieces

@@ -5,18 +5,19 @@ class: a subclass may do anything, and so may another class of the same package.
 Any other optimizer raises at its first step, on all ranks: `WholeParameterOptimizer` runs it.
 
 [Note: plain steps]
-torch has fast kernels for plain tensors only, and optimizers take norms and shapes of the pieces that they step. So
-each sharded parameter has a plain Parameter beside it, on the same memory and version counter. The step itself runs on
-a shallow copy of the optimizer whose groups and state have these in the place of the sharded parameters. The user's
-optimizer, parameters and gradients are not touched, so a step that fails leaves nothing behind.
+torch has fast kernels for plain tensors only, and optimizers take norms and shapes of the pieces that they step. So for
+the time of a step sharded parameters and their gradients, the same objects, are of the classes nn.Parameter and Tensor.
+The step runs on a stand-in that shares the optimizer's ``__dict__``. If the step raises, torch calls no hook. Then
+parameters are pieces again when the stand-in is freed, with the exception, and at the latest in the next forward.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, MutableMapping
+import re
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -25,12 +26,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from streamshard.comm.communicator import Communicator
 from streamshard.errors import ConfigError, ShardingError
-from streamshard.torch_private import AsTensors, skip, untraced
-from streamshard.unit.sharded_parameter import data_of, grad_of, refuse_unreduced
+from streamshard.torch_private import skip, untraced
+from streamshard.unit.sharded_parameter import ShardedParameter, grad_of, refuse_unreduced
 from streamshard.unit.sharded_tensor import CALL_BACKWARD, Piece, ShardedTensor, piece_of
 
 __all__ = [
@@ -50,35 +50,17 @@ NUMBERS = ("step", "mu_product", "eta", "mu")  # of a parameter that is one numb
 # -- optimizers that work element by element --------------------------------------------------------------------------
 
 
-def _in(module: str, *names: str) -> set[str]:
-    return {f"{module}.{name}" for name in names}
-
-
 # By the full names of their definitions.
-_KNOWN = {
-    *(f"torch.optim.{name.lower()}.{name}" for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop")),
-    *(f"torch.optim.{name.lower()}.{name}" for name in ("Adagrad", "Adadelta", "Rprop", "ASGD")),
-    "schedulefree.sgd_schedulefree.SGDScheduleFree",
-    "schedulefree.adamw_schedulefree.AdamWScheduleFree",
-    "schedulefree.radam_schedulefree.RAdamScheduleFree",
-    "lion_pytorch.lion_pytorch.Lion",
-    *_in("bitsandbytes.optim.sgd", "SGD", "SGD32bit"),
-    *_in("bitsandbytes.optim.adam", "Adam", "Adam32bit", "PagedAdam", "PagedAdam32bit"),
-    *_in("bitsandbytes.optim.adamw", "AdamW", "AdamW32bit", "PagedAdamW", "PagedAdamW32bit"),
-    *_in("bitsandbytes.optim.lion", "Lion", "Lion32bit", "PagedLion", "PagedLion32bit"),
-    *_in("bitsandbytes.optim.rmsprop", "RMSprop", "RMSprop32bit"),
-    *_in("bitsandbytes.optim.adagrad", "Adagrad", "Adagrad32bit"),
-}
+_ELEMENTWISE = re.compile(
+    r"torch\.optim\.\w+\.(SGD|Adam|AdamW|Adamax|NAdam|RAdam|RMSprop|Adagrad|Adadelta|Rprop|ASGD)"
+    r"|schedulefree\.\w+\.(SGD|AdamW|RAdam)ScheduleFree|lion_pytorch\.lion_pytorch\.Lion"
+    r"|bitsandbytes\.optim\.\w+\.(Paged)?(SGD|Adam|AdamW|Lion|RMSprop|Adagrad)(32bit)?"
+)
 # Moments in blocks of as many elements at most have a scale each: known on pieces that are cut between blocks.
-_IN_BLOCKS = {
-    *_in("bitsandbytes.optim.sgd", "SGD8bit"),
-    *_in("bitsandbytes.optim.adam", "Adam8bit", "PagedAdam8bit"),
-    *_in("bitsandbytes.optim.adamw", "AdamW8bit", "PagedAdamW8bit"),
-    *_in("bitsandbytes.optim.lion", "Lion8bit", "PagedLion8bit"),
-    *_in("bitsandbytes.optim.rmsprop", "RMSprop8bit"),
-    *_in("bitsandbytes.optim.adagrad", "Adagrad8bit"),
-    *_in("torchao.optim.adam", "Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8", "_AdamW"),
-}
+_IN_BLOCKS = re.compile(
+    r"bitsandbytes\.optim\.\w+\.(Paged)?(SGD|Adam|AdamW|Lion|RMSprop|Adagrad)8bit"
+    r"|torchao\.optim\.adam\.(_AdamW|AdamW?(8bit|4bit|Fp8))"
+)
 BLOCK_NUMEL = 4096  # the packages leave smaller tensors in fp32, and a multiple of all their blocks
 
 _Class = TypeVar("_Class", bound=type[Optimizer])
@@ -108,13 +90,16 @@ def elementwise(optimizer_class: _Class) -> _Class:
 
 def is_elementwise_class(kind: type) -> bool:
     """Whether `kind` is known, or declared, to work element by element, perhaps in blocks of `BLOCK_NUMEL`."""
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    return kind in _declared or name in _KNOWN or name in _IN_BLOCKS
+    return kind in _declared or _ELEMENTWISE.fullmatch(_name_of(kind)) is not None or works_in_blocks(kind)
 
 
 def works_in_blocks(kind: type) -> bool:
     """Whether pieces of parameters have to be cut between blocks of `BLOCK_NUMEL` for `kind`."""
-    return kind not in _declared and f"{kind.__module__}.{kind.__qualname__}" in _IN_BLOCKS
+    return kind not in _declared and _IN_BLOCKS.fullmatch(_name_of(kind)) is not None
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------
@@ -134,6 +119,9 @@ def watch_optimizers() -> None:
 def graph_is_made(ranks: Communicator) -> None:
     """A forward of the model that `ranks` train has made a graph."""
     _unreached.add(ranks)
+    for step in list(_under_way.values()):
+        if step.ranks is ranks:  # it has raised, and somebody keeps the exception
+            step.end()
 
 
 def graph_is_reached(ranks: Communicator) -> None:
@@ -170,10 +158,10 @@ def _look_at(optimizer: Optimizer, closure: Any) -> None:
     else:
         _refuse_unknown(optimizer)
         take_over_state(optimizer)
-        _share_overrides(optimizer)
         optimizer.register_state_dict_post_hook(lambda _, state_dict: PiecesOfState(state_dict))
         optimizer.register_load_state_dict_pre_hook(_cut_loaded_state)
-        optimizer.register_step_post_hook(_after_step)
+        after = optimizer.register_step_post_hook(_after_step)
+        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]  # ordered
     # The last hook before the step itself: hooks of the user's may replace gradients.
     _seen[optimizer] = optimizer.register_step_pre_hook(_before_step)
 
@@ -196,8 +184,7 @@ def _refuse_step_without_backward(params: Iterable[torch.Tensor]) -> None:
 
 def _refuse_unknown(optimizer: Optimizer) -> None:
     """Raise unless every element's update is known to depend on that element alone, or on its block."""
-    kind = type(optimizer)
-    name = f"{kind.__module__}.{kind.__qualname__}"
+    kind, name = type(optimizer), _name_of(type(optimizer))
     run = f"streamshard.optim.WholeParameterOptimizer(model.parameters(), {kind.__name__}, ..)"
     if not is_elementwise_class(kind):
         raise ShardingError(
@@ -228,122 +215,94 @@ def _refuse_cut_blocks(name: str, optimizer: Optimizer) -> None:
             )
 
 
-def _share_overrides(optimizer: Optimizer) -> None:
-    """bitsandbytes keeps options of single parameters by their ids: let the plain ones have them as well."""
-    if (manager := getattr(optimizer, "mng", None)) is not None and hasattr(optimizer, "check_overrides"):
-        optimizer.check_overrides()
-        for param in _params_of(optimizer):
-            if id(param) in manager.pid2config:
-                manager.pid2config[id(_plain_of(param))] = manager.pid2config[id(param)]
-
-
 # -- plain steps ------------------------------------------------------------------------------------------------------
 
-_plain: MutableMapping[torch.Tensor, nn.Parameter] = WeakIdKeyDictionary()  # by sharded parameters
+
+class _PlainStep:
+    """A step: its parameters and gradients are plain between `begin` and `end`. See [Note: plain steps].
+
+    Kernels over lists of tensors (apex, DeepSpeed, Transformer Engine) skip what stands before an empty tensor, or
+    write beside it, and most pieces are empty where there are many ranks. So a piece without elements has no gradient
+    in a step. Outside of it the parameter has an empty one: ranks must take the same number of norms. See decision 14.
+
+    Args:
+        params: sharded parameters of one model.
+
+    Attributes:
+        ranks: the model's.
+        stepped: the parameters that have a gradient.
+    """
+
+    def __init__(self, params: list[ShardedParameter]) -> None:
+        self.ranks = params[0].piece.ranks
+        self.stepped: list[nn.Parameter] = []
+        self._params = params
+        self._grads: list[torch.Tensor | None] = []
+        self._is_plain = False
+
+    def begin(self) -> None:
+        """Parameters and gradients are plain from here on."""
+        self._is_plain = True
+        self._grads = [grad_of(param) for param in self._params]
+        self.stepped = [param for param, grad in zip(self._params, self._grads, strict=True) if grad is not None]
+        for param, grad in zip(self._params, self._grads, strict=True):
+            param.__class__ = nn.Parameter  # type: ignore[assignment]  # of which it was made
+            if grad is not None:
+                grad.__class__ = torch.Tensor
+                if not grad.numel():
+                    param.grad = None
+
+    def end(self) -> None:
+        """Parameters and gradients are pieces again. A second call does nothing."""
+        if not self._is_plain:
+            return
+        self._is_plain = False
+        for param, grad in zip(self._params, self._grads, strict=True):
+            if grad is not None:
+                if not grad.numel():
+                    param.grad = grad
+                if "piece" in grad.__dict__:  # else autograd has made it, and nobody has asked for it
+                    grad.__class__ = ShardedTensor
+            param.__class__ = ShardedParameter
 
 
-def _plain_of(param: torch.Tensor) -> torch.Tensor:
-    """The plain Parameter on the memory of `param`; `param` itself if that is plain."""
-    if piece_of(param) is None:
-        return param
-    with AsTensors():
-        plain = _plain.get(param)
-        if plain is None:
-            plain = _plain[param] = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
-            plain.__dict__ = param.__dict__  # what people set on a parameter is on either
-        elif plain.data_ptr() != param.data_ptr():
-            plain.data = data_of(param)
-        if plain.requires_grad is not param.requires_grad:
-            plain.requires_grad_(param.requires_grad)
-        return plain
-
-
-def _give_grad(plain: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Let `plain` have `grad` as a plain tensor: the same one as long as its memory is the same, for torch.compile."""
-    alias = None if grad is None else grad.as_subclass(torch.Tensor)
-    if alias is None or plain.grad is None or plain.grad.data_ptr() != alias.data_ptr():
-        plain.grad = alias
+_under_way: WeakKeyDictionary[Optimizer, _PlainStep] = WeakKeyDictionary()  # by stand-in
 
 
 @skip
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """The step itself begins: on a plain copy of the optimizer."""
-    params = _params_of(optimizer)
-    if all(piece_of(param) is None for param in params):  # the copy itself, where a step calls that of its base class
+    """The step itself begins."""
+    params = [param for param in _params_of(optimizer) if isinstance(param, ShardedParameter)]
+    if not params:  # the stand-in, where a step calls that of its base class
         return None
-    copied = untraced(_copy_of, optimizer, params)
+    step = _PlainStep(params)
+    stand_in: Any = object.__new__(type(optimizer))
+    stand_in.__dict__ = optimizer.__dict__
+    _under_way[stand_in] = step
+    weakref.finalize(stand_in, step.end).atexit = False
+    untraced(step.begin)
     closure = _closure_of(args, kwargs)
     if closure is None:
-        return (copied, *args[1:]), kwargs
+        return (stand_in, *args[1:]), kwargs
 
     def called() -> Any:
         """The user's closure, which makes gradients inside the step."""
+        untraced(step.end)
         loss = closure()
         refuse_unreduced(params, "an optimizer's step")
-        untraced(_fill, optimizer, copied)
+        untraced(step.begin)
         return loss
 
-    return ((copied, called, *args[2:]), kwargs) if len(args) > 1 else ((copied,), {**kwargs, "closure": called})
-
-
-# Of copies that step: the options and attributes that they were given.
-_given: WeakKeyDictionary[Optimizer, tuple[list[dict[str, Any]], dict[str, Any]]] = WeakKeyDictionary()
-
-
-def _copy_of(optimizer: Optimizer, params: list[torch.Tensor]) -> Optimizer:
-    """A copy of `optimizer` over the plain parameters, with the same tensors and dicts as state."""
-    copied: Optimizer = object.__new__(type(optimizer))
-    copied.__dict__.update(optimizer.__dict__)
-    copied.param_groups = [{"params": list(map(_plain_of, group["params"]))} for group in optimizer.param_groups]
-    state = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-    state.update({_plain_of(param): optimizer.state[param] for param in params if param in optimizer.state})
-    copied.state = defaultdict(dict, state)
-    _fill(optimizer, copied)
-    return copied
-
-
-def _fill(optimizer: Optimizer, copied: Optimizer) -> None:
-    """Give `copied` the options and gradients of `optimizer`.
-
-    Kernels over lists of tensors (apex, DeepSpeed, Transformer Engine) skip what stands before an empty tensor, or
-    write beside it, and most pieces are empty where there are many ranks. So a piece without elements has no gradient
-    here. The parameter has an empty one: ranks must take the same number of norms. See decision 14.
-    """
-    for group, own in zip(optimizer.param_groups, copied.param_groups, strict=True):
-        own.update(_options(group))
-        for param, plain in zip(group["params"], own["params"], strict=True):
-            if param is not plain:
-                _give_grad(plain, grad_of(param) if plain.numel() else None)
-    _given[copied] = [_options(own) for own in copied.param_groups], dict(copied.__dict__)
+    return ((stand_in, called, *args[2:]), kwargs) if len(args) > 1 else ((stand_in,), {**kwargs, "closure": called})
 
 
 @skip
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """The step itself is over."""
+    """The step itself is over, unless `optimizer` is the stand-in. The first hook after it: the user's see pieces."""
     if args[0] is not optimizer:
-        untraced(_take_back, optimizer, args[0])
-
-
-def _take_back(optimizer: Optimizer, copied: Optimizer) -> None:
-    """Give `optimizer` the state, and what the step has changed. Hooks that run before may have changed more."""
-    options, attributes = _given.pop(copied)
-    params = [param for param in _params_of(optimizer) if grad_of(param) is not None]
-    torch.autograd.graph.increment_version(params)  # on all ranks, whatever they have of a parameter
-    for group, own, given in zip(optimizer.param_groups, copied.param_groups, options, strict=True):
-        group.update(_changed(_options(own), given))
-        for param, plain in zip(group["params"], own["params"], strict=True):
-            if plain in copied.state:
-                optimizer.state[param] = copied.state[plain]
-    optimizer.state.update({key: value for key, value in copied.state.items() if not isinstance(key, torch.Tensor)})
-    optimizer.__dict__.update(_changed(copied.__dict__, attributes))
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in now.items() if key not in before or before[key] is not value}
+        step = _under_way.pop(args[0])
+        untraced(step.end)
+        torch.autograd.graph.increment_version(step.stepped)  # on all ranks, whatever they have of a parameter
 
 
 # -- state ------------------------------------------------------------------------------------------------------------

@@ -270,7 +270,6 @@ class FlatParamShard:
         gathered: [padded_numel] wire_dtype, what all-gathers write; `weights` itself, if that is of the same dtype.
         weights: [padded_numel] compute_dtype, what layers compute with.
         params: filled by `add`.
-        is_in_slot: the all-gather input is a range of a weight slot.
     """
 
     def __init__(
@@ -285,14 +284,13 @@ class FlatParamShard:
     ) -> None:
         self.tag, self.kind, self.layout = plan.tag, plan.kind, plan.layout
         self.params: list[ParamShard] = []
-        self.is_in_slot = is_in_slot and gathered is weights
         self._ranks = ranks
-        self._ledger = ledger
+        self._ledger_of = weakref.ref(ledger)
         numel, main_dtype = plan.layout.shard_numel, plan.kind.main_dtype
         dtype = plan.kind.compute_dtype if gathered is None else gathered.dtype
         is_cast = main_dtype is not dtype
         kept_as = Category.MAIN_WEIGHTS if plan.kind.trains else Category.FROZEN_WEIGHTS
-        if self.is_in_slot and weights is not None:
+        if is_in_slot and gathered is weights and weights is not None:
             self.gather_input = weights.narrow(0, ranks.rank * numel, numel)
         else:
             category = Category.ALL_GATHER_INPUTS if is_cast else kept_as
@@ -303,8 +301,8 @@ class FlatParamShard:
 
     @property
     def gathers_main(self) -> bool:
-        """Whether all-gathers read the main weights themselves (no cast), unless the user has moved a parameter."""
-        return self.main.dtype is self.gathered.dtype
+        """Whether all-gathers read the main weights themselves: there is no cast."""
+        return self.main is self.gather_input
 
     def add(
         self, layout: ParamLayout, aliases: tuple[str, ...], param: nn.Parameter, full: torch.Tensor | None
@@ -326,8 +324,7 @@ class FlatParamShard:
             piece.view(-1).copy_(full[local.start : local.stop])
         if self._ranks.world_size == 1:  # a storage of its own, or accelerate and safetensors take parameters for tied
             piece = from_dlpack(piece)
-        ledger_of = weakref.ref(self._ledger)
-        shard = ParamShard(layout.name, aliases, param, layout, local, param.dtype, piece, self.layout, ledger_of)
+        shard = ParamShard(layout.name, aliases, param, layout, local, param.dtype, piece, self.layout, self._ledger_of)
         param.grad = None
         _put_under(param, piece)
         self.params.append(shard)
@@ -337,27 +334,19 @@ class FlatParamShard:
     def to_wire(self) -> None:
         """Cast main weights to the all-gather input, for all all-gathers of the next pass. Compute stream.
 
-        The user may have put other memory under a parameter (``p.data = ema``): then that is what is cast, and the main
-        weights' own memory, which may be somebody's backup, is left alone.
+        Raises:
+            ShardingError: a parameter was given other memory, which its collectives would not see.
         """
-        moved = [p for p in self.params if p.local.numel and data_of(p.param).data_ptr() != p.piece.data_ptr()]
-        if not moved:
-            if self.gather_input is not self.main:
-                self.gather_input.copy_(self.main)
-            return
-        for shard in moved:
-            _check_moved(shard)
-        if self.gather_input is self.main:
-            if self.is_in_slot:
-                raise ShardingError(
-                    f"parameter {moved[0].name!r} was given other memory (param.data = ...). With weight_slots='all' "
-                    "its own, in the dtype that layers compute in, is part of the slot that they compute with and "
-                    "would be overwritten: copy into it (param.data.copy_), or choose fewer slots"
-                )
-            numel, dtype = self.layout.shard_numel, self.gathered.dtype
-            self.gather_input = self._ledger.allocate(Category.ALL_GATHER_INPUTS, numel, dtype, is_visible=True)
         for shard in self.params:
-            shard.shaped(self.gather_input).copy_(shard.param.detach())
+            if shard.local.numel and data_of(shard.param).data_ptr() != shard.piece.data_ptr():
+                raise ShardingError(
+                    f"parameter {shard.name!r} was given other memory (param.data = ..., .half(), .to()), and layers "
+                    "compute with the memory that StreamShard has given it: copy into that (param.data.copy_). Instead "
+                    "of .half() use Precision(param_dtype=...), for full tensors load_state_dict or "
+                    "summon_full_params(writeback=True)"
+                )
+        if self.gather_input is not self.main:
+            self.gather_input.copy_(self.main)
 
     def from_wire(self) -> None:
         """Convert what an all-gather has written to what layers compute with. Compute stream."""
@@ -376,14 +365,3 @@ def _put_under(param: nn.Parameter, piece: torch.Tensor) -> None:
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         setattr(fresh, hooks, getattr(param, hooks))
     swap_tensor(param, fresh)
-
-
-def _check_moved(shard: ParamShard) -> None:
-    param, piece = shard.param, shard.piece
-    if param.numel() != piece.numel() or param.dtype is not piece.dtype or param.device != piece.device:
-        raise ShardingError(
-            f"parameter {shard.name!r} was replaced by {tuple(param.shape)} {param.dtype} on {param.device}; its main "
-            f"weights on this rank are {tuple(piece.shape)} {piece.dtype} on {piece.device}. Instead of .half() "
-            "or .to() use Precision(param_dtype=...), for full tensors load_state_dict or "
-            "summon_full_params(writeback=True)"
-        )

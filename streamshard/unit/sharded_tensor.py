@@ -63,7 +63,6 @@ class Piece(NamedTuple):
         flat_param, place: the layouts of the flat parameter and of the parameter in it: which elements each rank has.
         ledger_of: returns the model's `Ledger` (see `streamshard.unit.shard`), None once the model is gone.
         is_weight: the tensor is the parameter, or computed from it; else its gradient. All are cut at the same places.
-        is_flat: the full tensor is flattened.
         life: of the memory of a gradient; None: the memory is the tensor's own.
     """
 
@@ -77,7 +76,6 @@ class Piece(NamedTuple):
     place: ParamLayout
     ledger_of: Callable[[], Any]
     is_weight: bool = True
-    is_flat: bool = False
     life: Life | None = None
 
     @property
@@ -88,7 +86,7 @@ class Piece(NamedTuple):
     @property
     def full(self) -> torch.Tensor:
         """[full shape] fp32, meta: answers questions about the shape."""
-        return _meta((self.place.numel,) if self.is_flat else self.shape)
+        return _meta(self.shape)
 
     @property
     def what(self) -> str:
@@ -96,9 +94,7 @@ class Piece(NamedTuple):
         return f"{'parameter' if self.is_weight else 'the gradient of parameter'} {self.name!r}"
 
     def __str__(self) -> str:
-        flat = " flattened" if self.is_flat else ""
-        rank, size = self.ranks.rank, self.ranks.world_size
-        return f"piece {self.start}:{self.stop} of {self.shape}{flat}, rank {rank} of {size}"
+        return f"piece {self.start}:{self.stop} of {self.shape}, rank {self.ranks.rank} of {self.ranks.world_size}"
 
     def of_grad(self) -> Piece:
         """The same elements of the gradient."""
@@ -114,7 +110,7 @@ class Piece(NamedTuple):
 
     def is_like(self, other: Piece) -> bool:
         """Whether each rank has the same elements of both. All ranks get the same answer."""
-        return self.full.shape == other.full.shape and self._cuts() == other._cuts()
+        return self.shape == other.shape and self._cuts() == other._cuts()
 
     def _cuts(self) -> tuple[int, ...]:
         shard_numel, place, size = max(self.flat_param.shard_numel, 1), self.place, self.ranks.world_size
@@ -126,8 +122,6 @@ class Piece(NamedTuple):
 
         A plain tensor that is as long as a row could be a row, which torch would broadcast.
         """
-        if self.is_flat:
-            return tuple(local.shape) == (self.stop - self.start,)
         row = self.shape[-1] if len(self.shape) > 1 else 0
         is_row = self.stop - self.start == row and self.start % max(row, 1) != 0
         return tuple(local.shape) == self.local_shape and not is_row
@@ -278,22 +272,11 @@ def _common(func: Callable[..., Any], values: Iterable[Any]) -> Piece | None:
     return first.piece
 
 
-def _flatten(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    if kwargs or args[1:] not in ((), (-1,), ((-1,),), ([-1],)) or (len(args) == 1) != (func.__name__ in _FLATTENS):
-        _refuse(func, tensor)
-    return ShardedTensor.wrap(tensor.view(-1), tensor.piece._replace(is_flat=True))
-
-
 def _random(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """This rank's elements of the random numbers that the full tensor would get. Takes memory for the full tensor."""
-    if any(isinstance(value, torch.Tensor) for value in (*args[1:], *kwargs.values()) if value is not tensor):
-        _refuse(func, tensor)
     given = {key: value for key, value in kwargs.items() if value is not tensor}
     full = torch.empty(tensor.piece.full.shape, dtype=tensor.dtype, device=tensor.device)
-    numbers = tensor.piece.cut(func(full, *args[1:], **given))
-    if func.__name__.endswith("_"):
-        return tensor.copy_(numbers)
-    return ShardedTensor.wrap(numbers, tensor.piece._replace(life=None))
+    return tensor.copy_(tensor.piece.cut(func(full, *args[1:], **given)))
 
 
 # -- numbers of all elements ------------------------------------------------------------------------------------------
@@ -320,31 +303,23 @@ def _total(local: torch.Tensor, tensor: ShardedTensor, dtype: torch.dtype | None
 
 
 def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    order = order_of(args, kwargs)
-    is_of_matrix = func is torch.linalg.norm and not tensor.piece.is_flat and len(tensor.piece.shape) > 1
-    if order is None or order == "nuc" or is_of_matrix and (len(args) > 1 or kwargs.get("ord") not in (None, "fro")):
-        _refuse(func, tensor, _ALONG if order is None else _RIGHT)
-    return _norm_of(func, tensor, float(order))
+    return _norm_of(func, tensor, order_of(func, args, kwargs))
 
 
 def _foreach_norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    order = order_of(args, kwargs)
-    if order is None:
-        _refuse(func, tensor)
-    norm = torch.linalg.vector_norm
+    order, norm = order_of(func, args, kwargs), torch.linalg.vector_norm
     return [_norm_of(func, each, order) if isinstance(each, ShardedTensor) else norm(each, order) for each in args[0]]
 
 
-def _norm_of(func: Callable[..., Any], tensor: ShardedTensor, order: float) -> torch.Tensor:
-    if order < 0:
-        _refuse(func, tensor)
+def _norm_of(func: Callable[..., Any], tensor: ShardedTensor, order: float | None) -> torch.Tensor:
     local, ranks = tensor.as_subclass(torch.Tensor), tensor.piece.ranks
-    if not (local.requires_grad and torch.is_grad_enabled()):
-        norm = torch.linalg.vector_norm(local, order) if local.numel() else local.sum()
+    has_graph = local.requires_grad and torch.is_grad_enabled()
+    if order is None or has_graph and math.isinf(order):
+        _refuse(func, tensor)
+    norm = torch.linalg.vector_norm(local, order) if local.numel() else local.sum()
+    if not has_graph:
         return PartialNorm.wrap(norm, order, ranks)
-    if math.isinf(order):
-        return extreme(local.abs(), largest=True, ranks=ranks)
-    return global_norm(torch.linalg.vector_norm(local, order) if local.numel() else local.sum(), order, ranks)
+    return global_norm(norm, order, ranks)
 
 
 def _reduce(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -359,14 +334,15 @@ def _reduce(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: 
     dtype = kwargs.get("dtype")
     others = (*args[1:], *(value for key, value in kwargs.items() if key not in ("input", "dtype")))
     if any(value is not None and value is not False for value in others):
-        _refuse(func, tensor, _ALONG)
+        _refuse(func, tensor)
     if name in ("sum", "mean"):
         total = _total(local, tensor, dtype)
         return total if name == "sum" else total / tensor.piece.place.numel
     if name in ("any", "all"):
-        return extreme((local != 0).float(), largest=name == "any", ranks=ranks) > 0
-    values = local.to(torch.promote_types(local.dtype, torch.float32))
-    return extreme(values, largest=name in ("max", "amax"), ranks=ranks).to(local.dtype)
+        return extreme(local != 0, largest=name == "any", ranks=ranks) > 0
+    if local.requires_grad and torch.is_grad_enabled():
+        _refuse(func, tensor)
+    return extreme(local, largest=name in ("max", "amax"), ranks=ranks).to(local.dtype)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -379,18 +355,6 @@ def _check_finite(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kw
     return result
 
 
-def _hook(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """``register_hook``: the engine refuses hooks on parameters in the next forward."""
-    if not isinstance(tensor, torch.nn.Parameter):
-        _refuse(func, tensor)
-    return func(*args, **kwargs)
-
-
-def _gradients(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> NoReturn:
-    """``torch.autograd.grad`` with respect to a parameter, or to what was computed from one."""
-    _refuse(func, tensor, "Layers use all-gathered copies, so no graph has a sharded parameter: " + CALL_BACKWARD)
-
-
 CALL_BACKWARD = (
     "call loss.backward() without inputs= and read .grad afterwards; set requires_grad_(False) before the forward on "
     "parameters that are to get no gradient"
@@ -398,14 +362,21 @@ CALL_BACKWARD = (
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
-_RIGHT = "Elementwise operations with numbers and pieces work, and norms, sum, mean, max, min, any, all of all elements"
-_ALONG = "Along a dimension it needs full rows or columns, and this rank may have parts of them"
+_RIGHT = (
+    "Elementwise operations with numbers and pieces work, and norms, sum, mean, any, all of all elements; max and min "
+    "of a tensor without gradient. Along a dimension operations need full rows or columns, and this rank may have parts"
+)
 _VARIANCE = "With d = p.detach(), (d - d.mean()).square().sum() / (d.numel() - 1) is the variance of all elements"
+_HINTS = {
+    **dict.fromkeys(("std", "var", "std_mean", "var_mean"), _VARIANCE),
+    "grad": f"Layers use all-gathered copies, so no graph has a sharded parameter: {CALL_BACKWARD}",
+    "register_hook": "Its gradient is made by a reduction: use register_post_accumulate_grad_hook of a parameter",
+}
 
 
-def _refuse(func: Callable[..., Any], tensor: ShardedTensor, why: str = _RIGHT) -> NoReturn:
+def _refuse(func: Callable[..., Any], tensor: ShardedTensor, why: str = "") -> NoReturn:
     name, piece = name_of(func).strip("_"), tensor.piece
-    why = _VARIANCE if name in ("std", "var", "std_mean", "var_mean") else why
+    why = why or _HINTS.get(name, _RIGHT)
     with_grads = "" if piece.is_weight else "with_grads=True"
     raise ShardingError(
         f"{name}() of {piece.what} outside of its model's forward: this rank has only {piece}. {why}. Call the "
@@ -443,21 +414,18 @@ _ELEMENTWISE = names(
     zeros zeros_like
     """
 )
-_FLATTENS = ("flatten", "ravel")
 _OF_TWO = ("allclose", "dot", "equal")
 _ANSWERS: Mapping[str, _Answer] = {
     **dict.fromkeys(SHAPE, _shape),
-    **dict.fromkeys((*_FLATTENS, "reshape", "view"), _flatten),
     **dict.fromkeys((*_OF_TWO, *names("all amax amin any max mean min sum")), _reduce),
-    **dict.fromkeys(names("kaiming_normal_ kaiming_uniform_ normal_ rand_like randn_like uniform_"), _random),
+    **dict.fromkeys(names("normal_ uniform_"), _random),
     **dict.fromkeys(names("__bool__ __float__ __format__ __index__ __int__ item"), _number),
     "data_ptr": _refuse_saving,  # safetensors writes to files what is there, and asks for nothing else
     "_foreach_norm": _foreach_norm,
-    "register_hook": _hook,
     "_amp_foreach_non_finite_check_and_unscale_": _check_finite,
 }
 # What answers each function; None for a question about metadata, which the local tensor answers.
-_answers: dict[Callable[..., Any], _Answer | None] = {torch.autograd.backward: None, torch.autograd.grad: _gradients}
+_answers: dict[Callable[..., Any], _Answer | None] = {torch.autograd.backward: None, torch.autograd.grad: _refuse_op}
 _answers.update(dict.fromkeys(NORMS, _norm))
 
 

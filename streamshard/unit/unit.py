@@ -9,7 +9,8 @@ The unit knows how to do each step, the engine knows when. See [Note: slots] and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -27,19 +28,16 @@ from streamshard.unit.unsharded_parameter import UnshardedParameter, Writes, be_
 __all__ = ["StreamedUnit"]
 
 
-class _Binding:
+class _Binding(NamedTuple):
     """Two versions of one entry of a module's ``__dict__``: `sharded`, and `computing` while the unit is bound.
 
     Exchanging a module's ``_parameters`` dict is one assignment, whatever the number of parameters.
     """
 
-    __slots__ = ("computing", "key", "owner", "sharded")
-
-    def __init__(self, owner: nn.Module, key: str, sharded: object, computing: object) -> None:
-        self.owner = weakref.ref(owner)  # weak: the owner's model holds this object
-        self.key = key
-        self.sharded = sharded
-        self.computing = computing
+    owner: weakref.ref[nn.Module]  # weak: the owner's model holds this object
+    key: str
+    sharded: object
+    computing: object
 
 
 class StreamedUnit:
@@ -114,14 +112,9 @@ class StreamedUnit:
         self._sharded = [param.param for param in self.params]
         self.unsharded_ids = frozenset(map(id, self.views))
 
-    def _with_views(self) -> Iterator[tuple[FlatParamShard, ParamShard, UnshardedParameter]]:
-        """Each parameter with its flat parameter and its unsharded parameter."""
-        views = iter(self.views)
-        return ((flat_param, param, next(views)) for flat_param in self.flat_params for param in flat_param.params)
-
     def add_binding(self, owner: nn.Module, key: str, sharded: object, computing: object) -> None:
         """While the unit is bound, ``owner.__dict__[key]`` is `computing`, else `sharded`."""
-        self._bindings.append(_Binding(owner, key, sharded, computing))
+        self._bindings.append(_Binding(weakref.ref(owner), key, sharded, computing))
 
     # -- the journey ----------------------------------------------------------------------------------------------
 
@@ -135,8 +128,6 @@ class StreamedUnit:
             self._check_hooks()
             for flat_param in self.flat_params:
                 flat_param.to_wire()
-            if self.grads.slot is None and any(flat.gather_input is not flat.weights for flat in self.flat_params):
-                self._follow_moved_weights()
 
     def _check_hooks(self) -> None:
         for param in self.params:
@@ -172,14 +163,6 @@ class StreamedUnit:
         """A number per sharded parameter that grows with each in-place change of it, such as an optimizer's step."""
         with AsTensors():
             return [param._version for param in self._sharded]
-
-    def _follow_moved_weights(self) -> None:
-        """With one rank: the user put other memory under a parameter, so let the unsharded parameter lie there."""
-        for flat_param, param, view in self._with_views():
-            if flat_param.gather_input is not flat_param.weights:
-                UnshardedParameter.move(view, _whole(flat_param.gather_input.data, param))  # it may be absent
-        for flat_param in self.flat_params:
-            flat_param.weights = flat_param.gather_input
 
     def start_gather(self) -> None:
         """Start the all-gather into the weight slot. Comm stream; the slot is this unit's from here on."""

@@ -66,10 +66,6 @@ class UnshardedParameter(nn.Parameter):
             return self
         return super().set_(*source)
 
-    def move(self, memory: torch.Tensor) -> None:
-        """Lie in `memory`, of the same shape and dtype, from now on."""
-        data_attribute.__set__(self, memory)
-
 
 class AbsentWeight(nn.Parameter):
     """An unsharded parameter whose unit is not in place. See [Note: absent weights]."""

@@ -123,7 +123,7 @@ def test_pieces_begin_where_blocks_do(context: RankContext) -> None:
         local = model.local_ranges()[name]
         assert local.start % 16 == 0
         assert local.stop % 16 == 0 or local.stop == whole[name].numel()
-        assert torch.equal(param.detach().flatten(), whole[name].flatten()[local.start : local.stop])
+        assert torch.equal(piece_of(param).flatten(), whole[name].flatten()[local.start : local.stop])
         assert piece_of(param).shape == (*[1] * (whole[name].ndim - 1), local.numel)
 
 

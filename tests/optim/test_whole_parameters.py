@@ -291,11 +291,27 @@ class _Masked(torch.optim.SGD):
         super().__init__(params, **options)
         self.masks = [param.abs() < 0.1 for group in self.param_groups for param in group["params"]]
 
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for param, mask in zip(self.param_groups[0]["params"], self.masks, strict=True):
+            param.grad.mul_(mask)
+        return super().step(closure)
+
+
+class _KeepsGrads(torch.optim.SGD):
+    """Keeps the last gradient itself, and no copy."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["previous"] = param.grad
+
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (_Masked, "reads the values of parameters"),
+        (_Masked, "by their values when it is made"),
+        (_KeepsGrads, r"keeps the memory of a parameter or gradient.*clone\(\)"),
         (_Coupled, "by what the other parameters are"),
         (_Noisy, "draws random numbers"),
         (torch.optim.LBFGS, "calls a closure several times"),

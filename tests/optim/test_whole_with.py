@@ -23,7 +23,7 @@ from streamshard import (
     load_optimizer_state_dict,
     save_checkpoint,
 )
-from streamshard.errors import ConfigError, OptimizerError, ShardingError
+from streamshard.errors import ConfigError, ShardingError
 from streamshard.optim import WholeParameterOptimizer
 from tests.models import NormStack, vector_batch
 from tests.optim.test_whole_parameters import NEAR, Both, Mixed, _matrices, _muon_and_adamw
@@ -171,17 +171,6 @@ class _Masks(torch.optim.SGD):
                     param[mask] -= group["lr"] * param.grad[mask]
 
 
-class _KeepsGrads(torch.optim.SGD):
-    """Keeps the last gradient itself, and no copy."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.state[param]["previous"] = param.grad
-
-
 def _of_first_matrices(model: Any, **options: Any) -> Any:
     return _optimizer(model, _matrices(model)[:2], **options)
 
@@ -202,7 +191,6 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     ),
     "groups added": (_adds_groups, _of_first_matrices),
     "groups added, state of bits": (_adds_groups, lambda model: _of_first_matrices(model, kind=_Masks)),
-    "new data": (_train, lambda model: _optimizer(model, model.parameters(), _Rebinds)),
     "unfreezing": (_unfreezes, _optimizer),
     "tied": (_train, _optimizer, _tied),
 }
@@ -344,15 +332,6 @@ def test_it_is_not_copied_or_pickled(context: RankContext, copies: Callable[[Any
     model = _model()
     with pytest.raises(ShardingError, match="full_optimizer_state_dict"):
         copies(_muon_and_adamw(model))
-
-
-@on_ranks(2)
-def test_state_in_the_memory_of_gradients_is_refused(context: RankContext) -> None:
-    """The next round's would be in its place."""
-    model = _model()
-    optimizer = _optimizer(model, kind=_KeepsGrads)
-    with pytest.raises(OptimizerError, match=r"_KeepsGrads keeps the memory of parameter 'layers.* clone\(\)"):
-        _train(model, optimizer, _backward(model, context), 1)
 
 
 @on_ranks(2)

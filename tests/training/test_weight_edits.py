@@ -38,11 +38,6 @@ def _through_data(model: nn.Module) -> None:
         p.data.mul_(0.5)
 
 
-def _data_replaced(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.data = p.data.clone() * 0.5
-
-
 def _one_layer(model: Any) -> None:
     with torch.no_grad():
         model.layers[1].linear.weight.mul_(0.5)
@@ -78,7 +73,6 @@ def _fused_step(model: nn.Module) -> None:
 EDITS: dict[str, Callable[[Any], None]] = {
     "in place": _in_place,
     "through .data": _through_data,
-    ".data replaced": _data_replaced,
     "one layer only": _one_layer,
     "load_state_dict of the whole": _full_state_dict,
     "load_state_dict of a submodule": _submodules_state_dict,
