@@ -27,7 +27,7 @@ from streamshard.checkpoint.export import export_shards
 from streamshard.comm.objects import run_on_all_ranks
 from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import ShardedModule, engine_at_rest, not_a_layer
-from streamshard.errors import CheckpointError, CommunicationError, ShardingError
+from streamshard.errors import CheckpointError, ShardingError
 from streamshard.full import under_params
 from streamshard.integrations.huggingface import is_transformers_model
 from streamshard.plan.structure import modules_inside
@@ -36,7 +36,6 @@ from streamshard.unit.sharded_tensor import is_piece
 
 __all__ = [
     "adapt_methods",
-    "called_on_all_ranks",
     "has_adapters",
     "plain_classes",
     "refuse_pieces",
@@ -169,19 +168,6 @@ def refuse_pieces(state_dict: Mapping[str, Any], what: str) -> None:
             )
 
 
-@contextlib.contextmanager
-def called_on_all_ranks(method: str) -> Iterator[None]:
-    """Around a collective save: if the other ranks do not come, the error says that all ranks have to call `method`."""
-    try:
-        yield
-    except CommunicationError as error:
-        raise CommunicationError(
-            f"{method} of a sharded model could not go on. All ranks have to call it, so call it outside of `if "
-            "trainer.is_world_process_zero()`, `if accelerator.is_main_process` and the like: rank 0 alone writes what "
-            f"is written once. Earlier saves are untouched. {error}"
-        ) from error
-
-
 # -- methods of models --------------------------------------------------------------------------------------------
 
 
@@ -202,18 +188,17 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: A
         return
     engine = engine_at_rest(not_a_layer(self), "save_pretrained")
     given.pop("is_main_process", None)
-    with called_on_all_ranks("save_pretrained()"):
-        if has_adapters(self):
-            save_adapters(self, engine, save_directory, **given)
-            return
-        max_shard_size = given.pop("max_shard_size", known["max_shard_size"].default)
-        if others := [name for name, value in given.items() if name in known and value != known[name].default]:
-            raise CheckpointError(
-                f"save_pretrained({others[0]}={given[others[0]]!r}) of a sharded model: only transformers does that, "
-                "of full weights. Call weights = model.full_state_dict() on all ranks, and on rank 0 "
-                f"model.save_pretrained(directory, state_dict=weights, {others[0]}=..)"
-            )
-        export_shards(self, engine.param_shards, engine.ranks, save_directory, None, max_shard_size)
+    if has_adapters(self):
+        save_adapters(self, engine, save_directory, **given)
+        return
+    max_shard_size = given.pop("max_shard_size", known["max_shard_size"].default)
+    if others := [name for name, value in given.items() if name in known and value != known[name].default]:
+        raise CheckpointError(
+            f"save_pretrained({others[0]}={given[others[0]]!r}) of a sharded model: only transformers does that, of "
+            "full weights. Call weights = model.full_state_dict() on all ranks, and on rank 0 "
+            f"model.save_pretrained(directory, state_dict=weights, {others[0]}=..)"
+        )
+    export_shards(self, engine.param_shards, engine.ranks, save_directory, None, max_shard_size)
 
 
 def _push(self: Any, repo_id: str, *_: Any, **__: Any) -> None:

@@ -38,7 +38,6 @@ from streamshard.engine.module_state import engine_of, handle_of
 from streamshard.errors import CommunicationError, ConfigError, ShardingError
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from streamshard.integrations.peft import (
-    called_on_all_ranks,
     has_adapters,
     plain_classes,
     refuse_pieces,
@@ -242,17 +241,15 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         engine, directory = _engine(self.model), Path(self.args.output_dir if output_dir is None else output_dir)
         if engine is None:
             super()._save(output_dir, state_dict)
+        elif state_dict is None and self._writes_itself:
+            save_on_first(self.model, engine, directory, super()._save)
         elif state_dict is not None:
             refuse_pieces(state_dict, "Trainer._save(state_dict=..)")
             if self.args.should_save:
                 super()._save(str(directory), state_dict=state_dict)
         else:
-            with called_on_all_ranks("save_model()"):
-                if self._writes_itself:
-                    save_on_first(self.model, engine, directory, super()._save)
-                    return
-                export_safetensors(self.model, directory, max_shard_size=_MAX_SHARD_SIZE)
-                run_on_all_ranks(engine.ranks, f"save to {directory}", lambda: self._save_beside(directory))
+            export_safetensors(self.model, directory, max_shard_size=_MAX_SHARD_SIZE)
+            run_on_all_ranks(engine.ranks, f"save to {directory}", lambda: self._save_beside(directory))
 
     @property
     def _writes_itself(self) -> bool:
