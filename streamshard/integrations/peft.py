@@ -27,7 +27,7 @@ from streamshard.checkpoint.export import export_shards
 from streamshard.comm.objects import run_on_all_ranks
 from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import ShardedModule, engine_at_rest, not_a_layer
-from streamshard.errors import CheckpointError, ShardingError
+from streamshard.errors import CheckpointError
 from streamshard.full import under_params
 from streamshard.integrations.huggingface import is_transformers_model
 from streamshard.plan.structure import modules_inside
@@ -62,11 +62,6 @@ def adapt_methods(model: nn.Module) -> None:
         if is_transformers_model(module) or (module is model and is_peft_model(model)):
             kind = type(module)
             kind.save_pretrained, kind.push_to_hub = _save_pretrained, _push
-    if is_peft_model(model):
-        kind = type(model)
-        for name in ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload"):
-            if hasattr(model, name):  # not where prompts are learnt
-                setattr(kind, name, functools.partialmethod(_refuse_merging, name))
 
 
 def save_adapters(
@@ -206,14 +201,6 @@ def _push(self: Any, repo_id: str, *_: Any, **__: Any) -> None:
     raise CheckpointError(
         "push_to_hub() of a sharded model: call model.save_pretrained(directory) on all ranks, and on rank 0 "
         f"huggingface_hub.upload_folder(repo_id={repo_id!r}, folder_path=directory)"
-    )
-
-
-def _refuse_merging(self: Any, name: str, *_: Any, **__: Any) -> None:
-    """Refuse PEFT's methods that compute with full weights of the base model, such as merging."""
-    raise ShardingError(
-        f"{name}() needs full weights, of which each rank has pieces. Call model.save_pretrained(directory) on all "
-        "ranks, and merge in one process: PeftModel.from_pretrained(base, directory).merge_and_unload()"
     )
 
 
