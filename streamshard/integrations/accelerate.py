@@ -223,7 +223,8 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     ) -> Any:
         """Save all that was prepared or registered, as `save_checkpoint` does. Call it on every rank, between steps.
 
-        With automatic naming, older checkpoints go as ``total_limit`` says, when the new one is complete.
+        With automatic naming it is ``project_dir/checkpoints/checkpoint-N``, and older ones go as ``total_limit`` says
+        when the new one is complete.
 
         Returns:
             The directory.

@@ -159,17 +159,14 @@ def test_checkpoints_are_numbered_and_only_the_latest_kept(context: RankContext,
     with launched(context):
         run = Trained(StreamShardAccelerator, steps=1, project_config=project)
         accelerator = run.accelerator
-        with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        with pytest.raises(CheckpointError, match="no whole checkpoint"):
             accelerator.load_state()
         for number in range(11):
-            assert accelerator.save_state() == tmp_path / "checkpoints" / f"checkpoint_{number}"
+            assert accelerator.save_state() == tmp_path / "checkpoints" / f"checkpoint-{number}"
         wanted = run.weights()
-        assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_10", "checkpoint_9"]
+        assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint-10", "checkpoint-9"]
         assert accelerator.save_iteration == 11
         run.epoch(1)
-        accelerator.project_configuration.iteration = 10
-        with pytest.raises(CheckpointError, match="checkpoint_10 exists"):
-            accelerator.save_state()
         accelerator.load_state()
         assert_same(run.weights(), wanted, "weights")
 
