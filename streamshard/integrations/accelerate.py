@@ -158,7 +158,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         """As accelerate's; of one sharded model's parameters the norm over all ranks takes one collective."""
         params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self.unscale_gradients()
-        for model in self.sharded_models:
+        for model in filter(None, map(sharded_in, self._models)):
             engine = engine_of(model)
             if {shard.param for shard in engine.param_shards}.issuperset(params):
                 return clip_grads(engine, params, max_norm, norm_type, None)
@@ -218,9 +218,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
-    def save_state(
-        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
-    ) -> Any:
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> Any:
         """Save all that was prepared or registered, as `save_checkpoint` does. Call it on every rank, between steps.
 
         With automatic naming it is ``project_dir/checkpoints/checkpoint-N``, and older ones go as ``total_limit`` says
@@ -232,36 +230,25 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         Raises:
             CheckpointError: on every rank; nothing is left of the new checkpoint then.
             ConfigError: there are hooks of ``register_save_state_pre_hook``.
+            ShardingError: no prepared model is sharded.
         """
-        if not self.sharded_models:
-            return super().save_state(output_dir, safe_serialization, **kwargs)
         return save_run(self, [_uncompiled(model) for model in self._models], output_dir)
 
     def load_state(
         self,
         input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: dict[str, Any] | None = None,
-        **load_model_func_kwargs: Any,
+        **kwargs: Any,
     ) -> None:
         """Go on where `save_state` was called, on any number of ranks. Call it on every rank.
 
         Args:
             input_dir: as given to `save_state`; with automatic naming None is the latest.
-            load_kwargs: ignored: nothing is unpickled.
-            **load_model_func_kwargs: ignored: whatever does not fit raises.
+            **kwargs: ignored: nothing is unpickled, and whatever does not fit raises.
 
         Raises:
             CheckpointError: on every rank, before anything has changed.
         """
-        if not self.sharded_models:
-            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
-            return
         self.step = load_run(self, [_uncompiled(model) for model in self._models], input_dir)
-
-    @property
-    def sharded_models(self) -> list[nn.Module]:
-        """Those of the prepared models that are sharded, without what ``torch.compile`` has put around them."""
-        return [inner for model in self._models if (inner := sharded_in(model)) is not None]
 
 
 def sharded_in(model: nn.Module) -> nn.Module | None:
