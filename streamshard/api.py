@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from streamshard.build import shard_model
-from streamshard.checkpoint.export import export_shards, floating_dtype
+from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.load import Difference, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
 from streamshard.config import Precision, SlotCount, parse_path
@@ -26,7 +26,6 @@ from streamshard.initialise import compute_buffers, initialise
 from streamshard.inspect.hashes import compare_weights
 from streamshard.inspect.memory import MemoryReport, report_memory, summarise
 from streamshard.integrations.join import UnevenHook, UnevenInputs
-from streamshard.integrations.peft import has_adapters, save_adapters
 from streamshard.optim.wrapper import engine_of_both
 from streamshard.plan.discovery import ResidentArgument, UnitsArgument
 from streamshard.plan.layout import LocalRange
@@ -308,8 +307,7 @@ def export_safetensors(
     ones, complete. For this purpose the numbered files of the new export have a random token in their names, which the
     index lists. A config that differs is replaced right before the weights.
 
-    For a PeftModel, or a model with ``add_adapter``, only the adapters are written, as ``save_pretrained`` does: rank 0
-    gets them from the other ranks, and writes one file for each.
+    A PeftModel, or a model with ``add_adapter``, raises: ``model.save_pretrained(directory)`` writes its adapters.
 
     Args:
         model: a model made by `StreamShard`.
@@ -329,8 +327,6 @@ def export_safetensors(
     """
     directory = parse_path("directory", directory)
     engine = engine_at_rest(not_a_layer(model), "export_safetensors")
-    if has_adapters(model):
-        return save_adapters(model, engine, directory, floating_dtype(dtype))
     return export_shards(model, engine.param_shards, engine.ranks, directory, dtype, max_shard_size)
 
 

@@ -54,9 +54,9 @@ def check_exportable(model: nn.Module) -> None:
     if adapted is not None or getattr(model, "_hf_peft_config_loaded", False):
         raise CheckpointError(
             f"{type(model).__name__} has adapters of PEFT{f' ({adapted!r})' if adapted else ''}: nothing loads its "
-            "weights under their names. To save the adapters shard the PeftModel itself: "
-            "export_safetensors(model, directory) or model.save_pretrained(directory), on all ranks. For merged "
-            "weights load those without sharding, and call merge_and_unload()"
+            "weights under their names. To save the adapters shard the PeftModel itself, and let all ranks call "
+            "model.save_pretrained(directory). For merged weights load those without sharding, and call "
+            "merge_and_unload()"
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise CheckpointError(f"{type(model).__name__} is quantized; only unquantized weights can be exported")

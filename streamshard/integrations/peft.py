@@ -39,7 +39,6 @@ __all__ = [
     "has_adapters",
     "plain_classes",
     "refuse_pieces",
-    "save_adapters",
     "save_on_first",
 ]
 
@@ -64,39 +63,13 @@ def adapt_methods(model: nn.Module) -> None:
             kind.save_pretrained, kind.push_to_hub = _save_pretrained, _push
 
 
-def save_adapters(
-    model: nn.Module, engine: Engine, directory: str | os.PathLike[str], dtype: torch.dtype | None = None, **given: Any
-) -> list[str]:
-    """What ``save_pretrained`` of an unsharded model with adapters writes. Collective; the first rank writes.
-
-    Args:
-        model: a sharded model that `has_adapters`.
-        engine: its engine.
-        directory: where to. Files there are replaced one by one when all are complete, the configs last.
-        dtype: of floating-point weights; None is what each parameter had before sharding.
-        **given: arguments of its ``save_pretrained``, the same on every rank.
-
-    Returns:
-        Names of the files with weights.
-
-    Raises:
-        CheckpointError: on every rank; names the rank on which it went wrong.
-    """
-    wanted = run_on_all_ranks(engine.ranks, "find what PEFT saves", lambda: _wanted(model, given))
-    own: Any = super(type(model), model)  # the model's method, which ours hides
-    save = functools.partial(own.save_pretrained, **given)
-    made = save_on_first(model, engine, directory, save, wanted, dtype)
-    return [str(path) for path in made if path.name.startswith("adapter_model.")]
-
-
 def save_on_first(
     model: nn.Module,
     engine: Engine,
     directory: str | os.PathLike[str],
     save: Callable[[str], object],
     wanted: Collection[nn.Parameter] | None = None,
-    dtype: torch.dtype | None = None,
-) -> list[Path]:
+) -> None:
     """Let the first rank call `save` while full weights lie under its parameters, in CPU memory. Collective.
 
     Args:
@@ -104,11 +77,7 @@ def save_on_first(
         engine: its engine.
         directory: where to. Files there are replaced one by one when `save` has written all of them.
         save: is called with another directory, to write them to.
-        wanted: the parameters that `save` reads; None is all.
-        dtype: in which it reads them; None is what each had before sharding.
-
-    Returns:
-        The files, on every rank.
+        wanted: the parameters that `save` reads, in the dtype before sharding; None is all.
 
     Raises:
         CheckpointError: on every rank; names the rank on which it went wrong.
@@ -118,16 +87,14 @@ def save_on_first(
         pieces = [shard.main if wanted is None or shard.param in wanted else None for shard in unit.params]
         for shard, piece, tensor in zip(unit.params, pieces, unit.gather_whole(pieces), strict=True):
             if engine.ranks.is_first and piece is not None and tensor is not None:
-                full[shard] = tensor.to("cpu", dtype or shard.dtype, copy=True)
+                full[shard] = tensor.to("cpu", shard.dtype, copy=True)
 
-    def write() -> list[Path]:
-        if not engine.ranks.is_first:
-            return []
-        with under_params(engine, full), plain_classes(model):
-            return _write(Path(directory), save)
+    def write() -> None:
+        if engine.ranks.is_first:
+            with under_params(engine, full), plain_classes(model):
+                _write(Path(directory), save)
 
-    made: list[Path] = engine.ranks.of_first(run_on_all_ranks(engine.ranks, f"save to {directory}", write))
-    return made
+    run_on_all_ranks(engine.ranks, f"save to {directory}", write)
 
 
 @contextlib.contextmanager
@@ -167,7 +134,7 @@ def refuse_pieces(state_dict: Mapping[str, Any], what: str) -> None:
 
 
 def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **given: Any) -> None:
-    """``save_pretrained``, called on all ranks: `export_safetensors`, or `save_adapters`.
+    """``save_pretrained``, called on all ranks: `export_safetensors`, or adapters as PEFT saves them.
 
     With ``state_dict=`` it is the model's own, on whatever rank: that dict has full weights.
 
@@ -184,7 +151,8 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: A
     engine = engine_at_rest(not_a_layer(self), "save_pretrained")
     given.pop("is_main_process", None)
     if has_adapters(self):
-        save_adapters(self, engine, save_directory, **given)
+        wanted = run_on_all_ranks(engine.ranks, "find what PEFT saves", lambda: _wanted(self, given))
+        save_on_first(self, engine, save_directory, functools.partial(own, **given), wanted)
         return
     max_shard_size = given.pop("max_shard_size", known["max_shard_size"].default)
     if others := [name for name, value in given.items() if name in known and value != known[name].default]:
@@ -229,7 +197,7 @@ def _wanted(model: Any, given: Mapping[str, Any]) -> set[nn.Parameter]:
 _LAST = ("adapter_config.json", "modules.json")  # readers take them for a sign that the other files are there
 
 
-def _write(directory: Path, save: Callable[[str], object]) -> list[Path]:
+def _write(directory: Path, save: Callable[[str], object]) -> None:
     """Let `save` fill a directory beside, and put what it has made into `directory`, the configs last."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".partial", dir=directory.parent))
@@ -245,4 +213,3 @@ def _write(directory: Path, save: Callable[[str], object]) -> list[Path]:
             os.replace(staging / path, directory / path)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return made

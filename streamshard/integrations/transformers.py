@@ -50,7 +50,6 @@ _OPTIMIZER = "optimizer.pt"
 _SCHEDULER = "scheduler.pt"
 _STATE = "trainer_state.json"
 _ARGUMENTS = "training_args.bin"
-_MAX_SHARD_SIZE = "50GB"  # what save_pretrained splits at when it is not told
 _PARTIAL = "partial-"  # Trainer takes whatever begins with "checkpoint-" for one
 _REPLACED = "replaced"
 
@@ -203,7 +202,10 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         elif self._writes_itself:
             save_on_first(self.model, engine_of(self.model), directory, super()._save)
         else:
-            export_safetensors(self.model, directory, max_shard_size=_MAX_SHARD_SIZE)
+            if hasattr(self.model, "save_pretrained"):
+                self.model.save_pretrained(directory)
+            else:
+                export_safetensors(self.model, directory, max_shard_size="50GB")
             _run_on_first(engine_of(self.model).ranks, f"save to {directory}", lambda: self._save_beside(directory))
 
     @property
