@@ -75,14 +75,11 @@ def kept_in_fp32(root: nn.Module, dtype: torch.dtype) -> set[str]:
     return names
 
 
-def tie_weights(module: nn.Module) -> None:
-    """Let models of transformers in `module` tie what they tie: ``accelerate.init_empty_weights`` leaves some apart."""
-    if is_transformers_model(module):
-        cast(Any, module).tie_weights()
-        return
-    for child in module._modules.values():
-        if child is not None:
-            tie_weights(child)
+def tie_weights(root: nn.Module) -> None:
+    """Let models of transformers in `root` tie what they tie: ``accelerate.init_empty_weights`` leaves some apart."""
+    for module in modules_inside(root):
+        if is_transformers_model(module):
+            cast(Any, module).tie_weights()
 
 
 def initialise(model: nn.Module) -> None:

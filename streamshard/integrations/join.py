@@ -215,11 +215,10 @@ def _check(rows: list[_Row], active: list[int]) -> None:
 
 
 def _text(value: Any) -> str:
-    """`value`, the same on all ranks."""
+    """`value`, the same on all ranks; numbers as floats."""
     value = value.tolist() if isinstance(value, torch.Tensor) else value
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(float(value))
-    return str(value) if isinstance(value, bool | str | list | tuple) or value is None else type(value).__name__
+    value = float(value) if type(value) is int else value
+    return str(value) if isinstance(value, bool | float | str | list | tuple | None) else type(value).__name__
 
 
 class UnevenHook(JoinHook):

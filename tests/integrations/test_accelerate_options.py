@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
-from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -100,18 +98,6 @@ def test_an_accelerator_of_someone_elses_is_taken_over(context: RankContext) -> 
         with pytest.raises(ConfigError, match="asked for FSDP.*--multi_gpu"):
             StreamShardAccelerator.take_over(accelerator)
     same(ours, theirs)
-
-
-PAGE = Path(__file__).parents[2] / "docs" / "guide" / "accelerate.md"
-
-
-@pytest.mark.parametrize("group", ["FSDP Arguments", "DeepSpeed Arguments"])
-def test_the_page_says_what_to_write_for_each_option_of_accelerate(group: str) -> None:
-    page = PAGE.read_text()
-    groups = [each for each in launch_command_parser()._action_groups if each.title == group]
-    options = [action.dest for each in groups for action in each._group_actions]
-    assert len(options) > 10
-    assert [option for option in options if option not in page] == []
 
 
 def test_other_libraries_are_imported_only_when_their_integration_is() -> None:

@@ -12,12 +12,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 from streamshard import StreamShard, load_safetensors
-from streamshard.comm import flight_recorder
 from streamshard.comm.communicator import Communicator
-from streamshard.errors import CheckpointError, CommunicationError, ConfigError
+from streamshard.errors import CheckpointError, ConfigError
 from streamshard.optim import WholeParameterOptimizer
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import FAMILIES, make_model, make_rows
@@ -284,48 +282,6 @@ def test_a_state_dict_of_pieces_is_refused_without_the_other_ranks(context: Rank
                     save(str(tmp_path), state_dict=pieces)
         dist.barrier()
         load_safetensors(trainer.model, tmp_path)
-
-
-_ALONE: dict[str, Callable[[Any, str], object]] = {
-    "trainer.save_model": lambda trainer, out: trainer.save_model(out),
-    "model.save_pretrained": lambda trainer, out: trainer.model.save_pretrained(out),
-    "forward": lambda trainer, out: trainer.model(input_ids=torch.arange(3, 11)[None]),
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("call", list(_ALONE))
-def test_what_rank_0_calls_alone_in_a_callback_raises_and_leaves_the_earlier_save(
-    context: RankContext, call: str, tmp_path: Path
-) -> None:
-    """As under ``if state.is_world_process_zero``. Rank 1 is in torch's own collective, where Trainer counts tokens."""
-    from transformers import TrainerCallback
-
-    _, ours_class = _trainers()
-    saved: dict[str, Any] = {}
-
-    class Calls(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            saved["trainer"].save_model(str(tmp_path))
-            saved["weights"] = whole_weights(saved["trainer"].model)
-            if state.is_world_process_zero:
-                _ALONE[call](saved["trainer"], str(tmp_path))
-
-    patience = mock.patch.multiple(flight_recorder, _PATIENCE_S=0.05, _SHOW_AFTER_S=0.1)
-    error = pytest.raises(CommunicationError if context.rank == 0 else RuntimeError)
-    with launched(context), patience, error as caught:
-        train(
-            ours_class,
-            make_model("llama"),
-            tmp_path / "run",
-            make_rows("llama"),
-            before=lambda trainer: saved.update(trainer=trainer),
-            given={"callbacks": [Calls()]},
-        )
-    if context.rank == 0:
-        assert "have to call forward" in str(caught.value)
-        found = load_file(tmp_path / "model.safetensors")
-        assert_same({name: found[name] for name in saved["weights"]}, saved["weights"], "weights")
 
 
 @on_ranks(2)
