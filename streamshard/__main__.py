@@ -18,7 +18,7 @@ from streamshard.errors import CheckpointError, ConfigError, StreamShardError, p
 
 __all__ = ["main"]
 
-_FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
+_FAILED, _USAGE = 1, 2
 _SHOWN_CHARACTERS = 72
 _RUN = "a checkpoint, or a directory of checkpoints: the latest is used"
 _EXAMPLES = """\
@@ -40,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command's arguments; None: those of the process.
 
     Returns:
-        The exit code: 0; 1 after an error (one line on standard error); 2 if the arguments cannot work; 130 after
-        Ctrl-C.
+        The exit code: 0; 1 after an error (one line on standard error); 2 if the arguments cannot work.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -53,9 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (StreamShardError, OSError) as error:
         _say(f"streamshard {arguments.command}: {error}", sys.stderr)
         return _USAGE if isinstance(error, ConfigError) else _FAILED
-    except KeyboardInterrupt:
-        _say(f"streamshard {arguments.command}: interrupted", sys.stderr)
-        return _INTERRUPTED
     return 0
 
 

@@ -254,22 +254,22 @@ def _standing_in(engine: Engine, drawn: Collection[str]) -> Iterator[dict[str, n
         By name, Parameters that hold the full tensors afterwards, when the model's hold their pieces again.
     """
     full: dict[str, nn.Parameter] = {}
-    pieces = {shard.name: shard.what(engine.ranks) for shard in engine.param_shards}
-    for shard in engine.param_shards:
-        device = engine.streams.device if shard.name in drawn else "meta"
-        data = torch.full(shard.layout.shape, math.nan, dtype=shard.dtype, device=device)
-        full[shard.name] = nn.Parameter(data, requires_grad=shard.param.requires_grad)
     engine.set_whole(True)
     try:
         for shard in engine.param_shards:
+            device = engine.streams.device if shard.name in drawn else "meta"
+            data = torch.full(shard.layout.shape, math.nan, dtype=shard.dtype, device=device)
+            stand_in = nn.Parameter(data, requires_grad=shard.param.requires_grad)
+            swap_tensor(shard.param, stand_in)
             be_whole(shard.param)
-            swap_tensor(shard.param, full[shard.name])
+            full[shard.name] = stand_in
         yield full
     finally:
         for shard in engine.param_shards:
-            swap_tensor(shard.param, full[shard.name])
-            be_piece(shard.param, pieces[shard.name])
-            shard.param.requires_grad_(full[shard.name].requires_grad)
+            if shard.name in full:
+                swap_tensor(shard.param, full[shard.name])
+                be_piece(shard.param, shard.what(engine.ranks))
+                shard.param.requires_grad_(full[shard.name].requires_grad)
         engine.set_whole(False)
 
 

@@ -234,11 +234,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         """
         return save_run(self, [_uncompiled(model) for model in self._models], output_dir)
 
-    def load_state(
-        self,
-        input_dir: str | os.PathLike[str] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
         """Go on where `save_state` was called, on any number of ranks. Call it on every rank.
 
         Args:

@@ -34,12 +34,7 @@ from streamshard.comm.objects import RankGroup, raise_if, run_on_all_ranks
 from streamshard.engine.module_state import engine_of, handle_of
 from streamshard.errors import CommunicationError, ConfigError
 from streamshard.integrations.accelerate import StreamShardAccelerator
-from streamshard.integrations.peft import (
-    has_adapters,
-    plain_classes,
-    refuse_pieces,
-    save_on_first,
-)
+from streamshard.integrations.peft import has_adapters, plain_classes, refuse_pieces, save_on_first
 from streamshard.optim.whole import WholeParameterOptimizer
 from streamshard.unit.optimizer_hooks import is_elementwise_class
 

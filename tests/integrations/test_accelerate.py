@@ -189,6 +189,7 @@ def test_several_models_and_optimizers(context: RankContext, tmp_path: Path) -> 
 
 @on_ranks(1, 2)
 def test_a_reference_model_is_sharded_and_has_no_gradients(context: RankContext) -> None:
+    """It cannot be trained later. The other way round it can."""
     with launched(context):
         accelerator = StreamShardAccelerator()
         model = make_model().to(context.device)
@@ -202,17 +203,9 @@ def test_a_reference_model_is_sharded_and_has_no_gradients(context: RankContext)
         held = model.memory_report().held_bytes
         assert held["frozen weights"] > 0
         assert held["main weights"] == held["main grads"] == held["grad slots"] == 0
-
-
-@on_ranks(2)
-def test_a_model_that_was_prepared_for_evaluation_cannot_be_trained(context: RankContext) -> None:
-    """The other way round it can."""
-    with launched(context):
-        accelerator = StreamShardAccelerator()
-        model = accelerator.prepare_model(make_model(), evaluation_mode=True)
         accelerator.prepare(model)
         with pytest.raises(ShardingError, match="frozen"):
-            model(torch.ones(2, 5, device=context.device)).sum().backward()
+            model(x).sum().backward()
         trained = accelerator.prepare(make_model())
         assert accelerator.prepare_model(trained, evaluation_mode=True) is accelerator.prepare(trained)
 

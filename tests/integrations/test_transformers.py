@@ -120,29 +120,6 @@ def test_ddp_goes_on_from_our_checkpoints_and_we_from_theirs(
             assert_equal(resumed, whole[0], resumed=True)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("optim", ["adamw_torch"])
-def test_fp16_trains_as_fp32_does_and_goes_on_with_its_scale(context: RankContext, optim: str, tmp_path: Path) -> None:
-    """On CPUs too, where accelerate's own class has neither autocast nor a scaler for it."""
-    theirs_class, ours_class = _trainers()
-    data = make_rows("llama")
-    with launched(context):
-        theirs = train(theirs_class, make_model("llama"), tmp_path, data, optim=optim, max_steps=4)
-        ours = train(ours_class, make_model("llama"), tmp_path, data, optim=optim, fp16=True, **_SAVING)
-        scale = torch.load(tmp_path / "checkpoint-2" / "scaler.pt")["scale"]
-        resumed = train(
-            *(ours_class, make_model("llama"), tmp_path, data),
-            resume=tmp_path / "checkpoint-2",
-            before=lambda trainer: setattr(trainer.accelerator.scaler, "_init_scale", 2.0),
-            optim=optim,
-            fp16=True,
-            max_steps=4,
-        )
-    assert_equal(ours, theirs, digits=3, weights=False)
-    assert_equal(resumed, ours, resumed=True)
-    assert resumed.trainer.accelerator.scaler.get_scale() == scale
-
-
 def _at_other_size(context: RankContext, out: str, stored: str | None, family: str) -> dict[str, Any]:
     """Train with both trainers, each going on from the other's checkpoint if there is one; the same global batch."""
     data = make_rows(family)
