@@ -28,8 +28,7 @@ def save_run(accelerator: Any, models: Sequence[nn.Module], output_dir: str | os
     number, naming.iteration = naming.iteration, naming.iteration + 1
     if naming.automatic_checkpoint_naming:
         directory = _directory(accelerator, "output_dir", None)
-        path: Path = save_checkpoint(directory, **parts, step=number, keep=naming.total_limit)
-        return path
+        return save_checkpoint(directory, **parts, step=number, keep=naming.total_limit).path
     directory = _directory(accelerator, "output_dir", output_dir)
     save_checkpoint(directory, **parts, step=0, keep=1)
     return directory
