@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from streamshard.checkpoint.directory import checkpoints_in, newest_last, no_checkpoint
+from streamshard.checkpoint.directory import checkpoints_in, latest, no_checkpoint
 from streamshard.checkpoint.manifest import CheckpointFiles, Manifest, TensorRecord, check_sizes, read_manifest
 from streamshard.comm.objects import RankGroup
 from streamshard.config import __version__
@@ -18,7 +18,7 @@ from streamshard.errors import CheckpointError, ConfigError, StreamShardError, p
 
 __all__ = ["main"]
 
-_FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
+_FAILED, _USAGE = 1, 2
 _SHOWN_CHARACTERS = 72
 _RUN = "a checkpoint, or a directory of checkpoints: the latest is used"
 _EXAMPLES = """\
@@ -40,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command's arguments; None: those of the process.
 
     Returns:
-        The exit code: 0; 1 after an error (one line on standard error); 2 if the arguments cannot work; 130 after
-        Ctrl-C.
+        The exit code: 0; 1 after an error (one line on standard error); 2 if the arguments cannot work.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -53,9 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (StreamShardError, OSError) as error:
         _say(f"streamshard {arguments.command}: {error}", sys.stderr)
         return _USAGE if isinstance(error, ConfigError) else _FAILED
-    except KeyboardInterrupt:
-        _say(f"streamshard {arguments.command}: interrupted", sys.stderr)
-        return _INTERRUPTED
     return 0
 
 
@@ -96,7 +92,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     if not found:
         raise no_checkpoint(root)
     if found[0] != root:
-        _inspect_several(found, verifies=not arguments.no_verify)
+        _list(root, found, verifies=not arguments.no_verify)
         return
     manifest = read_manifest(root)
     _say(root)
@@ -112,26 +108,21 @@ def _inspect(arguments: argparse.Namespace) -> None:
     )
 
 
-def _inspect_several(paths: Iterable[Path], *, verifies: bool) -> None:
+def _list(root: Path, paths: Iterable[Path], *, verifies: bool) -> None:
     """Print a line for each checkpoint. The error at the end names the damaged files."""
-    complete: list[tuple[tuple[int, int, bool], Path]] = []
-    lines: dict[Path, str] = {}
     errors: list[str] = []
-    for path in paths:
+    newest = latest(root)
+    for path in sorted(paths, key=_number_and_name):
         try:
             manifest = read_manifest(path)
             _verify(path, manifest, reads=verifies)
         except CheckpointError as error:
             errors.append(str(error))
-            lines[path] = f"{path.name:<20}  damaged"
+            what = "damaged"
         else:
-            complete.append((newest_last(path, manifest), path))
             what = f"{_saved_at(manifest)}  {manifest.world_size} rank(s)  {_total_bytes(manifest)}"
-            lines[path] = f"{path.name:<20}  {what}  {'verified' if verifies else 'not verified'}"
-    if complete:
-        lines[max(complete)[-1]] += ", latest"
-    for path in sorted(lines, key=_number_and_name):
-        _say(lines[path])
+            what += "  verified" if verifies else "  not verified"
+        _say(f"{path.name:<20}  {what}{', latest' if path == newest else ''}")
     if errors:
         sys.stdout.flush()
         raise CheckpointError("; ".join(errors))

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from streamshard.build import shard_model
-from streamshard.checkpoint.export import export_shards, floating_dtype
+from streamshard.checkpoint.export import export_shards
 from streamshard.checkpoint.load import Difference, load_shards
 from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
 from streamshard.config import Precision, SlotCount, parse_path
@@ -26,7 +26,6 @@ from streamshard.initialise import compute_buffers, initialise
 from streamshard.inspect.hashes import compare_weights
 from streamshard.inspect.memory import MemoryReport, report_memory, summarise
 from streamshard.integrations.join import UnevenHook, UnevenInputs
-from streamshard.integrations.peft import has_adapters, save_adapters
 from streamshard.optim.wrapper import engine_of_both
 from streamshard.plan.discovery import ResidentArgument, UnitsArgument
 from streamshard.plan.layout import LocalRange
@@ -60,11 +59,9 @@ class StreamShard(ShardedModule):
             accelerator if there is one that the process group can serve, unless `mesh` is one of CPUs. Parameters and
             buffers on the meta device get memory there without values: `load_safetensors` or `init_weights` fills them.
         units: the modules to all-gather and reduce as one unit each: classes, modules, or names of either
-            (``"LlamaDecoderLayer"``, ``"lm_head"``), one or several. None: the repeated children of each ModuleList,
-            ModuleDict or Sequential that holds a twentieth of the weights (embeddings not counted) or a million
-            parameters per child; and large modules beside these layers, if their parameters are not tied: a
-            transformers model's input and output embeddings, and modules with half as many parameters as a layer.
-            All other parameters form the root unit; warns if these are more than a quarter of the weights.
+            (``"LlamaDecoderLayer"``, ``"lm_head"``), one or several. None: repeated layers, and large modules beside
+            them whose parameters are not tied. `streamshard.plan.discovery` says which. All other parameters form the
+            root unit; warns if these are more than a quarter of the weights.
         resident: modules whose weights are read outside of their own layer's forward: names, modules or classes, one or
             several. Each gets slots of its own, is all-gathered once in a step and then stays in place, as embeddings
             and heads do. The parameters of a module inside a layer move to the root unit.
@@ -85,8 +82,7 @@ class StreamShard(ShardedModule):
         broadcast_weights: start from rank 0's weights; the other ranks' models may be on the meta device. False: every
             rank shards its own weights, which must be equal.
         check_grads: a backward that leaves nan or inf in a gradient on any rank raises `GradientError` on all of them.
-            One collective and one wait of the host per backward. Not for fp16 with a loss scaler, which overflows now
-            and then on purpose.
+            One collective and one wait of the host per backward. Not for fp16 with a loss scaler.
 
     Raises:
         ShardingError, UnitError, ConfigError, RankMismatchError: before anything is allocated or changed.
@@ -128,12 +124,10 @@ class StreamShard(ShardedModule):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients over the backwards inside. Weights still in their slots are not all-gathered again.
 
-        One context around several micro-batches is faster than one around each: between two contexts weights might
-        change.
+        One context around several micro-batches is faster than one around each.
 
         With ``grad_slots="all"`` gradients wait in their slots, and the next backward outside reduces them. Until then
-        ``zero_grad()`` drops them, and steps, clipping and reading raise. With fewer slots every backward reduces into
-        the sharded fp32 main grads. The sum is the same.
+        steps, clipping and reading raise. With fewer slots every backward reduces. The sum is the same.
         """
         self.set_requires_gradient_sync(False)
         try:
@@ -158,14 +152,9 @@ class StreamShard(ShardedModule):
 
         Returns:
             The norm before scaling: [] fp32, equal on all ranks.
-
-        Raises:
-            ConfigError: `max_norm` is negative or nan, `norm_type` no number, `skip_above` not positive.
         """
         engine = engine_at_rest(self, "clip_grad_norm_")
         return clip_grads(engine, params_of(self).values(), max_norm, norm_type, skip_above)
-
-    # -- uneven inputs ----------------------------------------------------------------------------------------------
 
     def join_hook(
         self,
@@ -176,17 +165,12 @@ class StreamShard(ShardedModule):
     ) -> UnevenHook:
         """For ``torch.distributed.algorithms.Join([model], repeat=function)``, whose keyword arguments arrive here.
 
-        A rank that runs out of inputs shadows the others' steps.
-
         Args:
             repeat: what a rank that has run out does after each synchronised backward of the others: all that follows
                 it in the loop, such as ``optimizer.step``. Only training needs it.
             divide_by_initial_world_size: as for DistributedDataParallel: gradients are means over all ranks (True, the
                 default), or over those that have inputs.
             **others: for other joinables, to which ``Join`` gives the same.
-
-        Raises:
-            ConfigError: `repeat` is no function.
         """
         if repeat is not None and not callable(repeat):
             raise ConfigError(f"repeat={repeat!r}: wanted a function without arguments, such as optimizer.step")
@@ -214,8 +198,7 @@ class StreamShard(ShardedModule):
             with_grads: gradients are full too, but read-only: no change is written back.
 
         Raises:
-            ShardingError: inside a forward or backward, or inside itself; at the end, if what was done would be lost: a
-                parameter was replaced or has another shape, or a gradient has changed.
+            ShardingError: inside a forward or backward; at the end, if what was done would be lost.
         """
         engine = engine_at_rest(self, "summon_full_params")
         with leave_inference_mode(), summon(engine, writeback=writeback, with_grads=with_grads):
@@ -224,16 +207,11 @@ class StreamShard(ShardedModule):
     def full_state_dict(self, rank0_only: bool = True) -> dict[str, Any]:
         """The whole model's state dict: original names and shapes, in CPU memory. Collective.
 
-        Weights are fp32; frozen parameters have their storage dtype. One unit is all-gathered at a time. Hooks,
-        overridden ``state_dict()`` methods and extra state of modules take part and see full tensors. Tied names share
-        one tensor; non-persistent buffers are left out.
+        Weights are fp32; frozen parameters have their storage dtype. One unit is all-gathered at a time. The modules'
+        own hooks and ``state_dict()`` methods see full tensors. Tied names share one tensor.
 
         Args:
             rank0_only: other ranks get an empty dict.
-
-        Raises:
-            ShardingError: on every rank, with the ranks and causes: a module's own code failed, or a rank has too
-                little memory for the full model.
         """
         engine = engine_at_rest(self, "full_state_dict")
         return gather_state_dict(engine, self, rank0_only=rank0_only)
@@ -241,17 +219,15 @@ class StreamShard(ShardedModule):
     def local_ranges(self) -> dict[str, LocalRange]:
         """Which elements of which parameter this rank owns, by name: the range map of Megatron's distributed optimizer.
 
-        Element ``start`` up to ``stop`` of the flattened parameter; every element is owned by exactly one rank, and a
-        rank's range of a parameter is contiguous, possibly empty. ``shard_offset`` counts from the start of the rank's
-        shard of the unit. Further names of tied parameters are left out.
+        Element ``start`` up to ``stop`` of the flattened parameter. ``shard_offset`` counts from the start of the
+        rank's shard of the unit. Further names of tied parameters are left out.
         """
         return {shard.name: shard.local for shard in engine_of(self).param_shards}
 
     def check_weights(self) -> None:
         """Raise on all ranks unless all, replicas too, see the same weights and buffers, to the bit. Collective.
 
-        All-gathers all weights and hashes them on the CPU: for debugging, or every thousand steps. Buffers that the
-        next forward takes from rank 0 anyway, and caches that differ in shape, are left out.
+        All-gathers all weights and hashes them on the CPU: for debugging, or every thousand steps.
 
         Raises:
             RankMismatchError: names the first parameter or buffer that differs, and the ranks.
@@ -300,16 +276,12 @@ def export_safetensors(
 ) -> list[str]:
     """Write the weights in the Hugging Face layout, all ranks at once. Call it on every rank, with the same arguments.
 
-    Every rank writes its own bytes of each file; nothing is all-gathered, and a rank needs one chunk of extra memory
-    (8 MiB). Tensors are equal, byte for byte, to those that `save_pretrained` of the same weights writes. For
-    transformers models the config is saved too.
+    Every rank writes its own bytes of each file, chunk by chunk (8 MiB); nothing is all-gathered. Tensors are equal,
+    byte for byte, to those that `save_pretrained` of the same weights writes. For transformers models the config is
+    saved too. An export over an earlier one is safe: at every moment, and after a kill, readers find the old weights or
+    the new ones, complete.
 
-    An export over an earlier one is safe: at every moment, and after a kill, readers find the old weights or the new
-    ones, complete. For this purpose the numbered files of the new export have a random token in their names, which the
-    index lists. A config that differs is replaced right before the weights.
-
-    For a PeftModel, or a model with ``add_adapter``, only the adapters are written, as ``save_pretrained`` does: rank 0
-    gets them from the other ranks, and writes one file for each.
+    A PeftModel, or a model with ``add_adapter``, raises: ``model.save_pretrained(directory)`` writes its adapters.
 
     Args:
         model: a model made by `StreamShard`.
@@ -323,14 +295,11 @@ def export_safetensors(
 
     Raises:
         ConfigError: `dtype` or `max_shard_size` cannot be read.
-        CheckpointError: the files cannot be written, the model's class stores its weights in a way that does not
-            consist of ranges of its parameters, or a module inside it has adapters. Raised on every rank; names the
-            rank on which it went wrong. The earlier export or the new one is then there, complete.
+        CheckpointError: on every rank: the files cannot be written, the model's class stores its weights in a way that
+            does not consist of ranges of its parameters, or a module inside it has adapters.
     """
     directory = parse_path("directory", directory)
     engine = engine_at_rest(not_a_layer(model), "export_safetensors")
-    if has_adapters(model):
-        return save_adapters(model, engine, directory, floating_dtype(dtype))
     return export_shards(model, engine.param_shards, engine.ranks, directory, dtype, max_shard_size)
 
 
@@ -345,9 +314,8 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, str
     If the model was sharded on the meta device, buffers that no file has (rotary tables) are computed by the model's
     own initialisation, as by `init_weights`.
 
-    All ranks check before a weight changes that the safetensors library accepts each file, that its tensors fit, and
-    that all ranks have opened the same files. Afterwards only a failing storage, or a write into a file in place, can
-    stop the load: then the model holds some of the weights, and the error says so.
+    All ranks check each file before a weight changes. If storage fails afterwards, the model holds some of the weights,
+    and the error says so.
 
     Args:
         model: a model made by `StreamShard`.
@@ -359,9 +327,8 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, str
         Names that are ``missing``, ``unexpected`` or ``mismatched``; with `strict` there are none.
 
     Raises:
-        CheckpointError: on every rank; names tensors that are missing, unexpected, or of another shape or kind (all of
-            them in its attributes of these names), the file that cannot be read or is damaged, or the rank that sees
-            other files.
+        CheckpointError: on every rank; names tensors that are missing, unexpected, or of another shape or kind, the
+            file that cannot be read or is damaged, or the rank that sees other files.
     """
     if not isinstance(strict, bool):
         raise ConfigError(f"strict={strict!r}: wanted True or False")
@@ -381,9 +348,8 @@ def init_weights(
 
     A tensor is empty if it was on the meta device when the model was sharded, and was not loaded since. Other tensors
     keep their values. The initialisation runs once for each unit: weights of this unit are full then, and all others on
-    the meta device, where writing does nothing and reading raises. Ranks draw different units, and each keeps its
-    pieces of all. The weights have the model's own distribution and are equal on any number of ranks; other `units`
-    give other numbers. The states of torch's random generators do not change.
+    the meta device, where writing does nothing and reading raises. The weights have the model's own distribution and
+    are equal on any number of ranks; other `units` give other numbers.
 
     Args:
         model: made by `StreamShard`.
@@ -404,8 +370,6 @@ def init_weights(
 def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only: bool = True) -> dict[str, Any]:
     """The full state of `optimizer`, as for the unsharded model, in CPU memory. Call it on every rank.
 
-    One unit's moments are all-gathered at a time, so no device holds more than these beside its own pieces.
-
     Args:
         model: a model made by `StreamShard`.
         optimizer: of its parameters or some of them: elementwise, or a `WholeParameterOptimizer`.
@@ -416,9 +380,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only
         torch and ZeroRedundancyOptimizer load it.
 
     Raises:
-        ConfigError: the optimizer has no parameter of this model.
-        ShardingError: on every rank; names state that cannot be put together, or the rank that failed.
-        RankMismatchError: the optimizer has other state on another rank.
+        ConfigError, ShardingError, RankMismatchError: on every rank; names what cannot be put together.
     """
     return gather_state(engine_of_both(optimizer, model), optimizer, rank0_only)
 
@@ -433,7 +395,6 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
             ``consolidate_state_dict`` make it. Rank 0's counts; other ranks may give None.
 
     Raises:
-        ConfigError: the optimizer has no parameter of this model.
-        ShardingError: on every rank, before anything is changed; names the first parameter that does not fit.
+        ConfigError, ShardingError: on every rank, before anything is changed; names the first parameter that is wrong.
     """
     scatter_state(engine_of_both(optimizer, model), optimizer, state_dict)

@@ -22,7 +22,7 @@ from streamshard.device import module_of, training_device, warn_if_untested
 from streamshard.engine.attach import attach
 from streamshard.engine.buffer_sync import BufferSync, buffers_of, check_buffers, describe_state
 from streamshard.engine.engine import Engine
-from streamshard.engine.module_state import ShardedModule, handle_of, watched_class
+from streamshard.engine.module_state import handle_of
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
 from streamshard.errors import RankMismatchError, ShardingError, warn_user
@@ -194,13 +194,6 @@ def _check_module(module: nn.Module) -> None:
         name = name or type(module).__name__
         if handle_of(child) is not None:
             raise ShardingError(f"{name!r} is already sharded: StreamShard takes a model once")
-        try:
-            object.__setattr__(object.__new__(type(child)), "__class__", watched_class(type(child), ShardedModule))
-        except TypeError as error:  # Python's memory layout of instances: that of `class X(ABC, nn.Module)` differs
-            raise ShardingError(
-                f"the class of {name!r} cannot be replaced ({error}): let nn.Module be the first base class, as in "
-                f"`class {type(child).__name__}(nn.Module, ABC)`"
-            ) from None
         if isinstance(child, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ShardingError(
                 f"{name!r} is a {type(child).__name__}, which reduces gradients too: leave it out, and shard the model "

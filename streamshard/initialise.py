@@ -41,6 +41,16 @@ def initialise(engine: Engine, model: nn.Module, init: Init | None, seed: int | 
     """See `streamshard.init_weights`; `engine` is the engine of `model`."""
     seed = engine.ranks.of_first(torch.initial_seed() if seed is None else seed)
     before = dict(engine.empty)
+    for prefix, module in (
+        modules_of(model) if init is None else ()
+    ):  # transformers would take adapters for linear layers
+        for adapter in (join_names(prefix, key) for key in huggingface.adapters_in(module)):
+            if any(_is_inside(name, adapter) for name in before):
+                raise ShardingError(
+                    f"{adapter!r} is an adapter that was made on the meta device, and PEFT initialises adapters as it "
+                    "makes them: make them outside of `with torch.device('meta')`, or give a function, "
+                    "init_weights(model, function)"
+                )
     try:
         compute_buffers(engine, model, init, seed, strict=True)
         units = [[shard for shard in unit.params if shard.name in before] for unit in engine.units]
@@ -71,7 +81,7 @@ def compute_buffers(
 
     def run() -> None:
         versions = {name: buffer._version for name, buffer in empty.items()}
-        _run(engine, model, init, [], empty, seed, strict=strict)
+        _run(engine, model, init, empty, seed, strict=strict)
         for prefix, module in modules_of(model):
             for key, buffer in module._buffers.items():
                 name = join_names(prefix, key)
@@ -107,7 +117,7 @@ def _fill_units(
     def run() -> None:
         if ranks.number < len(work):
             seed, shards = work[ranks.number]
-            full.update(_run(engine, model, init, shards, (), seed))
+            full.update(_run(engine, model, init, {shard.name for shard in shards}, seed))
 
     ranks.gather_results(_DOING, run)
     for source, (_, shards) in enumerate(work):
@@ -127,8 +137,7 @@ def _run(
     engine: Engine,
     model: nn.Module,
     init: Init | None,
-    shards: Sequence[ParamShard],
-    buffers: Collection[str],
+    empty: Collection[str],
     seed: int,
     *,
     strict: bool = True,
@@ -138,8 +147,7 @@ def _run(
     Args:
         engine, model: the model and its engine.
         init: called with each module, children first; None: the methods of the model's classes.
-        shards: the parameters to draw.
-        buffers: names of the buffers to compute; all others keep their values.
+        empty: names of the parameters to draw, or of the buffers to compute. All others keep their values.
         seed: of all random numbers in this run.
         strict: raise if a class has an initialisation that cannot be called as intended.
 
@@ -147,8 +155,8 @@ def _run(
         By name, the full parameters: [numel] in their dtype before sharding, on the device.
     """
     device = engine.streams.device
-    empty = {*buffers, *(shard.name for shard in shards)}
-    with torch.no_grad(), _seeded(device, seed), _keeping(model, buffers), _standing_in(engine, empty) as full:
+    shards = [shard for shard in engine.param_shards if shard.name in empty]
+    with torch.no_grad(), _seeded(device, seed), _keeping(model, empty), _standing_in(engine, empty) as full:
         try:
             if init is not None:
                 model.apply(init)  # which may write to weights of any module, whichever it is called with
@@ -179,7 +187,6 @@ def _initialise(module: nn.Module, name: str, empty: Collection[str], *, strict:
     """
     if not any(_is_inside(each, name) for each in empty):
         return
-    _refuse_adapters(module, name, empty)
     if huggingface.is_transformers_model(module):
         huggingface.initialise(module)
         return
@@ -218,18 +225,6 @@ def _takes_nothing(method: Callable[..., object]) -> bool:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def _refuse_adapters(root: nn.Module, name: str, empty: Collection[str]) -> None:
-    """Raise if PEFT made adapters on the meta device: transformers would initialise them as linear layers."""
-    for prefix, module in modules_of(root) if not name else ():
-        for adapter in (join_names(prefix, key) for key in huggingface.adapters_in(module)):
-            if any(_is_inside(each, adapter) for each in empty):
-                raise ShardingError(
-                    f"{adapter!r} is an adapter that was made on the meta device, and PEFT initialises adapters as it "
-                    "makes them: make them outside of `with torch.device('meta')`, or give a function, "
-                    "init_weights(model, function)"
-                )
-
-
 def _refuse_left(names: Sequence[str], model: nn.Module, what: str) -> None:
     """Raise if `names`, the tensors that the initialisation has left empty, has any."""
     if names:
@@ -254,22 +249,22 @@ def _standing_in(engine: Engine, drawn: Collection[str]) -> Iterator[dict[str, n
         By name, Parameters that hold the full tensors afterwards, when the model's hold their pieces again.
     """
     full: dict[str, nn.Parameter] = {}
-    pieces = {shard.name: shard.what(engine.ranks) for shard in engine.param_shards}
-    for shard in engine.param_shards:
-        device = engine.streams.device if shard.name in drawn else "meta"
-        data = torch.full(shard.layout.shape, math.nan, dtype=shard.dtype, device=device)
-        full[shard.name] = nn.Parameter(data, requires_grad=shard.param.requires_grad)
     engine.set_whole(True)
     try:
         for shard in engine.param_shards:
+            device = engine.streams.device if shard.name in drawn else "meta"
+            data = torch.full(shard.layout.shape, math.nan, dtype=shard.dtype, device=device)
+            stand_in = nn.Parameter(data, requires_grad=shard.param.requires_grad)
+            swap_tensor(shard.param, stand_in)
             be_whole(shard.param)
-            swap_tensor(shard.param, full[shard.name])
+            full[shard.name] = stand_in
         yield full
     finally:
         for shard in engine.param_shards:
-            swap_tensor(shard.param, full[shard.name])
-            be_piece(shard.param, pieces[shard.name])
-            shard.param.requires_grad_(full[shard.name].requires_grad)
+            if shard.name in full:
+                swap_tensor(shard.param, full[shard.name])
+                be_piece(shard.param, shard.what(engine.ranks))
+                shard.param.requires_grad_(full[shard.name].requires_grad)
         engine.set_whole(False)
 
 

@@ -17,7 +17,7 @@ from streamshard import ConfigError, ShardingError, StreamShard
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.groups import host_group_of
 from streamshard.comm.objects import refuse_together
-from streamshard.device import serves, training_device, warn_if_untested
+from streamshard.device import serves, training_device
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, assert_trains_like_plain, stack_step
@@ -86,13 +86,6 @@ def test_training_on_the_cpu_beside_idle_accelerators_says_so(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert training_device(CPU, gloo, "cpu") == CPU
-
-
-def test_untested_accelerators_are_named() -> None:
-    """Once, in a warning."""
-    with pytest.warns(UserWarning, match=r"on xpu:0: .*tried on cpu and cuda devices only"):
-        warn_if_untested(torch.device("xpu", 0))
-    warn_if_untested(torch.device("cuda", 0))
 
 
 def test_a_group_without_a_backend_for_the_parameters_is_refused(gloo: dist.ProcessGroup) -> None:

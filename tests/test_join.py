@@ -259,36 +259,6 @@ def test_an_exception_ends_the_context_too(context: RankContext, divides_by_all:
     assert_same(full_weights(found), full_weights(wanted), "weights", EXACT)
 
 
-@on_ranks(3)
-@pytest.mark.parametrize("overflows", [False, True])
-def test_a_loss_scaler_works(context: RankContext, overflows: bool) -> None:
-    """A rank that has run out unscales, hears of others' overflows, and moves its scale as they do."""
-    lengths = (5, 2 if overflows else 0, 4)[: context.world_size]
-    weights, scales = [], []
-    for evenly in (True, False):
-        model = _sharded(Stack)
-        optimizer = sgd(model)
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-        scaler.scale(torch.zeros(()))  # on a rank without any input nobody else makes the scale
-
-        def finish() -> None:
-            scaler.step(optimizer)  # noqa: B023  # called in this turn of the loop
-            scaler.update()  # noqa: B023
-
-        with contextlib.nullcontext() if evenly else Join([model], repeat=finish):
-            for number in range(max(lengths) if evenly else lengths[context.rank]):
-                is_shadow = number >= lengths[context.rank]
-                factor = 0.0 if is_shadow else torch.inf if overflows and number == 3 and context.rank == 0 else 1.0
-                loss = model(torch.full((2, 16), 0.1 * number + context.rank)).square().mean() * factor
-                scaler.scale(loss).backward()
-                finish()
-                optimizer.zero_grad()
-        weights.append(full_weights(model))
-        scales.append(scaler.get_scale())
-    assert_same(weights[1], weights[0], "weights", NEAR)
-    assert scales[0] == scales[1] == (64.0 if overflows else 256.0)
-
-
 def _lower_rate(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.param_groups[0]["lr"] *= 0.5
     optimizer.step()

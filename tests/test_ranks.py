@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -51,19 +50,6 @@ def _never_returns() -> None:
     time.sleep(3600)
 
 
-def _warn(context: RankContext) -> None:
-    warnings.warn("somebody should hear this", stacklevel=1)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_world_size_has_a_group_of_its_own(ranks: RankPool, world_size: int) -> None:
-    """The default group has as many ranks as were asked for, also when sizes alternate."""
-    total = sum(range(world_size)) + 10 * world_size
-    assert ranks(world_size).run(_sum_of_ranks, 10) == [total] * world_size
-    assert ranks(1).run(_sum_of_ranks, 10) == [10]
-    assert ranks(world_size).run(_sum_of_ranks, 10) == [total] * world_size
-
-
 def test_an_exception_on_a_rank_comes_back_with_its_traceback(ranks: RankPool) -> None:
     """The failure names the rank, the error and the line, and the pool works afterwards."""
     with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2.*_raise_on.*ValueError: the culprit says this"):
@@ -88,12 +74,6 @@ def test_a_rank_that_hangs_is_killed_and_its_place_named() -> None:
             pool(2).run(_hang_on, 1)
         pool.run_timeout_s = timeout_s
         assert pool(2).run(_sum_of_ranks, 0) == [1, 1]
-
-
-def test_a_warning_on_a_rank_is_an_error(ranks: RankPool) -> None:
-    """Ranks hold to the same rule as the tests themselves."""
-    with pytest.raises(RankFailure, match="somebody should hear this"):
-        ranks(1).run(_warn)
 
 
 _REFUSING = """

@@ -46,9 +46,10 @@ _LOGS_WITHIN_S = 1.5  # after an error, how long to wait for the logs of other r
 _END_WITHIN_S = 5.0  # at exit, how long to wait for each watchdog thread
 
 _ADVICE = (
-    "All of them have to call forward (evaluation and generate() too), backward, norms and everything that collects "
-    "weights, and run the same layers in the same order (some may skip layers, but not reorder or repeat them). Where "
-    "inputs run out on some ranks first, use Join (docs/guide/uneven_inputs.md)"
+    "All of them have to call forward (evaluation and generate() too), backward, norms and everything that collects or "
+    "saves weights (save_model and the like, so call these outside of `if accelerator.is_main_process`), and run the "
+    "same layers in the same order (some may skip layers, but not reorder or repeat them). Where inputs run out on "
+    "some ranks first, use Join (docs/guide/uneven_inputs.md)"
 )
 
 

@@ -143,7 +143,7 @@ def watched_class(original: type, base: type, registered: frozenset[str] = froze
 
     Args:
         original: the module's class.
-        base: comes before `original` in the bases.
+        base: comes before `original` in the bases, or at least before nn.Module in the order of its methods.
         registered: names of the module's parameters, buffers and children.
     """
     names = _names_taken(base)
@@ -159,7 +159,13 @@ def watched_class(original: type, base: type, registered: frozenset[str] = froze
         entries.update((name, _Registered(name)) for name in registered & names)
         kind = type(original)
         make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
-        _classes[key] = make(kind, original.__name__, (base, original), entries)
+        made = make(kind, original.__name__, (base, original), entries)
+        try:
+            object.__setattr__(object.__new__(original), "__class__", made)
+        except TypeError:  # instances of `class Module(ABC, nn.Module)`, sentence-transformers', have ABC's layout
+            entries["__init__"] = base.__init__  # type: ignore[misc]  # StreamShard's: Python calls it
+            made = make(kind, original.__name__, (original, base), entries)
+        _classes[key] = made
     return _classes[key]
 
 

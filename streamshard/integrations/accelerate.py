@@ -21,7 +21,6 @@ from streamshard.engine.module_state import engine_of, handle_of
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.full import clip_grads
 from streamshard.integrations.accelerate_state import load_run, save_run
-from streamshard.integrations.peft import called_on_all_ranks
 from streamshard.unit.sharded_tensor import is_piece
 
 __all__ = ["StreamShardAccelerator"]
@@ -31,14 +30,6 @@ _OPTIONS = ("units", "resident", "mesh", *_SETTINGS)
 _PRECISION = tuple(field.name for field in fields(Precision))
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LAUNCH = "accelerate launch --multi_gpu --num_machines 1 --num_processes N script.py (on CPUs too), or torchrun"
-_PLUGINS = {
-    "fsdp_plugin": "ACCELERATE_USE_FSDP",
-    "deepspeed_plugin": "ACCELERATE_USE_DEEPSPEED",
-    "deepspeed_plugins": "ACCELERATE_USE_DEEPSPEED",
-    "megatron_lm_plugin": "ACCELERATE_USE_MEGATRON_LM",
-    "torch_tp_plugin": "ACCELERATE_USE_TP",
-    "parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
-}
 
 
 class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is not typed
@@ -64,7 +55,6 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
-        _refuse_plugins(kwargs)
         if "LOCAL_RANK" in os.environ and accelerator_kind() in (None, "cpu"):
             kwargs.setdefault("cpu", True)  # else accelerate leaves each process alone
         super().__init__(*args, **kwargs)
@@ -83,7 +73,6 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         """
         if unknown := [name for name in options if name not in _OPTIONS]:
             raise ConfigError(f"no such option: {', '.join(unknown)}; wanted some of {', '.join(_OPTIONS)}")
-        _refuse_plugins({})
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
         accelerator._begin(options)
@@ -92,7 +81,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     def _begin(self, options: dict[str, Any]) -> None:
         """What follows accelerate's own constructor."""
         _check_launch(self)
-        self._options = _with_environment(options)
+        self._options = {**read_environment(os.environ), **options}
         given = {name: value for name, value in self._options.items() if name in _SETTINGS}
         Settings(**{**given, "precision": self._precision_of(torch.float32)})  # raises what prepare would raise
         if self.mixed_precision == "fp16":
@@ -127,14 +116,13 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
                 "use_regional_compilation makes another module around the layers, which would not be sharded: leave it "
                 "out, and call layer.compile() for each layer before prepare"
             )
-        sharded = sharded_in(model)
-        if sharded is None:
-            self._shard(_uncompiled(model), evaluation_mode)
-        else:
-            self._check_dtype(engine_of(sharded).sizing.precision, f"{type(sharded).__name__} was sharded with")
+        if sharded_in(model) is None:
+            self.shard(model, evaluation_mode=evaluation_mode)
         return _module(super().prepare_model(model, device_placement=False, evaluation_mode=True))
 
-    def _shard(self, model: nn.Module, evaluation_mode: bool) -> None:
+    def shard(self, model: nn.Module, *, evaluation_mode: bool = False) -> None:
+        """What `prepare_model` does first. `prepare` accepts the model afterwards."""
+        model = _uncompiled(model)
         options = {**self._options, "precision": self._precision_of(_dtype_of(model))}
         trained = [param for param in model.parameters() if param.requires_grad and evaluation_mode]
         try:
@@ -147,24 +135,20 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     def _precision_of(self, own: torch.dtype) -> Precision:
         """For a model of dtype `own`."""
-        given = self._options.get("precision")
-        if given is not None:
-            if isinstance(given, Precision):
-                self._check_dtype(given, "precision has")
-            return given  # type: ignore[no-any-return]  # Settings says what is wrong with it
         if self.mixed_precision not in _DTYPES:
             raise ConfigError(f"mixed_precision={self.mixed_precision!r}: wanted 'no', 'bf16' or 'fp16'")
-        dtype = own if self.mixed_precision == "no" else _DTYPES[self.mixed_precision]
-        precision = Precision(param_dtype=dtype)
-        return replace(precision, **{name: self._options[name] for name in _PRECISION if name in self._options})
-
-    def _check_dtype(self, precision: Precision, what: str) -> None:
-        if precision.param_dtype not in (_DTYPES.get(self.mixed_precision), torch.float32):
-            right = {dtype: name for name, dtype in _DTYPES.items()}[precision.param_dtype]
+        wanted = _DTYPES[self.mixed_precision]
+        given = self._options.get("precision")
+        if given is None:
+            precision = Precision(param_dtype=own if self.mixed_precision == "no" else wanted)
+            return replace(precision, **{name: self._options[name] for name in _PRECISION if name in self._options})
+        if isinstance(given, Precision) and given.param_dtype not in (wanted, torch.float32):
+            right = {dtype: name for name, dtype in _DTYPES.items()}[given.param_dtype]
             raise ConfigError(
-                f"{what} param_dtype={precision.param_dtype}, and mixed_precision is {self.mixed_precision!r}: give "
+                f"precision has param_dtype={given.param_dtype}, and mixed_precision is {self.mixed_precision!r}: give "
                 f"the Accelerator mixed_precision={right!r}, or leave precision out: mixed_precision decides its dtype"
             )
+        return given  # type: ignore[no-any-return]  # Settings says what is wrong with it
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -174,41 +158,25 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         """As accelerate's; of one sharded model's parameters the norm over all ranks takes one collective."""
         params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self.unscale_gradients()
-        for model in self.sharded_models:
+        for model in filter(None, map(sharded_in, self._models)):
             engine = engine_of(model)
             if {shard.param for shard in engine.param_shards}.issuperset(params):
                 return clip_grads(engine, params, max_norm, norm_type, None)
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As accelerate's. Refuses sharded parameters and gradients."""
-        self._refuse_pieces(tensor, "reduce")
-        return super().reduce(tensor, reduction, scale)
+        """As accelerate's. Refuses sharded parameters and gradients, which accelerate's LocalSGD would give it."""
 
-    def gather(self, tensor: Any) -> Any:
-        """As accelerate's. Refuses sharded parameters and gradients."""
-        self._refuse_pieces(tensor, "gather")
-        return super().gather(tensor)
-
-    def _refuse_pieces(self, data: Any, what: str) -> None:
-        def check(tensor: torch.Tensor) -> torch.Tensor:
-            if is_piece(tensor):
+        def check(each: torch.Tensor) -> torch.Tensor:
+            if is_piece(each):
                 raise ShardingError(
-                    f"{what} of a parameter or gradient of a sharded model, {tuple(tensor.shape)} here: each rank has "
+                    f"reduce of a parameter or gradient of a sharded model, {tuple(each.shape)} here: each rank has "
                     "another piece of it. accelerator.get_state_dict(model) gives full tensors; for accelerate's "
                     "LocalSGD see streamshard.LocalSGD and docs/guide/replicas.md"
                 )
-            return tensor
+            return each
 
-        if self.use_distributed:
-            recursively_apply(check, data)
-
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As accelerate's, of the epoch that `dataloader` is in; accelerate 1.14 takes the first epoch's order."""
-        rest = super().skip_first_batches(dataloader, num_batches)
-        if hasattr(rest, "iteration"):
-            rest.iteration = dataloader.iteration
-        return rest
+        return super().reduce(recursively_apply(check, tensor), reduction, scale)
 
     # -- whole weights ------------------------------------------------------------------------------------------------
 
@@ -223,8 +191,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         inner = sharded_in(model)
         if inner is None:
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
-        with called_on_all_ranks("get_state_dict()"):
-            return StreamShard.full_state_dict(inner, rank0_only=rank0_only)  # type: ignore[arg-type]  # it is one
+        return StreamShard.full_state_dict(inner, rank0_only=rank0_only)  # type: ignore[arg-type]  # it is one
 
     def save_model(
         self,
@@ -247,61 +214,37 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
                 "save_model(safe_serialization=False): sharded models are written as safetensors. For a file of "
                 "torch.save: accelerator.save(accelerator.get_state_dict(model), 'pytorch_model.bin')"
             )
-        with called_on_all_ranks("save_model()"):
-            export_safetensors(inner, save_directory, max_shard_size=max_shard_size)
+        export_safetensors(inner, save_directory, max_shard_size=max_shard_size)
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
-    def save_state(
-        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
-    ) -> Any:
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> Any:
         """Save all that was prepared or registered, as `save_checkpoint` does. Call it on every rank, between steps.
 
-        Hooks of ``register_save_state_pre_hook`` run first and get full state dicts (empty ones on ranks other than the
-        first). A model that a hook takes out of the list is saved nevertheless. With automatic naming, older
-        checkpoints go as ``total_limit`` says, when the new one is complete.
+        With automatic naming it is ``project_dir/checkpoints/checkpoint-N``, and older ones go as ``total_limit`` says
+        when the new one is complete.
 
         Returns:
             The directory.
 
         Raises:
             CheckpointError: on every rank; nothing is left of the new checkpoint then.
+            ConfigError: there are hooks of ``register_save_state_pre_hook``.
+            ShardingError: no prepared model is sharded.
         """
-        if not self.sharded_models:
-            return super().save_state(output_dir, safe_serialization, **kwargs)
-        with called_on_all_ranks("save_state()"):
-            return save_run(self, self._all_models(), output_dir)
+        return save_run(self, [_uncompiled(model) for model in self._models], output_dir)
 
-    def load_state(
-        self,
-        input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: dict[str, Any] | None = None,
-        **load_model_func_kwargs: Any,
-    ) -> None:
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
         """Go on where `save_state` was called, on any number of ranks. Call it on every rank.
-
-        Models that a hook of ``register_load_state_pre_hook`` takes out of the list stay as the hook leaves them.
 
         Args:
             input_dir: as given to `save_state`; with automatic naming None is the latest.
-            load_kwargs: ignored: nothing is unpickled.
-            **load_model_func_kwargs: ignored: whatever does not fit raises.
+            **kwargs: ignored: nothing is unpickled, and whatever does not fit raises.
 
         Raises:
             CheckpointError: on every rank, before anything has changed.
         """
-        if not self.sharded_models:
-            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
-            return
-        self.step = load_run(self, self._all_models(), input_dir)
-
-    def _all_models(self) -> list[nn.Module]:
-        return [sharded_in(model) or model for model in self._models]
-
-    @property
-    def sharded_models(self) -> list[nn.Module]:
-        """Those of the prepared models that are sharded, without what ``torch.compile`` has put around them."""
-        return [inner for model in self._models if (inner := sharded_in(model)) is not None]
+        self.step = load_run(self, [_uncompiled(model) for model in self._models], input_dir)
 
 
 def sharded_in(model: nn.Module) -> nn.Module | None:
@@ -326,31 +269,19 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
     return only if only in _DTYPES.values() else torch.float32
 
 
-def _with_environment(options: dict[str, Any]) -> dict[str, Any]:
-    """`options`, and what they leave out as the environment says it."""
-    return {**read_environment(os.environ), **options}
-
-
-def _refuse_plugins(given: dict[str, Any]) -> None:
-    """Refuse what shards or replicates models itself, in the arguments or in the environment of accelerate launch."""
-    for argument, variable in _PLUGINS.items():
-        if given.get(argument) is not None or os.environ.get(variable, "false").lower() == "true":
-            asked = argument if given.get(argument) is not None else f"{variable}=true"
-            raise ConfigError(
-                f"{asked}: StreamShard shards models itself. Leave it out of the arguments, or of the options and the "
-                f"config file of accelerate launch, and start with {_LAUNCH}. docs/guide/accelerate.md says what to "
-                "write for its options; mesh= says over which ranks to shard"
-            )
-
-
 def _check_launch(accelerator: Accelerator) -> None:
-    """Raise if fewer processes train together than were launched."""
-    launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    is_one_of_several = not dist.is_initialized() and "RANK" not in os.environ and "MASTER_PORT" in os.environ
-    if launched != accelerator.num_processes or (is_one_of_several and "ACCELERATE_MIXED_PRECISION" in os.environ):
+    """Raise if accelerate itself shards models, or if fewer processes train together than were launched."""
+    kind = accelerator.distributed_type.value
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM") or accelerator.parallelism_config is not None:
+        asked = kind if accelerator.parallelism_config is None else "a parallelism_config"
         raise ConfigError(
-            "several processes were asked for, and accelerate knows of "
-            f"{accelerator.num_processes} ({accelerator.distributed_type.value}): start them with {_LAUNCH} (without "
-            "--multi_gpu accelerate launch starts one process on CPUs; for one process unset MASTER_PORT), and make "
-            "StreamShardAccelerator before anything else of accelerate"
+            f"accelerate was asked for {asked}, and StreamShard shards models itself. Leave it out of the arguments, "
+            f"or of the options and the config file of accelerate launch, and start with {_LAUNCH}. "
+            "docs/guide/accelerate.md says what to write for its options; mesh= says over which ranks to shard"
+        )
+    launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise ConfigError(
+            f"{launched} processes were launched, and accelerate knows of {accelerator.num_processes} ({kind}): start "
+            f"them with {_LAUNCH}, and make StreamShardAccelerator before anything else of accelerate"
         )

@@ -3,81 +3,41 @@
 from __future__ import annotations
 
 import os
-import re
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch import nn
 
-from streamshard.api import StreamShard
-from streamshard.checkpoint.directory import latest
 from streamshard.checkpoint.restore import load_checkpoint
 from streamshard.checkpoint.save import save_checkpoint
-from streamshard.comm.communicator import Communicator
-from streamshard.comm.objects import gather_from_all_ranks, run_on_all_ranks
-from streamshard.engine.module_state import engine_of, handle_of
-from streamshard.errors import CheckpointError, ConfigError
+from streamshard.config import parse_path
+from streamshard.engine.module_state import handle_of
+from streamshard.errors import ConfigError
 
 __all__ = ["load_run", "save_run"]
 
 
 def save_run(accelerator: Any, models: Sequence[nn.Module], output_dir: str | os.PathLike[str] | None) -> Path:
     """See `StreamShardAccelerator.save_state`; `models` are those it has prepared, uncompiled."""
-    ranks, naming = _ranks_of(models), accelerator.project_configuration
-    directory = run_on_all_ranks(ranks, "save_state", lambda: _new_directory(accelerator, output_dir))
-    # All have looked before one of them makes it.
-    run_on_all_ranks(ranks, f"save to {directory}", lambda: directory.mkdir(parents=True, exist_ok=True))
-    if hooks := list(accelerator._save_model_state_pre_hook.values()):
-        weights = [_full_state(model) for model in models]
-
-        def call() -> None:
-            for hook in hooks:
-                hook(accelerator._models, weights, str(directory))
-
-        run_on_all_ranks(ranks, "run the hooks of register_save_state_pre_hook", call)
-    parts = _parts(accelerator, models)
+    _refuse_hooks(accelerator)
+    parts, naming = _parts(accelerator, models), accelerator.project_configuration
     parts["extra"].update({name: _loader_state(loader) for name, loader in _loaders(accelerator).items()})
     parts["extra"]["accelerator"] = {"step": accelerator.step}
+    number, naming.iteration = naming.iteration, naming.iteration + 1
+    if naming.automatic_checkpoint_naming:
+        directory = _directory(accelerator, "output_dir", None)
+        return save_checkpoint(directory, **parts, step=number, keep=naming.total_limit).path
+    directory = _directory(accelerator, "output_dir", output_dir)
     save_checkpoint(directory, **parts, step=0, keep=1)
-    limit = naming.total_limit if naming.automatic_checkpoint_naming else None
-
-    def delete_old() -> None:
-        if limit is not None and ranks.is_first:
-            for path in _numbered_in(directory.parent)[:-limit]:
-                shutil.rmtree(path)
-
-    run_on_all_ranks(ranks, "delete old checkpoints", delete_old)
-    naming.iteration += 1
     return directory
 
 
 def load_run(accelerator: Any, models: Sequence[nn.Module], input_dir: str | os.PathLike[str] | None) -> int:
     """See `StreamShardAccelerator.load_state`. Returns the accelerator's step."""
-    ranks = _ranks_of(models)
-
-    def find() -> Path:
-        return _existing_directory(accelerator, input_dir) if ranks.is_first else Path()
-
-    directory = gather_from_all_ranks(ranks, "load_state", find)[0]
-    left = list(accelerator._models)
-
-    def call() -> None:
-        for hook in accelerator._load_model_state_pre_hook.values():
-            hook(left, str(directory))
-
-    run_on_all_ranks(ranks, "run the hooks of register_load_state_pre_hook", call)
-    remaining = set(map(id, left))
-    taken = [inner for model, inner in zip(accelerator._models, models, strict=True) if id(model) not in remaining]
-    # Their optimizers' state is named after their parameters, so they are loaded with the others, and put back.
-    kept = [(tensor, tensor.detach().clone()) for model in taken for tensor in (*model.parameters(), *model.buffers())]
-    saved = load_checkpoint(directory, **_parts(accelerator, models))
-    with torch.no_grad():
-        for tensor, own in kept:
-            tensor.copy_(own)
+    _refuse_hooks(accelerator)
+    saved = load_checkpoint(_directory(accelerator, "input_dir", input_dir), **_parts(accelerator, models))
     for name, loader in _loaders(accelerator).items():
         if name in saved:
             _load_loader(loader, saved[name])
@@ -85,8 +45,22 @@ def load_run(accelerator: Any, models: Sequence[nn.Module], input_dir: str | os.
     return step
 
 
-def _ranks_of(models: Sequence[nn.Module]) -> Communicator:
-    return next(engine_of(model).ranks for model in models if handle_of(model) is not None)
+def _directory(accelerator: Any, name: str, given: str | os.PathLike[str] | None) -> Path:
+    """The directory that is `given` as argument `name`, or that of automatic naming."""
+    if given is None and accelerator.project_configuration.automatic_checkpoint_naming:
+        return parse_path("Accelerator(project_dir=..)", accelerator.project_dir) / "checkpoints"
+    return parse_path(name, given).expanduser()
+
+
+def _refuse_hooks(accelerator: Any) -> None:
+    for kind in ("save", "load"):
+        if getattr(accelerator, f"_{kind}_model_state_pre_hook"):
+            raise ConfigError(
+                f"a hook of register_{kind}_state_pre_hook would get models whose parameters are this rank's pieces. "
+                "save_state saves all models. Let register_for_checkpointing(object) save whatever else has a "
+                "state_dict, such as averages of weights, and let all ranks call model.save_pretrained(directory) "
+                "beside save_state"
+            )
 
 
 def _parts(accelerator: Any, models: Sequence[nn.Module]) -> dict[str, Any]:
@@ -105,12 +79,6 @@ def _numbered(each: list[Any]) -> Any:
     if len(each) > 1:
         return {str(number): one for number, one in enumerate(each)}
     return each[0] if each else None
-
-
-def _full_state(model: nn.Module) -> dict[str, Any]:
-    if handle_of(model) is None:
-        return model.state_dict()
-    return StreamShard.full_state_dict(model)  # type: ignore[arg-type]  # it is one
 
 
 # -- data loaders -----------------------------------------------------------------------------------------------------
@@ -151,44 +119,3 @@ def _sampler_of(loader: Any) -> Any:
     while (inner := getattr(loader, "batch_sampler", None)) is not None or hasattr(loader, "sampler"):
         loader = sampler = loader.sampler if inner is None else inner
     return sampler
-
-
-# -- directories ------------------------------------------------------------------------------------------------------
-
-
-def _new_directory(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> Path:
-    naming = accelerator.project_configuration
-    if not naming.automatic_checkpoint_naming:
-        if output_dir is None:
-            raise ConfigError("save_state() without output_dir needs ProjectConfiguration(automatic_checkpoint_naming)")
-        return Path(output_dir).expanduser()
-    directory = _checkpoints_of(accelerator) / f"checkpoint_{naming.iteration}"
-    if latest(directory) is not None:
-        raise ConfigError(
-            f"{directory} exists: set accelerator.project_configuration.iteration to the number of the next checkpoint"
-        )
-    return directory
-
-
-def _existing_directory(accelerator: Any, input_dir: str | os.PathLike[str] | None) -> Path:
-    if input_dir is not None:
-        return Path(input_dir).expanduser()
-    if not accelerator.project_configuration.automatic_checkpoint_naming:
-        raise ConfigError("load_state() without input_dir needs ProjectConfiguration(automatic_checkpoint_naming)")
-    directory = _checkpoints_of(accelerator)
-    complete = [path for path in _numbered_in(directory) if latest(path) is not None] if directory.is_dir() else []
-    if not complete:
-        raise CheckpointError(f"{directory} holds no complete checkpoint")
-    return complete[-1]
-
-
-def _checkpoints_of(accelerator: Any) -> Path:
-    if accelerator.project_dir is None:
-        raise ConfigError("automatic_checkpoint_naming needs Accelerator(project_dir=..)")
-    return Path(accelerator.project_dir) / "checkpoints"
-
-
-def _numbered_in(directory: Path) -> list[Path]:
-    """Checkpoints with numbers, oldest first."""
-    found = [path for path in directory.iterdir() if re.fullmatch(r"checkpoint_\d+", path.name)]
-    return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]))

@@ -54,9 +54,9 @@ def check_exportable(model: nn.Module) -> None:
     if adapted is not None or getattr(model, "_hf_peft_config_loaded", False):
         raise CheckpointError(
             f"{type(model).__name__} has adapters of PEFT{f' ({adapted!r})' if adapted else ''}: nothing loads its "
-            "weights under their names. To save the adapters shard the PeftModel itself: "
-            "export_safetensors(model, directory) or model.save_pretrained(directory), on all ranks. For merged "
-            "weights load those without sharding, and call merge_and_unload()"
+            "weights under their names. To save the adapters shard the PeftModel itself, and let all ranks call "
+            "model.save_pretrained(directory). For merged weights load those without sharding, and call "
+            "merge_and_unload()"
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise CheckpointError(f"{type(model).__name__} is quantized; only unquantized weights can be exported")
@@ -75,14 +75,11 @@ def kept_in_fp32(root: nn.Module, dtype: torch.dtype) -> set[str]:
     return names
 
 
-def tie_weights(module: nn.Module) -> None:
-    """Let models of transformers in `module` tie what they tie: ``accelerate.init_empty_weights`` leaves some apart."""
-    if is_transformers_model(module):
-        cast(Any, module).tie_weights()
-        return
-    for child in module._modules.values():
-        if child is not None:
-            tie_weights(child)
+def tie_weights(root: nn.Module) -> None:
+    """Let models of transformers in `root` tie what they tie: ``accelerate.init_empty_weights`` leaves some apart."""
+    for module in modules_inside(root):
+        if is_transformers_model(module):
+            cast(Any, module).tie_weights()
 
 
 def initialise(model: nn.Module) -> None:

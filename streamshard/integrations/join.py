@@ -1,7 +1,7 @@
 """Uneven inputs (torch.distributed.algorithms.Join): a rank without inputs repeats the others' steps with zeros.
 
 Every rank owns a shard, so it has to gather, reduce, clip and step until the last rank has no inputs. At the start of a
-pass the ranks with inputs announce the pass in one small sum (whether it trains, whether it is synchronised). After a
+pass all ranks meet: the ranks with inputs announce the pass (whether it trains, whether it is synchronised). After a
 backward the user's code clips and steps; a rank without inputs calls ``repeat=`` instead. At the next training pass,
 and at the end, ranks compare the clipping and steps that they did.
 """
@@ -27,14 +27,13 @@ from streamshard.plan.structure import params_of
 
 __all__ = ["UnevenHook", "UnevenInputs"]
 
-# What each rank adds to a sum that may meet one of `Join`'s own: as large as those, or gloo would end the process.
-_MARK = 1009.0
-
 
 class _Row(NamedTuple):
-    """What a rank says when a pass is announced; of the pass, only if it is its own. Integers on their way.
+    """What a rank says when a pass is announced; of the pass, only if it is its own.
 
     Attributes:
+        acts: what it has done since the last training pass was announced: ``AdamW.step(lr=0.1, ...)``.
+        issued: a hash of the collectives that it has issued.
         has_inputs: it has not run out of them.
         can_repeat: it was given ``repeat=``.
         has_grad: its pass is a training pass.
@@ -42,6 +41,8 @@ class _Row(NamedTuple):
         casts: its weights may have changed since the last pass.
     """
 
+    acts: list[str]
+    issued: int
     has_inputs: bool
     can_repeat: bool
     has_grad: bool = False
@@ -68,8 +69,7 @@ class UnevenInputs(Inputs):
         self._repeat = repeat
         self._divides_by_all = divides_by_all
         self._params = set(params_of(model).values())
-        self._rows: list[_Row] = []  # by rank, in the last training pass; empty: there was none
-        self._acts: list[str] = []  # of this rank, since that was announced: ``AdamW.step(lr=0.1, ...)``
+        self._acts: list[str] | None = None  # see `_Row`; None: there was no training pass
         self._is_complete = False  # the last training pass was synchronised: no other one adds to its gradients
         self._has_run_out = False
         self._shadows = False  # a pass of others is under way, which this rank has announced already
@@ -88,9 +88,8 @@ class UnevenInputs(Inputs):
             return
         casts = self._engine.casts
         Join.notify_join_context(self._model)  # type: ignore[arg-type]  # has all that a Joinable has
-        self._announce(
-            _Row(True, self._repeat is not None, torch.is_grad_enabled(), casts.is_synced, casts.are_due),
-        )
+        own = self._row(True)
+        self._announce(own._replace(has_grad=torch.is_grad_enabled(), is_synced=casts.is_synced, casts=casts.are_due))
 
     def on_clipping(self, max_norm: object, norm_type: float, skip_above: float | None) -> None:
         """See `Inputs`."""
@@ -104,7 +103,7 @@ class UnevenInputs(Inputs):
                 self._note(f"{type(optimizer).__name__}.step", settings)
 
     def _note(self, name: str, settings: dict[str, Any]) -> None:
-        if self._rows:  # the ranks do not compare what came before the first training pass
+        if self._acts is not None:  # the ranks do not compare what came before the first training pass
             self._acts.append(f"{name}({', '.join(f'{key}={_text(value)}' for key, value in settings.items())})")
 
     # -- on ranks that have run out -----------------------------------------------------------------------------------
@@ -118,7 +117,7 @@ class UnevenInputs(Inputs):
         engine = self._engine
         self._has_run_out = True
         self._clear()
-        announced = self._announce(_Row(False, self._repeat is not None))
+        announced = self._announce(self._row(False))
         engine.casts.match(is_synced=announced.is_synced, are_due=announced.casts)
         self._shadows = True
         try:
@@ -140,8 +139,7 @@ class UnevenInputs(Inputs):
         Raises:
             ShardingError: on all ranks: what ranks did after the last backward differs.
         """
-        self._meet()
-        self._compare()
+        _compare(self._engine.ranks.gather_objects(self._row(False)))
         self._engine.buffers.sync(self.buffer_source)  # a rank that was among the last
         if self._has_run_out:
             self._clear()
@@ -160,20 +158,8 @@ class UnevenInputs(Inputs):
 
     # -- on all ranks -------------------------------------------------------------------------------------------------
 
-    def _meet(self) -> None:
-        """All ranks have ended a step. If not, some have taken a sum of others for `Join`'s own.
-
-        Raises:
-            CommunicationError: on all ranks.
-        """
-        ranks = self._engine.ranks
-        ranks.recorder.log.add(RecordKind.END_OF_STEP)
-        if not all(row.has_inputs for row in self._rows):
-            with ranks.guard("the end of a step with uneven inputs (Join)"):
-                marks = torch.full((1,), _MARK, device=self._engine.streams.device)
-                ranks.all_reduce(marks, with_replicas=True)
-                if marks.item() != _MARK * ranks.total_size:
-                    raise RuntimeError("some ranks take norms of gradients, or part in other sums, that others do not")
+    def _row(self, has_inputs: bool) -> _Row:
+        return _Row(self._acts or [], self._engine.ranks.recorder.log.digest, has_inputs, self._repeat is not None)
 
     def _announce(self, own: _Row) -> _Row:
         """What the pass that begins is like, from ranks that have inputs.
@@ -182,48 +168,37 @@ class UnevenInputs(Inputs):
             ConfigError: a training pass, and a rank was given no ``repeat=``.
             ShardingError: the last step, or this pass, is not the same on all ranks.
         """
-        self._meet()
-        engine, ranks = self._engine, self._engine.ranks
-        table = torch.zeros(ranks.total_size, len(own), dtype=torch.int32, device=engine.streams.device)
-        table[ranks.number] = torch.tensor(own, dtype=torch.int32)
-        ranks.all_reduce(table, with_replicas=True)
-        rows = [_Row(*map(bool, row)) for row in table.tolist()]
+        self._engine.ranks.recorder.log.add(RecordKind.END_OF_STEP)
+        rows: list[_Row] = self._engine.ranks.gather_objects(own)
         active = [rank for rank, row in enumerate(rows) if row.has_inputs]
         announced = rows[active[0]]
         _check(rows, active)
         if announced.has_grad:
-            self._compare(is_due=len(active) < len(rows))
-            self._acts.clear()
-            self._rows = rows
+            _compare(rows)
+            self._acts = []
             self._is_complete = announced.is_synced
         self.grad_scale = 1.0 if self._divides_by_all else len(rows) / len(active)
         self.buffer_source = active[-1]  # a rank that has inputs now, the same one as under DDP
         return announced._replace(casts=any(row.casts for row in rows))
 
-    def _compare(self, *, is_due: bool = False) -> None:
-        """Since the last training pass was announced all ranks did the same, if one has run out (or `is_due`).
 
-        Raises:
-            ShardingError: on all ranks: they did not.
-        """
-        if not self._rows or not (is_due or not all(row.has_inputs for row in self._rows)):
-            return
-        gathered: list[list[str]] = self._engine.ranks.gather_objects(self._acts)
-        first = next(rank for rank, row in enumerate(self._rows) if row.has_inputs)
-        for rank, acts in enumerate(gathered):
-            if acts != gathered[first]:
-                raise ShardingError(
-                    f"uneven inputs (Join): after a backward rank {rank} did {', '.join(acts) or 'nothing'}; rank "
-                    f"{first} did {', '.join(gathered[first]) or 'nothing'}. Join([model], repeat=function) takes all "
-                    "that the loop does after a backward: clipping, norms, optimizer.step(), scheduler.step(). "
-                    "Micro-batches without a step belong inside no_sync()"
-                )
+def _compare(rows: list[_Row]) -> None:
+    """Raise on all ranks unless all have done the same since the last training pass."""
+    for rank, row in enumerate(rows):
+        did, first = (", ".join(each.acts) or "nothing" for each in (row, rows[0]))
+        if did != first or row.issued != rows[0].issued:
+            raise ShardingError(
+                f"uneven inputs (Join): after a backward rank {rank} did {did}; rank 0 did {first}"
+                f"{', but one of them took a norm or another sum alone' if did == first else ''}. Join([model], "
+                "repeat=function) takes all that the loop does after a backward: clipping, norms, optimizer.step(), "
+                "scheduler.step(). Micro-batches without a step belong inside no_sync()"
+            )
 
 
 def _check(rows: list[_Row], active: list[int]) -> None:
     announced = rows[active[0]]
     for rank in active:
-        if rows[rank][2:4] != announced[2:4]:
+        if (rows[rank].has_grad, rows[rank].is_synced) != (announced.has_grad, announced.is_synced):
             raise ShardingError(
                 f"uneven inputs (Join): rank {active[0]} begins a pass with gradients={announced.has_grad}, "
                 f"no_sync={not announced.is_synced}, rank {rank} one with gradients={rows[rank].has_grad}, "
@@ -240,11 +215,10 @@ def _check(rows: list[_Row], active: list[int]) -> None:
 
 
 def _text(value: Any) -> str:
-    """`value`, the same on all ranks."""
+    """`value`, the same on all ranks; numbers as floats."""
     value = value.tolist() if isinstance(value, torch.Tensor) else value
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(float(value))
-    return str(value) if isinstance(value, bool | str | list | tuple) or value is None else type(value).__name__
+    value = float(value) if type(value) is int else value
+    return str(value) if isinstance(value, bool | float | str | list | tuple | None) else type(value).__name__
 
 
 class UnevenHook(JoinHook):

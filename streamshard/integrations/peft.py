@@ -27,7 +27,7 @@ from streamshard.checkpoint.export import export_shards
 from streamshard.comm.objects import run_on_all_ranks
 from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import ShardedModule, engine_at_rest, not_a_layer
-from streamshard.errors import CheckpointError, CommunicationError, ShardingError
+from streamshard.errors import CheckpointError
 from streamshard.full import under_params
 from streamshard.integrations.huggingface import is_transformers_model
 from streamshard.plan.structure import modules_inside
@@ -36,11 +36,9 @@ from streamshard.unit.sharded_tensor import is_piece
 
 __all__ = [
     "adapt_methods",
-    "called_on_all_ranks",
     "has_adapters",
     "plain_classes",
     "refuse_pieces",
-    "save_adapters",
     "save_on_first",
 ]
 
@@ -63,36 +61,6 @@ def adapt_methods(model: nn.Module) -> None:
         if is_transformers_model(module) or (module is model and is_peft_model(model)):
             kind = type(module)
             kind.save_pretrained, kind.push_to_hub = _save_pretrained, _push
-    if is_peft_model(model):
-        kind = type(model)
-        for name in ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload"):
-            if hasattr(model, name):  # not where prompts are learnt
-                setattr(kind, name, functools.partialmethod(_refuse_merging, name))
-
-
-def save_adapters(
-    model: nn.Module, engine: Engine, directory: str | os.PathLike[str], dtype: torch.dtype | None = None, **given: Any
-) -> list[str]:
-    """What ``save_pretrained`` of an unsharded model with adapters writes. Collective; the first rank writes.
-
-    Args:
-        model: a sharded model that `has_adapters`.
-        engine: its engine.
-        directory: where to. Files there are replaced one by one when all are complete, the configs last.
-        dtype: of floating-point weights; None is what each parameter had before sharding.
-        **given: arguments of its ``save_pretrained``, the same on every rank.
-
-    Returns:
-        Names of the files with weights.
-
-    Raises:
-        CheckpointError: on every rank; names the rank on which it went wrong.
-    """
-    wanted = run_on_all_ranks(engine.ranks, "find what PEFT saves", lambda: _wanted(model, given))
-    own: Any = super(type(model), model)  # the model's method, which ours hides
-    save = functools.partial(own.save_pretrained, **given)
-    made = save_on_first(model, engine, directory, save, wanted, dtype)
-    return [str(path) for path in made if path.name.startswith("adapter_model.")]
 
 
 def save_on_first(
@@ -101,8 +69,7 @@ def save_on_first(
     directory: str | os.PathLike[str],
     save: Callable[[str], object],
     wanted: Collection[nn.Parameter] | None = None,
-    dtype: torch.dtype | None = None,
-) -> list[Path]:
+) -> None:
     """Let the first rank call `save` while full weights lie under its parameters, in CPU memory. Collective.
 
     Args:
@@ -110,11 +77,7 @@ def save_on_first(
         engine: its engine.
         directory: where to. Files there are replaced one by one when `save` has written all of them.
         save: is called with another directory, to write them to.
-        wanted: the parameters that `save` reads; None is all.
-        dtype: in which it reads them; None is what each had before sharding.
-
-    Returns:
-        The files, on every rank.
+        wanted: the parameters that `save` reads, in the dtype before sharding; None is all.
 
     Raises:
         CheckpointError: on every rank; names the rank on which it went wrong.
@@ -124,16 +87,14 @@ def save_on_first(
         pieces = [shard.main if wanted is None or shard.param in wanted else None for shard in unit.params]
         for shard, piece, tensor in zip(unit.params, pieces, unit.gather_whole(pieces), strict=True):
             if engine.ranks.is_first and piece is not None and tensor is not None:
-                full[shard] = tensor.to("cpu", dtype or shard.dtype, copy=True)
+                full[shard] = tensor.to("cpu", shard.dtype, copy=True)
 
-    def write() -> list[Path]:
-        if not engine.ranks.is_first:
-            return []
-        with under_params(engine, full), plain_classes(model):
-            return _write(Path(directory), save)
+    def write() -> None:
+        if engine.ranks.is_first:
+            with under_params(engine, full), plain_classes(model):
+                _write(Path(directory), save)
 
-    made: list[Path] = engine.ranks.of_first(run_on_all_ranks(engine.ranks, f"save to {directory}", write))
-    return made
+    run_on_all_ranks(engine.ranks, f"save to {directory}", write)
 
 
 @contextlib.contextmanager
@@ -169,24 +130,11 @@ def refuse_pieces(state_dict: Mapping[str, Any], what: str) -> None:
             )
 
 
-@contextlib.contextmanager
-def called_on_all_ranks(method: str) -> Iterator[None]:
-    """Around a collective save: if the other ranks do not come, the error says that all ranks have to call `method`."""
-    try:
-        yield
-    except CommunicationError as error:
-        raise CommunicationError(
-            f"{method} of a sharded model could not go on. All ranks have to call it, so call it outside of `if "
-            "trainer.is_world_process_zero()`, `if accelerator.is_main_process` and the like: rank 0 alone writes what "
-            f"is written once. Earlier saves are untouched. {error}"
-        ) from error
-
-
 # -- methods of models --------------------------------------------------------------------------------------------
 
 
 def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **given: Any) -> None:
-    """``save_pretrained``, called on all ranks: `export_safetensors`, or `save_adapters`.
+    """``save_pretrained``, called on all ranks: `export_safetensors`, or adapters as PEFT saves them.
 
     With ``state_dict=`` it is the model's own, on whatever rank: that dict has full weights.
 
@@ -202,18 +150,18 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: A
         return
     engine = engine_at_rest(not_a_layer(self), "save_pretrained")
     given.pop("is_main_process", None)
-    with called_on_all_ranks("save_pretrained()"):
-        if has_adapters(self):
-            save_adapters(self, engine, save_directory, **given)
-            return
-        max_shard_size = given.pop("max_shard_size", known["max_shard_size"].default)
-        if others := [name for name, value in given.items() if name in known and value != known[name].default]:
-            raise CheckpointError(
-                f"save_pretrained({others[0]}={given[others[0]]!r}) of a sharded model: only transformers does that, "
-                "of full weights. Call weights = model.full_state_dict() on all ranks, and on rank 0 "
-                f"model.save_pretrained(directory, state_dict=weights, {others[0]}=..)"
-            )
-        export_shards(self, engine.param_shards, engine.ranks, save_directory, None, max_shard_size)
+    if has_adapters(self):
+        wanted = run_on_all_ranks(engine.ranks, "find what PEFT saves", lambda: _wanted(self, given))
+        save_on_first(self, engine, save_directory, functools.partial(own, **given), wanted)
+        return
+    max_shard_size = given.pop("max_shard_size", known["max_shard_size"].default)
+    if others := [name for name, value in given.items() if name in known and value != known[name].default]:
+        raise CheckpointError(
+            f"save_pretrained({others[0]}={given[others[0]]!r}) of a sharded model: only transformers does that, of "
+            "full weights. Call weights = model.full_state_dict() on all ranks, and on rank 0 "
+            f"model.save_pretrained(directory, state_dict=weights, {others[0]}=..)"
+        )
+    export_shards(self, engine.param_shards, engine.ranks, save_directory, None, max_shard_size)
 
 
 def _push(self: Any, repo_id: str, *_: Any, **__: Any) -> None:
@@ -221,14 +169,6 @@ def _push(self: Any, repo_id: str, *_: Any, **__: Any) -> None:
     raise CheckpointError(
         "push_to_hub() of a sharded model: call model.save_pretrained(directory) on all ranks, and on rank 0 "
         f"huggingface_hub.upload_folder(repo_id={repo_id!r}, folder_path=directory)"
-    )
-
-
-def _refuse_merging(self: Any, name: str, *_: Any, **__: Any) -> None:
-    """Refuse PEFT's methods that compute with full weights of the base model, such as merging."""
-    raise ShardingError(
-        f"{name}() needs full weights, of which each rank has pieces. Call model.save_pretrained(directory) on all "
-        "ranks, and merge in one process: PeftModel.from_pretrained(base, directory).merge_and_unload()"
     )
 
 
@@ -257,7 +197,7 @@ def _wanted(model: Any, given: Mapping[str, Any]) -> set[nn.Parameter]:
 _LAST = ("adapter_config.json", "modules.json")  # readers take them for a sign that the other files are there
 
 
-def _write(directory: Path, save: Callable[[str], object]) -> list[Path]:
+def _write(directory: Path, save: Callable[[str], object]) -> None:
     """Let `save` fill a directory beside, and put what it has made into `directory`, the configs last."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".partial", dir=directory.parent))
@@ -273,4 +213,3 @@ def _write(directory: Path, save: Callable[[str], object]) -> list[Path]:
             os.replace(staging / path, directory / path)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return made

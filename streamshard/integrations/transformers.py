@@ -4,8 +4,8 @@
 that derive from Trainer. `StreamShardAccelerator` shards, clips and sets precision. This module does what Trainer does
 without its accelerator: files, and counts of parameters.
 
-A checkpoint has the files that Trainer writes under DistributedDataParallel, so each can continue from the other's. It
-is written under another name, and renamed when it is complete: see `_Checkpoint`.
+A checkpoint has the files that Trainer writes under DistributedDataParallel, so each can continue from the other's.
+Trainer fills ``partial-checkpoint-8/checkpoint-8``, which becomes ``checkpoint-8`` when it is complete.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import contextlib
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +31,10 @@ from streamshard.api import (
     load_safetensors,
 )
 from streamshard.comm.objects import RankGroup, raise_if, run_on_all_ranks
-from streamshard.engine.engine import Engine
-from streamshard.engine.hooks import call_shell
 from streamshard.engine.module_state import engine_of, handle_of
-from streamshard.errors import CommunicationError, ConfigError, ShardingError
+from streamshard.errors import CommunicationError, ConfigError
 from streamshard.integrations.accelerate import StreamShardAccelerator
-from streamshard.integrations.peft import (
-    called_on_all_ranks,
-    has_adapters,
-    plain_classes,
-    refuse_pieces,
-    save_on_first,
-)
+from streamshard.integrations.peft import has_adapters, plain_classes, refuse_pieces, save_on_first
 from streamshard.optim.whole import WholeParameterOptimizer
 from streamshard.unit.optimizer_hooks import is_elementwise_class
 
@@ -54,7 +45,6 @@ _OPTIMIZER = "optimizer.pt"
 _SCHEDULER = "scheduler.pt"
 _STATE = "trainer_state.json"
 _ARGUMENTS = "training_args.bin"
-_MAX_SHARD_SIZE = "50GB"  # what save_pretrained splits at when it is not told
 _PARTIAL = "partial-"  # Trainer takes whatever begins with "checkpoint-" for one
 _REPLACED = "replaced"
 
@@ -82,8 +72,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     def __init__(self, *args: Any, streamshard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._sharding_options = dict(streamshard or {})
-        self._checkpoint: _Checkpoint | None = None
-        self._resumed_from: str | None = None
+        self._staging: Path | None = None  # what Trainer takes for the run's directory while it saves a checkpoint
         super().__init__(*args, **kwargs)
 
     # -- preparing ----------------------------------------------------------------------------------------------------
@@ -100,7 +89,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> Any:
         """As Trainer does; it evaluates a model that has not been trained as it is if a reference was prepared."""
         wrapped = super()._wrap_model(model, training, *args, **kwargs)
-        if not training and wrapped is self.model and _engine(wrapped) is None:
+        if not training and wrapped is self.model and handle_of(wrapped) is None:
             never_trains = self.train_dataset is None  # then no room for gradients is needed
             self.model_wrapped = self.accelerator.prepare_model(wrapped, evaluation_mode=never_trains)
             return self.model_wrapped
@@ -112,56 +101,28 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             model = self._wrap_model(model, training=False)
         return super().compute_ref_log_probs(model, inputs)
 
-    def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """As TRL does, whose distillation reads the teacher's head behind the teacher's forward, and in backward.
-
-        So all of it is inside a forward of the teacher: the head is in place, and what the graph keeps is gathered
-        again. Inputs are cast where it calls the models.
-        """
-        compute, teacher = super()._compute_loss, getattr(self, "teacher_model", None)
-        handle = None if teacher is None else handle_of(teacher)
-        if handle is None:
-            return compute(*args, **kwargs)
-        return call_shell(handle._replace(cast_dtype=None, output_dtype=None), compute, args, kwargs)
-
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer does. A class that is not elementwise steps whole parameters, in a `WholeParameterOptimizer`.
 
         Raises:
             ConfigError: the optimizer that the training arguments name does not work with sharded parameters.
         """
-        create, given = super().create_optimizer, self.optimizer_cls_and_kwargs
+        given = self.optimizer_cls_and_kwargs
         if self.optimizer is not None:
-            return create(*args, **kwargs)
-        if given is None:
-            name = f'optim="{self.args.optim.value}"'
-            if "lomo" in name or "layerwise" in name:
-                raise ConfigError(
-                    f"{name} steps each parameter within backward, before its gradient is averaged over ranks: take "
-                    'one that steps afterwards, such as optim="adafactor" or optim="galore_adamw"'
-                )
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        else:
-            name, (kind, options) = "optimizer_cls_and_kwargs", given
+            return super().create_optimizer(*args, **kwargs)
+        kind, options = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)
         is_class = isinstance(kind, type) and issubclass(kind, Optimizer)  # else it makes one
         if is_class and not issubclass(kind, WholeParameterOptimizer) and not is_elementwise_class(kind):
             if options.get("optim_bits") == 8:  # its moments of embeddings have 32 bits, by their modules
                 raise ConfigError(
-                    f"{name} with 8-bit moments steps whole parameters: take the 32-bit one, or adamw_8bit"
+                    f"{kind.__name__} with 8-bit moments steps whole parameters: take the 32-bit one, or adamw_8bit"
                 )
             kind, options = WholeParameterOptimizer, {**options, "optimizer_class": kind}
         self.optimizer_cls_and_kwargs = kind, options
         try:
-            return create(*args, **kwargs)
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from error
+            return super().create_optimizer(*args, **kwargs)
         finally:
             self.optimizer_cls_and_kwargs = given
-
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        prepared = super()._prepare_for_training(*args, **kwargs)
-        self._load_weights()
-        return prepared
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer does. sentence-transformers lets all ranks run an evaluator if FSDP shards the model."""
@@ -175,58 +136,47 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def _get_output_dir(self, trial: Any) -> str:
-        directory: str = super()._get_output_dir(trial)
-        return directory if self._checkpoint is None else str(self._checkpoint.staging)
+        return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        engine = _engine(self.model)
-        if engine is None:
-            super()._save_checkpoint(model, trial)
-            return
+        ranks, root = engine_of(self.model).ranks, Path(self._get_output_dir(trial))
         name = f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        checkpoint = _Checkpoint(Path(self._get_output_dir(trial)), name, engine.ranks)
-        with checkpoint.open():
-            self._checkpoint = checkpoint
-            error: Exception | None = None
-            try:
-                super()._save_checkpoint(model, trial)
-            except CommunicationError:
-                raise
-            except Exception as raised:  # of this rank perhaps: the others hear of it when they meet
-                error = raised
-            finally:
-                self._checkpoint = None
-            checkpoint.run(lambda: self._write_state(checkpoint, error))
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(checkpoint.path))
-        run_on_all_ranks(engine.ranks, f"delete checkpoints beside {checkpoint.path}", lambda: self._rotate(checkpoint))
+        path, partial = root / name, root / f"{_PARTIAL}{name}" / name
+        error: Exception | None = None
+        _run_on_first(ranks, f"save {path}", lambda: _begin(partial))
+        self._staging = partial.parent
+        try:
+            super()._save_checkpoint(model, trial)
+        except CommunicationError:
+            raise
+        except Exception as raised:  # of this rank perhaps: the others hear of it when they meet
+            error = raised
+        finally:
+            self._staging = None
+        run_on_all_ranks(ranks, f"save {path}", lambda: raise_if(error))
+        if self.state.best_model_checkpoint == str(partial):
+            self.state.best_model_checkpoint = str(path)
 
-    def _write_state(self, checkpoint: _Checkpoint, error: Exception | None) -> None:
-        """Write trainer_state.json again: Trainer's has the best checkpoint under the name of the staging directory."""
-        raise_if(error)
-        if self.state.best_model_checkpoint == str(checkpoint.partial):
-            self.state.best_model_checkpoint = str(checkpoint.path)
-        if self.args.should_save:
-            self.state.save_to_json(str(checkpoint.partial / _STATE))
-
-    def _rotate(self, checkpoint: _Checkpoint) -> None:
-        if self.args.should_save:
+        def publish() -> None:
+            self.state.save_to_json(str(partial / _STATE))  # Trainer's has the best checkpoint in the staging directory
+            _publish(partial, path)
             trainer_utils.rotate_checkpoints(
-                output_dir=str(checkpoint.path.parent),
+                output_dir=str(root),
                 save_total_limit=self.args.save_total_limit,
                 best_model_checkpoint=self.state.best_model_checkpoint,
                 use_mtime=True,
             )
 
+        _run_on_first(ranks, f"save {path}", publish)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(path))
+
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._checkpoint is None:  # else later, under the directory's own name: uploads go on in the background
+        if self._staging is None:  # else later, under the directory's own name: uploads go on in the background
             super()._push_from_checkpoint(checkpoint_folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As Trainer does. Call it on every rank. Trainer itself calls `_save` on rank 0 alone in some versions."""
-        if _engine(self.model) is None:
-            super().save_model(output_dir, _internal_call)
-            return
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
@@ -239,20 +189,19 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         Raises:
             CheckpointError: on every rank; for pieces in `state_dict`, on the calling rank, which waits for no other.
         """
-        engine, directory = _engine(self.model), Path(self.args.output_dir if output_dir is None else output_dir)
-        if engine is None:
-            super()._save(output_dir, state_dict)
-        elif state_dict is not None:
-            refuse_pieces(state_dict, "Trainer._save(state_dict=..)")
+        directory = Path(self.args.output_dir if output_dir is None else output_dir)
+        if state_dict is not None or handle_of(self.model) is None:
+            refuse_pieces(state_dict or {}, "Trainer._save(state_dict=..)")
             if self.args.should_save:
                 super()._save(str(directory), state_dict=state_dict)
+        elif self._writes_itself:
+            save_on_first(self.model, engine_of(self.model), directory, super()._save)
         else:
-            with called_on_all_ranks("save_model()"):
-                if self._writes_itself:
-                    save_on_first(self.model, engine, directory, super()._save)
-                    return
-                export_safetensors(self.model, directory, max_shard_size=_MAX_SHARD_SIZE)
-                run_on_all_ranks(engine.ranks, f"save to {directory}", lambda: self._save_beside(directory))
+            if hasattr(self.model, "save_pretrained"):
+                self.model.save_pretrained(directory)
+            else:
+                export_safetensors(self.model, directory, max_shard_size="50GB")
+            _run_on_first(engine_of(self.model).ranks, f"save to {directory}", lambda: self._save_beside(directory))
 
     @property
     def _writes_itself(self) -> bool:
@@ -261,21 +210,13 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     def _save_beside(self, directory: Path) -> None:
         """What Trainer saves with the weights."""
-        if self.args.should_save:
-            processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-            if processing is not None:
-                processing.save_pretrained(str(directory))
-            torch.save(self.args, directory / _ARGUMENTS)
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(str(directory))
+        torch.save(self.args, directory / _ARGUMENTS)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        engine = _engine(self.model)
-        if engine is None:
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        try:
-            state = full_optimizer_state_dict(self.model, _inner(self.optimizer))
-        except ShardingError as error:
-            raise ShardingError(f"{error}. save_only_model=True saves without the optimizer's state") from error
+        state = full_optimizer_state_dict(self.model, _inner(self.optimizer))
         if self.args.should_save:
             torch.save(state, os.path.join(output_dir, _OPTIMIZER))
             with warnings.catch_warnings():  # a scheduler's "save the optimizer as well"
@@ -286,20 +227,16 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if self._can_read(resume_from_checkpoint):
-            self._resumed_from = resume_from_checkpoint  # once it is sharded, each rank what it owns
+            if handle_of(self.model) is None:
+                self.accelerator.shard(self.model)  # so that each rank reads what it owns
+            load_safetensors(self.model, resume_from_checkpoint)
             return
         # sentence-transformers makes another model of the model's class, and loads that one's state dict.
         with plain_classes(self.model) if self._writes_itself else contextlib.nullcontext():
             super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
-    def _load_weights(self) -> None:
-        if self._resumed_from is not None:
-            load_safetensors(self.model, self._resumed_from)
-            self._resumed_from = None
-
     def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        if _engine(self.model) is not None and self._can_read(best):
+        if self._can_read(best := self.state.best_model_checkpoint):
             load_safetensors(self.model, best)
         else:
             super()._load_best_model()
@@ -311,89 +248,51 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         return is_ours and any((Path(directory) / name).is_file() for name in names)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        engine = _engine(self.model)
-        if engine is None or checkpoint is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        files = [Path(checkpoint) / name for name in (_OPTIMIZER, _SCHEDULER)]
-        if not engine.ranks.of_first(all(file.is_file() for file in files)):
+        ranks, files = engine_of(self.model).ranks, [Path(checkpoint or "") / each for each in (_OPTIMIZER, _SCHEDULER)]
+        if checkpoint is None or not ranks.of_first(all(file.is_file() for file in files)):
             return  # as Trainer does, for checkpoints of save_only_model
 
         def read(file: Path) -> Any:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=file == files[0])
 
         doing = f"load {checkpoint}"
-        state = run_on_all_ranks(engine.ranks, doing, lambda: read(files[0]) if engine.ranks.is_first else None)
+        state = run_on_all_ranks(ranks, doing, lambda: read(files[0]) if ranks.is_first else None)
         load_optimizer_state_dict(self.model, _inner(self.optimizer), state)
-        run_on_all_ranks(engine.ranks, doing, lambda: self.lr_scheduler.load_state_dict(read(files[1])))
+        run_on_all_ranks(ranks, doing, lambda: self.lr_scheduler.load_state_dict(read(files[1])))
 
 
 class StreamShardTrainer(StreamShardTrainerMixin, Trainer):
     """transformers' Trainer, training with StreamShard. See `StreamShardTrainerMixin` for what it can be told."""
 
 
-@dataclass(frozen=True)
-class _Checkpoint:
-    """A directory that Trainer fills: ``partial-checkpoint-8/checkpoint-8``, and ``checkpoint-8`` once it is complete.
+# -- checkpoints ------------------------------------------------------------------------------------------------------
 
-    Attributes:
-        root: where the run's checkpoints are.
-        name: its own.
-        ranks: that save it.
-    """
 
-    root: Path
-    name: str
-    ranks: RankGroup
+def _begin(partial: Path) -> None:
+    """Clear what killed runs have left, one in the middle of `_publish` perhaps, and make the directory `partial`."""
+    root = partial.parent.parent
+    for left in root.glob(f"{_PARTIAL}{trainer_utils.PREFIX_CHECKPOINT_DIR}-*"):
+        path = root / left.name.removeprefix(_PARTIAL)
+        if (left / _REPLACED).exists() and not path.exists():
+            os.replace(left / _REPLACED, path)
+        shutil.rmtree(left)
+    partial.mkdir(parents=True)
 
-    @property
-    def path(self) -> Path:
-        """When it is complete."""
-        return self.root / self.name
 
-    @property
-    def staging(self) -> Path:
-        """What Trainer takes for the run's directory."""
-        return self.root / f"{_PARTIAL}{self.name}"
+def _publish(partial: Path, path: Path) -> None:
+    """Give the checkpoint its name. An earlier one of this name stays until then."""
+    if path.exists():
+        os.replace(path, partial.parent / _REPLACED)
+    os.replace(partial, path)
+    shutil.rmtree(partial.parent, ignore_errors=True)
 
-    @property
-    def partial(self) -> Path:
-        """Until it is complete."""
-        return self.staging / self.name
 
-    @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        """Inside it is written; at the end it gets its name or, after an exception, is gone."""
-        self.run(self._begin)
-        try:
-            yield
-            self.run(self._publish)
-        except BaseException:
-            if self.ranks.is_first:
-                shutil.rmtree(self.staging, ignore_errors=True)
-            raise
+def _run_on_first(ranks: RankGroup, doing: str, action: Callable[[], None]) -> None:
+    """Run `action` on the first rank. If it fails, raise on all."""
+    run_on_all_ranks(ranks, doing, action if ranks.is_first else lambda: None)
 
-    def run(self, action: Callable[[], None]) -> None:
-        """On all ranks, or failing on all."""
-        run_on_all_ranks(self.ranks, f"save {self.path}", action)
 
-    def _begin(self) -> None:
-        """Clear what killed runs have left. One may have been killed in the middle of `_publish`."""
-        if self.ranks.is_first:
-            for left in self.root.glob(f"{_PARTIAL}{trainer_utils.PREFIX_CHECKPOINT_DIR}-*"):
-                path = self.root / left.name.removeprefix(_PARTIAL)
-                if (left / _REPLACED).exists() and not path.exists():
-                    os.replace(left / _REPLACED, path)
-                shutil.rmtree(left)
-            self.partial.mkdir(parents=True)
-
-    def _publish(self) -> None:
-        if self.ranks.is_first:
-            if self.path.exists():
-                os.replace(self.path, self.staging / _REPLACED)
-            os.replace(self.partial, self.path)
-            shutil.rmtree(self.staging, ignore_errors=True)
-
+# -- what is refused --------------------------------------------------------------------------------------------------
 
 _SHARDED = "leave it out: the model is sharded by StreamShard"
 _EVALUATES = "leave it out: with bf16=True or fp16=True layers compute in that dtype when they evaluate, too"
@@ -415,15 +314,16 @@ def _refuse(args: Any) -> None:
         if value := getattr(args, name, None):
             given = name if name == "fsdp" else f"{name}={value!r}"  # Trainer makes True of fsdp="full_shard"
             raise ConfigError(f"the training argument {given} does not go with StreamShard: {reason}")
+    if "lomo" in args.optim or "layerwise" in args.optim:
+        raise ConfigError(
+            f'optim="{args.optim.value}" steps each parameter within backward, before its gradient is averaged over '
+            'ranks: take one that steps afterwards, such as optim="adafactor" or optim="galore_adamw"'
+        )
     if args.n_gpu > 1:
         raise ConfigError(
             f"one process sees {args.n_gpu} GPUs: wanted one process for each, as `torchrun --nproc-per-node "
             f"{args.n_gpu}` starts them"
         )
-
-
-def _engine(model: nn.Module) -> Engine | None:
-    return None if handle_of(model) is None else engine_of(model)
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
-from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import Precision, StreamShard
+from streamshard import Precision
 from streamshard.engine.module_state import engine_of
 from streamshard.errors import ConfigError, UnitError
 from streamshard.integrations.accelerate import StreamShardAccelerator
@@ -54,19 +52,14 @@ def test_options_are_arguments_or_variables(context: RankContext) -> None:
         ({}, {"mixed_precision": "bf16", "precision": Precision(param_dtype=torch.float16)}, "mixed_precision='fp16'"),
         ({}, {"precision": Precision()}, "mixed_precision='bf16'"),
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {"precision": Precision()}, "mixed_precision='bf16'"),
-        ({"ACCELERATE_USE_FSDP": "true"}, {}, "ACCELERATE_USE_FSDP.*--multi_gpu"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, {}, "mesh="),
-        ({}, {"fsdp_plugin": FullyShardedDataParallelPlugin}, "fsdp_plugin"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, {}, "asked for a parallelism_config.*--multi_gpu.*mesh="),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(
     context: RankContext, environment: dict[str, str], settings: dict[str, Any], message: str
 ) -> None:
-    with launched(context, **environment):
-        if "fsdp_plugin" in settings:
-            settings = {"fsdp_plugin": settings["fsdp_plugin"]()}
-        with pytest.raises(ConfigError, match=message):
-            StreamShardAccelerator(**settings)
+    with launched(context, **environment), pytest.raises(ConfigError, match=message):
+        StreamShardAccelerator(**settings)
 
 
 @on_ranks(1, 2)
@@ -75,9 +68,6 @@ def test_the_dtype_of_a_half_precision_model_is_kept(context: RankContext) -> No
         accelerator = StreamShardAccelerator()
         assert engine_of(accelerator.prepare(make_model().bfloat16())).precision.param_dtype is torch.bfloat16
         assert engine_of(accelerator.prepare(make_model())).precision.param_dtype is torch.float32
-        with pytest.raises(ConfigError, match="was sharded with param_dtype=torch.bfloat16.*mixed_precision='bf16'"):
-            accelerator.prepare(StreamShard(make_model()))
-        assert len(accelerator._models) == 2
 
 
 @on_ranks(2)
@@ -103,19 +93,11 @@ def test_an_accelerator_of_someone_elses_is_taken_over(context: RankContext) -> 
         assert "weight_slots=3" in ours.model.memory_report().slots
         with pytest.raises(ConfigError, match="no such option: slots"):
             take_over(slots=3)
+        accelerator = Accelerator()
+        accelerator.state.distributed_type = DistributedType.FSDP
+        with pytest.raises(ConfigError, match="asked for FSDP.*--multi_gpu"):
+            StreamShardAccelerator.take_over(accelerator)
     same(ours, theirs)
-
-
-PAGE = Path(__file__).parents[2] / "docs" / "guide" / "accelerate.md"
-
-
-@pytest.mark.parametrize("group", ["FSDP Arguments", "DeepSpeed Arguments"])
-def test_the_page_says_what_to_write_for_each_option_of_accelerate(group: str) -> None:
-    page = PAGE.read_text()
-    groups = [each for each in launch_command_parser()._action_groups if each.title == group]
-    options = [action.dest for each in groups for action in each._group_actions]
-    assert len(options) > 10
-    assert [option for option in options if option not in page] == []
 
 
 def test_other_libraries_are_imported_only_when_their_integration_is() -> None:
@@ -126,16 +108,6 @@ def test_other_libraries_are_imported_only_when_their_integration_is() -> None:
 
 
 # -- how processes are started -----------------------------------------------------------------------------------------
-
-
-def test_one_process_of_several_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``accelerate launch --cpu --num_processes 2`` starts one, and leaves this trace of it."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    with pytest.raises(ConfigError, match="knows of 1 .*--multi_gpu --num_machines 1 --num_processes N"):
-        StreamShardAccelerator()
 
 
 @on_ranks(2)
@@ -151,7 +123,7 @@ def test_processes_that_do_not_know_of_each_other(context: RankContext) -> None:
         PartialState()
         assert PartialState().num_processes == 1 or torch.accelerator.is_available()
         if PartialState().num_processes == 1:
-            with pytest.raises(ConfigError, match="several processes were asked for, and accelerate knows of 1"):
+            with pytest.raises(ConfigError, match="2 processes were launched, and accelerate knows of 1.*--multi_gpu"):
                 StreamShardAccelerator()
 
 

@@ -12,12 +12,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 from streamshard import StreamShard, load_safetensors
-from streamshard.comm import flight_recorder
 from streamshard.comm.communicator import Communicator
-from streamshard.errors import CheckpointError, CommunicationError, ConfigError
+from streamshard.errors import CheckpointError, ConfigError
 from streamshard.optim import WholeParameterOptimizer
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import FAMILIES, make_model, make_rows
@@ -120,29 +118,6 @@ def test_ddp_goes_on_from_our_checkpoints_and_we_from_theirs(
                 trainer_class, make_model(family, **dropout), tmp_path / "resumed", data, resume=directory, **steps
             )
             assert_equal(resumed, whole[0], resumed=True)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("optim", ["adamw_torch"])
-def test_fp16_trains_as_fp32_does_and_goes_on_with_its_scale(context: RankContext, optim: str, tmp_path: Path) -> None:
-    """On CPUs too, where accelerate's own class has neither autocast nor a scaler for it."""
-    theirs_class, ours_class = _trainers()
-    data = make_rows("llama")
-    with launched(context):
-        theirs = train(theirs_class, make_model("llama"), tmp_path, data, optim=optim, max_steps=4)
-        ours = train(ours_class, make_model("llama"), tmp_path, data, optim=optim, fp16=True, **_SAVING)
-        scale = torch.load(tmp_path / "checkpoint-2" / "scaler.pt")["scale"]
-        resumed = train(
-            *(ours_class, make_model("llama"), tmp_path, data),
-            resume=tmp_path / "checkpoint-2",
-            before=lambda trainer: setattr(trainer.accelerator.scaler, "_init_scale", 2.0),
-            optim=optim,
-            fp16=True,
-            max_steps=4,
-        )
-    assert_equal(ours, theirs, digits=3, weights=False)
-    assert_equal(resumed, ours, resumed=True)
-    assert resumed.trainer.accelerator.scaler.get_scale() == scale
 
 
 def _at_other_size(context: RankContext, out: str, stored: str | None, family: str) -> dict[str, Any]:
@@ -286,49 +261,6 @@ def test_a_state_dict_of_pieces_is_refused_without_the_other_ranks(context: Rank
         load_safetensors(trainer.model, tmp_path)
 
 
-_ALONE: dict[str, Callable[[Any, str], object]] = {
-    "trainer.save_model": lambda trainer, out: trainer.save_model(out),
-    "model.save_pretrained": lambda trainer, out: trainer.model.save_pretrained(out),
-    "forward": lambda trainer, out: trainer.model(input_ids=torch.arange(3, 11)[None]),
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("call", list(_ALONE))
-def test_what_rank_0_calls_alone_in_a_callback_raises_and_leaves_the_earlier_save(
-    context: RankContext, call: str, tmp_path: Path
-) -> None:
-    """As under ``if state.is_world_process_zero``. Rank 1 is in torch's own collective, where Trainer counts tokens."""
-    from transformers import TrainerCallback
-
-    _, ours_class = _trainers()
-    saved: dict[str, Any] = {}
-
-    class Calls(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            saved["trainer"].save_model(str(tmp_path))
-            saved["weights"] = whole_weights(saved["trainer"].model)
-            if state.is_world_process_zero:
-                _ALONE[call](saved["trainer"], str(tmp_path))
-
-    patience = mock.patch.multiple(flight_recorder, _PATIENCE_S=0.05, _SHOW_AFTER_S=0.1)
-    error = pytest.raises(CommunicationError if context.rank == 0 else RuntimeError)
-    with launched(context), patience, error as caught:
-        train(
-            ours_class,
-            make_model("llama"),
-            tmp_path / "run",
-            make_rows("llama"),
-            before=lambda trainer: saved.update(trainer=trainer),
-            given={"callbacks": [Calls()]},
-        )
-    if context.rank == 0:
-        wanted = "All ranks have to call it, so call it outside of" if "save" in call else "have to call forward"
-        assert wanted in str(caught.value)
-        found = load_file(tmp_path / "model.safetensors")
-        assert_same({name: found[name] for name in saved["weights"]}, saved["weights"], "weights")
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("failing", ["optimizer.pt", "rng_state_1.pth"])
 def test_an_error_of_a_save_is_raised_on_all_ranks_and_leaves_nothing(
@@ -369,7 +301,7 @@ def test_an_error_of_a_save_is_raised_on_all_ranks_and_leaves_nothing(
         train(Ours, make_model("gpt2"), out, make_rows("gpt2"), save_strategy="steps", save_steps=1)
     dist.barrier()
     assert saved == [1, 2]
-    assert {path.name for path in out.iterdir()} == {"checkpoint-1"}
+    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-1"}
 
 
 @on_ranks(2)
@@ -457,11 +389,11 @@ def _with_deepspeed(**arguments: Any) -> Any:
         ({"optim": "lomo"}, 'optim="lomo" steps each parameter within backward.* optim="adafactor"'),
         (
             {"given": {"optimizer_cls_and_kwargs": (torch.optim.Adafactor, {"optim_bits": 8})}},
-            "optimizer_cls_and_kwargs with 8-bit moments steps whole parameters",
+            "Adafactor with 8-bit moments steps whole parameters",
         ),
         (
             {"given": {"optimizer_cls_and_kwargs": (torch.optim.LBFGS, {})}},
-            "optimizer_cls_and_kwargs: torch.optim.lbfgs.LBFGS calls a closure several times",
+            "torch.optim.lbfgs.LBFGS calls a closure several times",
         ),
         ({"arguments_class": _with_deepspeed}, "deepspeed='zero3.json' .* leave it out"),
         ({"save_on_each_node": True}, "storage that they share"),

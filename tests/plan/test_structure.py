@@ -86,10 +86,13 @@ def test_views_of_one_storage_that_do_not_overlap_are_fine() -> None:
 class AbstractFirstLayer(abc.ABC, nn.Module):
     """Python adds its instances' ``__dict__`` to `abc.ABC`, not to `object`: another layout than nn.Module's."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
 
-def test_a_class_that_derives_from_another_class_before_module_is_refused() -> None:
-    with pytest.raises(ShardingError, match=r"class of '1' cannot be replaced .*AbstractFirstLayer\(nn.Module, ABC"):
-        StreamShard(nn.Sequential(nn.Linear(DIM, DIM), AbstractFirstLayer()))
+    def forward(self, x: Tensor) -> Tensor:
+        """tanh(W x + b)"""
+        return torch.tanh(self.linear(x))
 
 
 class Registered(nn.Module):
@@ -120,9 +123,12 @@ class RegisteredLayer(Mixin, Registered, key="layer"):
 
 
 @on_ranks(1, 2)
-def test_classes_that_register_their_subclasses_train_like_plain_pytorch(context: RankContext) -> None:
+@pytest.mark.parametrize("layer", [RegisteredLayer, AbstractFirstLayer])
+def test_classes_of_any_layout_and_metaclass_train_like_plain_pytorch(
+    context: RankContext, layer: type[nn.Module]
+) -> None:
     """As layers, as modules around layers, and as the root. The user's code does not see the classes that we make."""
-    registered, layer = dict(Registered.known), RegisteredLayer  # its mixin comes before nn.Module
+    registered = dict(Registered.known)
     assert_trains_like_plain(context, lambda: nn.Sequential(*(layer() for _ in range(3))), stack_step)
     around = assert_trains_like_plain(
         context, lambda: nn.Sequential(layer(), layer()), stack_step, units=["0.linear", "1.linear"]
