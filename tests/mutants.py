@@ -119,7 +119,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_create", Swap('f"model-{token}-"', 'f"model-{8 * chr(48)}-"'), "publish"),
     ],
     "comm/gloo": [
-        ("_Exchange._abandon", Drop("_abandoned.setdefault(self._group, []).extend(self._messages)"), "transport"),
+        ("Exchange._abandon", Drop("_abandoned.setdefault(self._group, []).extend(self._messages)"), "transport"),
     ],
     "comm/nccl": [
         ("NcclTransport.start_reduce", Drop("if before > 1:"), "transport"),

@@ -97,7 +97,7 @@ def test_a_rehearsal_finds_everything_that_is_asked_of_a_gpu(
 
     What compares and draws is forked; the first job is a process as on a GPU, started by the command.
     """
-    stages = ["tests.one", "llama", "small.many", "profile.8"]
+    stages = ["tests.one", "llama", "profile.8"]
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--rehearse", "--out", str(tmp_path), "--stages", stages[0]]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr + (tmp_path / "output.log").read_text()
@@ -118,17 +118,17 @@ def test_a_rehearsal_finds_everything_that_is_asked_of_a_gpu(
         assert f"=== {name}: {job['command']}" in log
     found = {name: job["found"] for name, job in results["jobs"].items()}
     assert (found["tests.one"]["passed"], found["tests.one"]["failed"]) == (2, 0)
-    for name, systems in (("llama", ["local", "ddp", "fsdp2", "streamshard"]), ("small.many", ["local", "fsdp2"])):
-        assert found[name]["not_run"] == {}
-        assert all({"step_ms", "memory", "host_us_per_layer"} <= set(found[name]["systems"][each]) for each in systems)
-    assert {target["job"] for target in results["targets"]} == {"llama", "small.many"}
+    assert found["llama"]["not_run"] == {}
+    for system in ("local", "ddp", "fsdp2", "streamshard"):
+        assert {"step_ms", "memory", "host_us_per_layer"} <= set(found["llama"]["systems"][system])
+    assert {target["job"] for target in results["targets"]} == {"llama"}
     assert found["profile.8"]["gather_beside_compute_ms"] <= found["profile.8"]["gather_ms"]
     assert json.loads((tmp_path / "timeline-8.json").read_text())["traceEvents"]
 
 
 def test_a_job_that_is_out_of_time_is_ended_and_what_it_found_is_kept(jobs: Any, tmp_path: Path) -> None:
     """The next one runs; results say what happened."""
-    slow = _job(jobs, tmp_path, "a.slow", 'found.write_text(\'{"told": "half"}\'); time.sleep(600)', limit_s=6.0)
+    slow = _job(jobs, tmp_path, "a.slow", 'found.write_text(\'{"told": "half"}\'); time.sleep(600)', limit_s=3.0)
     quick = _job(jobs, tmp_path, "a.quick", "print('words'); found.write_text('{\"told\": \"all\"}')")
     silent = _job(jobs, tmp_path, "a.silent", "sys.exit(3)")
     assert not jobs.run_jobs([slow, quick, silent], tmp_path / "out", {"benchmark": "test"}, 100.0)

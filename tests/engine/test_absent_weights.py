@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from streamshard import Precision, StreamShard, register_forward_method
 from streamshard.errors import ShardingError
-from streamshard.inspect import engine_inside
 from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -147,21 +146,6 @@ def test_shape_and_dtype_of_a_weight_need_no_gather(context: RankContext, slots:
         model.layers[1].requires_grad_(trains)
         model(vector_batch(0, context.rank))
         assert model.found == (half, (DIM, DIM), form, (trains, True, None), "cpu", True, {half}, half)
-
-
-@on_ranks(2)
-def test_outside_of_passes_look_ups_give_the_sharded_parameters(context: RankContext) -> None:
-    """The very objects that optimizers have."""
-    model = StreamShard(Stack(), precision=FP32, resident=["layers.1"])
-    params = dict(model.named_parameters())
-    for _ in range(2):
-        for place in (1, 2):
-            layer: Any = model.layers[place]
-            assert layer.linear.weight is params[f"layers.{place}.linear.weight"]
-            names = [name for name in params if name.startswith(f"layers.{place}.")]
-            assert [id(param) for param in layer.parameters()] == [id(params[name]) for name in names]
-        stack_step(model, Call(0, context.rank, 2, 1.0))
-    assert not any(unit.is_bound for unit in engine_inside(model).units)
 
 
 # ---------------------------------------------------------------------------------------------- by other layers

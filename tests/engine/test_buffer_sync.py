@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -348,19 +347,12 @@ def talk(model: nn.Module, context: RankContext, steps: int = 1) -> dict[str, in
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("over", [contextlib.nullcontext, over_sockets])
-def test_a_step_of_a_model_whose_buffers_are_tables_sends_nothing_for_them(context: RankContext, over: Any) -> None:
-    """No broadcast, no object and no vote, once the order of units is known."""
-    with over():
-        model: Any = StreamShard(Table(is_persistent=False), precision=FP32)
+def test_a_training_step_sends_statistics_once_and_tables_never(context: RankContext) -> None:
+    """Nor do evaluation, after its first pass, and passes inside no_sync send any."""
+    model: Any = StreamShard(Table(is_persistent=False), precision=FP32)
     talk(model, context)
     assert talk(model, context, 5) == {}
-
-
-@on_ranks(2)
-def test_a_training_step_of_batch_norm_sends_one_message_and_others_none(context: RankContext) -> None:
-    """Neither evaluation, after its first pass, nor passes inside no_sync."""
-    model: Any = StreamShard(NormStack(), precision=FP32)
+    model = StreamShard(NormStack(), precision=FP32)
     talk(model, context)
     assert talk(model, context, 3) == {"buffers": 3}
     with torch.no_grad():

@@ -71,10 +71,7 @@ def adapted(dtype: torch.dtype = HALF) -> nn.Module:
 # ---------------------------------------------------------------------------------------------- the same numbers
 
 FROZEN = {
-    "all blocks": ("blocks.",),
     "all but the head": ("embedding", "positions", "blocks.", "norm"),
-    "all but the embedding": ("positions", "blocks.", "norm", "head"),
-    "embedding and first blocks": ("embedding", "positions", "blocks.0.", "blocks.1."),
     "attention of every block": tuple(f"blocks.{i}.attention." for i in range(4)),
     "units of every kind": ("blocks.0.", "blocks.1.attention", "blocks.2.up.bias", "norm", "embedding"),
 }

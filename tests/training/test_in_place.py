@@ -158,16 +158,9 @@ def test_casting_a_sharded_model_raises(context: RankContext) -> None:
     assert model(vector_batch(0, 0)).dtype == torch.float32
 
 
-class Terse(Stack):
-    """With a `__repr__` of its own."""
-
-    def __repr__(self) -> str:
-        return "terse"
-
-
 @on_ranks(4)
 def test_printing_the_model_says_how_it_is_sharded(context: RankContext) -> None:
-    """Below the model's name or its own words; replicas are counted."""
+    """Below the model's name; replicas are counted."""
     plain = repr(TinyLM()).splitlines()
     settings = {"units": ["Block", "head"], "weight_slots": 3, "precision": Precision(grad_dtype=torch.bfloat16)}
     lines = repr(StreamShard(TinyLM(), **settings)).splitlines()
@@ -177,7 +170,7 @@ def test_printing_the_model_says_how_it_is_sharded(context: RankContext) -> None
         "  weight_slots=3, grad_slots=2; computes in bfloat16, gradients in bfloat16, summed in float32",
     ]
     assert lines[:1] + lines[3:] == plain
-    lines = repr(StreamShard(Terse(), mesh=init_device_mesh("cpu", (2, 2)), precision=FP32)).splitlines()
-    assert lines[0] == "terse"
+    lines = repr(StreamShard(Stack(), mesh=init_device_mesh("cpu", (2, 2)), precision=FP32)).splitlines()
+    assert lines[0] == "Stack("
     assert lines[1].startswith("  StreamShard: ")
     assert "over 2 ranks in each of 2 replicas; units: " in lines[1]

@@ -164,19 +164,6 @@ class RootUsesParts(nn.Module):
         return F.linear(x, self.out.weight, self.out.bias)
 
 
-class Wrapper(nn.Module):
-    """The model proper is one level down, as in transformers' ForCausalLM classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = RootUsesParts()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, 16] -> [rows, 1]"""
-        out: Tensor = self.inner(x)
-        return out
-
-
 class Detaching(Stack):
     """Every layer's input is detached; outputs are summed. Autograd chooses the order of layers itself."""
 
@@ -191,12 +178,10 @@ class Detaching(Stack):
 
 
 SHAPES: dict[str, Callable[[], nn.Module]] = {
-    "unequal layers": lambda: Stack((16, 3, 40, 1, 24, 16)),
     "largest layer first": lambda: Stack((16, 64, 8)),
     "layers smaller than the number of ranks": _smaller_than_ranks,
     "a weight of two layers": WeightShared,
     "parameters that the root reads": RootUsesParts,
-    "a model in a model": Wrapper,
     "detached inputs": Detaching,
 }
 
