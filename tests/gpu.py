@@ -73,11 +73,11 @@ def enter_gpu() -> torch.device:
 def _let_collectives_be_late() -> None:
     """In all models that are sharded from now on."""
     from streamshard import build
-    from streamshard.inspect.adversary import Adversary
+    from streamshard.inspect.adversary import AdversarialTransport
 
     class LateRanks(build.Communicator):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            Adversary(self)
+            self.transport = AdversarialTransport(self)
 
     build.Communicator = LateRanks  # type: ignore[misc]

@@ -128,14 +128,17 @@ def test_parameters_of_other_dtypes_are_refused_by_name(context: RankContext, dt
 
 BAD_UNITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a block and a part of it": (lambda m: ["blocks.1", "blocks.1.attention"], r"blocks\.1.*overlap"),
-    "a name that is not there": (lambda m: ["blocks.9"], r"'blocks\.9'.*like it are 'blocks\.\d', 'blocks\.\d'"),
+    "a name that is not there": (lambda m: ["blocks.9"], r"'blocks\.9'.*like it are: 'blocks\.\d', 'blocks\.\d'"),
     "a class that is not there": (lambda m: [nn.Conv2d], r"Conv2d"),
-    "a module of another model": (lambda m: [nn.Linear(4, 4)], r"Linear.*not part of the model"),
+    "a module of another model": (lambda m: [nn.Linear(4, 4)], r"Linear.*neither a module inside the model"),
     "the model itself": (lambda m: [m], r"whole model"),
     "a unit without parameters": (lambda m: ["blocks.0.dropout"], r"blocks\.0\.dropout.*no parameters"),
     "a list of layers": (lambda m: "blocks", r"'blocks' is a ModuleList, which has no forward.*units=list\(model"),
     "a number": (lambda m: [3], r"3"),
-    "a predicate": (lambda m: lambda module: isinstance(module, Block), r"wanted module classes, modules, or names"),
+    "a predicate": (
+        lambda m: lambda module: isinstance(module, Block),
+        r"neither a module inside the model nor the class",
+    ),
 }
 
 

@@ -13,9 +13,8 @@ from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport, sum_in_rank_order
 from streamshard.config import ReductionMode
 
-__all__ = ["Exchange", "PairwiseTransport", "sum_in_pieces"]
+__all__ = ["Exchange", "PairwiseTransport"]
 
-_SUM_BLOCK = 1 << 17  # elements
 # One tag each for a unit's all-gathers, its reductions, and gathers of full tensors. gloo ends the process if a message
 # is longer than the buffer of its receiver, so these messages must not be mixed up.
 _TAGS_PER_UNIT = 3
@@ -52,7 +51,7 @@ class PairwiseTransport(Transport):
 
         def sum_all() -> None:
             with self.streams.on(self.stream):
-                sum_in_pieces([*received[:rank], chunks[rank], *received[rank:]], out, accumulate)
+                sum_in_rank_order([*received[:rank], chunks[rank], *received[rank:]], out, accumulate=accumulate)
 
         return Exchange(sum_all, messages, self.ranks.group)
 
@@ -138,15 +137,3 @@ class Exchange:
         if self._messages and self._group is not None:
             _abandoned.setdefault(self._group, []).extend(self._messages)
             self._messages = ()
-
-
-def sum_in_pieces(chunks: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool) -> None:
-    """`sum_in_rank_order`, block by block, so that a block of `out` stays in the CPU's cache.
-
-    If `out` is one of the chunks (main grads in the grad slot), that chunk is added first, because it is overwritten.
-    """
-    first = [chunk for chunk in chunks if chunk.data_ptr() == out.data_ptr()]
-    ordered = [*first, *(chunk for chunk in chunks if chunk.data_ptr() != out.data_ptr())]
-    with torch.no_grad():
-        for piece, *parts in zip(*(tensor.split(_SUM_BLOCK) for tensor in (out, *ordered)), strict=True):
-            sum_in_rank_order(parts, piece, accumulate=accumulate)

@@ -42,11 +42,11 @@ from typing import NamedTuple
 import torch
 
 from streamshard.comm.flight_recorder import RecordKind
-from streamshard.comm.gloo import Exchange, PairwiseTransport, sum_in_pieces
+from streamshard.comm.gloo import Exchange, PairwiseTransport
 from streamshard.comm.groups import timeout_of
 from streamshard.comm.objects import RankGroup
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import Peers, Reduction
+from streamshard.comm.transport import Peers, Reduction, sum_in_rank_order
 from streamshard.config import ReductionMode
 from streamshard.errors import StateError
 
@@ -290,7 +290,8 @@ class SharedMemoryTransport(PairwiseTransport):
         slot, out, _, _, accumulate, _ = self._started.popleft()
         start = self._offset_of(slot) + self.ranks.rank * out.numel() * slot.element_size()
         with self.streams.on(self.stream):
-            sum_in_pieces([buffers.view(start, out.numel(), slot.dtype) for buffers in self._buffers], out, accumulate)
+            chunks = [buffers.view(start, out.numel(), slot.dtype) for buffers in self._buffers]
+            sum_in_rank_order(chunks, out, accumulate=accumulate)
         self._advance(Counter.SUMMED)
 
     def _offset_of(self, tensor: torch.Tensor) -> int:

@@ -313,16 +313,3 @@ class Streams:
             yield
         finally:
             self.observers = observers
-
-    def declare(
-        self,
-        stream: StreamName,
-        collective: Collective,
-        tag: int | None,
-        *,
-        reads: Sequence[torch.Tensor] = (),
-        writes: Sequence[torch.Tensor] = (),
-    ) -> None:
-        """Tell the observers that a collective is issued. For the arguments see `Observer.on_collective`."""
-        for observer in self.observers:
-            observer.on_collective(stream, collective, tag, reads, writes)

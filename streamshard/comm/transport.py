@@ -28,6 +28,8 @@ from streamshard.errors import StateError
 
 __all__ = ["AllToAll", "Peers", "Reduction", "Transport", "sum_in_rank_order"]
 
+_SUM_BLOCK = 1 << 17  # elements
+
 
 class Peers(Protocol):
     """The part of `streamshard.comm.communicator.Communicator` that a transport uses."""
@@ -192,6 +194,16 @@ class Transport(abc.ABC):
     ) -> None:
         """Log a collective, and tell the observers. For the arguments see `Observer.on_collective`."""
         self._log.add(kind, tag or 0)
+        self._declare(collective, tag, reads=reads, writes=writes)
+
+    def _declare(
+        self,
+        collective: Collective,
+        tag: int | None,
+        *,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor],
+    ) -> None:
         for observer in self.streams.observers:
             observer.on_collective(self.stream, collective, tag, reads, writes)
 
@@ -221,10 +233,12 @@ def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accu
         accumulate: add to `out` instead of overwriting it.
     """
     share = 1.0 / len(chunks)
-    first, *others = chunks
-    if accumulate:
-        out.add_(first, alpha=share)
-    else:
-        out.copy_(first).mul_(share)  # torch.mul(first, share, out=out) would round to first's dtype
-    for chunk in others:
-        out.add_(chunk, alpha=share)
+    with torch.no_grad():
+        # Block by block, so that a block of `out` stays in the CPU's cache.
+        for block, first, *others in zip(*(tensor.split(_SUM_BLOCK) for tensor in (out, *chunks)), strict=True):
+            if accumulate:
+                block.add_(first, alpha=share)
+            else:
+                block.copy_(first).mul_(share)  # torch.mul(first, share, out=block) would round to first's dtype
+            for other in others:
+                block.add_(other, alpha=share)

@@ -15,9 +15,9 @@ On the CPU, computation runs in the calling thread, so waits for the compute str
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -28,64 +28,34 @@ from streamshard.comm.transport import AllToAll, Reduction, Transport
 from streamshard.config import ReductionMode
 from streamshard.inspect import engine_inside
 
-__all__ = ["AdversarialTransport", "Adversary", "make_adversarial"]
+__all__ = ["AdversarialTransport", "make_adversarial"]
 
 _DELAY_CYCLES = 2_000_000  # about a millisecond of a GPU
 
 
-def make_adversarial(model: nn.Module) -> Adversary:
-    """From now on the collectives of `model` are as late as the engine's waits allow. Call it on every rank.
+@contextlib.contextmanager
+def make_adversarial(model: nn.Module) -> Iterator[AdversarialTransport]:
+    """Inside the context the collectives of `model` are as late as the engine's waits allow. For every rank.
 
-    Call `Adversary.restore` before a collective of your own: a rank that has not waited for a gather yet would hold up
-    the others for ever.
+    Leave the context before a collective of your own: a rank that has not waited for a gather yet would hold up the
+    others for ever. Yields the shard group's transport.
 
     Args:
         model: made by `StreamShard`.
-
-    Returns:
-        What ends it: call ``restore()``, or use it as a context manager.
     """
     engine = engine_inside(model)
     replicas = engine.reductions.replicas
-    return Adversary(engine.ranks) if replicas is None else Adversary(engine.ranks, replicas.ranks)
-
-
-class Adversary:
-    """Adversarial transports in the place of a model's own ones. They have one queue.
-
-    Args:
-        *all_ranks: whose transports are replaced: the shard group's, that of replicas.
-
-    Attributes:
-        transport: the shard group's.
-    """
-
-    def __init__(self, *all_ranks: Communicator) -> None:
-        pending: deque[_Late] = deque()
-        self._replaced = [(ranks, AdversarialTransport(ranks, pending)) for ranks in all_ranks]
-        for ranks, transport in self._replaced:
-            ranks.transport = transport
-        self.transport = self._replaced[0][1]
-
-    def restore(self) -> None:
-        """Complete what is pending and give the ranks their own transports back. Twice is once."""
-        self.transport.complete()
-        self._give_back()
-
-    def _give_back(self) -> None:
-        for ranks, transport in self._replaced:
+    pending: deque[_Late] = deque()
+    all_ranks = [engine.ranks] if replicas is None else [engine.ranks, replicas.ranks]
+    transports = [AdversarialTransport(ranks, pending) for ranks in all_ranks]
+    for ranks, transport in zip(all_ranks, transports, strict=True):
+        ranks.transport = transport
+    try:
+        yield transports[0]
+        transports[0].complete()  # after an error the others may not be there to complete anything with
+    finally:
+        for ranks, transport in zip(all_ranks, transports, strict=True):
             ranks.transport = transport.inner
-
-    def __enter__(self) -> Adversary:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.restore()
-        else:
-            self._give_back()  # the others may not be there to complete anything with
 
 
 class AdversarialTransport(Transport):
@@ -110,7 +80,7 @@ class AdversarialTransport(Transport):
         """See `Transport.start_gather`. Until it is waited for the slot holds NaN and the shard has not been read."""
         if not is_published:
             return self._start(lambda: self.inner.start_gather(shard, slot, tag, is_published=False))
-        self.streams.declare(self.stream, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
+        self._declare(Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         with self.streams.on(self.stream):
             _spoil(slot, keep=shard)
         return self._start(lambda: self.inner.start_gather(shard, slot, tag))
@@ -118,20 +88,20 @@ class AdversarialTransport(Transport):
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`. The slot is read when that is waited for, and holds NaN afterwards."""
         written = (reduction.slot, reduction.scratch, reduction.out)
-        self.streams.declare(self.stream, Collective.REDUCE_SCATTER, reduction.tag, writes=written)
+        self._declare(Collective.REDUCE_SCATTER, reduction.tag, writes=written)
         return self._start(
             lambda: self.inner.start_reduce(reduction), lambda: _spoil(reduction.slot, keep=reduction.out)
         )
 
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
         """See `Transport.start_average`."""
-        self.streams.declare(self.stream, Collective.ALL_REDUCE, tag, writes=(tensor,))
+        self._declare(Collective.ALL_REDUCE, tag, writes=(tensor,))
         return self._start(lambda: self.inner.start_average(tensor, tag))
 
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
         """See `Transport.start_all_to_all`. What is received holds NaN until then, what was sent afterwards."""
         written = (exchange.send, exchange.received)
-        self.streams.declare(self.stream, Collective.ALL_TO_ALL, None, writes=written)
+        self._declare(Collective.ALL_TO_ALL, None, writes=written)
         with self.streams.on(self.stream):
             _fill_nan(exchange.received)
         return self._start(lambda: self.inner.start_all_to_all(exchange), lambda: _fill_nan(exchange.send))

@@ -329,35 +329,26 @@ def _missing_rule(category: Category, first: Access) -> Rule | None:
 # -- what computes ------------------------------------------------------------------------------------------------
 
 
-class _Touched(NamedTuple):
-    """Which arguments of an operation it touches: by position (or name), and whether it writes them."""
-
-    by_position: tuple[tuple[int, bool], ...]
-    by_name: tuple[tuple[str, bool], ...]
-
-
-_NOTHING = _Touched((), ())
-
-
 @cache
-def _touched(operation: OpOverload) -> _Touched:
-    """From the schema's alias annotations: ``a!`` is a write, ``a`` a view, which touches nothing, none a read."""
+def _touched(operation: OpOverload) -> list[tuple[int, str, bool]]:
+    """The tensor arguments that an operation touches: position, name, and whether it writes them.
+
+    From the schema's alias annotations: ``a!`` is a write, ``a`` a view, which touches nothing, none a read.
+    """
     name = operation._schema.name.split("::")[-1]
     # Collectives are declared by the transport. Some operations look at a tensor's shape only.
     if operation.namespace in ("c10d", "_c10d_functional", "prim"):
-        return _NOTHING
+        return []
     if name.endswith(("_like", "is_set_to")) or name.startswith("new_") or torch.Tag.inplace_view in operation.tags:
-        return _NOTHING
-    positions, names = [], []
+        return []
+    touched = []
     for position, argument in enumerate(operation._schema.arguments):
         alias = argument.alias_info
         if alias is not None and not alias.is_write:
-            return _NOTHING
+            return []
         if "Tensor" in str(argument.type):
-            names.append((argument.name, alias is not None))
-            if not argument.kwarg_only:
-                positions.append((position, alias is not None))
-    return _Touched(tuple(positions), tuple(names))
+            touched.append((position, argument.name, alias is not None))
+    return touched
 
 
 class _Watch(TorchDispatchMode):
@@ -371,14 +362,9 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        touched = _touched(func)
         with AsTensors():
-            for position, is_write in touched.by_position:
-                if position < len(args):
-                    self._look(args[position], is_write, func)
-            for name, is_write in touched.by_name:
-                if name in kwargs:
-                    self._look(kwargs[name], is_write, func)
+            for position, name, is_write in _touched(func):
+                self._look(args[position] if position < len(args) else kwargs.get(name), is_write, func)
         return func(*args, **kwargs)
 
     def _look(self, value: Any, is_write: bool, func: Any) -> None:

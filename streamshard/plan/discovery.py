@@ -40,7 +40,6 @@ ResidentArgument = _NamedModules  # resident=...
 _SUBSTANTIAL = 0.05  # see [Note: layers]
 _WORTH_A_GATHER = 2**20
 _LARGE = 0.5  # share of the largest layer that makes a module worth a unit of its own
-_TOO_MUCH = 0.25  # share of the weights in the root unit that is worth a warning
 
 
 class FoundUnit(NamedTuple):
@@ -115,8 +114,6 @@ def find_groups(
                 f"resident leaves unit {unit.name!r} without parameters. If other modules share them, they are "
                 "resident already: leave it out. If all modules of the unit are named, name the unit instead"
             )
-    if units is None and layers:
-        _warn_of_root_unit(root, layers, groups[0])
     return found, groups
 
 
@@ -193,36 +190,31 @@ def _select(given: _NamedModules, names: dict[nn.Module, str], what: str) -> lis
     """The modules that `given` names; `what` is the argument's name, for errors."""
     if isinstance(given, type | str | nn.Module) and not isinstance(given, nn.ModuleList):
         given = [given]
-    if not isinstance(given, Iterable):
-        raise UnitError(f"{what}={given!r}: wanted module classes, modules, or names of either")
-    by_name = {name: module for module, name in names.items()}
+    by_name: dict[object, nn.Module] = {name: module for module, name in names.items()}
     found: list[nn.Module] = []
-    for wanted in given:
+    for wanted in given if isinstance(given, Iterable) else [given]:
         if isinstance(wanted, nn.Module):
-            if wanted not in names:
-                raise UnitError(f"{what} holds a {type(wanted).__name__} that is not part of the model")
-            found.append(wanted)
+            matches = [wanted] if wanted in names else []
         elif isinstance(wanted, str) and wanted in by_name:
-            found.append(by_name[wanted])
-        elif isinstance(wanted, type | str):
-            matches = [module for module, name in names.items() if name and _is_of_class(module, wanted)]
-            if not matches:
-                name = wanted if isinstance(wanted, str) else wanted.__name__
-                known = [*by_name, *dict.fromkeys(type(module).__name__ for module in names)]
-                similar = ", ".join(map(repr, difflib.get_close_matches(name, known, n=3)))
-                raise UnitError(
-                    f"{what} names {name!r}, but no module inside the model, nor the class of one, has that name"
-                    + (f"; like it are {similar}" if similar else "; model.named_modules() has the names")
-                )
-            found.extend(matches)
+            matches = [by_name[wanted]]
         else:
-            raise UnitError(f"{what} holds {wanted!r}: wanted module classes, modules, or names of either")
+            matches = [module for module, name in names.items() if name and _is_of_class(module, wanted)]
+        if not matches:
+            known = [*map(str, by_name), *dict.fromkeys(type(module).__name__ for module in names)]
+            similar = ", ".join(
+                map(repr, difflib.get_close_matches(getattr(wanted, "__name__", str(wanted)), known, n=3))
+            )
+            raise UnitError(
+                f"{what} names {wanted!r}, which is neither a module inside the model nor the class of one (a class, a "
+                f"module, or the name of either); like it are: {similar or 'none. See model.named_modules()'}"
+            )
+        found.extend(matches)
     if not found:
         raise UnitError(f"{what} selects no module")
     return found
 
 
-def _is_of_class(module: nn.Module, wanted: type | str) -> bool:
+def _is_of_class(module: nn.Module, wanted: object) -> bool:
     return any(wanted in (base, base.__name__) for base in type(module).__mro__)
 
 
@@ -314,20 +306,15 @@ def _are_stages(layers: Sequence[nn.Module]) -> bool:
     """Whether `layers` are stages with layers inside.
 
     They are if one is a sequence of at least as many layers as there are stages, or if the layers inside one hold a
-    third of all weights.
+    third of all weights. A list inside a stage holds over 80% of its weights; lists of experts lie deeper, beside
+    attention.
     """
-    total = _numel(*layers)
-    return any(
-        (isinstance(layer, nn.Sequential) and len(inner) >= len(layers)) or 3 * _numel(*inner) > total
-        for layer in layers
-        if (inner := _layers_of(layer) or _layers_in(layer))
-    )
-
-
-def _layers_in(stage: nn.Module) -> list[nn.Module]:
-    """The layers of a list that holds over 80% of a stage's weights. Lists of experts lie deeper, beside attention."""
-    lists = [layers for child in stage._modules.values() if child is not None and (layers := _layers_of(child))]
-    return next((layers for layers in lists if _numel(*layers) > 0.8 * _numel(stage)), [])
+    for layer in layers:
+        lists = [_layers_of(inner) for inner in (layer, *layer.children())]
+        inner = next((found for found in lists if _numel(*found) > 0.8 * _numel(layer)), [])
+        if (isinstance(layer, nn.Sequential) and len(inner) >= len(layers)) or 3 * _numel(*inner) > _numel(*layers):
+            return True
+    return False
 
 
 # -- what is large beside the layers ------------------------------------------------------------------------------
@@ -366,28 +353,6 @@ def _find_large(
             large.append(module)
             inside |= within
     return large
-
-
-def _warn_of_root_unit(root: nn.Module, layers: Sequence[nn.Module], outside: Sequence[FoundParam]) -> None:
-    """Warn if more than a quarter of the weights, embeddings not counted, are in the root unit; name the largest.
-
-    Args:
-        root: the model.
-        layers: detected.
-        outside: the parameters of the root unit.
-    """
-    embeddings = embedding_params(root)
-    tied = {param for layer in layers for param in params_of(layer).values()}  # no choice of units moves them
-    loose = [each for each in outside if each.param not in embeddings and each.param not in tied]
-    share = sum(each.param.numel() for each in loose) / max(_numel(root, left_out=embeddings), 1)
-    if share > _TOO_MUCH:
-        found = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers))
-        largest = sorted(loose, key=lambda each: -each.param.numel())[:3]
-        warn_user(
-            f"{share:.0%} of the weights of {type(root).__name__} are outside of the layers that StreamShard has found "
-            f"({found}): they are all-gathered at once, and stay until backward is over. The largest are "
-            f"{', '.join(repr(each.names[0]) for each in largest)}. Name their layers too: units=[{found}, ..]"
-        )
 
 
 def embedding_params(root: nn.Module) -> set[nn.Parameter]:

@@ -14,7 +14,6 @@ layers compute in fp32. If storage dtype and compute dtype are equal, the main w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -103,19 +102,18 @@ class FlatParam(NamedTuple):
         return self.layout.padded_numel * self.kind.grad_dtype.itemsize
 
 
-class UnitLayout:
+class UnitLayout(NamedTuple):
     """The flat parameters of one unit, those that train first. Made by `plan_units`.
 
-    Args:
+    Attributes:
         name: fully qualified name of the unit's module; "" for the root unit.
         flat_params: at least one flat parameter, which is empty if the unit has no parameters.
     """
 
-    def __init__(self, name: str, flat_params: Sequence[FlatParam]) -> None:
-        self.name = name
-        self.flat_params = tuple(flat_params)
+    name: str
+    flat_params: tuple[FlatParam, ...]
 
-    @cached_property
+    @property
     def params(self) -> tuple[ParamLayout, ...]:
         """The parameters of all flat parameters, in order."""
         return tuple(param for flat_param in self.flat_params for param in flat_param.layout.params)
@@ -178,5 +176,5 @@ def plan_units(
             weight_start += flat_param.weight_bytes
             wire_start += flat_param.wire_bytes
             grad_start += flat_param.grad_bytes
-        layouts.append(UnitLayout(name, flat_params))
+        layouts.append(UnitLayout(name, tuple(flat_params)))
     return layouts

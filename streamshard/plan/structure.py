@@ -66,19 +66,19 @@ def refuse_transforms() -> None:
 def modules_of(root: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
     """What ``nn.Module.named_modules`` gives, whatever the model's classes make of it."""
     found: list[tuple[str, nn.Module]] = []
-    _walk("", root, set() if remove_duplicate else None, found)
-    return found
+    seen: set[int] = set()
 
-
-def _walk(prefix: str, module: nn.Module, seen: set[int] | None, found: list[tuple[str, nn.Module]]) -> None:
-    if seen is not None:
-        if id(module) in seen:
+    def walk(prefix: str, module: nn.Module) -> None:
+        if remove_duplicate and id(module) in seen:
             return
         seen.add(id(module))
-    found.append((prefix, module))
-    for key, child in module._modules.items():
-        if child is not None:
-            _walk(join_names(prefix, key), child, seen, found)
+        found.append((prefix, module))
+        for key, child in module._modules.items():
+            if child is not None:
+                walk(join_names(prefix, key), child)
+
+    walk("", root)
+    return found
 
 
 def params_of(root: nn.Module) -> dict[str, nn.Parameter]:
@@ -177,15 +177,10 @@ def refuse_marks(name: str, param: nn.Parameter) -> None:
     Raises:
         ShardingError: names the parameter and the library.
     """
-    if "_in_backward_optimizers" in param.__dict__:
+    if marks := param.__dict__.keys() & {"_in_backward_optimizers", "grad_sample"}:
         raise ShardingError(
-            f"_apply_optimizer_in_backward gave parameter {name!r} an optimizer that would never step: step in "
-            "param.register_post_accumulate_grad_hook, which gets the sharded gradient"
-        )
-    if "grad_sample" in param.__dict__:
-        raise ShardingError(
-            f"opacus's GradSampleModule keeps each sample's gradient of parameter {name!r}, and ranks would not "
-            "average these. Train without opacus, or with opacus.utils.fsdp_utils.FSDP2Wrapper instead of StreamShard"
+            f"parameter {name!r} has {marks.pop()}: _apply_optimizer_in_backward or opacus takes its gradient before "
+            "ranks average it. Leave that out; param.register_post_accumulate_grad_hook gets the sharded gradient"
         )
 
 
@@ -196,20 +191,20 @@ def _refuse_shared_memory(root: nn.Module, params: Mapping[str, nn.Parameter]) -
         for key, buffer in module._buffers.items():
             if buffer is not None and not is_lazy(buffer) and buffer.layout is torch.strided:
                 tensors.append((join_names(prefix, key), buffer))
-    filled = [(name, tensor) for name, tensor in tensors if tensor.numel() and not is_meta(tensor)]
-    last: tuple[str, torch.Tensor] | None = None  # the tensor so far whose memory ends last
-    for name, tensor in sorted(filled, key=lambda each: each[1].data_ptr()):
-        if last is not None and tensor.data_ptr() < _end(last[1]):
-            both = sorted([last, (name, tensor)], key=lambda each: not isinstance(each[1], nn.Parameter))
-            if isinstance(both[0][1], nn.Parameter):
-                second = "parameter" if isinstance(both[1][1], nn.Parameter) else "buffer"
+    ends: dict[bool, tuple[int, str]] = {}  # by whether it is a parameter, the one so far whose memory ends last
+    for name, tensor in sorted(tensors, key=lambda each: each[1].data_ptr()):
+        if is_meta(tensor) or not tensor.numel():
+            continue
+        is_param = isinstance(tensor, nn.Parameter)
+        for other_is_param, (end, other) in ends.items():
+            if tensor.data_ptr() < end and (is_param or other_is_param):
                 raise ShardingError(
-                    f"parameter {both[0][0]!r} and {second} {both[1][0]!r} share memory, which shards do not. Tie "
-                    "parameters by registering one Parameter under both names (b.weight = a.weight), take views of a "
-                    "parameter in forward, or give each memory of its own (.clone())"
+                    f"{other!r} and {name!r} share memory, which shards do not. Tie parameters by registering one "
+                    "Parameter under both names (b.weight = a.weight), take views of a parameter in forward, or give "
+                    "each memory of its own (.clone())"
                 )
-        if last is None or _end(tensor) > _end(last[1]):
-            last = name, tensor
+        end = tensor.data_ptr() + _extent(tensor) * tensor.element_size()
+        ends[is_param] = max(ends.get(is_param, (0, "")), (end, name))
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -217,10 +212,6 @@ def _extent(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _end(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr() + _extent(tensor) * tensor.element_size()
 
 
 class Structure:

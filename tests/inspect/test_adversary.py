@@ -84,10 +84,10 @@ def test_a_slot_holds_nan_until_its_gather_is_waited_for(context: RankContext) -
     """And what was gathered afterwards; gathers that were started before are done first."""
     model = _model()
     engine = engine_inside(model)
-    with make_adversarial(model) as adversary:
+    with make_adversarial(model) as late:
         shards = [torch.full((4,), float(10 * k + context.rank)) for k in range(2)]
         slots = [torch.zeros(8) for _ in range(2)]
-        works = [adversary.transport.start_gather(shards[k], slots[k], k) for k in range(2)]
+        works = [late.start_gather(shards[k], slots[k], k) for k in range(2)]
         assert all(bool(slot.isnan().all()) for slot in slots)
         shards[0].add_(100.0)  # who writes what is still to be sent is seen
         assert works[1] is not None
@@ -97,7 +97,7 @@ def test_a_slot_holds_nan_until_its_gather_is_waited_for(context: RankContext) -
         works[1].wait()
         assert slots[1].tolist() == [10.0] * 4 + [11.0] * 4
         flags = torch.zeros(2, dtype=torch.uint8)
-        work = adversary.transport.start_gather(torch.ones(1, dtype=torch.uint8), flags, 2)
+        work = late.start_gather(torch.ones(1, dtype=torch.uint8), flags, 2)
         assert flags.tolist() == [255, 255]
         assert work is not None
         work.wait()
@@ -109,11 +109,9 @@ def test_a_slot_holds_nan_until_its_gather_is_waited_for(context: RankContext) -
 def test_leaving_completes_what_nobody_waited_for(context: RankContext) -> None:
     """So that a rank that did wait is answered."""
     model = _model()
-    adversary = make_adversarial(model)
     slot = torch.zeros(2)
-    adversary.transport.start_gather(torch.tensor([float(context.rank)]), slot, 0)
-    adversary.restore()
-    adversary.restore()
+    with make_adversarial(model) as late:
+        late.start_gather(torch.tensor([float(context.rank)]), slot, 0)
     assert slot.tolist() == [0.0, 1.0]
     own = engine_inside(model).ranks.transport
     with pytest.raises(ZeroDivisionError), make_adversarial(model):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -146,31 +145,6 @@ def test_lists_that_are_worth_streaming_are_found(case: str) -> None:
         assert _units(build()) == names
 
 
-# ---------------------------------------------------------------------------------------------- what is outside
-
-
-def _rest(numel: int) -> nn.Module:
-    """Beside layers of 1088 parameters altogether, `numel` in layers that nothing says are some."""
-    rest = Parts(**{f"part{number}": Parts(inner=nn.Linear(numel // 4, 1, bias=False)) for number in range(4)})
-    return Parts(body=Parts(layers=_layers(4)), rest=Parts(inner=rest, norm=nn.LayerNorm(1)))
-
-
-def test_a_model_of_which_more_than_a_quarter_is_outside_warns_once() -> None:
-    """The warning names the largest parameters outside, and the classes that were found."""
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        find_groups(_rest(360), None)
-        find_groups(_rest(800), ["body.layers.0"])  # whoever names units knows what is left
-        tied: Any = Parts(embedding=nn.Embedding(999, 16), layers=_layers(4), head=nn.Linear(16, 999, bias=False))
-        tied.head.weight = tied.embedding.weight
-        assert _units(tied) == _in("layers", 4)  # nothing can be done about tied embeddings
-        assert not heard
-        find_groups(_rest(368), None)
-    (warning,) = heard
-    for part in ("25%", "'rest.inner.part0.inner.weight', 'rest.inner.part1.inner.weight'", "(Linear)", "units=["):
-        assert part in str(warning.message)
-
-
 def _named(model: nn.Module, *units: str) -> list[str]:
     return [unit.name for unit in find_groups(model, units)[0]]
 
@@ -186,21 +160,15 @@ def test_classes_can_be_named() -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("LlamaLayer", "; like it are 'LlamaDecoderLayer'"),
-        ("model.layer.1", "; like it are 'model.layers.1'"),
-        ("zzz", "; model.named_modules() has the names"),
+        ("LlamaLayer", "like it are: 'LlamaDecoderLayer'"),
+        ("model.layer.1", "like it are: 'model.layers.1'"),
+        (nn.Conv2d, "none. See model.named_modules()"),
+        (nn.Linear(2, 2), "none. See model.named_modules()"),
+        (5, "none. See model.named_modules()"),
     ],
+    ids=str,
 )
-def test_a_name_of_neither_modules_nor_classes_raises_with_those_like_it(name: str, hint: str) -> None:
+def test_what_is_neither_a_module_nor_a_class_raises_with_names_like_it(name: Any, hint: str) -> None:
     """The nearest first."""
-    with pytest.raises(UnitError, match=re.escape(f"units names '{name}', but no module") + ".*" + re.escape(hint)):
+    with pytest.raises(UnitError, match=re.escape(hint)):
         find_groups(families.llama(), [name])
-
-
-def test_a_transformers_model_with_much_outside_warns() -> None:
-    """As Vits does, whose decoder is no list of layers."""
-    found = look_at("VitsModel")
-    (heard,) = found.heard
-    assert found.share > 0.25
-    assert "posterior_encoder" in heard or "decoder" in heard
-    assert "VitsEncoderLayer" in heard
