@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.errors import OptimizerError, RankMismatchError
+from streamshard.errors import RankMismatchError
 from streamshard.optim.inner import NO_OPTIONS, InnerOptimizer
 from streamshard.optim.rounds import Rounds, WholeParam
 from streamshard.plan.owners import plan_rounds
@@ -114,7 +114,7 @@ class InnerOptimizers:
         for inners in self._by_round:
             for inner in inners:
                 inner.take_options()
-        self._error, self._is_checked = None, False
+        self._is_checked = False
         self._had_grads = [each.param.grad is not None for each in self._wholes]
         self._rounds.run(self._step_in_place, self._step_round)
         stepped: set[int] = set()
@@ -125,30 +125,31 @@ class InnerOptimizers:
                     stepped.add(inner.number)
         if not self._ranks.streams.has_streams:
             self.check_last_step()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _step_in_place(self) -> None:
         try:
             for inner in self._in_place:
                 inner.step()
-        except Exception as error:  # all ranks hear of it when the exchanges are over
+        except Exception as error:  # raised when the exchanges are over: the other ranks take part in them
             self._error = error
 
-    def _step_round(self, number: int) -> bool:
+    def _step_round(self, number: int) -> None:
         try:
             if self._error is None:
                 for inner in self._by_round[number]:
                     inner.optimizer.step()
-        except Exception as error:  # all ranks hear of it when the exchanges are over
+        except Exception as error:  # raised when the exchanges are over: the other ranks take part in them
             self._error = error
-        return self._error is None
 
     def check_last_step(self) -> None:
-        """Raise on all ranks if the last step has failed on any. Collective only then."""
+        """Raise on all ranks if they had other gradients in the last step. Collective only then."""
         if self._rounds is None or self._is_checked:
             return
         self._is_checked = True
-        grads_differ, has_failed = self._rounds.verdict()
-        if grads_differ:
+        if self._rounds.grads_differ():
             # On a device the host does not read other ranks' numbers before it steps.
             outcome = "" if self._ranks.streams.has_streams else ": no whole parameter was stepped"
             by_rank = self._ranks.gather_objects(self._had_grads, with_replicas=False)
@@ -159,12 +160,6 @@ class InnerOptimizers:
                         f"parameter {each.piece.name!r} has a gradient on ranks {ranks_with} only{outcome}. Set "
                         "grad = None on all ranks or on none"
                     )
-        if has_failed:
-            own, self._error = self._error, None
-            told = None if own is None else f"{type(own).__name__}: {own}"
-            by_rank = self._ranks.gather_objects(told, with_replicas=False)
-            stories = [f"on rank {rank}: {story}" for rank, story in enumerate(by_rank) if story is not None]
-            raise OptimizerError(f"the optimizer's step failed {', '.join(stories)}") from own
 
     # -- state ------------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ owner's own pieces are not exchanged: they are copied to the full parameters bef
 
 The length of a message follows from the plan alone, never from which parameters have a gradient, so ranks that
 disagree about gradients get an error and not messages of the wrong length. Behind the elements each rank sends each
-rank one number: on the way to owners a digest of which parameters have gradients here, on the way back whether this
-rank has failed. On a device the host reads these numbers before the next step, so it never waits for the device.
+rank one number, a digest of which parameters have gradients here. On a device the host reads these numbers before the
+next step, so it never waits for the device.
 """
 
 from __future__ import annotations
@@ -93,22 +93,20 @@ class Rounds:
         self._arrived = fence(Rule.RESULTS_ARRIVED, comm, compute, "whole parameters")
         self._stepped = fence(Rule.SHARDS_WRITTEN, compute, comm, "new weights of owners")
         self._returned = fence(Rule.RESULTS_ARRIVED, comm, compute, "new weights of pieces")
-        self._numbers = torch.zeros(2, ranks.world_size, pin_memory=ranks.streams.device.type != "cpu")
+        self._numbers = torch.zeros(ranks.world_size, pin_memory=ranks.streams.device.type != "cpu")
         self._digest = 0
         self._event: Any = None  # on a device: the numbers are on the host
         weakref.finalize(self, _free, weakref.ref(ledger), self._buffers).atexit = False
 
-    def run(self, meanwhile: Callable[[], None], step_round: Callable[[int], bool]) -> None:
-        """One step of all rounds. What ranks have told each other is in `verdict` afterwards.
+    def run(self, meanwhile: Callable[[], None], step_round: Callable[[int], None]) -> None:
+        """One step of all rounds. Whether ranks have the same gradients is in `grads_differ` afterwards.
 
         Args:
             meanwhile: called while the first round travels; does not raise.
-            step_round: steps what this rank owns of a round, whose weights and gradients are in place. It does not
-                raise: it returns whether all has gone well so far.
+            step_round: steps what this rank owns of a round, whose weights and gradients are in place; does not raise.
         """
         grads = {id(each): _flat_grad(each) for own in self._rounds for each in own.plan.params}
         self._digest = hash(tuple(grad is not None for grad in grads.values())) % _DIGEST_RANGE
-        is_well = True
         with self._ranks.guard("an exchange of parameters with their owners"):
             self._send(self._rounds[0], grads)
             meanwhile()
@@ -117,24 +115,19 @@ class Rounds:
                 if number + 1 < len(self._rounds):
                     self._send(self._rounds[number + 1], grads)
                 if not self._knows_that_grads_differ():
-                    is_well = step_round(number)
+                    step_round(number)
                 if number:
                     self._finish(self._rounds[number - 1], grads)
-                self._send_back(own, grads, is_well=is_well)
+                self._send_back(own, grads)
             self._finish(self._rounds[-1], grads)
             self._read_numbers()
 
-    def verdict(self) -> tuple[bool, bool]:
-        """What ranks have told each other in the last step. On a device the host waits until that step is done.
-
-        Returns:
-            Whether ranks differ about which parameters have a gradient; whether the optimizer has raised on some rank.
-        """
+    def grads_differ(self) -> bool:
+        """Whether ranks had other gradients in the last step. On a device the host waits until that step is done."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
-        digests, failures = self._numbers
-        return bool((digests != self._digest).any()), bool(failures.any())
+        return bool((self._numbers != self._digest).any())
 
     # -- one round, in this order -----------------------------------------------------------------------------------
 
@@ -152,12 +145,12 @@ class Rounds:
             _copy(own.laid_out, own.arrived)
             _copy_pieces(own.kept, grads)
             if own is self._rounds[0]:
-                self._numbers[0].copy_(self._buffers.arrived[own.arrived_numbers], non_blocking=True)
+                self._numbers.copy_(self._buffers.arrived[own.arrived_numbers], non_blocking=True)
         for each, whole, grad, weight, _ in own.wholes:
             whole.data = weight
             whole.grad = grad if grads[id(each)] is not None else None
 
-    def _send_back(self, own: _Round, grads: _Grads, *, is_well: bool) -> None:
+    def _send_back(self, own: _Round, grads: _Grads) -> None:
         results = {id(each): data_of(whole).reshape(-1) for each, whole, *_ in own.wholes}
         kept = [piece.of for piece in own.kept if grads[id(piece.of)] is not None]
         with torch.no_grad():
@@ -166,7 +159,6 @@ class Rounds:
                 [_flat_data(each) for each in kept],
                 [results[id(each)][each.piece.start : each.piece.stop] for each in kept],
             )
-            self._buffers.results.index_fill_(0, own.back_numbers, 0.0 if is_well else 1.0)
         self._stepped.record()
         self._stepped.wait()  # rule 5
         self._returned.record(self._ranks.transport.start_all_to_all(own.to_pieces))
@@ -180,8 +172,6 @@ class Rounds:
         returned = [(each, part) for each, part in own.returned if is_changed and grads[id(each)] is not None]
         with torch.no_grad():
             _copy([_flat_data(each) for each, _ in returned], [part for _, part in returned])
-            if own is self._rounds[-1]:
-                self._numbers[1].copy_(self._buffers.returned[own.returned_numbers], non_blocking=True)
         # On all ranks, also where one has no elements: a backward of an earlier forward raises.
         torch.autograd.graph.increment_version(
             [each.param for each in own.plan.params if is_changed and grads[id(each)] is not None]
@@ -194,7 +184,7 @@ class Rounds:
             self._event.record(streams.device_stream(StreamName.COMPUTE))
 
     def _knows_that_grads_differ(self) -> bool:
-        return not self._ranks.streams.has_streams and bool((self._numbers[0] != self._digest).any())
+        return not self._ranks.streams.has_streams and self.grads_differ()
 
 
 def stand_in(param: torch.Tensor) -> torch.Tensor:
@@ -221,7 +211,7 @@ class _Plan:
         """Of the buffers that this round needs, in the order of `_Buffers`."""
         size, sent, owned = len(self.to_owner), sum(self.to_owner), sum(self.from_rank)
         wholes = 2 * sum(_aligned(each.piece.place.numel) for each, _ in self.owned)
-        return (2 * sent + size, 2 * owned + size, wholes, owned + size, sent + size)
+        return (2 * sent + size, 2 * owned + size, wholes, owned, sent)
 
 
 class _Buffers(NamedTuple):
@@ -231,7 +221,7 @@ class _Buffers(NamedTuple):
         pieces: sent to owners: gradients, weights and a number for each rank.
         arrived: the same where it arrives.
         wholes: gradients and weights of what this rank owns.
-        results: sent back: new weights and a number for each rank.
+        results: sent back: new weights.
         returned: the same where it arrives.
     """
 
@@ -262,17 +252,16 @@ class _Round:
             there between steps.
         back: a parameter that this rank owns, where a part of its new weights goes, and which part that is.
         returned: a parameter that others step, and where the new weights of this rank's piece arrive.
-        sent_numbers, arrived_numbers, back_numbers, returned_numbers: [N] int64, where the numbers are.
+        sent_numbers, arrived_numbers: [N] int64, where the numbers are.
         to_owners, to_pieces: the two exchanges.
     """
 
     def __init__(self, plan: _Plan, buffers: _Buffers) -> None:
         self.plan = plan
         both_to, both_from = [2 * n + 1 for n in plan.to_owner], [2 * n + 1 for n in plan.from_rank]
-        one_to, one_from = [n + 1 for n in plan.to_owner], [n + 1 for n in plan.from_rank]
+        one_to, one_from = plan.to_owner, plan.from_rank
         device = buffers.pieces.device
         self.sent_numbers, self.arrived_numbers = _last_of(both_to, device), _last_of(both_from, device)
-        self.back_numbers, self.returned_numbers = _last_of(one_from, device), _last_of(one_to, device)
         self.to_owners = AllToAll(buffers.pieces[: sum(both_to)], both_to, buffers.arrived[: sum(both_from)], both_from)
         self.to_pieces = AllToAll(buffers.results[: sum(one_from)], one_from, buffers.returned[: sum(one_to)], one_to)
 

@@ -148,8 +148,8 @@ class WholeParameterOptimizer(Optimizer):
             What `closure` returns.
 
         Raises:
-            OptimizerError: an optimizer has raised on some rank; all ranks raise, on accelerators at the next step.
-                Parameters that were stepped before keep their new weights.
+            Exception: what an optimizer inside raises, on its rank, after the exchanges. Parameters that were stepped
+                before keep their new weights. With `DistributedOptimizer` around this one, all ranks raise.
             RankMismatchError: ranks disagree about which parameters have a gradient. On a CPU no whole
                 parameter was stepped; on a device it was, and the error comes in the next step.
         """
@@ -194,7 +194,7 @@ class WholeParameterOptimizer(Optimizer):
         """Copy options that steps change from owners to all ranks, before states are collected. Collective.
 
         Raises:
-            OptimizerError, RankMismatchError: the last step has failed.
+            RankMismatchError: ranks had other gradients in the last step.
         """
         bound = self.bound
         bound.check_last_step()
