@@ -25,11 +25,13 @@ import enum
 import json
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not re-exported in stubs
 
 from streamshard.errors import log
 from streamshard.torch_private import count_collectives
@@ -38,7 +40,7 @@ __all__ = ["FlightRecorder", "Log", "RecordKind", "Wait", "describe_difference"]
 
 _ENTRIES = 512  # a log keeps its last so many entries
 _MOST_PEERS = 64  # a rank reads the logs of at most so many ranks, those with the next higher numbers
-_FAILURE_KEY = "streamshard/failure"
+_FAILURE_KEY = "failure"
 _PATIENCE_S = 1.0  # a rank waits so long before it compares logs
 _REPORT_AFTER_S = 30.0  # a wait takes so long before the first warning
 _SHOW_AFTER_S = 3.0  # a rank that has issued nothing for so long shows its log
@@ -201,10 +203,8 @@ class FlightRecorder:
             return
         number = _recorders.get(group, 0)  # the same on all ranks: they create recorders in the same order
         _recorders[group] = number + 1
-        self._key = f"streamshard/{number}/"
-        self._store = group.get_group_store()
-        with contextlib.suppress(RuntimeError):  # not every store can be cloned
-            self._store = self._store.clone()  # a connection of its own: making a group blocks the other
+        self._key = f"{number}/"
+        self._base, self._store = _connect(group)
         if abort is not None:
             self._abort = weakref.WeakMethod(abort)
             thread = threading.Thread(target=_run, args=(weakref.ref(self),), name="streamshard watchdog", daemon=True)
@@ -347,6 +347,26 @@ class FlightRecorder:
 
 
 _recorders: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_connections: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _connect(group: dist.ProcessGroup) -> tuple[Any, Any]:
+    """The store under the group's, and keys of the group in it that go through a second connection.
+
+    Making a group blocks the first connection. A process has one second connection to a store while the store's object
+    lives: a connection takes seconds if the network's name server does not answer.
+    """
+    store: Any = group.get_group_store()
+    base = store
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    try:
+        if (connection := _connections.get(base)) is None:
+            connection = _connections[base] = base.clone()
+        name = store.compare_set("streamshard", "", uuid.uuid4().hex).decode()  # the same on all ranks
+    except RuntimeError:  # not every store can do this
+        return base, store
+    return base, PrefixStore(f"streamshard/{name}", connection)
 
 
 def _run(recorder_of: weakref.ref[FlightRecorder]) -> None:

@@ -210,7 +210,7 @@ def test_a_forward_that_fails_on_one_rank_issues_what_the_others_do(context: Ran
                 _fail_in_forward(model, context, Trouble)
         else:
             model(vector_batch(1, context.rank))
-    digests: list[Any] = engine_inside(model).ranks.gather_objects(engine_inside(model).ranks.log.digest)
+    digests: list[Any] = engine_inside(model).ranks.gather_objects(engine_inside(model).ranks.recorder.log.digest)
     assert digests[0] == digests[1]
     stack_step(model, _call(context, 2))
 
@@ -239,12 +239,12 @@ def test_an_interrupted_or_failed_rank_issues_nothing_more(context: RankContext,
     def before() -> None:
         if what != "interrupted":
             engine.ranks.failure = "somebody has died"
-        counts.append(engine.ranks.log.count)
+        counts.append(engine.ranks.recorder.log.count)
 
     kind = Stop if what == "interrupted" else Trouble
     with pytest.raises(kind):
         _fail_in_forward(model, context, kind, before)
-    assert engine.ranks.log.count == counts[0]
+    assert engine.ranks.recorder.log.count == counts[0]
     engine.ranks.failure = None
     _assert_at_rest(engine)
 
