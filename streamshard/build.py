@@ -35,6 +35,7 @@ from streamshard.plan.memory import (
     Category,
     Sizing,
     SlotPlan,
+    holds_main_grads,
     largest_of,
     plan_slots,
 )
@@ -348,7 +349,8 @@ def _allocate(
         for flat_param in layout.flat_params:
             if flat_param.kind.trains:
                 scratch = sizing.scratch_of(flat_param)
-                grads.append(FlatParamGrads(flat_param, grad_slot, ranks, ledger, *scratch))
+                in_slot = holds_main_grads(flat_param.kind, plan, ranks.world_size)
+                grads.append(FlatParamGrads(flat_param, grad_slot, ranks, ledger, *scratch, is_main_in_slot=in_slot))
         if weight_slot is None:
             own, what = flat_params[0].gather_input, f"all-gather input {index}"
             weight_slot = WeightSlot(own, ranks.streams, what, is_shared=False)

@@ -229,8 +229,8 @@ def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accu
 
     Args:
         chunks: N tensors [n], every rank's, in rank order.
-        out: [n] fp32.
-        accumulate: add to `out` instead of overwriting it.
+        out: [n] fp32; may be one of `chunks`.
+        accumulate: add to `out` instead of overwriting it; `out` is none of `chunks` then.
     """
     share = 1.0 / len(chunks)
     with torch.no_grad():
@@ -239,6 +239,7 @@ def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accu
             if accumulate:
                 block.add_(first, alpha=share)
             else:
+                others = [other.clone() if other.data_ptr() == block.data_ptr() else other for other in others]
                 block.copy_(first).mul_(share)  # torch.mul(first, share, out=block) would round to first's dtype
             for other in others:
                 block.add_(other, alpha=share)

@@ -10,14 +10,14 @@ Its weights are all-gathered once in a step and stay until backward is over.
 
 With "all" weight slots, every block has a slot of its own: nothing is all-gathered twice in a step (ZeRO-2), and a
 rank's shard of a unit is a range of the unit's slot if the dtypes are equal. With "all" grad slots, gradients can
-accumulate (ZeRO-1). With one rank there are no slots: layers compute with the shards, and gradients go to the
-main grads.
+accumulate (ZeRO-1), and fp32 main grads lie in the slots until a backward adds to earlier gradients. With one rank
+there are no slots: layers compute with the shards, and gradients go to the main grads.
 
 [Note: memory]
 S is the sum of the sizes of this rank's shards in elements, padding included; N is the number of ranks. Bytes per rank:
 
     main weights        4 S of flat parameters that train
-    main grads          4 S of flat parameters that train
+    main grads          4 S of flat parameters that train; 0 while they lie in "all" fp32 grad slots
     frozen weights      m S of the others; m bytes per element of the storage dtype
     all-gather inputs   w S of flat parameters whose storage dtype is not the wire dtype; w bytes per element of it
     wire buffers        w times the elements of the largest unit of each slot, if wire and compute dtype differ
@@ -36,10 +36,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from streamshard.config import Precision, SlotCount
-from streamshard.plan.flat_params import FlatParam, UnitLayout
+import torch
 
-__all__ = ["Category", "Sizing", "SlotPlan", "largest_of", "plan_slots"]
+from streamshard.config import Precision, SlotCount
+from streamshard.plan.flat_params import FlatParam, FlatParamKind, UnitLayout
+
+__all__ = ["Category", "Sizing", "SlotPlan", "holds_main_grads", "largest_of", "plan_slots"]
 
 
 class SlotPlan(NamedTuple):
@@ -128,6 +130,11 @@ class Sizing(NamedTuple):
     def scratch_bytes(self, unit: int) -> int:
         """Bytes of the scratch of a unit's reductions."""
         return sum(self.scratch_of(self.layouts[unit].flat_params[-1]))
+
+
+def holds_main_grads(kind: FlatParamKind, plan: SlotPlan, world_size: int) -> bool:
+    """Whether main grads are this rank's range of the grad slot, which is fp32 and no other unit's."""
+    return plan.keeps_grads and world_size > 1 and kind.grad_dtype is torch.float32
 
 
 def largest_of(slot_of: Sequence[int], sizes: Sequence[int]) -> dict[int, int]:

@@ -42,6 +42,7 @@ class FlatParamGrads:
         ledger: allocates main grads.
         scratch_start: where the reductions' part of the scratch begins, in bytes.
         scratch_bytes: the size of this part.
+        is_main_in_slot: main grads are this rank's range of the slot, until `leave_slot`.
 
     Attributes:
         layout: where its parameters lie.
@@ -59,14 +60,30 @@ class FlatParamGrads:
         ledger: Ledger,
         scratch_start: int,
         scratch_bytes: int,
+        *,
+        is_main_in_slot: bool,
     ) -> None:
         self.layout, self.tag, self.ranks = plan.layout, plan.tag, ranks
-        self.main = self.all = ledger.allocate(Category.MAIN_GRADS, plan.layout.shard_numel, torch.float32)
+        self.is_main_in_slot = is_main_in_slot
         self._mode = plan.kind.mode
+        self._ledger = ledger
         self._scratch = torch.empty(0)
         if slot is not None:
             self.all = slot.buffer.narrow(0, plan.grad_start, plan.grad_bytes).view(plan.kind.grad_dtype)
             self._scratch = slot.scratch.buffer.narrow(0, scratch_start, scratch_bytes).view(plan.kind.grad_dtype)
+        numel = plan.layout.shard_numel
+        if is_main_in_slot:
+            self.main = self.all.narrow(0, ranks.rank * numel, numel)
+        else:
+            self.main = ledger.allocate(Category.MAIN_GRADS, numel, torch.float32)
+        if slot is None:
+            self.all = self.main
+
+    def leave_slot(self) -> None:
+        """Give main grads memory of their own, because a reduction adds to them. Compute stream."""
+        self.is_main_in_slot = False
+        main = self._ledger.allocate(Category.MAIN_GRADS, self.main.numel(), torch.float32)
+        self.main = main.copy_(self.main)
 
     def start_reduce(self, *, accumulate: bool) -> Work | None:
         """Reduce its part of the slot into main grads, or add to them. Comm stream."""
@@ -112,6 +129,12 @@ class ParamGrad:
             self.in_slot = memory.all.narrow(0, layout.offset, layout.numel).view(layout.shape)
             self._local = shard.shaped(memory.main)
             self._renew(shard.what(memory.ranks).of_grad())
+
+    def move(self, memory: FlatParamGrads) -> None:
+        """The main grads have moved to `memory.main`. A gradient that the user still holds raises from now on."""
+        self._life.why_over, self._is_given = _WHY_EARLIER, False
+        self._local = self.shard.shaped(memory.main)
+        self._renew(self.in_main.piece)
 
     def _renew(self, piece: Piece) -> None:
         self._life = Life()
@@ -211,6 +234,8 @@ class UnitGrads:
             self._take()
         if self.slot is not None:
             self.slot.open(self._index)
+            if self._adds:
+                self._leave_slot()
         elif not is_first:
             return
         for grad in self._trained:
@@ -219,6 +244,15 @@ class UnitGrads:
             if grad.spilled is not None:
                 spilled, grad.spilled = grad.spilled, None
                 self.write(param_index, spilled)
+
+    def _leave_slot(self) -> None:
+        """Move main grads that lie in the slot to memory of their own: gradients are about to be written there."""
+        for flat_param in self.flat_params:
+            if flat_param.is_main_in_slot:
+                flat_param.leave_slot()
+                for grad in self._trained:
+                    if grad.shard.flat_param is flat_param.layout:
+                        grad.move(flat_param)
 
     def _take(self) -> None:
         """Take ``.grad`` of all parameters, until `finish`: what autograd puts there meanwhile is its own."""
@@ -331,12 +365,8 @@ class UnitGrads:
         self.waits = self.waits or has_trained
         if not self._has_taken:
             return
-        if not self._adds:
-            for flat_param in self.flat_params:
-                flat_param.main.zero_()
-            self._adds = True
         for grad in self._trained:
-            grad.keep_own()
+            self._keep_own(grad)
             if grad.is_used or grad.is_kept:
                 grad.waits = True
                 keep_unreduced(grad.shard.param)
@@ -349,4 +379,14 @@ class UnitGrads:
             grad.waits = False
             if not drop_unreduced(grad.shard.param):
                 grad.forget()
-            grad.keep_own()  # autograd's, of a penalty, or the user's in the place of what was dropped
+            self._keep_own(grad)  # autograd's, of a penalty, or the user's in the place of what was dropped
+
+    def _keep_own(self, grad: ParamGrad) -> None:
+        """Add ``.grad`` of the sharded parameter to the main grads, which hold nothing before the first one."""
+        if grad.shard.param.grad is not None:
+            if not self._adds:
+                self._adds = True
+                self._leave_slot()
+                for flat_param in self.flat_params:
+                    flat_param.main.zero_()
+            grad.keep_own()

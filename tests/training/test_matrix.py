@@ -39,8 +39,8 @@ class Setting(NamedTuple):
 
 
 ZERO_1: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
-# In fp32 gathers read the main weights themselves, and where each unit has a weight slot these lie in it. A unit
-# of several layers is bound in parts.
+# In fp32 gathers read the main weights themselves, and where each unit has a weight slot these lie in it. Main grads
+# lie in the grad slots where each unit has one. A unit of several layers is bound in parts.
 SETTINGS: dict[str, Setting] = {
     "ZeRO-3": Setting(BF16),
     "ZeRO-3, fp32": Setting(FP32),
