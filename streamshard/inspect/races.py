@@ -267,15 +267,16 @@ class RaceDetector(Observer):
         )
 
     def _watch_buffers(self) -> None:
-        """Look at the ledger, again when an optimizer has allocated buffers for its rounds."""
+        """Look at the ledger, again when an optimizer has allocated buffers, or main grads have left their slot."""
+        known = {each.address: seen for each, *seen in zip(self._buffers, self._history, self._declared, strict=True)}
         owners = _describe(self.engine)
         buffers = []
         for category, tensor in self.engine.ledger.buffers:
             name, unit, slot = owners.get(tensor.data_ptr(), (category.value, None, None))
             buffers.append(_Buffer(tensor.data_ptr(), tensor.nbytes, category, name, unit, slot))
         buffers.sort(key=_address)
-        self._history = [{stream: {} for stream in self._clocks} for _ in buffers]
-        self._declared = [set() for _ in buffers]
+        new: list[Any] = [known.get(each.address, [{stream: {} for stream in self._clocks}, set()]) for each in buffers]
+        self._history, self._declared = [seen[0] for seen in new], [seen[1] for seen in new]
         self._buffers = buffers
 
 

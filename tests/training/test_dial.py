@@ -102,6 +102,35 @@ def test_bytes_per_parameter_are_those_of_the_formula(context: RankContext) -> N
         assert held == pytest.approx((constant + sharded_bytes / size) * report.numel + slots, abs=0.5), case
 
 
+@on_ranks(2)
+def test_main_grads_get_memory_of_their_own_when_a_backward_adds_to_earlier_ones(context: RankContext) -> None:
+    """Until then they lie in the slots. The sum is right, and a gradient that was kept from before raises."""
+    model: Any = StreamShard(Even(), precision=FP32, **ZERO_1)
+    for number in range(2):
+        assert model.memory_report().held_bytes["main grads"] == 0
+        model.zero_grad()
+        with model.no_sync():
+            model(torch.full((4, 48), 0.1 * context.rank)).sum().backward()
+        model(torch.full((4, 48), 0.2 + number)).sum().backward()
+    first, kept = full_grads(model), next(model.parameters()).grad
+    model(torch.full((4, 48), 1.2)).sum().backward()
+    assert model.memory_report().held_bytes["main grads"] == 4 * model.memory_report().numel / 2
+    model.zero_grad()
+    model(torch.full((4, 48), 1.2)).sum().backward()
+    second = full_grads(model)
+    model.zero_grad()
+    for shift in (0.0, 1.0):
+        with model.no_sync() if not shift else contextlib.nullcontext():
+            model(torch.full((4, 48), 0.1 * context.rank if not shift else 1.2)).sum().backward()
+    assert_same(full_grads(model), first, "waiting gradients", EXACT)
+    for _ in range(2):
+        model(torch.full((4, 48), 1.2)).sum().backward()
+    for name, grad in full_grads(model).items():
+        torch.testing.assert_close(grad, first[name] + 2 * second[name])
+    with pytest.raises(ShardingError, match="kept from an earlier backward"):
+        kept.norm()
+
+
 # ---------------------------------------------------------------------------------------------- messages
 
 
