@@ -177,12 +177,10 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "unit/grads": [
         ("ParamGrad.give", Drop("if grad_of(param) is not None"), "graphs"),
-        ("ParamGrad.keep_own", Drop("self.in_main.add_(own)"), "graphs"),
+        ("ParamGrad.give", Drop("self.in_main.add_(param.grad)"), "graphs"),
         ("UnitGrads._take", Drop("if not grad.is_kept:"), "invariants loops graphs"),
-        ("UnitGrads.leave_unreduced", Drop("grad.keep_own()"), "graphs"),
         ("UnitGrads.open", Swap("self.slot is None and self._adds", "self._adds"), "loops"),
         ("UnitGrads.open", Swap("self.slot is None and self._adds", "False"), "loops graphs"),
-        ("UnitGrads.resume", Drop("grad.keep_own()"), "graphs"),
         ("UnitGrads.start_reduce", Swap("self._adds, True", "self._adds, self._adds"), "passes"),
         (
             "UnitGrads.start_reduce",
@@ -196,7 +194,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads.finish", Drop("grad.is_used = False"), "execution loops"),
         ("UnitGrads.finish", Swap("self._has_taken = self.waits = False", "self.waits = False"), "loops"),
         ("UnitGrads.finish", Swap("self._has_taken = self.waits = False", "self._has_taken = False"), "invariants"),
-        ("UnitGrads.leave_unreduced", Drop("flat_param.main.zero_()"), "invariants"),
+        ("UnitGrads.open", Drop("self._leave_slot()"), "dial"),
         ("UnitGrads.leave_unreduced", Swap("if grad.is_used or grad.is_kept:", "if grad.is_used:"), "invariants"),
         ("UnitGrads.leave_unreduced", Drop("self.waits = self.waits or has_trained"), "dial"),
         ("UnitGrads.open", Swap("not self._has_taken, True", "True, True"), "passes matrix"),

@@ -159,17 +159,11 @@ class ParamGrad:
         """Make the piece of the main grads ``.grad``, plus what autograd has put there meanwhile (of a penalty)."""
         param = self.shard.param
         if grad_of(param) is not None:
-            self.keep_own()
+            assert param.grad is not None
+            self.in_main.add_(param.grad)
         put_grad(param, self.in_main)
         self._is_given = True
         return param
-
-    def keep_own(self) -> None:
-        """Add ``.grad`` of the sharded parameter itself, of a penalty, to the main grads. It needs no reduction."""
-        if (own := self.shard.param.grad) is not None:
-            self.shard.param.grad = None
-            self.in_main.add_(own)
-            self.is_kept = True
 
     def forget(self) -> None:
         """Zero the gradient in the slot and in the main grads."""
@@ -366,7 +360,6 @@ class UnitGrads:
         if not self._has_taken:
             return
         for grad in self._trained:
-            self._keep_own(grad)
             if grad.is_used or grad.is_kept:
                 grad.waits = True
                 keep_unreduced(grad.shard.param)
@@ -379,14 +372,3 @@ class UnitGrads:
             grad.waits = False
             if not drop_unreduced(grad.shard.param):
                 grad.forget()
-            self._keep_own(grad)  # autograd's, of a penalty, or the user's in the place of what was dropped
-
-    def _keep_own(self, grad: ParamGrad) -> None:
-        """Add ``.grad`` of the sharded parameter to the main grads, which hold nothing before the first one."""
-        if grad.shard.param.grad is not None:
-            if not self._adds:
-                self._adds = True
-                self._leave_slot()
-                for flat_param in self.flat_params:
-                    flat_param.main.zero_()
-            grad.keep_own()
