@@ -190,13 +190,13 @@ def holding_back_weights(engine: Engine, use: Use) -> AbstractContextManager[Non
 
     def pack(tensor: torch.Tensor) -> tuple[Any, Any]:
         """Called in forward with each tensor that is saved."""
+        if id(tensor) in own:
+            return tensor, use
         try:
             address = tensor.data_ptr()
         except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
             address = 0
         if first_byte <= address < last_byte:
-            if id(tensor) in own:
-                return tensor, use
             if (base := tensor._base) is not None and id(base) not in own and name_of_weight(base) is not None:
                 _refuse_stale(tensor, use.unit)
             return tensor.detach(), use

@@ -19,9 +19,9 @@ from streamshard.comm.transport import Reduction
 from streamshard.errors import ShardingError
 from streamshard.plan.flat_params import FlatParam
 from streamshard.plan.memory import Category
-from streamshard.torch_private import AsTensors
+from streamshard.torch_private import AsTensors, grad_attribute
 from streamshard.unit.shard import GradSlot, Ledger, ParamShard
-from streamshard.unit.sharded_parameter import drop_unreduced, grad_of, keep_unreduced, put_grad
+from streamshard.unit.sharded_parameter import drop_unreduced, keep_unreduced, put_grad
 from streamshard.unit.sharded_tensor import Life, Piece, ShardedTensor
 
 __all__ = ["ParamGrad", "FlatParamGrads", "UnitGrads"]
@@ -138,12 +138,15 @@ class ParamGrad:
 
     def _renew(self, piece: Piece) -> None:
         self._life = Life()
-        self.in_main = ShardedTensor.wrap(self._local.detach(), piece._replace(life=self._life))
+        self.in_main = ShardedTensor.wrap(self._local.detach(), piece.with_life(self._life))
 
     def take(self) -> None:
-        """Move ``.grad`` into the main grads. Earlier gradients that the user still holds raise from now on."""
+        """Move ``.grad`` into the main grads. Earlier gradients that the user still holds raise from now on.
+
+        Inside `AsTensors`.
+        """
         param = self.shard.param
-        grad = None if grad_of(param) is None else param.grad
+        grad = None if grad_attribute.__get__(param) is None else param.grad
         self.is_kept = grad is not None
         if grad is not self.in_main:
             if self._is_given:
@@ -156,12 +159,15 @@ class ParamGrad:
             put_grad(param, None)
 
     def give(self) -> nn.Parameter:
-        """Make the piece of the main grads ``.grad``, plus what autograd has put there meanwhile (of a penalty)."""
+        """Make the piece of the main grads ``.grad``, plus what autograd has put there meanwhile (of a penalty).
+
+        Inside `AsTensors`.
+        """
         param = self.shard.param
-        if grad_of(param) is not None:
-            assert param.grad is not None
-            self.in_main.add_(param.grad)
-        put_grad(param, self.in_main)
+        if (own := grad_attribute.__get__(param)) is not None:
+            self.in_main.add_(own)
+        drop_unreduced(param)
+        grad_attribute.__set__(param, self.in_main)
         self._is_given = True
         return param
 
@@ -250,8 +256,9 @@ class UnitGrads:
 
     def _take(self) -> None:
         """Take ``.grad`` of all parameters, until `finish`: what autograd puts there meanwhile is its own."""
-        for grad in self._trained:
-            grad.take()
+        with AsTensors():
+            for grad in self._trained:
+                grad.take()
         self._adds = any(grad.is_kept for grad in self._trained)
         if self._adds:
             for grad in self._trained:
@@ -319,13 +326,14 @@ class UnitGrads:
         self.reductions = 0
         self.has_unreduced = False
         given = []
-        for grad, is_used in zip(self.params, used, strict=True):
-            is_new = is_used and self.counts(grad)
-            if self._has_taken and (grad.is_kept or is_new):
-                param = grad.give()
-                if is_new:
-                    given.append(param)
-            grad.is_used = False
+        with AsTensors():
+            for grad, is_used in zip(self.params, used, strict=True):
+                is_new = is_used and self.counts(grad)
+                if self._has_taken and (grad.is_kept or is_new):
+                    param = grad.give()
+                    if is_new:
+                        given.append(param)
+                grad.is_used = False
         self._has_taken = self.waits = False
         return given
 

@@ -100,6 +100,10 @@ class Piece(NamedTuple):
         """The same elements of the gradient."""
         return self._replace(is_weight=False)
 
+    def with_life(self, life: Life) -> Piece:
+        """The same elements, in memory of that life. `_replace` takes four times as long, for each gradient."""
+        return Piece._make((*self[:-1], life))
+
     def range_of(self, rank: int) -> LocalRange:
         """Which elements of the flattened parameter `rank` of the shard group has."""
         return self.flat_param.local_range(self.place, rank)
