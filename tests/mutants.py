@@ -176,8 +176,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("plan_steps", Swap("steps[visit + 1].append", "steps[visit].append"), "program"),
     ],
     "unit/grads": [
-        ("ParamGrad.give", Drop("if grad_of(param) is not None"), "graphs"),
-        ("ParamGrad.give", Drop("self.in_main.add_(param.grad)"), "graphs"),
+        ("ParamGrad.give", Drop("self.in_main.add_(own)"), "graphs"),
         ("UnitGrads._take", Drop("if not grad.is_kept:"), "invariants loops graphs"),
         ("UnitGrads.open", Swap("self.slot is None and self._adds", "self._adds"), "loops"),
         ("UnitGrads.open", Swap("self.slot is None and self._adds", "False"), "loops graphs"),
