@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ __all__ = [
     "__version__",
     "parse_bytes",
     "parse_path",
-    "read_environment",
 ]
 
 __version__ = "0.1.0"  # the packaging reads it here
@@ -173,9 +172,6 @@ class Settings:
         for name in ("pad_units_to", "align_pieces_to"):
             if not _is_int(value := getattr(self, name)) or value < 1:
                 raise ConfigError(f"{name}={value!r}: wanted a positive number of elements")
-        for name in ("broadcast_weights", "check_grads"):
-            if not isinstance(flag := getattr(self, name), bool):
-                raise ConfigError(f"{name}={flag!r}: wanted True or False")
         parse_bytes("min_unit_size", self.min_unit_size, at_least=0)
 
     @property
@@ -190,46 +186,6 @@ class Settings:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-_PREFIX = "STREAMSHARD_"
-_NO_SETTINGS = ("SHARED_MEMORY", "TEST_", "BENCHMARK", "COMMIT")  # other variables with that prefix
-_LISTS = ("units", "resident")  # of names
-
-
-def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Fields of `Settings` and `Precision`, units and resident modules from ``STREAMSHARD_*`` variables, by name.
-
-    ``STREAMSHARD_WEIGHT_SLOTS=4`` is ``weight_slots=4``, ``STREAMSHARD_GRAD_DTYPE=bfloat16`` is
-    ``grad_dtype=torch.bfloat16``, ``STREAMSHARD_UNITS=Block,Head`` is ``units=["Block", "Head"]``.
-    ``STREAMSHARD_RESIDENT`` is a list too. `Settings` checks the values.
-
-    Raises:
-        ConfigError: a variable has the prefix but names no setting.
-    """
-    known = {field.name for field in (*fields(Settings), *fields(Precision))} - {"precision"} | set(_LISTS)
-    found: dict[str, Any] = {}
-    for variable, text in environment.items():
-        name = variable.removeprefix(_PREFIX).lower()
-        if not variable.startswith(_PREFIX) or variable.startswith(tuple(_PREFIX + other for other in _NO_SETTINGS)):
-            continue
-        if name not in known:
-            wanted = ", ".join(sorted(_PREFIX + each.upper() for each in known))
-            raise ConfigError(f"the environment has {variable}={text!r}, which is no setting: wanted one of {wanted}")
-        found[name] = [each.strip() for each in text.split(",")] if name in _LISTS else _read_value(text)
-    return found
-
-
-def _read_value(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for read in (int, float):
-        try:
-            return read(text)
-        except ValueError:
-            pass
-    dtype = getattr(torch, text.removeprefix("torch."), None)
-    return dtype if isinstance(dtype, torch.dtype) else text
 
 
 _BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -1,33 +1,33 @@
-"""accelerate: an `Accelerator` that shards the models it prepares. Saved runs are in `accelerate_state.py`."""
+"""accelerate: an `Accelerator` that shards the models it prepares. `save_state` writes a StreamShard checkpoint."""
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterable
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import DynamoBackend, is_compiled_module, recursively_apply
 from torch import nn
 
 from streamshard.api import StreamShard, export_safetensors
+from streamshard.checkpoint.restore import load_checkpoint
+from streamshard.checkpoint.save import save_checkpoint
 from streamshard.comm.groups import make_default_group
-from streamshard.config import Precision, Settings, read_environment
+from streamshard.config import Precision, parse_path
 from streamshard.device import accelerator as accelerator_kind
-from streamshard.engine.module_state import engine_of, handle_of
+from streamshard.engine.module_state import handle_of
 from streamshard.errors import ConfigError, ShardingError
-from streamshard.full import clip_grads
-from streamshard.integrations.accelerate_state import load_run, save_run
 from streamshard.unit.sharded_tensor import is_piece
 
 __all__ = ["StreamShardAccelerator"]
 
-_SETTINGS = tuple(field.name for field in fields(Settings))
-_OPTIONS = ("units", "resident", "mesh", *_SETTINGS)
-_PRECISION = tuple(field.name for field in fields(Precision))
+_OPTIONS = tuple(inspect.signature(StreamShard.__init__).parameters)[2:]  # behind self and module
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LAUNCH = "accelerate launch --multi_gpu --num_machines 1 --num_processes N script.py (on CPUs too), or torchrun"
 
@@ -39,18 +39,17 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     accelerate's own class.
 
     Args:
-        *args, **kwargs: accelerate's own, and by keyword those of `StreamShard`: ``units``, ``resident``, ``mesh``,
-            ``precision``, ``weight_slots``, and so on, for all models. The environment gives those
-            that are left out: ``STREAMSHARD_WEIGHT_SLOTS=4``, and fields of `Precision` as in
-            ``STREAMSHARD_GRAD_DTYPE=bfloat16``. See `read_environment`.
+        *args, **kwargs: accelerate's own, and by keyword those of `StreamShard`: ``units``, ``precision``,
+            ``weight_slots``, and so on. They hold for all models.
 
     ``mixed_precision`` decides the dtype in which layers compute: ``"bf16"`` or ``"fp16"``. With ``"no"`` layers
     compute in the model's own dtype if its parameters are all of one 16-bit dtype, else in fp32. A given `precision`
     has the same ``param_dtype``, or fp32.
 
     Raises:
-        ConfigError: an option cannot work; `precision` contradicts ``mixed_precision``; FSDP, DeepSpeed, Megatron-LM or
-            tensor parallelism is asked for too; processes do not know of each other. The message says what to run.
+        ConfigError: FSDP, DeepSpeed, Megatron-LM or tensor parallelism is asked for too; processes do not know of each
+            other. The message says what to run. `prepare` raises for an option that cannot work, and for a `precision`
+            that contradicts ``mixed_precision``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -69,10 +68,8 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             **options: those of `StreamShard`.
 
         Raises:
-            ConfigError: as for the constructor; an unknown option.
+            ConfigError: as for the constructor.
         """
-        if unknown := [name for name in options if name not in _OPTIONS]:
-            raise ConfigError(f"no such option: {', '.join(unknown)}; wanted some of {', '.join(_OPTIONS)}")
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
         accelerator._begin(options)
@@ -81,9 +78,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     def _begin(self, options: dict[str, Any]) -> None:
         """What follows accelerate's own constructor."""
         _check_launch(self)
-        self._options = {**read_environment(os.environ), **options}
-        given = {name: value for name, value in self._options.items() if name in _SETTINGS}
-        Settings(**{**given, "precision": self._precision_of(torch.float32)})  # raises what prepare would raise
+        self._options = options
         if self.mixed_precision == "fp16":
             # accelerate has neither autocast nor a scaler for fp16 on the CPU, where gradients underflow as well.
             self.native_amp = True
@@ -97,7 +92,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
+    ) -> Any:
         """Shard `model` in place. accelerate puts autocast around its forward, and compiles it.
 
         Args:
@@ -109,16 +104,16 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             The same object; with a dynamo backend, what ``torch.compile`` makes of it.
         """
         if next(model.parameters(), None) is None:
-            return _module(super().prepare_model(model, device_placement=device_placement, evaluation_mode=True))
+            return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         plugin = self.state.dynamo_plugin
         if plugin.use_regional_compilation and plugin.backend != DynamoBackend.NO:
             raise ConfigError(
                 "use_regional_compilation makes another module around the layers, which would not be sharded: leave it "
                 "out, and call layer.compile() for each layer before prepare"
             )
-        if sharded_in(model) is None:
+        if _sharded_in(model) is None:
             self.shard(model, evaluation_mode=evaluation_mode)
-        return _module(super().prepare_model(model, device_placement=False, evaluation_mode=True))
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def shard(self, model: nn.Module, *, evaluation_mode: bool = False) -> None:
         """What `prepare_model` does first. `prepare` accepts the model afterwards."""
@@ -128,7 +123,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         try:
             for param in trained:
                 param.requires_grad_(False)
-            StreamShard(model, **{name: value for name, value in options.items() if name not in _PRECISION})
+            StreamShard(model, **options)
         finally:
             for param in trained:
                 param.requires_grad_(True)
@@ -140,29 +135,15 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         wanted = _DTYPES[self.mixed_precision]
         given = self._options.get("precision")
         if given is None:
-            precision = Precision(param_dtype=own if self.mixed_precision == "no" else wanted)
-            return replace(precision, **{name: self._options[name] for name in _PRECISION if name in self._options})
+            return Precision(param_dtype=own if self.mixed_precision == "no" else wanted)
         if isinstance(given, Precision) and given.param_dtype not in (wanted, torch.float32):
-            right = {dtype: name for name, dtype in _DTYPES.items()}[given.param_dtype]
             raise ConfigError(
                 f"precision has param_dtype={given.param_dtype}, and mixed_precision is {self.mixed_precision!r}: give "
-                f"the Accelerator mixed_precision={right!r}, or leave precision out: mixed_precision decides its dtype"
+                "the Accelerator the mixed_precision of that dtype, or leave precision out"
             )
         return given  # type: ignore[no-any-return]  # Settings says what is wrong with it
 
     # -- a step -------------------------------------------------------------------------------------------------------
-
-    def clip_grad_norm_(
-        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
-    ) -> torch.Tensor:
-        """As accelerate's; of one sharded model's parameters the norm over all ranks takes one collective."""
-        params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self.unscale_gradients()
-        for model in filter(None, map(sharded_in, self._models)):
-            engine = engine_of(model)
-            if {shard.param for shard in engine.param_shards}.issuperset(params):
-                return clip_grads(engine, params, max_norm, norm_type, None)
-        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """As accelerate's. Refuses sharded parameters and gradients, which accelerate's LocalSGD would give it."""
@@ -180,18 +161,12 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     # -- whole weights ------------------------------------------------------------------------------------------------
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True, *, rank0_only: bool = False) -> dict[str, Any]:
-        """The full state dict: original names and shapes, weights fp32, in CPU memory. Call it on every rank.
-
-        Args:
-            model: one that was prepared.
-            unwrap: as accelerate's, for models that are not sharded.
-            rank0_only: other ranks get an empty dict, and need no memory for it.
-        """
-        inner = sharded_in(model)
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """The full state dict on every rank: original names and shapes, weights fp32, in CPU memory. Collective."""
+        inner = _sharded_in(model)
         if inner is None:
-            return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
-        return StreamShard.full_state_dict(inner, rank0_only=rank0_only)  # type: ignore[arg-type]  # it is one
+            return super().get_state_dict(model, unwrap)
+        return StreamShard.full_state_dict(inner, rank0_only=False)  # type: ignore[arg-type]  # it is one
 
     def save_model(
         self,
@@ -205,7 +180,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         Raises:
             ConfigError: ``safe_serialization=False``, for a sharded model.
         """
-        inner = sharded_in(model)
+        inner = _sharded_in(model)
         if inner is None:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
             return
@@ -232,7 +207,16 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             ConfigError: there are hooks of ``register_save_state_pre_hook``.
             ShardingError: no prepared model is sharded.
         """
-        return save_run(self, [_uncompiled(model) for model in self._models], output_dir)
+        self._refuse_hooks()
+        parts, naming = self._parts(), self.project_configuration
+        parts["extra"].update({name: _loader_state(loader) for name, loader in self._loaders().items()})
+        parts["extra"]["accelerator"] = {"step": self.step}
+        directory = self._directory(None if naming.automatic_checkpoint_naming else output_dir)
+        number, naming.iteration = naming.iteration, naming.iteration + 1
+        if naming.automatic_checkpoint_naming:
+            return save_checkpoint(directory, **parts, step=number, keep=naming.total_limit).path
+        save_checkpoint(directory, **parts, step=0, keep=1)
+        return directory
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
         """Go on where `save_state` was called, on any number of ranks. Call it on every rank.
@@ -244,22 +228,55 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         Raises:
             CheckpointError: on every rank, before anything has changed.
         """
-        self.step = load_run(self, [_uncompiled(model) for model in self._models], input_dir)
+        self._refuse_hooks()
+        saved = load_checkpoint(self._directory(input_dir), **self._parts())
+        for name, loader in self._loaders().items():
+            if name in saved:
+                _load_loader(loader, saved[name])
+        self.step = saved["accelerator"]["step"]
+
+    def _directory(self, given: str | os.PathLike[str] | None) -> Path:
+        """The directory that the user gave, or that of automatic naming."""
+        if given is None and self.project_configuration.automatic_checkpoint_naming:
+            return Path(self.project_dir) / "checkpoints"
+        return parse_path("directory", given).expanduser()
+
+    def _refuse_hooks(self) -> None:
+        for kind in ("save", "load"):
+            if getattr(self, f"_{kind}_model_state_pre_hook"):
+                raise ConfigError(
+                    f"a hook of register_{kind}_state_pre_hook would get models whose parameters are this rank's "
+                    "pieces. save_state saves all models. Let register_for_checkpointing(object) save whatever else "
+                    "has a state_dict, such as averages of weights, and let all ranks call "
+                    "model.save_pretrained(directory) beside save_state"
+                )
+
+    def _parts(self) -> dict[str, Any]:
+        """Arguments of `save_checkpoint` and `load_checkpoint`."""
+        models = [_uncompiled(model) for model in self._models]
+        scalers = [self.scaler] if self.scaler is not None else []
+        objects = (("scheduler", self._schedulers), ("scaler", scalers), ("object", self._custom_objects))
+        return {
+            "model": _numbered([model for model in models if handle_of(model) is not None or model.state_dict()]),
+            "optimizer": _numbered([optimizer.optimizer for optimizer in self._optimizers]),
+            "extra": {f"{kind}.{i}": each for kind, given in objects for i, each in enumerate(given)},
+        }
+
+    def _loaders(self) -> dict[str, Any]:
+        """Prepared data loaders, by name."""
+        found = enumerate(self._dataloaders)
+        return {f"loader.{i}": each for i, each in found if hasattr(each, "iteration")}
 
 
-def sharded_in(model: nn.Module) -> nn.Module | None:
+def _sharded_in(model: nn.Module) -> nn.Module | None:
     """The sharded model that is `model`, or that ``torch.compile`` has wrapped; None if there is none."""
     inner = _uncompiled(model)
     return inner if handle_of(inner) is not None else None
 
 
-def _module(prepared: Any) -> nn.Module:
-    assert isinstance(prepared, nn.Module)
-    return prepared
-
-
 def _uncompiled(model: nn.Module) -> nn.Module:
-    return _module(model._orig_mod) if is_compiled_module(model) else model
+    inner: Any = model._orig_mod if is_compiled_module(model) else model
+    return inner  # type: ignore[no-any-return]
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
@@ -285,3 +302,36 @@ def _check_launch(accelerator: Accelerator) -> None:
             f"{launched} processes were launched, and accelerate knows of {accelerator.num_processes} ({kind}): start "
             f"them with {_LAUNCH}, and make StreamShardAccelerator before anything else of accelerate"
         )
+
+
+# -- saved runs ----------------------------------------------------------------------------------------------------
+
+
+def _numbered(each: list[Any]) -> Any:
+    """One by itself, several by their number, which their names have then."""
+    if len(each) > 1:
+        return {str(number): one for number, one in enumerate(each)}
+    return each[0] if each else None
+
+
+def _loader_state(loader: Any) -> dict[str, Any]:
+    """The loader's epoch, the seed of its order if it is a seeded one, and the place of a stateful loader."""
+    running = [each for each in loader.gradient_state.dataloader_references if each is not None]
+    is_over = loader in running and loader.end_of_dataloader  # the loader itself counts it a moment later
+    state: dict[str, Any] = {"iteration": loader.iteration + is_over}
+    if isinstance(sampler := loader.get_sampler(), SeedableRandomSampler):
+        state["seed"] = sampler.initial_seed
+    if loader.use_stateful_dataloader:
+        state["stateful"] = loader.state_dict()
+    return state
+
+
+def _load_loader(loader: Any, state: Mapping[str, Any]) -> None:
+    loader.iteration = state["iteration"]
+    if isinstance(sampler := loader.get_sampler(), SeedableRandomSampler) and "seed" in state:
+        sampler.initial_seed = state["seed"]
+    if loader.use_stateful_dataloader and "stateful" in state:
+        # At the end of an epoch only a dataset with a state needs it; else it would draw one more random number.
+        is_over = state["stateful"].get("_iterator_finished") and not hasattr(loader.dataset, "state_dict")
+        loader.load_state_dict({} if is_over else state["stateful"])
+        loader.dl_state_dict = state["stateful"]  # so that a save before the next epoch saves the same

@@ -59,8 +59,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     Args:
         *args: Trainer's arguments.
-        streamshard: options of `StreamShard` for `StreamShardAccelerator`, such as ``{"weight_slots": 4}``. They take
-            precedence over ``STREAMSHARD_*`` variables.
+        streamshard: options of `StreamShard` for `StreamShardAccelerator`, such as ``{"weight_slots": 4}``.
         **kwargs: Trainer's keyword arguments.
 
     Raises:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import Precision
 from streamshard.engine.module_state import engine_of
-from streamshard.errors import ConfigError, UnitError
+from streamshard.errors import ConfigError
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests.integrations.accelerating import Trained, launched, make_model, on_ranks, same, stock
 from tests.ranks import RankContext
@@ -25,33 +25,26 @@ from tests.ranks import RankContext
 
 
 @on_ranks(2)
-def test_options_are_arguments_or_variables(context: RankContext) -> None:
-    with launched(
-        context, STREAMSHARD_WEIGHT_SLOTS="3", STREAMSHARD_GRAD_SLOTS="all", STREAMSHARD_GRAD_DTYPE="bfloat16",
-        STREAMSHARD_UNITS="Block, last", STREAMSHARD_CHECK_GRADS="true", STREAMSHARD_RESIDENT="blocks.1",
-    ):  # fmt: skip
-        accelerator = StreamShardAccelerator(weight_slots="all", mixed_precision="bf16")
-        engine = engine_of(accelerator.prepare(make_model()))
-        assert engine.plan.keeps_weights and engine.plan.keeps_grads
-        assert engine.precision == Precision(grad_dtype=torch.bfloat16)
-        assert [unit.name for unit in engine.units[1:]] == ["blocks.0", "blocks.1", "blocks.2", "last"]
-        assert [unit.is_streamed for unit in engine.units[1:]] == [True, False, True, False]
-        assert engine.reductions._checks_finite
-    with launched(context, STREAMSHARD_UNITS="Block,lost"), pytest.raises(UnitError, match=r"'lost'.*'last'"):
-        StreamShardAccelerator().prepare(make_model())
+def test_options_are_those_of_streamshard(context: RankContext) -> None:
+    """Also of an Accelerator that somebody else has made."""
+    options: dict[str, Any] = {"weight_slots": "all", "units": ["Block", "last"], "resident": "blocks.1"}
+    with launched(context):
+        for accelerator in (
+            StreamShardAccelerator(**options),
+            StreamShardAccelerator.take_over(Accelerator(), **options),
+        ):
+            engine = engine_of(accelerator.prepare(make_model()))
+            assert engine.plan.keeps_weights
+            assert [unit.name for unit in engine.units[1:]] == ["blocks.0", "blocks.1", "blocks.2", "last"]
+            assert [unit.is_streamed for unit in engine.units[1:]] == [True, False, True, False]
 
 
 @on_ranks(1)
 @pytest.mark.parametrize(
     ("environment", "settings", "message"),
     [
-        ({"STREAMSHARD_WEIGHTS_SLOTS": "3"}, {}, "STREAMSHARD_WEIGHT_SLOTS"),
-        ({"STREAMSHARD_CHECK_GRADS": "maybe"}, {}, "wanted True or False"),
-        ({"STREAMSHARD_WEIGHT_SLOTS": "1"}, {}, "weight_slots=1"),
         ({}, {"weight_slots": 1}, "weight_slots=1"),
-        ({}, {"mixed_precision": "bf16", "precision": Precision(param_dtype=torch.float16)}, "mixed_precision='fp16'"),
-        ({}, {"precision": Precision()}, "mixed_precision='bf16'"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {"precision": Precision()}, "mixed_precision='bf16'"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {"precision": Precision()}, "bfloat16, and mixed_precision is 'fp16'"),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, {}, "asked for a parallelism_config.*--multi_gpu.*mesh="),
     ],
 )
@@ -59,7 +52,7 @@ def test_options_that_contradict_each_other_are_refused(
     context: RankContext, environment: dict[str, str], settings: dict[str, Any], message: str
 ) -> None:
     with launched(context, **environment), pytest.raises(ConfigError, match=message):
-        StreamShardAccelerator(**settings)
+        StreamShardAccelerator(**settings).prepare(make_model())
 
 
 @on_ranks(1, 2)
@@ -80,24 +73,13 @@ def test_a_mesh_of_replicas(context: RankContext) -> None:
     same(ours, theirs)
 
 
-@on_ranks(2)
-def test_an_accelerator_of_someone_elses_is_taken_over(context: RankContext) -> None:
+@on_ranks(1)
+def test_an_accelerator_that_shards_by_itself_is_refused(context: RankContext) -> None:
     with launched(context):
-        theirs = Trained(stock, steps=3)
-    with launched(context):
-
-        def take_over(**options: Any) -> StreamShardAccelerator:
-            return StreamShardAccelerator.take_over(Accelerator(), **options)
-
-        ours = Trained(take_over, steps=3, weight_slots=3)
-        assert "weight_slots=3" in ours.model.memory_report().slots
-        with pytest.raises(ConfigError, match="no such option: slots"):
-            take_over(slots=3)
         accelerator = Accelerator()
         accelerator.state.distributed_type = DistributedType.FSDP
         with pytest.raises(ConfigError, match="asked for FSDP.*--multi_gpu"):
             StreamShardAccelerator.take_over(accelerator)
-    same(ours, theirs)
 
 
 def test_other_libraries_are_imported_only_when_their_integration_is() -> None:

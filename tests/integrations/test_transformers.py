@@ -397,7 +397,6 @@ def _with_deepspeed(**arguments: Any) -> Any:
         ),
         ({"arguments_class": _with_deepspeed}, "deepspeed='zero3.json' .* leave it out"),
         ({"save_on_each_node": True}, "storage that they share"),
-        ({"given": {"streamshard": {"slots": 3}}}, "no such option: slots"),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
