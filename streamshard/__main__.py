@@ -18,18 +18,17 @@ from streamshard.errors import CheckpointError, ConfigError, StreamShardError, p
 
 __all__ = ["main"]
 
-_FAILED, _USAGE = 1, 2
 _SHOWN_CHARACTERS = 72
 _RUN = "a checkpoint, or a directory of checkpoints: the latest is used"
 _EXAMPLES = """\
 examples:
   streamshard inspect runs/llama                       list the checkpoints
-  streamshard inspect runs/llama/checkpoint-1000       describe one, verify its files
+  streamshard inspect runs/llama/checkpoint-1000       describe one, read and verify its files
   streamshard convert runs/llama llama-dcp --to dcp    for FSDP2: dcp.load
   streamshard convert fsdp2-run runs/llama --from dcp  for load_checkpoint
 
-Exit codes: 0 success, 1 an error (one line on standard error), 2 arguments that
-cannot work. More in docs/guide/commands.md.
+Exit codes: 0 success, 1 an error (one line on standard error), 2 wrong usage.
+More in docs/guide/commands.md.
 """
 
 
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command's arguments; None: those of the process.
 
     Returns:
-        The exit code: 0; 1 after an error (one line on standard error); 2 if the arguments cannot work.
+        The exit code: 0; 1 after an error (one line on standard error); 2 after wrong usage.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -48,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has ended: `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _FAILED
+        return 1
     except (StreamShardError, OSError) as error:
         _say(f"streamshard {arguments.command}: {error}", sys.stderr)
-        return _USAGE if isinstance(error, ConfigError) else _FAILED
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 
@@ -66,10 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"streamshard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
 
-    inspect = commands.add_parser("inspect", help="show what is in a checkpoint, and verify its files")
+    inspect = commands.add_parser("inspect", help="list checkpoints, or describe and verify one")
     inspect.add_argument("directory", metavar="DIR", type=Path, help="a checkpoint, or a directory of checkpoints")
     inspect.add_argument("--tensors", action="store_true", help="list all tensors: name, dtype, shape")
-    inspect.add_argument("--no-verify", action="store_true", help="check the sizes of files, not their checksums")
     inspect.set_defaults(run=_inspect)
 
     convert = commands.add_parser("convert", help="convert a checkpoint to FSDP2's format (DCP), or back")
@@ -78,7 +76,6 @@ def _parser() -> argparse.ArgumentParser:
     way = convert.add_mutually_exclusive_group(required=True)
     way.add_argument("--to", choices=("dcp",), help="write OUT for dcp.load and set_state_dict")
     way.add_argument("--from", choices=("dcp",), dest="source", help="add a checkpoint for load_checkpoint to OUT")
-    convert.add_argument("--step", type=int, metavar="N", help="with --from: the checkpoint's number (default: next)")
     for name in ("model", "optimizer"):
         about = f"with --from: the prefix of the {name}'s keys (%(default)s)"
         convert.add_argument(f"--{name}-key", metavar="KEY", default=name, help=about)
@@ -92,7 +89,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     if not found:
         raise no_checkpoint(root)
     if found[0] != root:
-        _list(root, found, verifies=not arguments.no_verify)
+        _list(root, found)
         return
     manifest = read_manifest(root)
     _say(root)
@@ -102,26 +99,24 @@ def _inspect(arguments: argparse.Namespace) -> None:
         for name, tensor in manifest.tensors.items():
             _say(f"  {name}  {_dtype_of(tensor)}  {list(tensor.shape)}")
     sys.stdout.flush()  # before an error follows on the other stream
-    _verify(root, manifest, reads=not arguments.no_verify)
-    _say(
-        "not verified: files have the sizes they should have" if arguments.no_verify else "verified: all is as written"
-    )
+    check_sizes(root, manifest)
+    CheckpointFiles(root, manifest).verify_together(RankGroup())
+    _say("verified: all is as written")
 
 
-def _list(root: Path, paths: Iterable[Path], *, verifies: bool) -> None:
-    """Print a line for each checkpoint. The error at the end names the damaged files."""
+def _list(root: Path, paths: Iterable[Path]) -> None:
+    """Print a line for each checkpoint, without reading its tensors. The error at the end names the damaged files."""
     errors: list[str] = []
     newest = latest(root)
-    for path in sorted(paths, key=_number_and_name):
+    for path in sorted(paths, key=lambda path: (len(path.name), path.name)):  # checkpoint-9 before checkpoint-10
         try:
             manifest = read_manifest(path)
-            _verify(path, manifest, reads=verifies)
+            check_sizes(path, manifest)
         except CheckpointError as error:
             errors.append(str(error))
             what = "damaged"
         else:
             what = f"{_saved_at(manifest)}  {manifest.world_size} rank(s)  {_total_bytes(manifest)}"
-            what += "  verified" if verifies else "  not verified"
         _say(f"{path.name:<20}  {what}{', latest' if path == newest else ''}")
     if errors:
         sys.stdout.flush()
@@ -161,28 +156,14 @@ def _total_bytes(manifest: Manifest) -> str:
     return f"{sum(record.size_bytes for record in manifest.files) / 1e6:,.1f} MB"
 
 
-def _number_and_name(path: Path) -> tuple[int, str]:
-    digits = path.name.rpartition("-")[2]
-    return int(digits) if digits.isdecimal() else -1, path.name
-
-
-def _verify(path: Path, manifest: Manifest, *, reads: bool) -> None:
-    """Raise a CheckpointError that names a missing or damaged file. Without `reads`, compare sizes only."""
-    check_sizes(path, manifest)
-    if reads:
-        CheckpointFiles(path, manifest).verify_together(RankGroup())
-
-
 def _convert(arguments: argparse.Namespace) -> None:
     from streamshard.checkpoint.dcp import from_dcp, to_dcp  # here, because torch takes a second to import it
 
     if arguments.to is not None:
         _say(f"{to_dcp(arguments.directory, arguments.out)} -> {arguments.out}")
         return
-    if arguments.step is not None and arguments.step < 0:
-        raise ConfigError(f"--step={arguments.step}: wanted 0 or more")
     keys = {"model": arguments.model_key, "optimizer": arguments.optimizer_key}
-    done = from_dcp(arguments.directory, arguments.out, **keys, step=arguments.step)
+    done = from_dcp(arguments.directory, arguments.out, **keys)
     _say(f"{arguments.directory} -> {done.path}")
     if done.left_out:
         _say(f"left out: {', '.join(done.left_out)}")
