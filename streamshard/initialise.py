@@ -4,8 +4,8 @@
 The model's initialisation runs once for each unit. During a run the unit's empty parameters are full and in memory. All
 other parameters are on the meta device, where writes do nothing and reading values raises. So a parent may write to its
 children's weights (torchtitan's ``init_weights()``, GPT-2's ``c_proj``), and a rank has one unit in memory. Each unit
-has its own seed, derived from the user's seed and the unit's number, so the weights do not depend on the number of
-ranks. Different ranks draw different units, and broadcast them.
+has its own seed, derived from the user's seed and the unit's number. The first rank draws each unit and broadcasts it,
+so the weights do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -41,25 +41,13 @@ def initialise(engine: Engine, model: nn.Module, init: Init | None, seed: int | 
     """See `streamshard.init_weights`; `engine` is the engine of `model`."""
     seed = engine.ranks.of_first(torch.initial_seed() if seed is None else seed)
     before = dict(engine.empty)
-    for prefix, module in (
-        modules_of(model) if init is None else ()
-    ):  # transformers would take adapters for linear layers
-        for adapter in (join_names(prefix, key) for key in huggingface.adapters_in(module)):
-            if any(_is_inside(name, adapter) for name in before):
-                raise ShardingError(
-                    f"{adapter!r} is an adapter that was made on the meta device, and PEFT initialises adapters as it "
-                    "makes them: make them outside of `with torch.device('meta')`, or give a function, "
-                    "init_weights(model, function)"
-                )
+    if init is None:
+        _refuse_adapters(model, before)
     try:
         compute_buffers(engine, model, init, seed, strict=True)
-        units = [[shard for shard in unit.params if shard.name in before] for unit in engine.units]
-        work = [(seed + number, shards) for number, shards in enumerate(units) if shards]
-        most = max((shard.layout.numel * shard.dtype.itemsize for _, shards in work for shard in shards), default=0)
-        n_ranks = engine.ranks.total_size
-        room = torch.empty(most if n_ranks > 1 else 0, dtype=torch.uint8, device=engine.streams.device)
-        for start in range(0, len(work), n_ranks):
-            _fill_units(engine, model, init, work[start : start + n_ranks], room)
+        for number, unit in enumerate(engine.units):
+            if shards := [shard for shard in unit.params if shard.name in before]:
+                _draw(engine, model, init, shards, seed + number)
     except Exception:
         engine.set_empty(before)  # the next call draws all again: weights of two calls must not be mixed
         raise
@@ -98,36 +86,22 @@ def compute_buffers(
     engine.fill(filled)
 
 
-def _fill_units(
-    engine: Engine,
-    model: nn.Module,
-    init: Init | None,
-    work: Sequence[tuple[int, Sequence[ParamShard]]],
-    room: torch.Tensor,
-) -> None:
-    """Each rank draws one unit of `work` and broadcasts it; every rank takes its pieces.
-
-    Args:
-        engine, model, init: see `initialise`.
-        work: of each unit, the seed and the empty parameters; at most one unit for each rank.
-        room: [bytes of the largest parameter] uint8, receives those that other ranks have drawn.
-    """
+def _draw(engine: Engine, model: nn.Module, init: Init | None, shards: Sequence[ParamShard], seed: int) -> None:
+    """Let the first rank draw `shards`, the empty parameters of one unit. Every rank takes its pieces."""
     ranks, full = engine.ranks, dict[str, torch.Tensor]()
 
     def run() -> None:
-        if ranks.number < len(work):
-            seed, shards = work[ranks.number]
+        if ranks.is_first:
             full.update(_run(engine, model, init, {shard.name for shard in shards}, seed))
 
     ranks.gather_results(_DOING, run)
-    for source, (_, shards) in enumerate(work):
-        for shard in shards:
-            own = full.pop(shard.name, None)
-            tensor = room[: shard.layout.numel * shard.dtype.itemsize].view(shard.dtype) if own is None else own
-            ranks.broadcast(tensor, source)
-            shard.main.copy_(tensor[shard.local.start : shard.local.stop])
-            del own, tensor  # before the next unit is drawn
-        engine.fill([shard.name for shard in shards])
+    for shard in shards:
+        tensor = full.pop(shard.name, None)
+        if tensor is None:
+            tensor = torch.empty(shard.layout.numel, dtype=shard.dtype, device=engine.streams.device)
+        ranks.broadcast(tensor)
+        shard.main.copy_(tensor[shard.local.start : shard.local.stop])
+    engine.fill([shard.name for shard in shards])
 
 
 # -- one run ----------------------------------------------------------------------------------------------------------
@@ -171,13 +145,14 @@ def _run(
                 f"weights by load_state_dict(strict=False): {error}"
             ) from error
     engine.casts.check_structure()
+    drawn = {shard: full[shard.name] for shard in shards}
     left = [
         shard.name
-        for shard in shards
-        if full[shard.name].shape != shard.layout.shape or bool(full[shard.name].isnan().any())
+        for shard, tensor in drawn.items()
+        if bool(tensor.isnan().any()) or tensor.shape != shard.layout.shape
     ]
     _refuse_left(left, model, "parameter")
-    return {shard.name: full[shard.name].detach().to(device, shard.dtype).reshape(-1) for shard in shards}
+    return {shard.name: tensor.detach().to(device, shard.dtype).reshape(-1) for shard, tensor in drawn.items()}
 
 
 def _initialise(module: nn.Module, name: str, empty: Collection[str], *, strict: bool) -> None:
@@ -223,6 +198,18 @@ def _takes_nothing(method: Callable[..., object]) -> bool:
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def _refuse_adapters(model: nn.Module, empty: Collection[str]) -> None:
+    """transformers would take adapters for linear layers: an update that is not zero at the start."""
+    for prefix, module in modules_of(model):
+        for adapter in (join_names(prefix, key) for key in huggingface.adapters_in(module)):
+            if any(_is_inside(name, adapter) for name in empty):
+                raise ShardingError(
+                    f"{adapter!r} is an adapter that was made on the meta device, and PEFT initialises adapters as it "
+                    "makes them: make them outside of `with torch.device('meta')`, or give a function, "
+                    "init_weights(model, function)"
+                )
 
 
 def _refuse_left(names: Sequence[str], model: nn.Module, what: str) -> None:
@@ -282,13 +269,12 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _keeping(model: nn.Module, empty: Collection[str]) -> Iterator[None]:
     """Afterwards all buffers but those in `empty` are the same tensors, with the same values."""
-    named = [
-        (module._buffers, key, buffer)
+    kept = [
+        (module._buffers, key, buffer, buffer.clone())
         for prefix, module in modules_of(model)
         for key, buffer in module._buffers.items()
         if buffer is not None and join_names(prefix, key) not in empty
     ]
-    kept = [(buffers, key, buffer, buffer.clone()) for buffers, key, buffer in named]
     try:
         yield
     finally:

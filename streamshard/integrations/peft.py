@@ -174,11 +174,6 @@ def _push(self: Any, repo_id: str, *_: Any, **__: Any) -> None:
 
 def _wanted(model: Any, given: Mapping[str, Any]) -> set[nn.Parameter]:
     """The parameters that PEFT reads to save adapters, and those that train."""
-    if given.get("path_initial_model_for_weight_conversion") is not None:
-        raise CheckpointError(
-            "path_initial_model_for_weight_conversion loads a second adapter to subtract it, which a sharded model has "
-            "no room for: save the adapter, and convert it without sharding"
-        )
     wanted = {param for param in model.parameters() if param.requires_grad}
     state = model.state_dict(keep_vars=True)
     save = importlib.import_module("peft").get_peft_model_state_dict
@@ -194,22 +189,14 @@ def _wanted(model: Any, given: Mapping[str, Any]) -> set[nn.Parameter]:
 
 # -- writing ------------------------------------------------------------------------------------------------------
 
-_LAST = ("adapter_config.json", "modules.json")  # readers take them for a sign that the other files are there
-
 
 def _write(directory: Path, save: Callable[[str], object]) -> None:
-    """Let `save` fill a directory beside, and put what it has made into `directory`, the configs last."""
+    """Let `save` fill a directory beside, then move each file into `directory`, where it replaces an earlier one."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".partial", dir=directory.parent))
-    try:
+    with tempfile.TemporaryDirectory(".partial", f".{directory.name}.", directory.parent) as staging:
+        made = Path(staging, "made")
+        made.mkdir()
         if (directory / "README.md").exists():  # which PEFT adds to
-            shutil.copy(directory / "README.md", staging)
-        save(str(staging))
-        made = sorted(path.relative_to(staging) for path in staging.rglob("*") if path.is_file())
-        for path in sorted(made, key=lambda path: path.name in _LAST):
-            with open(staging / path, "rb") as file:
-                os.fsync(file.fileno())
-            (directory / path).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(staging / path, directory / path)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+            shutil.copy(directory / "README.md", made)
+        save(str(made))
+        shutil.copytree(made, directory, copy_function=os.replace, dirs_exist_ok=True)

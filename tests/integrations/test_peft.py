@@ -240,10 +240,21 @@ def test_arguments_are_pefts_and_an_error_is_raised_on_all_ranks(context: RankCo
     before = _contents(tmp_path / "one")
     with pytest.raises(CheckpointError, match="nobody"):
         model.save_pretrained(tmp_path / "one", selected_adapters=["nobody"])
-    with pytest.raises(CheckpointError, match="convert it without sharding"):
-        model.save_pretrained(tmp_path / "one", path_initial_model_for_weight_conversion="x")
     assert_same(_contents(tmp_path / "one"), before, "what is saved")
     assert not list(tmp_path.glob(".*partial"))
+
+
+@on_ranks(2)
+def test_adapters_are_converted_as_without_sharding(context: RankContext, tmp_path: Path) -> None:
+    """PiSSA's and OLoRA's: PEFT loads the initial adapter beside them, subtracts it, and deletes it."""
+    initial = tmp_path / f"initial{context.rank}"
+    _build().save_pretrained(initial)
+    model = _trained(context)
+    given = {"path_initial_model_for_weight_conversion": str(initial)}
+    model.save_pretrained(tmp_path / "ours", **given)
+    wanted = _saved_without_sharding(model, _build, tmp_path / f"plain{context.rank}", **given)
+    assert_same(_contents(tmp_path / "ours"), wanted, "what is saved")
+    _step(model, Call(2, context.rank, context.world_size, 1.0))
 
 
 @on_ranks(2)
