@@ -20,7 +20,7 @@ from streamshard.checkpoint.optimizer_state import gather_state, scatter_state
 from streamshard.config import Precision, SlotCount, parse_path
 from streamshard.engine.hooks import call_shell
 from streamshard.engine.module_state import HANDLE, ShardedModule, engine_at_rest, engine_of, handle_of, not_a_layer
-from streamshard.errors import ConfigError, ShardingError
+from streamshard.errors import ShardingError
 from streamshard.full import clip_grads, gather_state_dict, summon
 from streamshard.initialise import compute_buffers, initialise
 from streamshard.inspect.hashes import compare_weights
@@ -172,8 +172,6 @@ class StreamShard(ShardedModule):
                 default), or over those that have inputs.
             **others: for other joinables, to which ``Join`` gives the same.
         """
-        if repeat is not None and not callable(repeat):
-            raise ConfigError(f"repeat={repeat!r}: wanted a function without arguments, such as optimizer.step")
         engine = engine_of(self)
         return UnevenHook(UnevenInputs(self, engine, repeat, divide_by_initial_world_size), engine)
 
@@ -330,8 +328,6 @@ def load_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, str
         CheckpointError: on every rank; names tensors that are missing, unexpected, or of another shape or kind, the
             file that cannot be read or is damaged, or the rank that sees other files.
     """
-    if not isinstance(strict, bool):
-        raise ConfigError(f"strict={strict!r}: wanted True or False")
     directory = parse_path("directory", directory)
     engine = engine_at_rest(not_a_layer(model), "load_safetensors", accepts_empty=True)
     with leave_inference_mode(), leave_meta_device():

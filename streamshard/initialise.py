@@ -44,23 +44,20 @@ def initialise(engine: Engine, model: nn.Module, init: Init | None, seed: int | 
     if init is None:
         _refuse_adapters(model, before)
     try:
-        compute_buffers(engine, model, init, seed, strict=True)
+        compute_buffers(engine, model, init, seed)
         for number, unit in enumerate(engine.units):
             if shards := [shard for shard in unit.params if shard.name in before]:
                 _draw(engine, model, init, shards, seed + number)
+        _refuse_left(list(engine.empty), model, "buffer")
     except Exception:
         engine.set_empty(before)  # the next call draws all again: weights of two calls must not be mixed
         raise
 
 
-def compute_buffers(
-    engine: Engine, model: nn.Module, init: Init | None = None, seed: int = 0, *, strict: bool = False
-) -> None:
+def compute_buffers(engine: Engine, model: nn.Module, init: Init | None = None, seed: int = 0) -> None:
     """Fill empty buffers, such as rotary tables, which are in no file. Changes nothing else. Collective.
 
-    Args:
-        engine, model, init, seed: see `initialise`.
-        strict: raise if a buffer stays empty.
+    Buffers that the initialisation does not know stay empty, and the next forward names them.
     """
     empty = {name: buffer for name, buffer in buffers_of(model).items() if name in engine.empty}
     if not engine.ranks.any_rank(bool(empty)):
@@ -69,7 +66,7 @@ def compute_buffers(
 
     def run() -> None:
         versions = {name: buffer._version for name, buffer in empty.items()}
-        _run(engine, model, init, empty, seed, strict=strict)
+        _run(engine, model, init, empty, seed)
         for prefix, module in modules_of(model):
             for key, buffer in module._buffers.items():
                 name = join_names(prefix, key)
@@ -79,8 +76,6 @@ def compute_buffers(
                         filled.append(name)
                     dtype = engine.precision.buffer_dtype if buffer.is_floating_point() else None
                     module._buffers[key] = buffer.to(device=engine.streams.device, dtype=dtype)
-        if strict:
-            _refuse_left([name for name in empty if name not in filled], model, "buffer")
 
     engine.ranks.gather_results(_DOING, run)
     engine.fill(filled)
@@ -108,13 +103,7 @@ def _draw(engine: Engine, model: nn.Module, init: Init | None, shards: Sequence[
 
 
 def _run(
-    engine: Engine,
-    model: nn.Module,
-    init: Init | None,
-    empty: Collection[str],
-    seed: int,
-    *,
-    strict: bool = True,
+    engine: Engine, model: nn.Module, init: Init | None, empty: Collection[str], seed: int
 ) -> dict[str, torch.Tensor]:
     """Run the model's initialisation; see [Note: initialising unit by unit].
 
@@ -123,7 +112,6 @@ def _run(
         init: called with each module, children first; None: the methods of the model's classes.
         empty: names of the parameters to draw, or of the buffers to compute. All others keep their values.
         seed: of all random numbers in this run.
-        strict: raise if a class has an initialisation that cannot be called as intended.
 
     Returns:
         By name, the full parameters: [numel] in their dtype before sharding, on the device.
@@ -135,7 +123,7 @@ def _run(
             if init is not None:
                 model.apply(init)  # which may write to weights of any module, whichever it is called with
             else:
-                _initialise(model, "", empty, strict=strict)
+                _initialise(model, "", empty, draws=bool(shards))
         except (RuntimeError, NotImplementedError) as error:
             if "meta" not in str(error):
                 raise
@@ -155,10 +143,11 @@ def _run(
     return {shard.name: tensor.detach().to(device, shard.dtype).reshape(-1) for shard, tensor in drawn.items()}
 
 
-def _initialise(module: nn.Module, name: str, empty: Collection[str], *, strict: bool) -> None:
+def _initialise(module: nn.Module, name: str, empty: Collection[str], *, draws: bool) -> None:
     """Initialise `module`, called `name`, if a tensor in `empty` is inside: children first, as by ``nn.Module.apply``.
 
-    A module whose class initialises everything inside it (transformers, torchtitan) does so instead.
+    A module whose class initialises everything inside it (transformers, torchtitan) does so instead. With `draws`,
+    which means that parameters are drawn, a class whose own way is not known raises.
     """
     if not any(_is_inside(each, name) for each in empty):
         return
@@ -170,7 +159,7 @@ def _initialise(module: nn.Module, name: str, empty: Collection[str], *, strict:
         own()
         return
     method = "init_weights" if callable(own) else "_init_weights"
-    if strict and callable(getattr(module, method, None)):
+    if draws and callable(getattr(module, method, None)):
         raise ShardingError(
             f"{name or 'the model'!r} ({type(module).__name__}) has a method {method}, and only its constructor knows "
             "how to call it, and what else to do: write init_weights(model, function). function(module) is called with "
@@ -178,7 +167,7 @@ def _initialise(module: nn.Module, name: str, empty: Collection[str], *, strict:
         )
     for key, child in module._modules.items():
         if child is not None:
-            _initialise(child, join_names(name, key), empty, strict=strict)
+            _initialise(child, join_names(name, key), empty, draws=draws)
     if reset := next((found for each in _RESETS if callable(found := getattr(module, each, None))), None):
         reset()
 

@@ -303,11 +303,12 @@ def test_what_nothing_initialises_is_named(context: RankContext) -> None:
     """With the function that would help. Then all is empty still."""
     model: Any = StreamShard(on_meta(TinyLM), precision=FP32)
     with pytest.raises(
-        ShardingError, match=r"leaves buffer 'scale' without a value .*of a TinyLM.*or a function, init_weights\(model"
+        ShardingError,
+        match=r"leaves parameter 'positions'.* without a .*of a TinyLM.*or a function, init_weights\(model",
     ):
         init_weights(model)
-    with pytest.raises(ShardingError, match=r"leaves parameter 'positions'.* without a value .*of a TinyLM"):
-        init_weights(model, lambda module: (_reset(module), setattr(model, "scale", torch.ones(()))))
+    with pytest.raises(ShardingError, match=r"leaves buffer 'scale' without a value .*of a TinyLM"):
+        init_weights(model, lambda module: (_reset(module), nn.init.zeros_(model.positions)))
     assert len(engine_of(model).empty) == 54
     init_weights(model, _tiny_lm)
     model(token_batch(0, 0))

@@ -187,8 +187,6 @@ def test_training_without_repeat_is_refused_on_all_ranks(context: RankContext) -
         ):
             stack_step(model, Call(0, context.rank, 2, 1.0))
         _assert_even(model)
-    with pytest.raises(ConfigError, match="repeat=3: wanted a function"):
-        Join([model], repeat=3)
     with Join([model], others_argument=3), torch.no_grad():
         for _ in range(1 + context.rank):
             assert model(torch.ones(2, 16)).isfinite().all()

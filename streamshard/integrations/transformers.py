@@ -23,6 +23,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, trainer_utils
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from streamshard.api import (
     export_safetensors,
@@ -30,9 +31,9 @@ from streamshard.api import (
     load_optimizer_state_dict,
     load_safetensors,
 )
-from streamshard.comm.objects import RankGroup, raise_if, run_on_all_ranks
+from streamshard.comm.objects import RankGroup, run_on_all_ranks
 from streamshard.engine.module_state import engine_of, handle_of
-from streamshard.errors import CommunicationError, ConfigError
+from streamshard.errors import ConfigError
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from streamshard.integrations.peft import has_adapters, plain_classes, refuse_pieces, save_on_first
 from streamshard.optim.whole import WholeParameterOptimizer
@@ -40,11 +41,6 @@ from streamshard.unit.optimizer_hooks import is_elementwise_class
 
 __all__ = ["StreamShardTrainer", "StreamShardTrainerMixin"]
 
-# Names that Trainer gives to files.
-_OPTIMIZER = "optimizer.pt"
-_SCHEDULER = "scheduler.pt"
-_STATE = "trainer_state.json"
-_ARGUMENTS = "training_args.bin"
 _PARTIAL = "partial-"  # Trainer takes whatever begins with "checkpoint-" for one
 _REPLACED = "replaced"
 
@@ -138,35 +134,29 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As Trainer does, into a directory beside, which becomes ``checkpoint-8`` when it is complete."""
         ranks, root = engine_of(self.model).ranks, Path(self._get_output_dir(trial))
         name = f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         path, partial = root / name, root / f"{_PARTIAL}{name}" / name
-        error: Exception | None = None
-        _run_on_first(ranks, f"save {path}", lambda: _begin(partial))
+        doing, save = f"save {path}", super()._save_checkpoint
+        _run_on_first(ranks, doing, lambda: _begin(partial))
         self._staging = partial.parent
         try:
-            super()._save_checkpoint(model, trial)
-        except CommunicationError:
-            raise
-        except Exception as raised:  # of this rank perhaps: the others hear of it when they meet
-            error = raised
+            run_on_all_ranks(ranks, doing, lambda: save(model, trial))
         finally:
             self._staging = None
-        run_on_all_ranks(ranks, f"save {path}", lambda: raise_if(error))
         if self.state.best_model_checkpoint == str(partial):
             self.state.best_model_checkpoint = str(path)
 
         def publish() -> None:
-            self.state.save_to_json(str(partial / _STATE))  # Trainer's has the best checkpoint in the staging directory
+            self.state.save_to_json(
+                str(partial / TRAINER_STATE_NAME)
+            )  # Trainer's has the best checkpoint in the staging directory
             _publish(partial, path)
-            trainer_utils.rotate_checkpoints(
-                output_dir=str(root),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+            limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+            trainer_utils.rotate_checkpoints(str(root), limit, best, use_mtime=True)
 
-        _run_on_first(ranks, f"save {path}", publish)
+        _run_on_first(ranks, doing, publish)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(path))
 
@@ -212,15 +202,15 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(str(directory))
-        torch.save(self.args, directory / _ARGUMENTS)
+        torch.save(self.args, directory / TRAINING_ARGS_NAME)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state = full_optimizer_state_dict(self.model, _inner(self.optimizer))
         if self.args.should_save:
-            torch.save(state, os.path.join(output_dir, _OPTIMIZER))
+            torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
             with warnings.catch_warnings():  # a scheduler's "save the optimizer as well"
                 warnings.simplefilter("ignore", UserWarning)
-                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -247,7 +237,10 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         return is_ours and any((Path(directory) / name).is_file() for name in names)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        ranks, files = engine_of(self.model).ranks, [Path(checkpoint or "") / each for each in (_OPTIMIZER, _SCHEDULER)]
+        ranks, files = (
+            engine_of(self.model).ranks,
+            [Path(checkpoint or "") / each for each in (OPTIMIZER_NAME, SCHEDULER_NAME)],
+        )
         if checkpoint is None or not ranks.of_first(all(file.is_file() for file in files)):
             return  # as Trainer does, for checkpoints of save_only_model
 
