@@ -75,7 +75,7 @@ class Communicator(RankGroup):
 
         Args:
             nbytes: `Transport.allocate_visible` will allocate at most so much.
-            units: how many shards will be published.
+            units: the most reductions that can be under way.
         """
         if not self.streams.has_streams and self.world_size > 1:
             buffers = share_memory(self, nbytes, units)

@@ -19,8 +19,8 @@ Each rank has four counters, which only it increments:
 All ranks allocate the same buffers in the same order, so a buffer has the same offset in every rank's memory.
 
 Counts suffice because passes and reductions come in the same order on all ranks. To check this, each rank stores with
-each count a digest of all that it has issued, and ranks compare the digests. Sums are taken in the same order, as early
-as possible, so two ranks never wait for each other's sums.
+WRITTEN a digest of all that it has issued, and ranks compare the digests before they sum. Sums are taken in the same
+order, as early as possible, so two ranks never wait for each other's sums.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ _DISABLE = "STREAMSHARD_SHARED_MEMORY"  # environment variable: "0" uses gloo in
 _ORDERED = ("x86_64", "AMD64")  # processors that make stores visible in program order: counters rely on it
 _ALIGNMENT = 64  # bytes; buffers start at cache lines
 _WORD_BYTES = 8
-_PUBLICATIONS = 2  # digests of the last so many publications are kept
 _YIELDS = 200  # polls before the first sleep between polls
 _LONGEST_SLEEP_S = 1e-3
 
@@ -89,14 +88,12 @@ class SharedBuffers:
 
     Args:
         descriptor: the file.
-        units: how many shards are published.
+        units: the most reductions that can be under way.
         process: a descriptor (pidfd) of the rank's process, which this object owns; None: it is this process.
 
     Attributes:
         counters: [4], by `Counter`.
         gone: [1], 1 when the rank has failed and its counters will not change any more.
-        published: [2], digest of the log at the last publications; publication n is at n modulo 2.
-        shards: [units], byte offsets of the all-gather inputs, which move when the user moves a parameter.
         written: [units], digest of the log at the last reductions; reduction n is at n modulo units.
     """
 
@@ -110,11 +107,8 @@ class SharedBuffers:
         self._used = 0
         self.counters = self._words(len(Counter))
         self.gone = self._words(1)
-        self.published = self._words(_PUBLICATIONS)
-        self.shards = self._words(units)
         self.written = self._words(units)
         self._start = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
-
         _mapped.add(self)
 
     def has_died(self) -> bool:
@@ -156,10 +150,10 @@ def share_memory(ranks: RankGroup, nbytes: int, units: int) -> list[SharedBuffer
     Args:
         ranks: the ranks.
         nbytes: size of all buffers of a rank together. A page takes memory only once it is written.
-        units: how many shards will be published.
+        units: the most reductions that can be under way.
     """
     with contextlib.ExitStack() as files:  # a mapping stays valid without its file
-        own = _make_memory(files, nbytes + _WORD_BYTES * (len(Counter) + 1 + _PUBLICATIONS + 2 * units))
+        own = _make_memory(files, nbytes + _WORD_BYTES * (len(Counter) + 1 + units))
         offers = ranks.gather_objects(own, with_replicas=False)
         buffers = [map_memory(offer, units) for offer in offers]
         mapped = [each for each in buffers if each is not None]
@@ -213,7 +207,6 @@ class SharedMemoryTransport(PairwiseTransport):
         self._own = buffers[ranks.rank]
         self._timeout_s = timeout_of(ranks.group).total_seconds()
         self._started: deque[Reduction] = deque()  # not summed yet
-        self._compared = 0  # publications
         weakref.finalize(self, _leave, self._own.gone, os.getpid())
 
     def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -232,12 +225,8 @@ class SharedMemoryTransport(PairwiseTransport):
         count = self._advance(Counter.RETRACTED)
         return Exchange(lambda: self._await(Counter.RETRACTED, count))
 
-    def publish_shards(self, shards: Sequence[torch.Tensor]) -> None:
+    def publish_shards(self) -> None:
         """See `Transport.publish_shards`."""
-        for tag, shard in enumerate(shards):
-            self._own.shards[tag] = self._offset_of(shard) if shard.numel() else 0
-        count = self._own.counters[Counter.PUBLISHED] + 1
-        self._own.published[count % _PUBLICATIONS] = self.ranks.recorder.log.digest
         self._advance(Counter.PUBLISHED)
 
     def start_gather(
@@ -247,18 +236,18 @@ class SharedMemoryTransport(PairwiseTransport):
         if not is_published or self._own.offset_of(shard) is None:  # send it through gloo
             return super().start_gather(shard, slot, tag, is_published=is_published)
         self._issue(RecordKind.GATHER, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
-        return Exchange(lambda: self._copy(shard, slot, tag))
+        return Exchange(lambda: self._copy(shard, slot))
 
-    def _copy(self, shard: torch.Tensor, slot: torch.Tensor, tag: int) -> None:
-        count = self._own.counters[Counter.PUBLISHED]
-        if self._compared < count:
-            self._await(Counter.PUBLISHED, count)
-            self._compare([buffers.published[count % _PUBLICATIONS] for buffers in self._buffers])
-            self._compared = count
+    def _copy(self, shard: torch.Tensor, slot: torch.Tensor) -> None:
+        self._await(Counter.PUBLISHED, self._own.counters[Counter.PUBLISHED])
+        rank, chunks = self.ranks.rank, slot.view(self.ranks.world_size, -1)
+        # A slot with one unit holds the all-gather input itself: each rank's is the rank's own chunk of its slot.
+        step = shard.nbytes if chunks[rank].data_ptr() == shard.data_ptr() else 0
+        start = self._offset_of(shard) - rank * step
         with self.streams.on(self.stream), torch.no_grad():
-            for buffers, chunk in zip(self._buffers, slot.view(self.ranks.world_size, -1), strict=True):
-                if chunk.data_ptr() != shard.data_ptr():  # a slot with one unit holds the all-gather input itself
-                    chunk.copy_(buffers.view(buffers.shards[tag], shard.numel(), shard.dtype))
+            for peer, (buffers, chunk) in enumerate(zip(self._buffers, chunks, strict=True)):
+                if peer != rank or not step:
+                    chunk.copy_(buffers.view(start + peer * step, shard.numel(), shard.dtype))
 
     # -- reductions -------------------------------------------------------------------------------------------------
 
@@ -286,7 +275,8 @@ class SharedMemoryTransport(PairwiseTransport):
 
     def _sum_next(self) -> None:
         number = self._own.counters[Counter.SUMMED]
-        self._compare([buffers.written[number % len(buffers.written)] for buffers in self._buffers])
+        if len({buffers.written[number % len(buffers.written)] for buffers in self._buffers}) > 1:
+            raise RuntimeError("ranks have issued different collectives")
         slot, out, _, _, accumulate, _ = self._started.popleft()
         start = self._offset_of(slot) + self.ranks.rank * out.numel() * slot.element_size()
         with self.streams.on(self.stream):
@@ -334,11 +324,6 @@ class SharedMemoryTransport(PairwiseTransport):
                 raise RuntimeError(self.ranks.recorder.difference)
             if time.monotonic() > deadline:
                 raise RuntimeError(f"timed out after {self._timeout_s:g} s of waiting for ranks {missing}")
-
-    def _compare(self, digests: Sequence[int]) -> None:
-        """Raise if ranks with the same count have issued different collectives."""
-        if any(digest != digests[self.ranks.rank] for digest in digests):
-            raise RuntimeError("ranks have issued different collectives")
 
     def leave(self) -> None:
         """See `Transport.leave`."""

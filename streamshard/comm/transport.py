@@ -177,8 +177,8 @@ class Transport(abc.ABC):
         self._log.add(RecordKind.FORWARD)
         return None
 
-    def publish_shards(self, shards: Sequence[torch.Tensor]) -> None:  # noqa: B027  # most transports send shards
-        """Let other ranks read the all-gather inputs of all units, by tag, from now on. Called when they are cast."""
+    def publish_shards(self) -> None:  # noqa: B027  # most transports send shards
+        """Let other ranks read the all-gather inputs of all units from now on. Called when they are cast."""
 
     def progress(self) -> None:  # noqa: B027  # backends with threads of their own need no help
         """Advance pending collectives without waiting. Called with every gradient."""

@@ -82,8 +82,7 @@ class Casts:
         self._cast_done.record()
         self._cast_done.wait()  # rule 5: no all-gather reads an input that is still being cast
         with self._ranks.guard("the start of a forward"):
-            inputs = [flat.gather_input for unit in self._units for flat in unit.flat_params]
-            self._ranks.transport.publish_shards(inputs)
+            self._ranks.transport.publish_shards()
         for observer in self._ranks.streams.observers:
             observer.on_event(StepEvent.CAST_ENDS, None)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -119,9 +119,9 @@ class AdversarialTransport(Transport):
         self.complete()
         return self.inner.retract_shards()
 
-    def publish_shards(self, shards: Sequence[torch.Tensor]) -> None:
+    def publish_shards(self) -> None:
         """See `Transport.publish_shards`."""
-        self.inner.publish_shards(shards)
+        self.inner.publish_shards()
 
     def leave(self) -> None:
         """See `Transport.leave`."""

@@ -111,7 +111,7 @@ def _check_gathers(ranks: Communicator, dtype: torch.dtype) -> None:
         _wait(transport, transport.retract_shards())
         shard.copy_(_numbers(ranks.rank, NUMEL, shard, turn))
         own.copy_(_numbers(ranks.rank, NUMEL, own, 10 + turn))
-        transport.publish_shards([shard, own, empty])
+        transport.publish_shards()
         _let_read(transport)
         works = [
             transport.start_gather(*pair, tag)
