@@ -35,7 +35,7 @@ from _measure import QUIET_CORES, RESULTS, Clock, Noise, environment, launch, ow
 from _models import PRESETS, Transformer, next_token_loss
 from _muon import SYSTEMS, Counts, MuonSystem, count_step, element_traffic, newton_schulz_flops
 
-from streamshard.plan.layout import ParamSize, plan_flat_param
+from streamshard.plan.layout import ParamLayout, plan_flat_param
 from streamshard.plan.owners import assign_owners, rank_loads
 
 OWN, PEERS = "streamshard", ("fsdp2", "all-gather")
@@ -284,7 +284,7 @@ def _plan_llama(ranks: int) -> dict[str, Any]:
     width, keys, between = LLAMA_3_8B["width"], LLAMA_3_8B["keys"], LLAMA_3_8B["between"]
     named = {"query": (width, width), "key": (keys, width), "value": (keys, width), "out": (width, width)}
     named |= {"gate": (between, width), "up": (between, width), "down": (width, between)}
-    sizes = [ParamSize(name, shape) for name, shape in (*named.items(), ("norm_1", (width,)), ("norm_2", (width,)))]
+    sizes = [ParamLayout(name, shape) for name, shape in (*named.items(), ("norm_1", (width,)), ("norm_2", (width,)))]
     layout = plan_flat_param(sizes, ranks)
     matrices = [place for place in layout.params if len(place.shape) == 2] * LLAMA_3_8B["layers"]
     flops = [float(newton_schulz_flops(place.shape)) for place in matrices]

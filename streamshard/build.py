@@ -30,7 +30,7 @@ from streamshard.integrations import huggingface
 from streamshard.integrations.peft import adapt_methods
 from streamshard.plan.discovery import FoundParam, FoundUnit, ResidentArgument, UnitsArgument, find_groups
 from streamshard.plan.flat_params import FlatParam, FlatParamKind, kind_of, plan_units
-from streamshard.plan.layout import ParamSize
+from streamshard.plan.layout import ParamLayout
 from streamshard.plan.memory import (
     Category,
     Sizing,
@@ -126,7 +126,7 @@ def _make_engine(
     layouts = plan_units(
         ["", *(unit.name for unit in found)],
         [
-            [(kind, [ParamSize(p.names[0], tuple(p.param.shape)) for p in params]) for kind, params in parts]
+            [(kind, [ParamLayout(p.names[0], tuple(p.param.shape)) for p in params]) for kind, params in parts]
             for parts in checked.parts
         ],
         ranks.world_size,
@@ -143,7 +143,7 @@ def _make_engine(
     def scratch_numel(flat: FlatParam) -> int:
         return ranks.transport.scratch_numel(flat.layout.shard_numel, flat.kind.mode, adds=True)
 
-    sizing = Sizing(layouts, settings.precision, ranks.world_size, scratch_numel)
+    sizing = Sizing(layouts, settings.precision, scratch_numel)
     plan = plan_slots(_share_slots(found), settings.weight_slots, settings.grad_slots)
     reason = f"weight_slots={settings.weight_slots!r}, grad_slots={settings.grad_slots!r}"
 

@@ -169,13 +169,11 @@ class Communicator(RankGroup):
 
 
 _alive_ones: weakref.WeakSet[Communicator] = weakref.WeakSet()
-_inherited: list[Transport] = []  # in a forked child: freeing shared memory would unmap other memory
 
 
 def _after_fork_in_child() -> None:
     for ranks in _alive_ones:
         if ranks.total_size > 1:
-            _inherited.append(ranks.transport)
             ranks.failure = (
                 f"this process was forked from rank {ranks.rank} and has no connection to other ranks: start processes "
                 "with the spawn method"

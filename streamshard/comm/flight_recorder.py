@@ -28,7 +28,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not re-exported in stubs
@@ -36,7 +36,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not r
 from streamshard.errors import log
 from streamshard.torch_private import count_collectives
 
-__all__ = ["FlightRecorder", "Log", "RecordKind", "Wait", "describe_difference"]
+__all__ = ["FlightRecorder", "Log", "RecordKind", "describe_difference"]
 
 _ENTRIES = 512  # a log keeps its last so many entries
 _MOST_PEERS = 64  # a rank reads the logs of at most so many ranks, those with the next higher numbers
@@ -154,18 +154,6 @@ def _say(entry: _Entry, names: Sequence[str]) -> str:
     return tuple(RecordKind)[kind].words.format(unit=repr(names[tag]) if tag < len(names) else f"unit {tag}")
 
 
-class Wait(Protocol):
-    """A wait for other ranks: `streamshard.comm.objects.Guard`."""
-
-    @property
-    def what(self) -> str:
-        """The collective or exchange, for messages."""
-
-    @property
-    def since(self) -> float:
-        """Unix time of the start of the wait."""
-
-
 class FlightRecorder:
     """This rank's log and current wait, the logs of the other ranks, and the first failure.
 
@@ -180,7 +168,7 @@ class FlightRecorder:
     Attributes:
         log: this rank's log.
         names: names of units, by tag; for messages.
-        wait: what this rank's host waits for; None: it does not wait.
+        wait: what this rank's host waits for, in words, and Unix time of its start; None: it does not wait.
         difference: why the wait can never succeed; None: the watchdog has found no reason.
     """
 
@@ -189,7 +177,7 @@ class FlightRecorder:
     ) -> None:
         self.log = Log()
         self.names: Sequence[str] = ()
-        self.wait: Wait | None = None
+        self.wait: tuple[str, float] | None = None
         self.difference: str | None = None
         self._rank, self._world_size = (0, 1) if group is None else (group.rank(), group.size())
         others = range(1, min(self._world_size, _MOST_PEERS + 1))
@@ -242,8 +230,10 @@ class FlightRecorder:
                     logs[peer] = _Shown({entry[0]: tuple(entry) for entry in entries}, total, time_s, others)
         return logs
 
-    def _find_other_collective(self, logs: Mapping[int, _Shown]) -> str | None:
-        """A message that names a missing rank which waits in another library's collective; None: there is none."""
+    def _find_difference(self, logs: Mapping[int, _Shown]) -> str | None:
+        """Why the wait can never succeed: logs differ, or a missing rank waits in another library's collective."""
+        if found := describe_difference(logs, self.names):
+            return found
         own = logs[self._rank]
         for peer, shown in sorted(logs.items()):
             if not self._has_streams and shown.total < own.total and shown.others > own.others:
@@ -295,7 +285,7 @@ class FlightRecorder:
             while self._store is not None:
                 logs = self._read()
                 missing = self._describe_missing(logs)
-                if found := describe_difference(logs, self.names) or self._read_failure():
+                if found := self._find_difference(logs) or self._read_failure():
                     return found
                 if missing is None or time.monotonic() > deadline:
                     break
@@ -312,7 +302,7 @@ class FlightRecorder:
         wait = self.wait
         if wait is None and not self._has_streams:
             return
-        what, since = (wait.what, wait.since) if wait else ("what it has issued on its device", self.log.time_s)
+        what, since = wait or ("what it has issued on its device", self.log.time_s)
         if since != self._since:
             self._since, self._report_at_s = since, _REPORT_AFTER_S
         waited_s = time.time() - since
@@ -322,7 +312,7 @@ class FlightRecorder:
         if reports:
             self._report_at_s = 2 * waited_s
         logs = self._read()
-        self.difference = describe_difference(logs, self.names) or self._find_other_collective(logs)
+        self.difference = self._find_difference(logs)
         if self.difference is not None:
             self.post_failure(f"{what}: {self.difference}")
             if reports:  # nothing can end a wait on a device, so at least log the reason
@@ -332,18 +322,9 @@ class FlightRecorder:
         elif reports:
             missing = self._describe_missing(logs, among_shown=wait is None)
             if missing is not None or wait is not None:  # else this rank computes, or runs code of the user's
-                self._warn(what, waited_s, logs, missing)
-
-    def _warn(self, what: str, waited_s: float, logs: Mapping[int, _Shown], missing: str | None) -> None:
-        log.warning(
-            "%s has waited for %.0f s in %s (last: it %s): %s. All ranks have to call norms, forward, generate() and "
-            "everything that collects weights",
-            self,
-            waited_s,
-            what,
-            logs[self._rank].last(self.names),
-            missing or "all ranks have come, so a rank or the network is slow",
-        )
+                missing = missing or "all ranks have come, so a rank or the network is slow"
+                last = logs[self._rank].last(self.names)
+                log.warning("%s has waited for %.0f s in %s (last: it %s): %s", self, waited_s, what, last, missing)
 
 
 _recorders: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()

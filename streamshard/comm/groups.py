@@ -61,13 +61,10 @@ def groups_of(mesh: object) -> Groups:
     """
     if isinstance(mesh, dist.ProcessGroup):
         return Groups(mesh, None, mesh)
-    if mesh == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ConfigError(
-            f"mesh={mesh!r} is what torch.distributed.new_group gives to ranks that are not in the new group: rank "
-            f"{dist.get_rank()} has no part of this model. Call StreamShard on the ranks of the group only"
-        )
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"mesh={mesh!r}: wanted a DeviceMesh, a ProcessGroup or None")
+        raise ConfigError(
+            f"mesh={mesh!r}: wanted a DeviceMesh or None, or a ProcessGroup that this rank, {dist.get_rank()}, is in"
+        )
     if mesh.ndim > 2:
         raise ConfigError(
             f"mesh has {mesh.ndim} axes: wanted one, whose ranks share the model, or two, replicate x shard"

@@ -56,30 +56,23 @@ class Guard:
         subject: what `action` is about, such as a unit's name; "" if nothing.
 
     Attributes:
-        since: Unix time of the start of the wait.
+        what: the wait, in words.
 
     Raises:
         CommunicationError: on entry, if `ranks` has failed before.
     """
 
-    __slots__ = ("_action", "_outer", "_ranks", "_subject", "since")
+    __slots__ = ("_outer", "_ranks", "what")
 
     def __init__(self, ranks: RankGroup, action: str, subject: str = "") -> None:
         self._ranks = ranks
-        self._action = action
-        self._subject = subject
-
-    @property
-    def what(self) -> str:
-        """The wait, in words."""
-        return f"{self._action} {self._subject!r}" if self._subject else self._action
+        self.what = f"{action} {subject!r}" if subject else action
 
     def __enter__(self) -> None:
         ranks = self._ranks
         if ranks.failure is not None:
             raise CommunicationError(f"{self.what} is not possible any more: {ranks.failure}")
-        self.since = time.time()
-        self._outer, ranks.recorder.wait = ranks.recorder.wait, self
+        self._outer, ranks.recorder.wait = ranks.recorder.wait, (self.what, time.time())
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         ranks = self._ranks

@@ -10,7 +10,6 @@ tower out.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import itertools
 from collections import Counter
@@ -153,28 +152,22 @@ def _group_params(root: nn.Module, units: Sequence[FoundUnit]) -> list[list[Foun
 
 
 def coalesce(units: Sequence[FoundUnit], sizes: Sequence[int], at_least: int) -> list[FoundUnit]:
-    """Combine consecutive streamed units until each has `at_least` bytes. A smaller rest joins the last of them.
+    """Combine consecutive streamed units until each has `at_least` bytes. A smaller rest stays a unit.
 
     Args:
         units: in registration order.
         sizes: bytes of each unit.
         at_least: the smallest size of a combined unit, in bytes.
     """
-    together: list[FoundUnit] = []
-    for is_resident, stretch in itertools.groupby(zip(units, sizes, strict=True), key=lambda each: each[0].is_resident):
-        groups: list[list[FoundUnit]] = [[]]
-        missing = at_least
-        for unit, size in stretch:
-            if missing <= 0 or is_resident:
-                groups.append([])
-                missing = at_least
-            groups[-1].append(unit)
-            missing -= size
-        if missing > 0 and len(groups) > 1 and not is_resident:
-            rest = groups.pop()
-            groups[-1].extend(rest)
-        together += [_together(group) for group in groups if group]
-    return together
+    groups: list[list[FoundUnit]] = []
+    missing = 0  # bytes that the last group may still take
+    for unit, size in zip(units, sizes, strict=True):
+        if missing <= 0 or unit.is_resident:
+            groups.append([])
+            missing = at_least
+        groups[-1].append(unit)
+        missing = 0 if unit.is_resident else missing - size
+    return [_together(group) for group in groups]
 
 
 def _together(units: Sequence[FoundUnit]) -> FoundUnit:
@@ -200,13 +193,9 @@ def _select(given: _NamedModules, names: dict[nn.Module, str], what: str) -> lis
         else:
             matches = [module for module, name in names.items() if name and _is_of_class(module, wanted)]
         if not matches:
-            known = [*map(str, by_name), *dict.fromkeys(type(module).__name__ for module in names)]
-            similar = ", ".join(
-                map(repr, difflib.get_close_matches(getattr(wanted, "__name__", str(wanted)), known, n=3))
-            )
             raise UnitError(
-                f"{what} names {wanted!r}, which is neither a module inside the model nor the class of one (a class, a "
-                f"module, or the name of either); like it are: {similar or 'none. See model.named_modules()'}"
+                f"{what} names {wanted!r}, which is neither a module inside the model nor the class of one. Name "
+                "modules of model.named_modules(), their names, their classes or the names of their classes"
             )
         found.extend(matches)
     if not found:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from streamshard.config import Precision, ReductionMode
-from streamshard.plan.layout import FlatParamLayout, ParamLayout, ParamSize, plan_flat_param
+from streamshard.plan.layout import FlatParamLayout, ParamLayout, plan_flat_param
 
 __all__ = ["FlatParam", "FlatParamKind", "UnitLayout", "kind_of", "plan_units"]
 
@@ -146,7 +146,7 @@ class UnitLayout(NamedTuple):
 
 def plan_units(
     names: Sequence[str],
-    units: Sequence[Sequence[tuple[FlatParamKind, Sequence[ParamSize]]]],
+    units: Sequence[Sequence[tuple[FlatParamKind, Sequence[ParamLayout]]]],
     world_size: int,
     *,
     pad_numel: int,

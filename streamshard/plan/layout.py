@@ -16,25 +16,15 @@ parameter larger than a shard has several cuts, so then the grain also divides t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["LocalRange", "ParamLayout", "ParamSize", "FlatParamLayout", "plan_flat_param"]
+__all__ = ["LocalRange", "ParamLayout", "FlatParamLayout", "plan_flat_param"]
 
 ALIGNMENT_BYTES = 16  # vectorised loads of GPU kernels want 16-byte aligned starts
-
-
-class ParamSize(NamedTuple):
-    """The name and shape of one parameter, which are all that the planner needs."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -44,14 +34,17 @@ class ParamLayout:
     Attributes:
         name: fully qualified name in the root model; for tied parameters the first registered one.
         shape: the unsharded shape.
-        offset: first element in the flat parameter.
-        numel: number of elements.
+        offset: first element in the flat parameter; `plan_flat_param` chooses it.
     """
 
     name: str
     shape: tuple[int, ...]
-    offset: int
-    numel: int
+    offset: int = 0
+
+    @functools.cached_property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
 
 class LocalRange(NamedTuple):
@@ -113,7 +106,7 @@ class FlatParamLayout:
 
 
 def plan_flat_param(
-    sizes: Sequence[ParamSize],
+    sizes: Sequence[ParamLayout],
     world_size: int,
     *,
     element_bytes: int = 2,
@@ -145,11 +138,11 @@ def plan_flat_param(
         if missing <= 0:
             break
         least = shard_numel + -(-missing // world_size)
-    params = tuple(ParamLayout(s.name, s.shape, offset, s.numel) for s, offset in zip(sizes, offsets, strict=True))
-    return FlatParamLayout(params, world_size, world_size * shard_numel)
+    params = (ParamLayout(param.name, param.shape, offset) for param, offset in zip(sizes, offsets, strict=True))
+    return FlatParamLayout(tuple(params), world_size, world_size * shard_numel)
 
 
-def _shard_numel(sizes: Sequence[ParamSize], grain: int, least: int, multiple: int) -> int:
+def _shard_numel(sizes: Sequence[ParamLayout], grain: int, least: int, multiple: int) -> int:
     """The smallest size of a shard in elements, at least `least`; a multiple of `grain` if a parameter is larger."""
 
     def fitting(bound: int) -> int:
@@ -159,7 +152,7 @@ def _shard_numel(sizes: Sequence[ParamSize], grain: int, least: int, multiple: i
     return min(fitting(bound) for bound in {least, *(size.numel for size in sizes if size.numel > least)})
 
 
-def _place(sizes: Sequence[ParamSize], grain: int, align: int, shard_numel: int | None) -> list[int]:
+def _place(sizes: Sequence[ParamLayout], grain: int, align: int, shard_numel: int | None) -> list[int]:
     """Where each parameter starts, and where the last one ends.
 
     With `shard_numel`, the first cut in each parameter is at a multiple of the grain. Later cuts are too, if the grain

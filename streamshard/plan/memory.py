@@ -108,13 +108,11 @@ class Sizing(NamedTuple):
     Attributes:
         layouts: of all units, root unit first.
         precision: the dtypes.
-        world_size: N.
         scratch_numel: flat parameter -> elements of scratch, see `Transport.scratch_numel`.
     """
 
     layouts: Sequence[UnitLayout]
     precision: Precision
-    world_size: int
     scratch_numel: Callable[[FlatParam], int]
 
     def scratch_of(self, flat_param: FlatParam) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from torch import nn
 from streamshard.checkpoint.export import export_shards
 from streamshard.comm.objects import RankGroup
 from streamshard.errors import CheckpointError
-from streamshard.plan.layout import ParamSize, plan_flat_param
+from streamshard.plan.layout import ParamLayout, plan_flat_param
 from streamshard.unit.shard import ParamShard
 from tests.families import bert, dinov2, gpt2, llama, mixtral, t5, vit
 
@@ -79,7 +79,7 @@ def shards_for(model: nn.Module, rank: int, world_size: int) -> list[ParamShard]
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
-    sizes = [ParamSize(own[0], tuple(param.shape)) for param, own in names.items()]
+    sizes = [ParamLayout(own[0], tuple(param.shape)) for param, own in names.items()]
     unit = plan_flat_param(sizes, world_size)
     flat = torch.zeros(unit.shard_numel)
     shards = []

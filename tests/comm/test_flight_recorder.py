@@ -216,7 +216,7 @@ def test_a_long_wait_is_reported_at_doubling_intervals(context: RankContext) -> 
         waits = FlightRecorder(_world())
         waits._store = mock.Mock(check=lambda _: False)
         waits._key = ""
-        waits.wait = mock.Mock(what="something", since=now[0])
+        waits.wait = ("something", now[0])
         with mock.patch.object(time, "time", lambda: now[0]):
             for waited_s, reports in ((20, 0), (40, 1), (70, 1), (90, 2), (170, 2), (200, 3)):
                 now[0] = 1000.0 + waited_s

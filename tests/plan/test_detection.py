@@ -157,18 +157,7 @@ def test_classes_can_be_named() -> None:
     assert _named(Parts(Linear=nn.LayerNorm(4), other=nn.Linear(4, 4)), "Linear") == ["Linear"]  # a module's name first
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("LlamaLayer", "like it are: 'LlamaDecoderLayer'"),
-        ("model.layer.1", "like it are: 'model.layers.1'"),
-        (nn.Conv2d, "none. See model.named_modules()"),
-        (nn.Linear(2, 2), "none. See model.named_modules()"),
-        (5, "none. See model.named_modules()"),
-    ],
-    ids=str,
-)
-def test_what_is_neither_a_module_nor_a_class_raises_with_names_like_it(name: Any, hint: str) -> None:
-    """The nearest first."""
-    with pytest.raises(UnitError, match=re.escape(hint)):
+@pytest.mark.parametrize("name", ["LlamaLayer", "model.layer.1", nn.Conv2d, nn.Linear(2, 2), 5], ids=str)
+def test_what_is_neither_a_module_nor_a_class_raises(name: Any) -> None:
+    with pytest.raises(UnitError, match=re.escape(f"units names {name!r}, which is neither a module inside the model")):
         find_groups(families.llama(), [name])

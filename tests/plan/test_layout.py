@@ -8,10 +8,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.plan.layout import ALIGNMENT_BYTES, FlatParamLayout, LocalRange, ParamSize, plan_flat_param
+from streamshard.plan.layout import ALIGNMENT_BYTES, FlatParamLayout, LocalRange, ParamLayout, plan_flat_param
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
-sizes = st.lists(shapes, max_size=8).map(lambda all: [ParamSize(f"p{k}", shape) for k, shape in enumerate(all)])
+sizes = st.lists(shapes, max_size=8).map(lambda all: [ParamLayout(f"p{k}", shape) for k, shape in enumerate(all)])
 world_sizes = st.integers(1, 9)
 element_bytes = st.sampled_from([1, 2, 4, 8, 32])
 alignments: st.SearchStrategy[Any] = st.sampled_from([1, 2, 3, 7, 16, 100])
@@ -19,14 +19,14 @@ pads = st.sampled_from([1, 3, 128, 2**16])
 
 
 def _plan(
-    params: list[ParamSize], world_size: int, n_bytes: int = 2, pad_numel: int = 1, pieces: int = 1
+    params: list[ParamLayout], world_size: int, n_bytes: int = 2, pad_numel: int = 1, pieces: int = 1
 ) -> FlatParamLayout:
     return plan_flat_param(params, world_size, element_bytes=n_bytes, pad_numel=pad_numel, align_pieces_to=pieces)
 
 
 @given(sizes, world_sizes, element_bytes, pads, alignments)
 def test_parameters_lie_in_order_aligned_and_are_cut_between_blocks(
-    params: list[ParamSize], world_size: int, n_bytes: int, pad_numel: int, pieces: int
+    params: list[ParamLayout], world_size: int, n_bytes: int, pad_numel: int, pieces: int
 ) -> None:
     """Nothing overlaps. Parameters and shards start aligned. Pieces begin and end with blocks, or the parameter."""
     layout = _plan(params, world_size, n_bytes, pad_numel, pieces)
@@ -57,7 +57,7 @@ def test_parameters_lie_in_order_aligned_and_are_cut_between_blocks(
 
 @given(sizes, world_sizes, element_bytes, pads, alignments)
 def test_cutting_between_blocks_costs_little(
-    params: list[ParamSize], world_size: int, n_bytes: int, pad_numel: int, pieces: int
+    params: list[ParamLayout], world_size: int, n_bytes: int, pad_numel: int, pieces: int
 ) -> None:
     """At most two blocks, aligned, on each rank, beside what every layout is rounded to."""
     align = max(ALIGNMENT_BYTES // n_bytes, 1)
@@ -69,7 +69,7 @@ def test_cutting_between_blocks_costs_little(
 
 
 @given(sizes, world_sizes, alignments)
-def test_the_ranks_ranges_tile_every_parameter(params: list[ParamSize], world_size: int, pieces: int) -> None:
+def test_the_ranks_ranges_tile_every_parameter(params: list[ParamLayout], world_size: int, pieces: int) -> None:
     """In rank order, each element once, at the place in the shard that the flat buffer gives it."""
     layout = _plan(params, world_size, pieces=pieces)
     for param in layout.params:
@@ -87,7 +87,7 @@ def test_the_ranks_ranges_tile_every_parameter(params: list[ParamSize], world_si
 
 def test_an_example_by_hand() -> None:
     """Two ranks, bf16: starts are multiples of 8 elements, the end is a multiple of 16."""
-    layout = _plan([ParamSize("weight", (3, 5)), ParamSize("bias", (3,)), ParamSize("scale", ())], 2)
+    layout = _plan([ParamLayout("weight", (3, 5)), ParamLayout("bias", (3,)), ParamLayout("scale", ())], 2)
     assert [(param.offset, param.numel) for param in layout.params] == [(0, 15), (16, 3), (24, 1)]
     assert (layout.padded_numel, layout.shard_numel, layout.numel) == (32, 16, 19)
     weight, bias, scale = layout.params

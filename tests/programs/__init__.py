@@ -3,10 +3,6 @@
 A `Program` is a list of operations, each done by all ranks: by plain torch, one process of which plays every rank in
 turn, then by StreamShard. After each operation, losses and refusals are compared; at `Check` and at the end gradients
 and weights. What StreamShard may refuse, and plain torch does not, has to be refused on all ranks.
-
-    python -m tests.programs --minutes 5 --seed 3
-
-tries programs for that long and prints the first that fails, shrunk, as Python.
 """
 
 from __future__ import annotations

@@ -11,5 +11,5 @@ from tests.ranks import RankPool
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much], print_blob=True, max_examples=25)
 @given(program=programs())
 def test_random_programs_run_like_plain_pytorch(ranks: RankPool, program: Program) -> None:
-    """Losses, refusals, gradients (None where there are none), weights. More by hand: ``python -m tests.programs``."""
+    """Losses, refusals, gradients (None where there are none), weights."""
     ranks(program.ranks).run(run_program, program)

@@ -41,7 +41,7 @@ def _layers(size: int | str, precision: Precision = FP32) -> list[str]:
 @on_ranks(2)
 def test_the_size_is_in_bytes_of_param_dtype(context: RankContext) -> None:
     """A number or text, the same on all ranks. A unit is called by its first layer and its last."""
-    pairs = ["layers.0 .. layers.1", "layers.2 .. layers.3", "layers.4 .. layers.6"]
+    pairs = ["layers.0 .. layers.1", "layers.2 .. layers.3", "layers.4 .. layers.5", "layers.6"]
     assert _layers(0) == _layers(LAYER_BYTES) == _layers("1KiB") == [f"layers.{k}" for k in range(7)]
     assert _layers(LAYER_BYTES + 1) == _layers(PAIRS) == _layers("2KB") == _layers(LAYER_BYTES, BF16) == pairs
     assert _layers("1GiB") == ["layers.0 .. layers.6"]
@@ -69,10 +69,10 @@ def test_a_weight_that_layers_of_one_unit_share_lies_in_it(context: RankContext)
     two_biases = 2 * 4 * 16  # shared weights do not count
     model = assert_trains_like_plain(context, TiedPairs, stack_step, min_unit_size=two_biases)
     where = {shard.name: unit.name for unit in engine_inside(model).units for shard in unit.params}
-    assert _names(model) == ["layers.0 .. layers.1", "layers.2 .. layers.3", "layers.4 .. layers.7"]
+    assert _names(model) == ["layers.0 .. layers.1", "layers.2 .. layers.3", "layers.4 .. layers.6", "layers.7"]
     assert where["layers.0.linear.weight"] == "layers.0 .. layers.1"
     assert where["layers.2.linear.weight"] == "the root unit"
-    assert where["layers.4.linear.weight"] == where["layers.4.linear.bias"] == "layers.4 .. layers.7"
+    assert where["layers.4.linear.weight"] == where["layers.4.linear.bias"] == "layers.4 .. layers.6"
 
 
 # ---------------------------------------------------------------------------------------------- messages
