@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from streamshard import Precision, StreamShard
+from streamshard import StreamShard
 from streamshard.errors import (
     ConfigError,
     RankMismatchError,
@@ -31,42 +31,20 @@ from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, full_grads, lm_step, stack_step
 
 
-class _Snapshot:
-    """What a model was like, to see that a failed call changed nothing."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.kind = type(model)
-        self.parameters = {name: (p, p.data, p.requires_grad) for name, p in model.named_parameters()}
-        self.values = {name: p.detach().clone() for name, p in model.named_parameters() if p.device.type != "meta"}
-        self.dicts = {name: dict(module.__dict__) for name, module in model.named_modules()}
-        self.kinds = {name: type(module) for name, module in model.named_modules()}
-
-    def assert_unchanged(self) -> None:
-        """Same class, objects, storage, values, attributes and hooks."""
-        assert type(self.model) is self.kind
-        assert not isinstance(self.model, StreamShard)
-        now = dict(self.model.named_parameters())
-        assert list(now) == list(self.parameters)
-        for name, (p, data, requires_grad) in self.parameters.items():
-            assert now[name] is p, name
-            assert p.requires_grad is requires_grad, name
-            if name in self.values:
-                assert p.data_ptr() == data.data_ptr(), name
-                assert torch.equal(p, self.values[name]), name
-        for name, module in self.model.named_modules():
-            assert type(module) is self.kinds[name], name
-            assert set(module.__dict__) == set(self.dicts[name]), name
-            for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dict_hooks"):
-                assert not module.__dict__[hooks], f"{name}.{hooks}"
+def _state_of(model: nn.Module) -> list[object]:
+    """What a failed call must not change: classes, attributes, hooks, Parameters, their storage and their values."""
+    return [
+        *((name, type(each), sorted(vars(each)), len(each._forward_hooks)) for name, each in model.named_modules()),
+        *((name, id(p), p.data_ptr(), p.requires_grad, p.tolist()) for name, p in model.named_parameters()),
+    ]
 
 
 def assert_refused(model: nn.Module, error: type[StreamShardError], match: str, *args: Any, **settings: Any) -> None:
     """`StreamShard(model, ...)` raises such an error on this rank and changes nothing."""
-    before = _Snapshot(model)
+    before = _state_of(model)
     with pytest.raises(error, match=match):
         StreamShard(model, *args, **settings)
-    before.assert_unchanged()
+    assert _state_of(model) == before
 
 
 def assert_trains(context: RankContext, model: nn.Module, **settings: Any) -> None:
@@ -134,7 +112,6 @@ BAD_UNITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "the model itself": (lambda m: [m], r"whole model"),
     "a unit without parameters": (lambda m: ["blocks.0.dropout"], r"blocks\.0\.dropout.*no parameters"),
     "a list of layers": (lambda m: "blocks", r"'blocks' is a ModuleList, which has no forward.*units=list\(model"),
-    "a number": (lambda m: [3], r"3"),
     "a predicate": (
         lambda m: lambda module: isinstance(module, Block),
         r"neither a module inside the model nor the class",
@@ -157,7 +134,6 @@ def test_bad_units_are_refused_by_name(context: RankContext, what: str) -> None:
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "no weight slots": ({"weight_slots": 0}, "weight_slots=0"),
     "half a slot": ({"grad_slots": 1.5}, "grad_slots=1.5"),
-    "slots in words": ({"weight_slots": "many"}, "many"),
     "precision by name": ({"precision": "bf16"}, "bf16"),
     "a mesh that is none": ({"mesh": 3}, "mesh=3"),
 }
@@ -213,14 +189,11 @@ def test_ranks_with_different_models_are_refused_on_every_rank(context: RankCont
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    "settings",
-    [{"units": ["layers.1", "layers.2"]}, {"precision": Precision(param_dtype=torch.float32)}, {"weight_slots": 3}],
-    ids=["units", "precision", "slots"],
+    "settings", [{"units": ["layers.1", "layers.2"]}, {"precision": FP32}], ids=["units", "precision"]
 )
 def test_ranks_with_different_settings_are_refused_on_every_rank(
     context: RankContext, settings: dict[str, Any]
 ) -> None:
-    """Arguments differ instead of models."""
     model = Stack()
     assert_refused(model, RankMismatchError, "rank", **(settings if context.rank else {}))
     dist.barrier()

@@ -92,7 +92,7 @@ def test_inspect_finds_damage(saved: Path, tmp_path: Path, capsys: pytest.Captur
 def test_nothing_that_a_terminal_obeys_is_printed(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of what strangers have written into a checkpoint, or how they have called it: it could say that all is well."""
+    """A stranger's checkpoint could say that all is well, by its name or its contents."""
     attack = "\x1b]0;owned\x07\x1b[2K\rverified: all is as written\n\u202e\udcff"
     path = tmp_path / os.fsdecode(b"run\x1b[2K\n\xff") / "checkpoint-1"
     shutil.copytree(saved / "checkpoint-10", path)

@@ -31,9 +31,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     module = types.SimpleNamespace(
         device_count=lambda: 4,
         current_device=lambda: 0,
-        mem_get_info=lambda device: (1000, 4000),
-        memory_reserved=lambda device: 300,
-        memory_allocated=lambda device: 100,
     )
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)

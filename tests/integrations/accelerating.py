@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +22,27 @@ from tests import ranks
 from tests.ranks import RankContext
 from tests.reference import assert_same
 
-__all__ = ["SAMPLES", "Trained", "launched", "loader", "make_model", "on_ranks", "reset", "same", "stock"]
+__all__ = ["SAMPLES", "Trained", "launched", "load_example", "loader", "make_model", "on_ranks", "same", "stock"]
 
 SAMPLES = 48
 on_ranks = functools.partial(ranks.on_ranks, backend="of accelerator")
 
 
-def reset() -> None:
+def load_example(path: str) -> Any:
+    """A new module of docs/examples, in which nothing of an earlier test is left."""
+    file = Path(__file__).parents[2] / "docs" / "examples" / path
+    sys.path.insert(0, str(file.parent))
+    try:
+        spec = importlib.util.spec_from_file_location(f"example_{file.stem}", file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(file.parent))
+    return module
+
+
+def _reset() -> None:
     """Forget what accelerate keeps of the Accelerators of this process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -44,12 +61,12 @@ def launched(context: RankContext, **environment: str) -> Iterator[None]:
     os.environ.update(RANK=rank, LOCAL_RANK=local_rank, WORLD_SIZE=count, LOCAL_WORLD_SIZE=local_count)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1", ACCELERATE_USE_CPU=str(on_cpu))
     os.environ.update(environment)
-    reset()
+    _reset()
     try:
         set_seed(3)
         yield
     finally:
-        reset()
+        _reset()
         os.environ.clear()
         os.environ.update(before)
 

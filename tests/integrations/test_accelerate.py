@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import (
-    GradScalerKwargs,
-    TorchDynamoPlugin,
-)
+from accelerate.utils import GradScalerKwargs, TorchDynamoPlugin
 from torch import nn
 
 from streamshard import Precision, StreamShard

@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from streamshard.integrations.accelerate import StreamShardAccelerator
-from tests.integrations.accelerating import launched, on_ranks, stock
+from tests.integrations.accelerating import launched, load_example, on_ranks, stock
 from tests.ranks import RankContext
-
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "accelerate"
-
-
-def _load(name: str) -> ModuleType:
-    """A new module, in which nothing of an earlier test is left."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(EXAMPLES))
-    return module
 
 
 def _run(context: RankContext, name: str, make: Callable[..., Any], **arguments: Any) -> list[float]:
     """What the example's ``main`` returns, with `make` in the place of the class that the changed line imports."""
-    example = _load(name)
+    example = load_example(f"accelerate/{name}.py")
     assert example.Accelerator is StreamShardAccelerator
     with launched(context), contextlib.redirect_stdout(io.StringIO()):
         accelerators: list[Any] = []
@@ -93,7 +75,7 @@ def test_checkpointing_and_going_on_within_an_epoch(context: RankContext, tmp_pa
 @on_ranks(2)
 def test_local_sgd(context: RankContext) -> None:
     """Which is no numbers of DDP's: it trains, and processes have other weights between averages."""
-    example = _load("local_sgd")
+    example = load_example("accelerate/local_sgd.py")
     with launched(context), contextlib.redirect_stdout(io.StringIO()):
         example.StreamShardAccelerator.end_training = lambda self: None
         try:

@@ -118,24 +118,13 @@ def test_a_run_goes_on_within_an_epoch(context: RankContext, tmp_path: Path, kin
             assert_same(other.weights(), run.weights(), "weights")
 
 
-def _saved_run(context: RankContext, where: Path) -> list[float]:
+def _run_from(context: RankContext, where: Path, *, loads: bool) -> list[float]:
+    """The losses of two steps after three that were saved in `where`, by this run or another."""
     with launched(context):
-        run = Trained(StreamShardAccelerator, steps=3, mixed_precision="fp16")
-        run.accelerator.register_for_checkpointing(Counter(7))
-        run.accelerator.save_state(where)
-        assert run.accelerator.step == 3
-        x = torch.linspace(-1, 1, 20, device=context.device).view(4, 5)
-        for _ in range(2):
-            run.step(x, x[:, :1])
-        return run.losses[-2:]
-
-
-def _loaded_run(context: RankContext, where: Path) -> list[float]:
-    with launched(context):
-        run = Trained(StreamShardAccelerator, mixed_precision="fp16")
-        counter = Counter(0)
+        run = Trained(StreamShardAccelerator, steps=0 if loads else 3, mixed_precision="fp16")
+        counter = Counter(0 if loads else 7)
         run.accelerator.register_for_checkpointing(counter)
-        run.accelerator.load_state(where)
+        (run.accelerator.load_state if loads else run.accelerator.save_state)(where)
         assert (counter.count, run.accelerator.step) == (7, 3)
         x = torch.linspace(-1, 1, 20, device=context.device).view(4, 5)
         for _ in range(2):
@@ -147,8 +136,8 @@ def _loaded_run(context: RankContext, where: Path) -> list[float]:
 @pytest.mark.ranks
 def test_a_run_goes_on_at_another_number_of_processes(ranks: RankPool, tmp_path: Path, before: int, after: int) -> None:
     """Weights, moments, schedule, scale, step and registered objects."""
-    wanted = ranks(before, backend="of accelerator").run(_saved_run, tmp_path)[0]
-    found = ranks(after, backend="of accelerator").run(_loaded_run, tmp_path)[0]
+    wanted = ranks(before, backend="of accelerator").run(_run_from, tmp_path, loads=False)[0]
+    found = ranks(after, backend="of accelerator").run(_run_from, tmp_path, loads=True)[0]
     torch.testing.assert_close(found, wanted, rtol=0.0 if before == after else 5e-3, atol=0.0)
 
 

@@ -53,6 +53,7 @@ def test_training_equals_ddp(context: RankContext, family: str, tmp_path: Path) 
     [
         {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "label_smoothing_factor": 0.1},
         {"gradient_accumulation_steps": 3, "max_grad_norm": 0.0, "neftune_noise_alpha": 5.0},
+        {"optim": "adafactor", "gradient_accumulation_steps": 2, "max_grad_norm": 0.3},  # steps whole parameters
         {"bf16": True},
     ],
     ids=lambda arguments: next(iter(arguments)),
@@ -65,26 +66,11 @@ def test_arguments_mean_what_they_mean_with_ddp(
     with launched(context):
         theirs = train(theirs_class, make_model("llama"), tmp_path / "theirs", data, **arguments)
         ours = train(ours_class, make_model("llama"), tmp_path / "ours", data, **arguments)
+    assert isinstance(ours.trainer.optimizer.optimizer, WholeParameterOptimizer) == ("optim" in arguments)
     if "bf16" in arguments:  # DistributedDataParallel keeps weights in fp32 beside those of autocast
         assert_equal(ours, theirs, digits=2, weights=False)
     else:
         assert_equal(ours, theirs)
-
-
-# -- optimizers of whole parameters -----------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_adafactor_trains_as_with_ddp(context: RankContext, tmp_path: Path) -> None:
-    """It steps whole parameters, with accumulated and clipped gradients."""
-    arguments: dict[str, Any] = {"optim": "adafactor", "gradient_accumulation_steps": 2, "max_grad_norm": 0.3}
-    theirs_class, ours_class = _trainers()
-    data = make_rows("llama")
-    with launched(context):
-        theirs = train(theirs_class, make_model("llama"), tmp_path / "theirs", data, **arguments)
-        ours = train(ours_class, make_model("llama"), tmp_path / "ours", data, **arguments)
-    assert isinstance(ours.trainer.optimizer.optimizer, WholeParameterOptimizer)
-    assert_equal(ours, theirs)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -243,22 +229,13 @@ def test_a_whole_state_dict_is_saved_without_the_other_ranks(context: RankContex
             dist.barrier()
             load_safetensors(model, tmp_path / name)
             assert_same(whole_weights(model), state, name)
-
-
-@on_ranks(2)
-def test_a_state_dict_of_pieces_is_refused_without_the_other_ranks(context: RankContext, tmp_path: Path) -> None:
-    """On the rank that would save it; the earlier save stays."""
-    _, ours_class = _trainers()
-    with launched(context):
-        trainer = train(ours_class, make_model("llama"), tmp_path, make_rows("llama")).trainer
-        trainer.save_model(str(tmp_path))
-        pieces = {key: value.cpu() for key, value in trainer.model.state_dict().items()}
-        if context.rank == 0:
-            for save in (trainer._save, trainer.model.save_pretrained):
+        pieces = {key: value.cpu() for key, value in model.state_dict().items()}
+        if context.rank == 0:  # the rank that would save them raises, and the earlier save stays
+            for refusing in (trainer._save, model.save_pretrained):
                 with _without_other_ranks(), pytest.raises(CheckpointError, match=r"piece.*get_state_dict.*all ranks"):
-                    save(str(tmp_path), state_dict=pieces)
+                    refusing(str(tmp_path / "model"), state_dict=pieces)
         dist.barrier()
-        load_safetensors(trainer.model, tmp_path)
+        load_safetensors(model, tmp_path / "model")
 
 
 @on_ranks(2)

@@ -14,7 +14,7 @@ from streamshard import StreamShard
 from streamshard.errors import ConfigError, ShardingError
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_model, make_tokenizer
-from tests.integrations.trainers import Run, assert_equal, checkpointing, launched, run_example, train
+from tests.integrations.trainers import Run, assert_equal, launched, run_example, train
 from tests.ranks import RankContext
 
 trl: Any = pytest.importorskip("trl", reason="needs trl: pip install streamshard[hf]")
@@ -69,7 +69,7 @@ def _compare(
                 arguments_class=getattr(trl, config),
                 bf16=False,
                 resume=stored,
-                **{**checkpointing_off(), **options},
+                **{_checkpointing(): False, **options},
             )
         )
     theirs, ours = runs
@@ -77,8 +77,12 @@ def _compare(
     return runs
 
 
-def checkpointing_off() -> dict[str, Any]:
-    return {next(iter(checkpointing())): False}
+def _checkpointing() -> str:
+    """The training argument for activation checkpointing, whose name differs between versions of transformers."""
+    from transformers import TrainingArguments
+
+    known = TrainingArguments.__dataclass_fields__
+    return "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
 
 
 def _llama(**sizes: Any) -> Any:
@@ -119,19 +123,6 @@ def test_adapters_are_saved_and_go_on_as_with_ddp(context: RankContext, optim: s
     for name, weight in read[0].items():
         assert read[1][name].dtype is weight.dtype
         torch.testing.assert_close(read[1][name], weight, rtol=1e-4, atol=2e-6)
-
-
-@on_ranks(2)
-def test_reward_equals_ddp(context: RankContext, tmp_path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    def model() -> Any:
-        torch.manual_seed(0)
-        config = LlamaConfig(**{**make_model("llama").config.to_dict(), "num_labels": 1, "architectures": None})
-        return LlamaForSequenceClassification(config)
-
-    with launched(context):
-        _compare(tmp_path, "RewardTrainer", _preferences().remove_columns("prompt"), "RewardConfig", model)
 
 
 @on_ranks(2)
@@ -221,7 +212,7 @@ def test_distillation_is_refused_because_it_reads_the_teachers_head(context: Ran
             arguments_class=trl.DistillationConfig,
             bf16=False,
             max_completion_length=6,
-            **checkpointing_off(),
+            **{_checkpointing(): False},
         )
 
 

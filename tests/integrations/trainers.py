@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +18,7 @@ from streamshard import StreamShard
 from tests.integrations import accelerating
 from tests.ranks import RankContext
 
-__all__ = ["Run", "assert_equal", "checkpointing", "history_of", "launched", "run_example", "train", "whole_weights"]
+__all__ = ["Run", "assert_equal", "launched", "run_example", "train", "whole_weights"]
 
 
 @contextlib.contextmanager
@@ -100,27 +98,14 @@ def train(
         before(trainer)
     torch.rand(1 + 16 * dist.get_rank())  # the seed stays: it orders the examples
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    return Run(history_of(trainer), whole_weights(trainer.model), trainer)
-
-
-def checkpointing(**options: Any) -> dict[str, Any]:
-    """Training arguments for activation checkpointing, whose name differs between versions of transformers."""
-    from transformers import TrainingArguments
-
-    known = TrainingArguments.__dataclass_fields__
-    name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
-    return {name: True, f"{name}_kwargs": options}
-
-
-_TIMES = ("runtime", "per_second", "step_time", "preparation_time")
-
-
-def history_of(trainer: Any) -> list[dict[str, float]]:
-    """What a trainer has logged, without times."""
-    return [
+    history = [
         {name: value for name, value in entry.items() if not name.endswith(_TIMES)}
         for entry in trainer.state.log_history
     ]
+    return Run(history, whole_weights(trainer.model), trainer)
+
+
+_TIMES = ("runtime", "per_second", "step_time", "preparation_time")
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -156,19 +141,9 @@ def assert_equal(ours: Run, theirs: Run, *, digits: int = 4, weights: bool = Tru
         )
 
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "transformers"
-
-
 def run_example(name: str, trainer_class: type | None = None, **arguments: Any) -> list[float]:
     """What an example's ``main`` returns, with its own trainer or another."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        example: Any = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(example)
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    example = accelerating.load_example(f"transformers/{name}.py")
     example.Trainer = trainer_class or example.Trainer
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         losses: list[float] = example.main(**arguments)
