@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["bert", "dinov2", "gpt2", "llama", "mixtral", "qwen3_vl_moe", "t5", "vit"]
-
 _LAYERS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 _DECODER = {**_LAYERS, "vocab_size": 61, "num_attention_heads": 4, "num_key_value_heads": 2}
 

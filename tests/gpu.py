@@ -21,8 +21,6 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["IS_PLAYED", "enter_gpu", "has_gpu", "skip_without_gpu"]
-
 IS_PLAYED = os.environ.get("STREAMSHARD_TEST_PLAYED_GPU") == "1"
 IS_PLAYED_CUDA = os.environ.get("STREAMSHARD_TEST_PLAYED_GPU") == "cuda"
 

@@ -18,8 +18,6 @@ from typing import Any
 
 from tests.ranks import forkserver, warnings_are_errors
 
-__all__ = ["Launched", "free_port", "launched_environment", "run_file", "run_script"]
-
 ROOT = Path(__file__).parents[1]
 
 

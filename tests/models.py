@@ -9,21 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = [
-    "Adapter",
-    "Attention",
-    "Block",
-    "Layer",
-    "NormStack",
-    "Stack",
-    "TinyConfig",
-    "TinyLM",
-    "image_batch",
-    "next_token_loss",
-    "token_batch",
-    "vector_batch",
-]
-
 DIM = 16
 VOCABULARY = 48
 

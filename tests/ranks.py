@@ -48,17 +48,6 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from tests.gpu import IS_PLAYED, enter_gpu, has_gpu
 
-__all__ = [
-    "RankContext",
-    "RankFailure",
-    "RankPool",
-    "Ranks",
-    "await_groups_of_before",
-    "forkserver",
-    "on_ranks",
-    "warnings_are_errors",
-]
-
 MAX_RANKS = 4
 # By what ranks are forked from. Dynamo is imported by the first step of any optimizer.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "streamshard", "tests.reference"]

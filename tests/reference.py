@@ -26,33 +26,6 @@ from streamshard.inspect import engine_inside
 from tests.models import next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext
 
-__all__ = [
-    "EXACT",
-    "FP32",
-    "ROUNDING",
-    "SETTINGS",
-    "Call",
-    "Step",
-    "Tolerance",
-    "adamw",
-    "assert_same",
-    "assert_trains_like_ddp",
-    "assert_trains_like_plain",
-    "case",
-    "counted_collectives",
-    "ddp_of",
-    "each_setting",
-    "full_grads",
-    "full_weights",
-    "heard_collectives",
-    "let_dynamo_look",
-    "lm_step",
-    "only_sharded",
-    "seed",
-    "sgd",
-    "stack_step",
-]
-
 FP32 = Precision(param_dtype=torch.float32)
 SEED = 7
 # Slots that units take turns in, and one for each unit. What lies between has the one's weights and the other's grads.
@@ -229,7 +202,6 @@ def assert_trains_like_plain(
     checked: Collection[int] = (1, 2),
     optimizer: Callable[[nn.Module], Optimizer] = sgd,
     prepare: Callable[[nn.Module, int], None] | None = None,
-    units_of: Callable[[nn.Module], Any] | None = None,
     set_to_none: bool = True,
     tolerance: Tolerance = ROUNDING,
     **settings: Any,
@@ -245,7 +217,6 @@ def assert_trains_like_plain(
             itself put right what was wrong. Losses are compared in every step, weights after the last.
         optimizer: makes the optimizer.
         prepare: called with the model and the step's number before each step.
-        units_of: gives `units` for the model, where they are its own modules.
         set_to_none: for ``zero_grad``.
         tolerance: for losses, gradients and weights.
         **settings: for `StreamShard`; fp32 throughout unless `precision` is given.
@@ -259,8 +230,6 @@ def assert_trains_like_plain(
     plain = _built(build).to(context.device)
     wanted = _train(plain, optimizer(plain), step, [Call(0, rank, size, 1.0 / size) for rank in range(size)], **options)
     sharded = _built(build).to(context.device)
-    if units_of is not None:
-        settings["units"] = units_of(sharded)
     sharded = StreamShard(sharded, **settings)
     found = _train(sharded, optimizer(sharded), step, [Call(0, context.rank, size, 1.0)], **options)
     _compare(found, wanted._replace(losses=[[losses[context.rank]] for losses in wanted.losses]), tolerance)

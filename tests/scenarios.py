@@ -24,22 +24,6 @@ from tests.models import DIM, Adapter, Layer, Stack, TinyConfig, TinyLM, vector_
 from tests.ranks import RankContext
 from tests.reference import Call, adamw, full_weights, lm_step, seed, stack_step
 
-__all__ = [
-    "ADDING",
-    "BF16",
-    "PRECISIONS",
-    "SCENARIOS",
-    "AdapterStack",
-    "RoutedStack",
-    "Scenario",
-    "dropping",
-    "over_sockets",
-    "reference",
-    "sharded",
-    "train",
-    "trained",
-]
-
 BF16 = Precision(param_dtype=torch.bfloat16)
 PRECISIONS = {
     "fp32": Precision(param_dtype=torch.float32),

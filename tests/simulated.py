@@ -31,16 +31,6 @@ from streamshard.comm.streams import Work
 from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import AdversarialTransport
 
-__all__ = [
-    "LateTransport",
-    "SimulatedDevice",
-    "SimulatedEvent",
-    "SimulatedStream",
-    "backward_elsewhere",
-    "late",
-    "simulated_device",
-]
-
 
 class SimulatedStream:
     """Runs what was put on it in order, when it is waited for.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
 import sys
 import time
@@ -12,37 +11,23 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-import psutil
 import pytest
 
-from tests.launched import ROOT, Launched, run_file
+from tests.launched import Launched, run_file
 
 JOB = "docs/examples/train_llama.py"
-LAUNCH = [
-    *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", "docs/examples/two_processes.yaml"),
-    JOB,
-]
 SIZES = "--hidden 64 --layers 2 --batch-size 8 --seq-len 16 --held-out-every 20 --save-every 3 --precision fp32"
 
 
-def _launch(*arguments: str) -> subprocess.Popen[str]:
-    """As README has it."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE", "MASTER_"))}
-    return subprocess.Popen(
-        [*LAUNCH, *arguments],
-        cwd=ROOT,
-        env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def _run(directory: Path, *arguments: str, samples: bool) -> str:
-    """The same on ranks that are forked; what the first of them said."""
+def _launch(directory: Path, *arguments: str, samples: bool = False) -> Launched:
     directory.mkdir()
     run = functools.partial(_run_plainly, directory / "samples") if samples else _leave_out
-    (code, told), (other, _) = Launched(2, directory, _run_rank, [JOB, *arguments], run).end(timeout_s=200.0)
+    return Launched(2, directory, _run_rank, [JOB, *arguments], run)
+
+
+def _run(directory: Path, *arguments: str, samples: bool = False) -> str:
+    """What the first of its ranks said."""
+    (code, told), (other, _) = _launch(directory, *arguments, samples=samples).end(timeout_s=200.0)
     assert (code, other) == (0, 0), told
     return told
 
@@ -76,20 +61,17 @@ def _curve(out: Path) -> dict[str, list[float]]:
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_the_main_job_goes_on_after_it_was_killed(tmp_path: Path) -> None:
-    """SIGKILL for every process of it, once there are checkpoints; the losses are those of a run that went through."""
+    """SIGKILL for every rank, once there are checkpoints; the losses are those of a run that went through."""
     data = tmp_path / "text.txt"
     data.write_text("".join(f"{number} squared is {number * number}.\n" for number in range(2000)))
     sizes = [*SIZES.split(), "--data", str(data), "--steps", "40"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    _run(tmp_path / "first", *sizes, "--out", str(whole), samples=False)
+    _run(tmp_path / "first", *sizes, "--out", str(whole))
 
-    job = _launch(*sizes, "--out", str(killed))
-    while job.poll() is None and len(list(killed.glob("checkpoints/checkpoint-*[0-9]"))) < 2:
+    job = _launch(tmp_path / "killed ranks", *sizes, "--out", str(killed))
+    while job.processes[0].is_alive() and len(list(killed.glob("checkpoints/checkpoint-*[0-9]"))) < 2:
         time.sleep(0.01)
-    launcher = psutil.Process(job.pid)
-    for process in [launcher, *launcher.children(recursive=True)]:  # ranks have sessions of their own
-        process.kill()
-    job.communicate()
+    job.kill()
     assert not (killed / "result.json").exists()
 
     told = _run(tmp_path / "second", "--resume", str(killed), samples=True)

@@ -89,25 +89,19 @@ def _launch(log: Path, _: str, command: list[str]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(600)
 def test_a_rehearsal_finds_everything_that_is_asked_of_a_gpu(
-    jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tests play a GPU, systems are compared, a step is drawn: every field of the results is there.
-
-    What compares and draws is forked; the first job is a process as on a GPU, started by the command.
-    """
-    stages = ["tests.one", "llama", "profile.8"]
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--rehearse", "--out", str(tmp_path), "--stages", stages[0]]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout + ended.stderr + (tmp_path / "output.log").read_text()
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    known = {job.name: job for job in importlib.import_module("gpu")._jobs(scratch, tmp_path, rehearses=True)}
-    with mock.patch.object(subprocess, "Popen", functools.partial(_Forked, tmp_path / "output.log")):
-        is_well = jobs.run_jobs([known[name] for name in stages[1:]], tmp_path, {"is_rehearsal": True}, 600.0)
-    log, told = (tmp_path / "output.log").read_text(), ended.stdout + capsys.readouterr().out
-    assert is_well, told + log
+    """Systems are compared, a step is drawn: every field of the results is there. What compares and draws is forked."""
+    stages = ["llama", "profile.8"]
+    gpu = importlib.import_module("gpu")
+    monkeypatch.setattr(subprocess, "Popen", functools.partial(_Forked, tmp_path / "output.log"))
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse", "--out", str(tmp_path), "--stages", *stages])
+    with pytest.raises(SystemExit) as ended:
+        gpu.main()
+    log, told = (tmp_path / "output.log").read_text(), capsys.readouterr().out
+    assert ended.value.code == 0, told + log
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["is_rehearsal"] is True
     assert {"commit", "command", "date", "device", "torch"} <= set(results["environment"])
@@ -117,7 +111,6 @@ def test_a_rehearsal_finds_everything_that_is_asked_of_a_gpu(
         assert job["brief"] in told
         assert f"=== {name}: {job['command']}" in log
     found = {name: job["found"] for name, job in results["jobs"].items()}
-    assert (found["tests.one"]["passed"], found["tests.one"]["failed"]) == (2, 0)
     assert found["llama"]["not_run"] == {}
     for system in ("local", "ddp", "fsdp2", "streamshard"):
         assert {"step_ms", "memory", "host_us_per_layer"} <= set(found["llama"]["systems"][system])

@@ -207,6 +207,34 @@ def test_layers_that_run_in_another_order_are_shadowed(context: RankContext) -> 
 
 
 @on_ranks(2)
+def test_a_loss_scaler_skips_the_same_steps_on_ranks_without_inputs(context: RankContext) -> None:
+    """The second of four steps overflows on rank 0, when rank 1 has run out; the scale is the same on both."""
+    wanted, found = Stack(), _sharded(Stack)
+    wanted.load_state_dict(full_weights(found))
+    plain_optimizer, optimizer = sgd(wanted), sgd(found)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+
+    def finish() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    with Join([found], repeat=finish):  # type: ignore[list-item]  # a Joinable but for its metaclass
+        for number in range((4, 1)[context.rank]):
+            scale = float(scaler.scale(torch.ones(())))
+            stack_step(found, Call(number, context.rank, 2, torch.inf if number == 1 else scale))
+            finish()
+            optimizer.zero_grad()
+    for number in range(4):
+        for rank in range(2 if number == 0 else 1):
+            stack_step(wanted, Call(number, rank, 2, 0.5 if number != 1 else 0.0))
+        if number != 1:
+            plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    assert_same(full_weights(found), dict(wanted.state_dict()), "weights", NEAR)
+    assert scaler.get_scale() == 8.0 / 2 * 2
+
+
+@on_ranks(2)
 def test_evaluation_inside_the_context_is_shadowed(context: RankContext) -> None:
     """A forward without gradients between steps, while another rank has run out."""
     length = (4, 2)[context.rank]

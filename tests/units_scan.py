@@ -13,8 +13,6 @@ from streamshard.integrations import huggingface
 from streamshard.plan.discovery import embedding_params, find_groups
 from streamshard.plan.structure import params_of, tie_on_meta
 
-__all__ = ["Found", "look_at"]
-
 
 class Found(NamedTuple):
     """What becomes of one model.

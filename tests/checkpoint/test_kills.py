@@ -223,7 +223,7 @@ def _kill(plan: Plan, processes: list[BaseProcess]) -> None:
 @pytest.mark.ranks
 def test_runs_that_are_killed_while_saving_lose_nothing_they_had_saved(tmp_path: Path) -> None:
     """One rank or all, between any two changes to the file system or at any time; each checks the one before."""
-    directory, times, world_sizes = tmp_path, 10, [2, 3]
+    directory, times, world_sizes = tmp_path, 7, [2, 3]
     generator = random.Random(4)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     saves = wanted = 0

@@ -107,13 +107,16 @@ def test_computing_with_a_weight_while_its_layer_does_not_run_raises(context: Ra
 @each_setting
 def test_weights_of_resident_layers_may_be_read(context: RankContext, settings: str) -> None:
     """Loss, gradients and weights are plain PyTorch's."""
+    resident = ["layers.1"]
     for name, read in READERS.items():
         for first in (True, False):
             with case((name, first)):
                 build = functools.partial(Reading, read, first=first)
-                assert_trains_like_plain(
-                    context, build, stack_step, steps=2, resident=["layers.1"], **SETTINGS[settings]
-                )
+                assert_trains_like_plain(context, build, stack_step, steps=2, resident=resident, **SETTINGS[settings])
+    let_dynamo_look()
+    compiled = only_sharded(lambda model: model.compile(backend="aot_eager"))
+    build = functools.partial(Reading, READERS["a module in the layer"])
+    assert_trains_like_plain(context, build, stack_step, resident=resident, prepare=compiled, **SETTINGS[settings])
 
 
 @on_ranks()
@@ -265,47 +268,6 @@ def test_what_a_layers_own_graph_keeps_is_in_place_in_its_backward(
         return model
 
     assert_trains_like_plain(context, build, stack_step, weight_slots=slots, resident=resident)
-
-
-# ---------------------------------------------------------------------------------------------- published code
-
-
-class Conditioned(Layer):
-    """A layer that embeds the time itself, as diffusers' blocks with adaptive norms do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.Module()
-        self.norm.emb = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> the same"""
-        return super().forward(x) + self.norm.emb(x)  # type: ignore[operator]
-
-
-class Diffusing(Stack):
-    """The root calls a module of the first layer: ``self.blocks[0].norm.emb(time)``, as diffusers' DiT does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Conditioned() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> [rows, 1]"""
-        time = self.layers[0].norm.emb(x)  # type: ignore[union-attr, operator]
-        return super().forward(x + torch.tanh(time))
-
-
-@on_ranks(1, 2)
-def test_a_module_inside_a_layer_that_the_root_calls_wants_its_layer_resident(context: RankContext) -> None:
-    """The error says so; named as in the error it trains like plain PyTorch."""
-    model = StreamShard(Diffusing(), precision=FP32)
-    with pytest.raises(ShardingError, match=r"'layers\.0\.norm\.emb\.weight' .*resident=\['layers\.0\.norm\.emb'\]"):
-        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
-    assert_trains_like_plain(context, Diffusing, stack_step, resident=["layers.0.norm.emb"])
-    let_dynamo_look()
-    compiled = only_sharded(lambda model: model.compile(backend="aot_eager"))
-    assert_trains_like_plain(context, Diffusing, stack_step, resident=["layers.0.norm.emb"], prepare=compiled)
 
 
 # ---------------------------------------------------------------------------------------------- methods beside forward

@@ -33,21 +33,6 @@ from tests.reference import (
 NAN, INF = math.nan, math.inf
 
 
-class _Spoil(torch.autograd.Function):
-    """The identity; one element of its gradient becomes `value`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, element: int, value: float) -> Tensor:
-        ctx.element, ctx.value = element, value
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        grad = grads[0].clone()
-        grad[ctx.element] = ctx.value
-        return grad, None, None
-
-
 class SpoiltLayer(Layer):
     """A layer of whose bias one gradient element is spoilt on request."""
 
@@ -55,11 +40,18 @@ class SpoiltLayer(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """tanh(W x + b), added to x where shapes allow."""
-        bias = self.linear.bias
-        if self.spoilt is not None:
-            bias = _Spoil.apply(bias, *self.spoilt)  # type: ignore[no-untyped-call]
+        bias = self.linear.bias.clone()
+        if bias.requires_grad:
+            bias.register_hook(self._spoil)
         y = torch.tanh(F.linear(x, self.linear.weight, bias))
         return x + y if x.shape == y.shape else y
+
+    def _spoil(self, grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        if self.spoilt is not None:
+            element, value = self.spoilt
+            grad[element] = value
+        return grad
 
 
 class SpoiltStack(Stack):

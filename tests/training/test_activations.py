@@ -1,10 +1,10 @@
-"""What goes into and comes out of layers: keyword arguments, containers, stashed activations, in-place edits, hooks."""
+"""What goes into and comes out of layers: containers, stashed activations, in-place edits, hooks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from tests.models import Layer, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Call, assert_trains_like_plain, case, stack_step
-
-# ---------------------------------------------------------------------------------------------- inputs and outputs
 
 
 @dataclass
@@ -26,30 +24,33 @@ class Record:
 
 
 class Packing(nn.Module):
-    """Takes its input by keyword, two containers deep; returns its result packed, beside values of other types."""
+    """Takes its input by keyword, two containers deep; returns its result in others, beside values of other types."""
 
-    def __init__(self, pack: Callable[[Tensor], Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(16, 16)
-        self.pack = pack
 
     def forward(self, *, mask: Tensor, inputs: dict[str, list[Tensor]]) -> Any:
-        """x + tanh(W x), packed"""
+        """x + tanh(W x), and its double"""
         x = inputs["x"][0]
-        return self.pack(x + torch.tanh(self.linear(x)) * mask)
+        y = x + torch.tanh(self.linear(x)) * mask
+        return {"a": [(y, None)], "r": Record(y * 2)}, "text"
 
 
-class Container(NamedTuple):
-    """How a layer packs a tensor, and how its caller unpacks it."""
+class Stashing(nn.Module):
+    """Keeps an activation from its inside where the user can find it."""
 
-    pack: Callable[[Tensor], Any]
-    unpack: Callable[[Any], Tensor]
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.outer = nn.Linear(16, 16)
+        self.stash: Tensor | None = None
 
-
-PACKINGS = {
-    "nested": Container(lambda y: ({"a": [(y, y * 2)]}, "text"), lambda out: out[0]["a"][0][0] + out[0]["a"][0][1]),
-    "dataclass in a dict": Container(lambda y: {"r": Record(y)}, lambda out: out["r"].value),
-}
+    def forward(self, x: Tensor) -> Tensor:
+        """x + W2 tanh(W1 x)"""
+        self.stash = torch.tanh(self.inner(x))
+        out: Tensor = x + self.outer(self.stash)
+        return out
 
 
 class Calling(nn.Module):
@@ -69,66 +70,11 @@ class Calling(nn.Module):
         return out
 
 
-@on_ranks(2)
-def test_layers_may_take_and_return_containers(context: RankContext) -> None:
-    """Dicts, dataclasses and nested tuples reach the caller as they were made."""
-    for name, (pack, unpack) in PACKINGS.items():
-
-        def call(layer: nn.Module, x: Tensor, unpack: Any = unpack) -> Tensor:
-            out: Tensor = unpack(layer(mask=torch.ones(16), inputs={"x": [x]}))
-            return out
-
-        with case(name):
-            assert_trains_like_plain(
-                context,
-                lambda pack=pack, call=call: Calling(lambda: Packing(pack), call),
-                stack_step,  # type: ignore[misc]
-            )
-
-
-# ---------------------------------------------------------------------------------------------- stashes
-
-
-class Stashing(nn.Module):
-    """Keeps an activation from its inside where the user can find it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-        self.outer = nn.Linear(16, 16)
-        self.stash: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x + W2 tanh(W1 x)"""
-        self.stash = torch.tanh(self.inner(x))
-        out: Tensor = x + self.outer(self.stash)
-        return out
-
-
-@on_ranks(2)
-def test_the_loss_may_use_activations_from_inside_layers(context: RankContext) -> None:
-    """An auxiliary loss on an activation that the root does not return, also when the output is not used at all."""
-
-    def build() -> nn.Module:
-        return Calling(Stashing, lambda layer, x: layer(x))
-
-    for use_output in (True, False):
-        for which in ((2,), (0, 1, 2, 3)):
-
-            def step(model: Any, call: Call, use_output: bool = use_output, which: Any = which) -> Tensor:
-                out = model(vector_batch(call.step, call.rank))
-                loss = out.square().mean() if use_output else torch.zeros(())
-                for index in which:
-                    loss = loss + model.layers[index].stash.square().mean()
-                for layer in model.layers:
-                    layer.stash = None
-                return call.backward(loss)
-
-            with case((use_output, which)):
-                assert_trains_like_plain(context, build, step, checked=(0, 2))
-
-
-# ---------------------------------------------------------------------------------------------- in place
+def _pack(layer: nn.Module, x: Tensor) -> Tensor:
+    packed, text = layer(mask=torch.ones(16), inputs={"x": [x]})
+    assert text == "text"
+    out: Tensor = packed["a"][0][0] + packed["r"].value
+    return out
 
 
 def _overwrite(layer: nn.Module, x: Tensor) -> Tensor:
@@ -154,6 +100,7 @@ def _save_on_cpu(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
+    "containers": (Packing, _pack),
     "outputs overwritten": (Layer, _overwrite),
     "hooks on activations": (Layer, _hook),
     "activations saved elsewhere": (Layer, _save_on_cpu),
@@ -161,12 +108,34 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Te
 
 
 @on_ranks(2)
-def test_activations_may_be_modified_hooked_and_moved(context: RankContext) -> None:
-    """In place, by tensor hooks, by saved-tensor hooks."""
+def test_activations_may_be_packed_modified_hooked_and_moved(context: RankContext) -> None:
+    """In dicts, dataclasses and tuples, in place, by tensor hooks, by saved-tensor hooks."""
     for name, (layer, call) in CALLS.items():
+
+        def build(layer: Any = layer, call: Any = call) -> nn.Module:
+            return Calling(layer, call)
+
         with case(name):
-            assert_trains_like_plain(
-                context,
-                lambda layer=layer, call=call: Calling(layer, call),
-                stack_step,  # type: ignore[misc]
-            )
+            assert_trains_like_plain(context, build, stack_step)
+
+
+@on_ranks(2)
+def test_the_loss_may_use_activations_from_inside_layers(context: RankContext) -> None:
+    """An auxiliary loss on an activation that the root does not return, also when the output is not used at all."""
+
+    def build() -> nn.Module:
+        return Calling(Stashing, lambda layer, x: layer(x))
+
+    for use_output, which in ((True, (0, 1, 2, 3)), (False, (2,))):
+
+        def step(model: Any, call: Call, use_output: bool = use_output, which: Any = which) -> Tensor:
+            out = model(vector_batch(call.step, call.rank))
+            loss = out.square().mean() if use_output else torch.zeros(())
+            for index in which:
+                loss = loss + model.layers[index].stash.square().mean()
+            for layer in model.layers:
+                layer.stash = None
+            return call.backward(loss)
+
+        with case((use_output, which)):
+            assert_trains_like_plain(context, build, step, checked=(0, 2))

@@ -24,6 +24,7 @@ from tests.reference import (
     Call,
     adamw,
     assert_trains_like_plain,
+    case,
     let_dynamo_look,
     only_sharded,
     stack_step,
@@ -54,28 +55,21 @@ class Recomputed(Stack):
 WAYS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
     "layers": (lambda: Stack(SMALL), _compile_layers),
     "checkpointed layers": (Recomputed, _compile_layers),
-    "model in place": (lambda: Stack(SMALL), lambda model: model.compile(backend=BACKEND)),
 }
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("way", WAYS)
-def test_compiled_layers_and_models_train_like_plain_pytorch(context: RankContext, way: str) -> None:
+def test_compiled_layers_and_models_train_like_plain_pytorch(context: RankContext) -> None:
     """By themselves, in checkpoints, and the whole model, whose graphs break at units."""
     let_dynamo_look()
-    build, compile_it = WAYS[way]
-    assert_trains_like_plain(context, build, stack_step, prepare=only_sharded(compile_it))
-
-
-@on_ranks(2)
-def test_torch_compile_of_the_model_trains_like_plain_pytorch(context: RankContext) -> None:
-    """`torch.compile(model)` is another module around the sharded one."""
-    let_dynamo_look()
+    for name, (build, compile_it) in WAYS.items():
+        with case(name):
+            assert_trains_like_plain(context, build, stack_step, prepare=only_sharded(compile_it))
     compiled: dict[int, Any] = {}
 
     def step(model: nn.Module, call: Call) -> Tensor:
         if isinstance(model, StreamShard):
-            model = compiled.setdefault(id(model), torch.compile(model, backend=BACKEND))
+            model = compiled.setdefault(id(model), torch.compile(model, backend=BACKEND))  # a module around it
         return stack_step(model, call)
 
     assert_trains_like_plain(context, lambda: Stack(SMALL), step)

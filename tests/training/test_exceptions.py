@@ -39,32 +39,38 @@ class _RaiseInBackward(torch.autograd.Function):
 
 
 def _in_forward_of(name: str, kind: type[BaseException] = Trouble) -> Callable[[nn.Module, Call], None]:
-    def fail(model: nn.Module, call: Call) -> None:
-        def hook(module: nn.Module, args: Any) -> None:
-            raise kind("forward")
+    def hook(module: nn.Module, args: Any) -> None:
+        raise kind("forward")
 
-        handle = model.get_submodule(name).register_forward_pre_hook(hook)
-        try:
-            lm_step(model, call)
-        finally:
-            handle.remove()
-
-    return fail
+    return functools.partial(_hooked, lambda model: model.get_submodule(name).register_forward_pre_hook(hook))
 
 
 def _in_backward_of(name: str) -> Callable[[nn.Module, Call], None]:
-    def fail(model: nn.Module, call: Call) -> None:
-        def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-            raised: Tensor = _RaiseInBackward.apply(out)  # type: ignore[no-untyped-call]
-            return raised
+    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        raised: Tensor = _RaiseInBackward.apply(out)  # type: ignore[no-untyped-call]
+        return raised
 
-        handle = model.get_submodule(name).register_forward_hook(hook)
-        try:
-            lm_step(model, call)
-        finally:
-            handle.remove()
+    return functools.partial(_hooked, lambda model: model.get_submodule(name).register_forward_hook(hook))
 
-    return fail
+
+def _in_a_gradient_hook(model: nn.Module, call: Call) -> None:
+    """A hook on an activation between two blocks is interrupted in backward."""
+
+    def interrupt(grad: Tensor) -> Tensor:
+        raise Stop("hook")
+
+    def hook(module: nn.Module, args: Any, out: Tensor) -> None:
+        out.register_hook(interrupt)
+
+    _hooked(lambda model: model.get_submodule("blocks.2").register_forward_hook(hook), model, call)
+
+
+def _hooked(register: Callable[[nn.Module], Any], model: nn.Module, call: Call) -> None:
+    handle = register(model)
+    try:
+        lm_step(model, call)
+    finally:
+        handle.remove()
 
 
 def _in_the_loss_with_output_kept(model: Any, call: Call) -> None:
@@ -94,29 +100,11 @@ def _in_recomputation(model: nn.Module, call: Call) -> None:
             x = y
         return x
 
-    handle = model.get_submodule("blocks.1.up").register_forward_pre_hook(hook)
     model.run_blocks = run_blocks  # type: ignore[assignment]
     try:
-        lm_step(model, call)
+        _hooked(lambda model: model.get_submodule("blocks.1.up").register_forward_pre_hook(hook), model, call)
     finally:
-        handle.remove()
         model.run_blocks = original
-
-
-def _in_a_gradient_hook(model: Any, call: Call, kind: type[BaseException] = Trouble) -> None:
-    """A hook on an activation between two blocks raises in backward."""
-
-    def attach(module: nn.Module, args: Any, out: Tensor) -> None:
-        def raise_it(grad: Tensor) -> Tensor:
-            raise kind("hook")
-
-        out.register_hook(raise_it)
-
-    handle = model.blocks[2].register_forward_hook(attach)
-    try:
-        lm_step(model, call)
-    finally:
-        handle.remove()
 
 
 def _second_backward(model: nn.Module, call: Call) -> None:
@@ -133,7 +121,7 @@ def _second_backward(model: nn.Module, call: Call) -> None:
 IN_BACKWARD: dict[str, Callable[[nn.Module, Call], None]] = {
     "at the start of backward": _in_backward_of("head"),
     "in the middle of backward": _in_backward_of("blocks.1"),
-    "interrupted in backward": functools.partial(_in_a_gradient_hook, kind=Stop),
+    "interrupted in backward": _in_a_gradient_hook,
     "in recomputation": _in_recomputation,
 }
 TROUBLES: dict[str, Callable[[nn.Module, Call], None]] = {
@@ -169,20 +157,29 @@ def test_after_an_exception_the_next_step_is_right(context: RankContext) -> None
     assert_trains_like_plain(context, TinyLM, step, steps=len(names), checked=every, optimizer=adamw)
 
 
+def _fail_and_clear(model: nn.Module, call: Call, where: str) -> None:
+    """The list of parameters was made before: the model hears nothing until its next forward."""
+    params = list(model.parameters())
+    _fail(model, call, where)
+    for param in params:
+        param.grad = None
+
+
 @on_ranks(1, 2)
 def test_after_an_exception_the_optimizer_alone_may_clear_gradients(context: RankContext) -> None:
-    """The list of parameters was made before: the model hears nothing until its next forward."""
+    """Then the next step is right, or a backward of an earlier forward, although no forward comes between."""
     names = list(IN_BACKWARD)
+    for has_forward_before in (False, True):
 
-    def step(model: nn.Module, call: Call) -> Tensor:
-        if isinstance(model, StreamShard):
-            params = list(model.parameters())
-            _fail(model, call, names[call.step])
-            for param in params:
-                param.grad = None
-        return lm_step(model, call)
+        def step(model: nn.Module, call: Call, has_forward_before: bool = has_forward_before) -> Tensor:
+            tokens = token_batch(call.step, call.rank)
+            loss = next_token_loss(model(tokens), tokens) if has_forward_before else None
+            if isinstance(model, StreamShard):
+                _fail_and_clear(model, call, names[call.step])
+            return lm_step(model, call) if loss is None else call.backward(loss)
 
-    assert_trains_like_plain(context, TinyLM, step, steps=len(names), checked=(0, 3))
+        with case(has_forward_before):
+            assert_trains_like_plain(context, TinyLM, step, steps=len(names), checked=(0, 3))
 
 
 @on_ranks(2)
@@ -191,30 +188,10 @@ def test_ranks_that_fail_at_different_points_of_a_backward_stay_in_step(context:
 
     def step(model: nn.Module, call: Call) -> Tensor:
         if isinstance(model, StreamShard) and call.step == 1:
-            params = list(model.parameters())
-            _fail(model, call, ("interrupted in backward", "at the start of backward")[call.rank])
-            for param in params:
-                param.grad = None
+            _fail_and_clear(model, call, ("interrupted in backward", "at the start of backward")[call.rank])
         return lm_step(model, call)
 
     assert_trains_like_plain(context, TinyLM, step)
-
-
-@on_ranks(1, 2)
-def test_after_an_exception_an_earlier_forward_may_be_differentiated(context: RankContext) -> None:
-    """The backward that follows is another one, although no forward comes between."""
-
-    def step(model: nn.Module, call: Call) -> Tensor:
-        tokens = token_batch(call.step, call.rank)
-        loss = next_token_loss(model(tokens), tokens)
-        if isinstance(model, StreamShard):
-            params = list(model.parameters())
-            _fail(model, call, list(IN_BACKWARD)[call.step])
-            for param in params:
-                param.grad = None
-        return call.backward(loss)
-
-    assert_trains_like_plain(context, TinyLM, step, steps=3)
 
 
 @on_ranks()

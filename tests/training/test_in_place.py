@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import Precision, StreamShard
+from streamshard import StreamShard
 from streamshard.errors import StreamShardError
 from tests.models import Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
@@ -34,6 +33,7 @@ def test_the_model_is_the_same_object_of_a_class_of_the_same_name(context: RankC
     assert inspect.signature(type(model).forward) == unbound
     for called in (model, type(model)):
         assert "weight_slots" not in inspect.signature(called).parameters
+    assert "units: 4 x Block" in repr(model)
 
 
 @on_ranks(1, 2)
@@ -142,13 +142,15 @@ def test_full_parameters_can_be_summoned_and_written_back(context: RankContext) 
 
 
 @on_ranks(2)
-def test_casting_a_sharded_model_raises(context: RankContext) -> None:
+def test_casting_or_copying_a_sharded_model_raises(context: RankContext) -> None:
     """Main weights are fp32, and stay so: a step still changes them."""
     model = StreamShard(Stack(), precision=FP32)
     casts: list[Callable[[], Any]] = [model.bfloat16, model.half, model.double, lambda: model.to(torch.bfloat16)]
     for cast in casts:
         with pytest.raises(StreamShardError):
             cast()
+    with pytest.raises(RuntimeError, match="full_state_dict|summon_full_params"):
+        torch.optim.swa_utils.AveragedModel(model)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     before = model.full_state_dict(rank0_only=False)
     stack_step(model, Call(0, context.rank, 2, 1.0))
@@ -156,21 +158,3 @@ def test_casting_a_sharded_model_raises(context: RankContext) -> None:
     after = model.full_state_dict(rank0_only=False)
     assert any(not torch.equal(after[name], before[name]) for name in before)
     assert model(vector_batch(0, 0)).dtype == torch.float32
-
-
-@on_ranks(4)
-def test_printing_the_model_says_how_it_is_sharded(context: RankContext) -> None:
-    """Below the model's name; replicas are counted."""
-    plain = repr(TinyLM()).splitlines()
-    settings = {"units": ["Block", "head"], "weight_slots": 3, "precision": Precision(grad_dtype=torch.bfloat16)}
-    lines = repr(StreamShard(TinyLM(), **settings)).splitlines()
-    assert lines[:3] == [
-        "TinyLM(",
-        "  StreamShard: 10,592 parameters over 4 ranks; units: 4 x Block, Linear and the root unit; resident: head",
-        "  weight_slots=3, grad_slots=2; computes in bfloat16, gradients in bfloat16, summed in float32",
-    ]
-    assert lines[:1] + lines[3:] == plain
-    lines = repr(StreamShard(Stack(), mesh=init_device_mesh("cpu", (2, 2)), precision=FP32)).splitlines()
-    assert lines[0] == "Stack("
-    assert lines[1].startswith("  StreamShard: ")
-    assert "over 2 ranks in each of 2 replicas; units: " in lines[1]

@@ -138,24 +138,6 @@ def test_edits_after_an_evaluation_do_not_reach_ranks_that_still_compute(context
     assert torch.equal(found, wanted)
 
 
-@on_ranks(2)
-def test_an_average_of_weights_can_be_kept_by_hand(context: RankContext) -> None:
-    """As an EMA over the parameters, trained on in their place; `AveragedModel`, which copies the model, is refused."""
-    averages: dict[nn.Module, list[Tensor]] = {}
-
-    def prepare(model: nn.Module, number: int) -> None:
-        params = [param.detach() for param in model.parameters()]
-        kept = averages.setdefault(model, [param.clone() for param in params])
-        for average, param in zip(kept, params, strict=True):
-            average.mul_(0.9).add_(param, alpha=0.1)
-            if number == 2:
-                param.copy_(average)
-
-    model = assert_trains_like_plain(context, Stack, stack_step, prepare=prepare)
-    with pytest.raises(RuntimeError, match="full_state_dict|summon_full_params"):
-        torch.optim.swa_utils.AveragedModel(model)
-
-
 @on_ranks(1, 2, 3)
 def test_a_full_state_dict_loads_into_a_sharded_model_and_back(context: RankContext) -> None:
     """Into a plain model and from one, tied weights and bf16 values too."""

@@ -102,7 +102,7 @@ def penalised_step(penalty: Callable[[Any], torch.Tensor]) -> Callable[[nn.Modul
     return step
 
 
-@on_ranks(1, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_penalties_are_those_of_full_parameters(context: RankContext, penalty: str) -> None:
     """Values, gradients and what training with them gives."""
