@@ -22,7 +22,7 @@ from streamshard.device import module_of, training_device, warn_if_untested
 from streamshard.engine.attach import attach
 from streamshard.engine.buffer_sync import BufferSync, buffers_of, check_buffers, describe_state
 from streamshard.engine.engine import Engine
-from streamshard.engine.module_state import handle_of
+from streamshard.engine.module_state import handle_of, refuse_taken_names
 from streamshard.engine.reductions import Reductions
 from streamshard.engine.replicas import Replicas
 from streamshard.errors import RankMismatchError, ShardingError, warn_user
@@ -99,6 +99,7 @@ def shard_model(
     who = None if mesh is None else groups_of(mesh)
     try:
         checked = _check(module, units, resident, who, given)
+        refuse_taken_names(module, base)
     except Exception as error:  # the user's model, or an object in an argument, may raise anything
         if who is not None or dist.is_initialized():
             refuse_together(who.all_ranks if who is not None else None, error)

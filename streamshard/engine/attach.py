@@ -7,7 +7,6 @@ unsharded parameters. At other times they hold `OutsideParameters`.
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -60,7 +59,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     for streamed, unit in zip(engine.units[1:], found, strict=True):
         layers.update(dict.fromkeys(unit.modules, streamed))
     for name, module in modules_of(root):
-        _bind_views(engine.units[owner.get(module, ROOT_UNIT)], module, views, engine)
+        _bind_views(engine.units[owner.get(module, ROOT_UNIT)], module, views)
         if module._parameters or module._buffers:
             module.register_load_state_dict_pre_hook(LoadWhole(engine, name))
         if module._parameters:
@@ -112,45 +111,21 @@ def _weakly(structure: Structure) -> Callable[[], None]:
     return check
 
 
-def _bind_views(
-    unit: StreamedUnit, module: nn.Module, views: Mapping[nn.Parameter, nn.Parameter], engine: Engine
-) -> None:
-    """Let `module` hold unsharded parameters while `unit` is bound: in ``_parameters``, and in its lists and dicts.
+def _bind_views(unit: StreamedUnit, module: nn.Module, views: Mapping[Any, nn.Parameter]) -> None:
+    """Let `module` hold unsharded parameters while `unit` is bound.
 
-    RNNs keep their weights in a list for cuDNN, and weak references to them. Users keep lists for convenience. Such
-    lists get unsharded parameters of `unit` and of the root unit: both are in place whenever `unit` is bound.
+    RNNs keep their weights in a list for cuDNN too, and weak references to them.
     """
-    if isinstance(module, nn.RNNBase):  # flatten_parameters() would move weights out of the slot
-        module.__dict__["flatten_parameters"] = _do_nothing
     sharded = module._parameters
     if any(param is not None for param in sharded.values()):
         computing = {name: None if param is None else views[param] for name, param in sharded.items()}
         unit.add_binding(module, "_parameters", sharded, computing)
-    in_place = {shard.param: views[shard.param] for each in (unit, engine.root_unit) for shard in each.params}
-    for key, value in module.__dict__.items():
-        if key not in ("_parameters", "_buffers", "_modules") and (bound := _with_views(value, in_place)) is not value:
-            unit.add_binding(module, key, value, bound)
-
-
-def _with_views(value: Any, views: Mapping[nn.Parameter, nn.Parameter], depth: int = 3) -> Any:
-    """`value` with each parameter in `views`, and each weak reference to one, replaced by the unsharded parameter.
-
-    Containers are searched `depth` deep, and copied only if they hold such a parameter.
-    """
-    if isinstance(value, nn.Parameter):
-        return views.get(value, value)
-    if isinstance(value, weakref.ref):
-        target = value()
-        return weakref.ref(views[target]) if isinstance(target, nn.Parameter) and target in views else value
-    if depth == 0:
-        return value
-    if type(value) in (list, tuple):
-        items = [_with_views(item, views, depth - 1) for item in value]
-        return type(value)(items) if any(map(operator.is_not, items, value)) else value
-    if type(value) is dict:
-        entries = {key: _with_views(item, views, depth - 1) for key, item in value.items()}
-        return entries if any(entries[key] is not value[key] for key in value) else value
-    return value
+    if isinstance(module, nn.RNNBase):
+        module.__dict__["flatten_parameters"] = _do_nothing  # it would move weights out of the slot
+        weights = [views.get(param, param) for param in module._flat_weights]
+        refs = [None if weight is None else weakref.ref(weight) for weight in weights]
+        unit.add_binding(module, "_flat_weights", module._flat_weights, weights)
+        unit.add_binding(module, "_flat_weight_refs", module._flat_weight_refs, refs)
 
 
 def _do_nothing() -> None:

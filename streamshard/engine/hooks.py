@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from streamshard.engine.backward import pre_backward, watch_node
 from streamshard.engine.engine import Engine, Graph, Use
 from streamshard.engine.forward import Forward, begin_forward
-from streamshard.engine.module_state import HANDLE, Handle, ShardedModule, handle_of, registered_names, watched_class
+from streamshard.engine.module_state import HANDLE, Handle, ShardedModule, handle_of, watched_class
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.torch_private import saved_tensors_hooks, skip, untraced
 from streamshard.unit.unit import StreamedUnit
@@ -53,7 +53,7 @@ class _Watched(ShardedModule):
 
 def watch(module: nn.Module, handle: Handle, base: type | None = None) -> None:
     """Replace `module`'s class by a watched one that also derives from `base`, and set its handle."""
-    watched = watched_class(type(module), base or _Watched, registered_names(module))
+    watched = watched_class(type(module), base or _Watched)
     module.__dict__[HANDLE] = handle
     object.__setattr__(module, "__class__", watched)  # the module's own __setattr__ may refuse, or record, changes
 

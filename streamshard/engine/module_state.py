@@ -8,6 +8,7 @@ that would take pieces for full parameters.
 from __future__ import annotations
 
 import abc
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -30,7 +31,7 @@ __all__ = [
     "handle_of",
     "is_compiled",
     "not_a_layer",
-    "registered_names",
+    "refuse_taken_names",
     "watched_class",
 ]
 
@@ -131,32 +132,26 @@ def engine_at_rest(model: nn.Module, what: str, *, accepts_empty: bool = False) 
 # -- classes ----------------------------------------------------------------------------------------------------------
 
 _ORIGINAL = "_streamshard_original"
-_classes: dict[tuple[type, type, frozenset[str]], type] = {}
+_classes: dict[tuple[type, type], type] = {}
 
 
-def watched_class(original: type, base: type, registered: frozenset[str] = frozenset()) -> type:
+def watched_class(original: type, base: type) -> type:
     """The subclass of `original` that reports calls. It has the name and the module of `original`.
 
     If both classes have a method of one name, ``model.name`` is the user's and ``base.name(model)`` is StreamShard's.
-    The same holds for names of parameters, buffers and children. Neither the ``__init_subclass__`` of `original` nor
-    its metaclass runs for the subclass: such code wants arguments, or keeps registers by name.
+    Neither the ``__init_subclass__`` of `original` nor its metaclass runs for the subclass: such code wants arguments,
+    or keeps registers by name.
 
     Args:
         original: the module's class.
         base: comes before `original` in the bases, or at least before nn.Module in the order of its methods.
-        registered: names of the module's parameters, buffers and children.
     """
-    names = _names_taken(base)
-    key = (original, base, registered & names)
+    key = (original, base)
     if key not in _classes:
         entries = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
         entries[_ORIGINAL] = original
-        for name in names:
-            for owner in original.__mro__:
-                if name in vars(owner):
-                    entries[name] = vars(owner)[name]
-                    break
-        entries.update((name, _Registered(name)) for name in registered & names)
+        users = [name for name in _names_taken(base) if hasattr(original, name)]
+        entries.update((name, inspect.getattr_static(original, name)) for name in users)
         kind = type(original)
         make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
         made = make(kind, original.__name__, (base, original), entries)
@@ -174,19 +169,18 @@ def _names_taken(base: type) -> frozenset[str]:
     return frozenset(name for name in vars(base) if not name.startswith("_"))
 
 
-def registered_names(module: nn.Module) -> frozenset[str]:
-    """Names of a module's own parameters, buffers and children."""
-    return frozenset((*module._parameters, *module._buffers, *module._modules))
+def refuse_taken_names(module: nn.Module, base: type) -> None:
+    """Raise if `module` has registered something under the name of a method of `base`, which would hide it.
 
-
-class _Registered:
-    """Stands in a class for a name that the user's module has registered: nn.Module then finds what is registered."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: object, owner: type | None = None) -> NoReturn:
-        raise AttributeError(self._name)
+    Raises:
+        ShardingError: says which.
+    """
+    for name in (*module._parameters, *module._buffers, *module._modules):
+        if name in _names_taken(base):
+            raise ShardingError(
+                f"{type(module).__name__} has a parameter, buffer or child {name!r}, the name of a method that "
+                "StreamShard adds: rename it before StreamShard(model)"
+            )
 
 
 class _InstanceProperty(property):
