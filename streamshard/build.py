@@ -333,11 +333,11 @@ def _allocate(
         for flat_param in layout.flat_params:
             weights = gathered = None
             if weight_slot is not None:
-                weights = weight_slot.buffer.narrow(0, flat_param.weight_start, flat_param.weight_bytes)
+                weights = weight_slot.buffer.narrow(0, *flat_param.weights)
                 gathered = weights = weights.view(flat_param.kind.compute_dtype)
-                if flat_param.wire_bytes:
+                if flat_param.wire.size:
                     wire = wire_buffers[plan.weights[index]]
-                    gathered = wire.narrow(0, flat_param.wire_start, flat_param.wire_bytes)
+                    gathered = wire.narrow(0, *flat_param.wire)
                     gathered = gathered.view(flat_param.kind.wire_dtype)
             is_in_slot = plan.keeps_weights and not is_alone
             shards[index].append(FlatParamShard(flat_param, ranks, ledger, weights, gathered, is_in_slot=is_in_slot))

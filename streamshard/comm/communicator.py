@@ -14,7 +14,7 @@ from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.groups import host_group_of
 from streamshard.comm.nccl import NcclTransport
-from streamshard.comm.objects import RankGroup
+from streamshard.comm.objects import Guard, RankGroup
 from streamshard.comm.shared_memory import SharedMemoryTransport, share_memory
 from streamshard.comm.streams import StreamName, Streams
 from streamshard.comm.transport import Transport
@@ -97,9 +97,7 @@ class Communicator(RankGroup):
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Copy `tensor` of rank number `source` into `tensor` of every rank. Blocks."""
         if self.total_size > 1:
-            self.transport.before_talk()
-            with self.guard("a broadcast"):
-                self.recorder.log.add(RecordKind.BROADCAST)
+            with self.talk("a broadcast", RecordKind.BROADCAST):
                 dist.broadcast(tensor, group=self.all_ranks, group_src=source)
 
     def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False, with_replicas: bool = False) -> None:
@@ -111,9 +109,7 @@ class Communicator(RankGroup):
             with_replicas: reduce over all replicas too.
         """
         if (self.total_size if with_replicas else self.world_size) > 1:
-            self.transport.before_talk()
-            with self.guard("a sum over all ranks"):
-                self.recorder.log.add(RecordKind.SUM)
+            with self.talk("a sum over all ranks", RecordKind.SUM):
                 group = self.all_ranks if with_replicas else self.group
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
 
@@ -122,16 +118,14 @@ class Communicator(RankGroup):
         if self.total_size == 1:
             return value
         found = torch.tensor(int(value))
-        self.transport.before_talk()
-        with self.guard("a vote of all ranks"):
-            self.recorder.log.add(RecordKind.VOTE)
+        with self.talk("a vote of all ranks", RecordKind.VOTE):
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.host_group)
         return bool(found)
 
-    def gather_bytes(self, data: bytes, *, with_replicas: bool = True) -> list[bytes]:
-        """See `RankGroup.gather_bytes`."""
+    def talk(self, action: str, kind: RecordKind) -> Guard:
+        """See `RankGroup.talk`."""
         self.transport.before_talk()
-        return super().gather_bytes(data, with_replicas=with_replicas)
+        return super().talk(action, kind)
 
     def send_to_first(self, tensor: torch.Tensor, source: int) -> None:
         """Copy `tensor` of rank number `source` into `tensor` of the first rank. Only these two ranks call it. Blocks.

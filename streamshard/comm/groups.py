@@ -91,8 +91,6 @@ def resolve_group(device: torch.device) -> dist.ProcessGroup:
     Raises:
         ShardingError: there is neither a process group nor a launcher.
     """
-    if not dist.is_available():
-        raise ShardingError("this build of torch has no torch.distributed")
     if not dist.is_initialized():
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:

@@ -153,6 +153,11 @@ class RankGroup:
         """A context around collectives, and around waits for them. See `Guard`."""
         return Guard(self, action, subject)
 
+    def talk(self, action: str, kind: RecordKind) -> Guard:
+        """A context around an exchange outside of steps: logs `kind`, and guards `action`."""
+        self.recorder.log.add(kind)
+        return self.guard(action)
+
     # -- objects ----------------------------------------------------------------------------------------------------
 
     def gather_results(
@@ -210,8 +215,7 @@ class RankGroup:
             data: of any length, which may differ between ranks.
             with_replicas: include the ranks of other replicas.
         """
-        with self.guard(self._meeting):
-            self.recorder.log.add(RecordKind.MEETING)
+        with self.talk(self._meeting, RecordKind.MEETING):
             group = self.host_group if with_replicas else host_group_of(self.group)
             sizes = self._all_gather(group, torch.tensor([len(data)])).flatten().tolist()
             if not any(sizes):
@@ -308,10 +312,4 @@ def raise_if(error: Exception | None) -> None:
 
 def describe(error: BaseException) -> str:
     """`error` in words, for other ranks. The package's own errors need no class name."""
-    try:
-        words = str(error)
-    except Exception:  # a class of the user's may fail to say what it is
-        words = ""
-    if isinstance(error, StreamShardError):
-        return words
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+    return str(error) if isinstance(error, StreamShardError) else f"{type(error).__name__}: {error}".removesuffix(": ")

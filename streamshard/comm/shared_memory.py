@@ -89,7 +89,7 @@ class SharedBuffers:
     Args:
         descriptor: the file.
         units: the most reductions that can be under way.
-        process: a descriptor (pidfd) of the rank's process, which this object owns; None: it is this process.
+        process: a descriptor (pidfd) of the rank's process, which this object owns.
 
     Attributes:
         counters: [4], by `Counter`.
@@ -97,11 +97,10 @@ class SharedBuffers:
         written: [units], digest of the log at the last reductions; reduction n is at n modulo units.
     """
 
-    def __init__(self, descriptor: int, units: int, process: int | None = None) -> None:
+    def __init__(self, descriptor: int, units: int, process: int) -> None:
         self._poll = select.poll()
-        if process is not None:
-            self._poll.register(process, select.POLLIN)
-            weakref.finalize(self, os.close, process)
+        self._poll.register(process, select.POLLIN)
+        weakref.finalize(self, os.close, process)
         self._memory = mmap.mmap(descriptor, 0)
         self._memory.madvise(mmap.MADV_DONTFORK)
         self._used = 0
@@ -112,7 +111,7 @@ class SharedBuffers:
         _mapped.add(self)
 
     def has_died(self) -> bool:
-        """Whether the rank's process has ended. False for this process."""
+        """Whether the rank's process has ended."""
         return bool(self._poll.poll(0))
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -177,8 +176,6 @@ def map_memory(offer: Offer | None, units: int) -> SharedBuffers | None:
     """A rank's memory; None if the rank is on another machine, or its memory may not be mapped."""
     if offer is None or offer.system != _system():
         return None
-    if offer.process == os.getpid():
-        return SharedBuffers(offer.descriptor, units)
     with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as files:
         file = os.open(f"/proc/{offer.process}/fd/{offer.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         files.callback(os.close, file)

@@ -28,7 +28,7 @@ from torch.autograd import Variable
 from streamshard.comm.streams import StepEvent
 from streamshard.engine.engine import ROOT_UNIT, Engine, Graph, Phase, Use, in_backward
 from streamshard.errors import ShardingError, log
-from streamshard.plan.program import Op, OpKind, Schedule
+from streamshard.plan.program import Op, Schedule
 from streamshard.torch_private import AsTensors, skip, untraced
 from streamshard.unit.optimizer_hooks import graph_is_reached
 from streamshard.unit.unit import StreamedUnit
@@ -146,7 +146,7 @@ class Backward(Phase):
     def _issue(self, ops: Sequence[Op]) -> None:
         for op in ops:
             unit = self._engine.units[op.unit]
-            if op.kind is OpKind.REDUCE:
+            if op.is_reduction:
                 self._engine.reductions.due.discard(op.unit)
                 self._reduce(unit)
             else:

@@ -158,7 +158,6 @@ class RaceDetector(Observer):
         self._buffers: list[_Buffer] = []
         # Per buffer and stream: the latest access to each range, until all other streams know of it.
         self._history: list[dict[StreamName, dict[tuple[int, int, bool], Access]]] = []
-        self._declared: list[set[tuple[int, int, bool]]] = []  # per buffer: ranges that collectives have declared
 
     # -- what the engine declares -----------------------------------------------------------------------------------
 
@@ -190,22 +189,19 @@ class RaceDetector(Observer):
                 index = self._find(tensor)
                 if index is not None:
                     start, stop = _bytes_of(tensor, self._buffers[index].address)
-                    self._declared[index].add((start, stop, is_write))
                     owner = unit or self._buffers[index].unit
                     self._add(index, stream, start, stop, is_write, collective.value, owner)
 
     def on_operation(self, tensor: torch.Tensor, *, write: bool, what: str) -> None:
-        """An operation seen by the dispatch mode, on whatever stream is current."""
+        """An operation seen by the dispatch mode. Those of other streams are parts of collectives, declared as such."""
         index = self._find(tensor)
-        if index is None:
+        if index is None or self.engine.streams.current is not StreamName.COMPUTE:
             return
-        buffer, stream = self._buffers[index], self.engine.streams.current
+        buffer = self._buffers[index]
         start, stop = _bytes_of(tensor, buffer.address)
-        if stream is not StreamName.COMPUTE and self._is_declared(index, start, stop, write):
-            return  # counts from where the collective was issued
         content = buffer.slot.content if buffer.slot is not None else None
         owner = buffer.unit if content is None else self.engine.units[content].name
-        self._add(index, stream, start, stop, write, what, owner)
+        self._add(index, StreamName.COMPUTE, start, stop, write, what, owner)
 
     def raise_if_any(self) -> None:
         """Raise for the races found so far.
@@ -260,23 +256,16 @@ class RaceDetector(Observer):
             return None
         return index
 
-    def _is_declared(self, index: int, start: int, stop: int, write: bool) -> bool:
-        return any(
-            first <= start and stop <= last and (is_write or not write)
-            for first, last, is_write in self._declared[index]
-        )
-
     def _watch_buffers(self) -> None:
         """Look at the ledger, again when an optimizer has allocated buffers, or main grads have left their slot."""
-        known = {each.address: seen for each, *seen in zip(self._buffers, self._history, self._declared, strict=True)}
+        known = {each.address: history for each, history in zip(self._buffers, self._history, strict=True)}
         owners = _describe(self.engine)
         buffers = []
         for category, tensor in self.engine.ledger.buffers:
             name, unit, slot = owners.get(tensor.data_ptr(), (category.value, None, None))
             buffers.append(_Buffer(tensor.data_ptr(), tensor.nbytes, category, name, unit, slot))
         buffers.sort(key=_address)
-        new: list[Any] = [known.get(each.address, [{stream: {} for stream in self._clocks}, set()]) for each in buffers]
-        self._history, self._declared = [seen[0] for seen in new], [seen[1] for seen in new]
+        self._history = [known.get(each.address, {stream: {} for stream in self._clocks}) for each in buffers]
         self._buffers = buffers
 
 

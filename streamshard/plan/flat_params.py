@@ -61,6 +61,18 @@ def kind_of(dtype: torch.dtype, precision: Precision, *, trains: bool, in_fp32: 
     return FlatParamKind(trains, precision.param_dtype, wire, main, precision.slot_grad_dtype, precision.reduction_mode)
 
 
+class ByteRange(NamedTuple):
+    """A range of a buffer, in bytes."""
+
+    start: int
+    size: int
+
+    @property
+    def stop(self) -> int:
+        """Behind the last byte."""
+        return self.start + self.size
+
+
 class FlatParam(NamedTuple):
     """One flat parameter, and where it lies.
 
@@ -69,37 +81,18 @@ class FlatParam(NamedTuple):
         unit: index of its unit.
         kind: see `FlatParamKind`.
         layout: where its parameters lie.
-        weight_start: where it begins in the unit's weight slot, in bytes.
-        wire_start: where it begins in the wire buffer beside the slot, in bytes.
-        grad_start: where it begins in the unit's grad slot, in bytes; only if it trains.
+        weights: in the unit's weight slot: ``padded_numel`` elements of the compute dtype.
+        wire: in the wire buffer beside the slot; empty if it is all-gathered in the compute dtype.
+        grads: in the unit's grad slot; empty if it is frozen.
     """
 
     tag: int
     unit: int
     kind: FlatParamKind
     layout: FlatParamLayout
-    weight_start: int
-    wire_start: int
-    grad_start: int
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the flat parameter in a weight slot: ``padded_numel`` elements of the compute dtype."""
-        return self.layout.padded_numel * self.kind.compute_dtype.itemsize
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes of the flat parameter in a wire buffer; 0 if it is all-gathered in the compute dtype."""
-        if self.kind.wire_dtype is self.kind.compute_dtype:
-            return 0
-        return self.layout.padded_numel * self.kind.wire_dtype.itemsize
-
-    @property
-    def grad_bytes(self) -> int:
-        """Bytes of the flat parameter in a grad slot; 0 if it is frozen."""
-        if not self.kind.trains:
-            return 0
-        return self.layout.padded_numel * self.kind.grad_dtype.itemsize
+    weights: ByteRange
+    wire: ByteRange
+    grads: ByteRange
 
 
 class UnitLayout(NamedTuple):
@@ -131,17 +124,17 @@ class UnitLayout(NamedTuple):
     @property
     def weight_bytes(self) -> int:
         """Bytes of the unit in a weight slot."""
-        return sum(flat_param.weight_bytes for flat_param in self.flat_params)
+        return self.flat_params[-1].weights.stop
 
     @property
     def wire_bytes(self) -> int:
         """Bytes of the unit in a wire buffer."""
-        return sum(flat_param.wire_bytes for flat_param in self.flat_params)
+        return self.flat_params[-1].wire.stop
 
     @property
     def grad_bytes(self) -> int:
         """Bytes of the unit in a grad slot."""
-        return sum(flat_param.grad_bytes for flat_param in self.flat_params)
+        return self.flat_params[-1].grads.stop
 
 
 def plan_units(
@@ -164,17 +157,17 @@ def plan_units(
     tag = 0
     for index, (name, parts) in enumerate(zip(names, units, strict=True)):
         flat_params: list[FlatParam] = []
-        weight_start = wire_start = grad_start = 0
+        weights = wire = grads = ByteRange(0, 0)
         for kind, sizes in parts:
             element_bytes = min(kind.compute_dtype.itemsize, kind.wire_dtype.itemsize)
             layout = plan_flat_param(
                 sizes, world_size, element_bytes=element_bytes, pad_numel=pad_numel, align_pieces_to=align_pieces_to
             )
-            flat_param = FlatParam(tag, index, kind, layout, weight_start, wire_start, grad_start)
-            flat_params.append(flat_param)
+            numel, is_wire = layout.padded_numel, kind.wire_dtype is not kind.compute_dtype
+            weights = ByteRange(weights.stop, numel * kind.compute_dtype.itemsize)
+            wire = ByteRange(wire.stop, is_wire * numel * kind.wire_dtype.itemsize)
+            grads = ByteRange(grads.stop, kind.trains * numel * kind.grad_dtype.itemsize)
+            flat_params.append(FlatParam(tag, index, kind, layout, weights, wire, grads))
             tag += 1
-            weight_start += flat_param.weight_bytes
-            wire_start += flat_param.wire_bytes
-            grad_start += flat_param.grad_bytes
         layouts.append(UnitLayout(name, tuple(flat_params)))
     return layouts

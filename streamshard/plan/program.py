@@ -25,25 +25,17 @@ collective. Until the order is known, resident units are all-gathered first, and
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Op", "OpKind", "Schedule", "plan_steps"]
-
-
-class OpKind(enum.Enum):
-    """What an operation does with a unit."""
-
-    GATHER = "gather"
-    REDUCE = "reduce"
+__all__ = ["Op", "Schedule", "plan_steps"]
 
 
 class Op(NamedTuple):
-    """One collective of a schedule: `kind` on the unit with index `unit`."""
+    """One collective of a schedule: an all-gather of the unit with index `unit`, or the reduction of its gradients."""
 
-    kind: OpKind
     unit: int
+    is_reduction: bool = False
 
 
 def plan_steps(visits: Sequence[int], slot_of: Sequence[int], *, reduce: bool) -> list[list[Op]]:
@@ -63,10 +55,10 @@ def plan_steps(visits: Sequence[int], slot_of: Sequence[int], *, reduce: bool) -
     for visit, unit in enumerate(visits):
         step = max(step, free_at.get(slot_of[unit], 0))
         free_at[slot_of[unit]] = visit + 1
-        steps[step].append(Op(OpKind.GATHER, unit))
+        steps[step].append(Op(unit))
     last_visit = {unit: visit for visit, unit in enumerate(visits)} if reduce else {}
     for unit, visit in last_visit.items():
-        steps[visit + 1].append(Op(OpKind.REDUCE, unit))
+        steps[visit + 1].append(Op(unit, is_reduction=True))
     return steps
 
 

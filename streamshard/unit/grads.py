@@ -69,7 +69,7 @@ class FlatParamGrads:
         self._ledger = ledger
         self._scratch = torch.empty(0)
         if slot is not None:
-            self.all = slot.buffer.narrow(0, plan.grad_start, plan.grad_bytes).view(plan.kind.grad_dtype)
+            self.all = slot.buffer.narrow(0, *plan.grads).view(plan.kind.grad_dtype)
             self._scratch = slot.scratch.buffer.narrow(0, scratch_start, scratch_bytes).view(plan.kind.grad_dtype)
         numel = plan.layout.shard_numel
         if is_main_in_slot:

@@ -71,28 +71,6 @@ def test_a_dropped_rule_drops_its_waits_only(dropped: Rule | str) -> None:
     assert log.lines == records + waits
 
 
-def test_a_fence_ties_its_source_to_another_stream() -> None:
-    """Compute to comm, the others to compute, or to whom it says."""
-    streams = Streams(torch.device("cpu"))
-    assert Fence(streams, Rule.WEIGHTS_ARRIVED, COMM, "slot").target is COMPUTE
-    assert Fence(streams, Rule.SLOT_RELEASED, COMPUTE, "slot").target is COMM
-    assert Fence(streams, Rule.RESULTS_ARRIVED, REPLICA, "main grads").target is COMPUTE
-    assert Fence(streams, Rule.RESULTS_ARRIVED, COMM, "main grads", REPLICA).target is REPLICA
-
-
-def test_the_body_of_on_is_on_that_stream() -> None:
-    """Nested or left by an error, the stream before is the stream after."""
-    streams = Streams(torch.device("cpu"))
-    assert streams.current is COMPUTE
-    with streams.on(COMM):
-        with streams.on(REPLICA):
-            assert streams.current is REPLICA
-        assert streams.current is COMM
-    with pytest.raises(ZeroDivisionError), streams.on(COMM):
-        raise ZeroDivisionError
-    assert streams.current is COMPUTE
-
-
 def test_the_host_says_when_it_waits_and_for_what() -> None:
     """Around the work itself, once, whether the wait is declared or not; without work there is nothing to wait for."""
     streams, log = _observed()

@@ -217,19 +217,3 @@ def test_a_wait_of_one_stream_orders_another_only_through_a_fence(context: RankC
     detector.on_collective(StreamName.REPLICA, Collective.ALL_REDUCE, 1, (), (main,))
     assert [race.first.stream for race in detector.found] == ([] if passes_on else [COMPUTE, COMM])
     assert [race.rule for race in detector.found] == ([] if passes_on else [Rule.GRADS_WRITTEN, Rule.RESULTS_ARRIVED])
-
-
-@on_ranks(2)
-def test_an_operation_of_the_comm_stream_that_was_not_declared_counts_where_it_runs(context: RankContext) -> None:
-    """A transport that forgets to declare something is not trusted."""
-    detector, slot = _bench(context)
-    streams = detector.engine.streams
-    _gathers_into(detector, slot[:10])
-    fence = _fence(detector, COMM)
-    detector.on_record(fence)
-    detector.on_wait(fence)
-    with streams.on(COMM):
-        detector.on_operation(slot[:10], write=True, what="declared")
-        detector.on_operation(slot[5:15], write=True, what="forgotten")
-    detector.on_operation(slot[:20], write=False, what="op")
-    assert [race.first.what for race in detector.found] == ["forgotten"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.plan.program import Op, OpKind, Schedule, plan_steps
+from streamshard.plan.program import Op, Schedule, plan_steps
 from streamshard.plan.unit_order import first_order, is_part_of, join_orders, merge_order
 
 UNITS = 7
@@ -26,31 +26,30 @@ def test_steps_have_every_operation_once_and_as_early_as_the_rules_allow(visits:
     """Gathers in order, once the slot's earlier visits are released (rule 2); reductions after last visits (rule 4)."""
     steps = plan_steps(visits, slots, reduce=True)
     assert len(steps) == len(visits) + 1
-    gathers = [(k, op.unit) for k, ops in enumerate(steps) for op in ops if op.kind is OpKind.GATHER]
+    gathers = [(k, op.unit) for k, ops in enumerate(steps) for op in ops if not op.is_reduction]
     assert [unit for _, unit in gathers] == visits
     free_at = [
         max((k + 1 for k in range(visit) if slots[visits[k]] == slots[unit]), default=0)
         for visit, unit in enumerate(visits)
     ]
     assert [step for step, _ in gathers] == list(accumulate(free_at, max))
-    reductions = {op.unit: k for k, ops in enumerate(steps) for op in ops if op.kind is OpKind.REDUCE}
-    assert sum(op.kind is OpKind.REDUCE for ops in steps for op in ops) == len(set(visits))
+    reductions = {op.unit: k for k, ops in enumerate(steps) for op in ops if op.is_reduction}
+    assert sum(op.is_reduction for ops in steps for op in ops) == len(set(visits))
     assert reductions == {unit: k + 1 for k, unit in enumerate(visits)}
-    gathers_only = [[op for op in ops if op.kind is OpKind.GATHER] for ops in steps]
+    gathers_only = [[op for op in ops if not op.is_reduction] for ops in steps]
     assert plan_steps(visits, slots, reduce=False) == gathers_only
 
 
 def test_an_example_by_hand() -> None:
     """The root unit and four blocks in two slots, backward: two gathers ahead, reductions behind the gathers."""
-    gather, reduce = OpKind.GATHER, OpKind.REDUCE
     steps = plan_steps([4, 3, 2, 1, 0], [2, 0, 1, 0, 1], reduce=True)
     assert steps == [
-        [Op(gather, 4), Op(gather, 3)],
-        [Op(gather, 2), Op(reduce, 4)],
-        [Op(gather, 1), Op(gather, 0), Op(reduce, 3)],
-        [Op(reduce, 2)],
-        [Op(reduce, 1)],
-        [Op(reduce, 0)],
+        [Op(4), Op(3)],
+        [Op(2), Op(4, True)],
+        [Op(1), Op(0), Op(3, True)],
+        [Op(2, True)],
+        [Op(1, True)],
+        [Op(0, True)],
     ]
 
 

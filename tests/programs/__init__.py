@@ -7,28 +7,7 @@ and weights. What StreamShard may refuse, and plain torch does not, has to be re
 
 from __future__ import annotations
 
-from tests.programs.between import Check, Clip, Edit, Freeze, Load, NoSync, Save, Step, ZeroGrad
 from tests.programs.generate import Program, programs
-from tests.programs.model import Plan
-from tests.programs.passes import Backward, Direct, Forget, Forward
 from tests.programs.run import run_program
 
-__all__ = [
-    "Backward",
-    "Check",
-    "Clip",
-    "Direct",
-    "Edit",
-    "Forget",
-    "Forward",
-    "Freeze",
-    "Load",
-    "NoSync",
-    "Plan",
-    "Program",
-    "Save",
-    "Step",
-    "ZeroGrad",
-    "programs",
-    "run_program",
-]
+__all__ = ["Program", "programs", "run_program"]

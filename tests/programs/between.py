@@ -10,17 +10,7 @@ import torch
 from tests.programs.players import Operation, Player, Shown, State
 from tests.reference import full_grads
 
-__all__ = [
-    "Check",
-    "Clip",
-    "Edit",
-    "Freeze",
-    "Load",
-    "NoSync",
-    "Save",
-    "Step",
-    "ZeroGrad",
-]
+__all__ = ["Check", "Clip", "Edit", "Freeze", "Load", "NoSync", "Save", "Step", "ZeroGrad"]
 
 
 @dataclass(frozen=True, repr=False)

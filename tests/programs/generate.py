@@ -8,17 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.programs.between import (
-    Check,
-    Clip,
-    Edit,
-    Freeze,
-    Load,
-    NoSync,
-    Save,
-    Step,
-    ZeroGrad,
-)
+from tests.programs.between import Check, Clip, Edit, Freeze, Load, NoSync, Save, Step, ZeroGrad
 from tests.programs.model import Brief, Plan
 from tests.programs.passes import Backward, Direct, Forget, Forward
 from tests.programs.players import Operation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -102,8 +102,8 @@ class Direct(Operation):
 
 
 @dataclass(frozen=True, repr=False)
-class _OfKept(Operation):
-    """Differentiates one kept loss, or a sum of several.
+class Backward(Operation):
+    """Backward of one kept loss, or of a sum of several.
 
     Attributes:
         picks: which, counted round.
@@ -124,8 +124,17 @@ class _OfKept(Operation):
         """Whether weights have changed since one of its forwards."""
         return any(state.born[pick] != state.edits for pick in self.picked(len(state.born)))
 
-    def differentiate(self, player: Player, run: Callable[[Tensor], None]) -> None:
-        """`run` with the mean of losses over ranks, in parts; losses are let go of, unless they are retained."""
+    def perform(self, player: Player, number: int) -> Shown:
+        player.final.clear()
+        self._differentiate(player)
+        if player.has_penalties:  # autograd adds several up in place, as if somebody had clipped the sum
+            list(player.model.parameters())
+        if player.program.grad_slots == "all":  # hooks are called when gradients are reduced
+            return {}
+        return {f"end of {name}": torch.ones(()) for name in sorted(player.final)}
+
+    def _differentiate(self, player: Player) -> None:
+        """Backward of the mean of losses over ranks, in parts; losses are let go of, unless they are retained."""
         picked = self.picked(len(player.kept))
         errors: list[Exception] = []
         try:
@@ -133,7 +142,7 @@ class _OfKept(Operation):
                 total: Any = sum(player.kept[pick][place] for pick in picked) / len(player.ranks)
                 try:
                     if total.requires_grad:  # else everything was frozen
-                        run(total)
+                        total.backward(retain_graph=self.retains)
                 except (Trouble, RuntimeError) as error:
                     errors.append(error.with_traceback(None) if isinstance(error, Trouble) else error)
         finally:
@@ -156,23 +165,6 @@ class _OfKept(Operation):
         picked = self.picked(len(state.born))
         if outcome != "done" or not self.retains:
             state.born = [born for pick, born in enumerate(state.born) if pick not in picked]
-
-
-@dataclass(frozen=True, repr=False)
-class Backward(_OfKept):
-    """Backward of kept losses."""
-
-    def perform(self, player: Player, number: int) -> Shown:
-        player.final.clear()
-        self.differentiate(player, lambda loss: loss.backward(retain_graph=self.retains))  # type: ignore[no-untyped-call]
-        if player.has_penalties:  # autograd adds several up in place, as if somebody had clipped the sum
-            list(player.model.parameters())
-        if player.program.grad_slots == "all":  # hooks are called when gradients are reduced
-            return {}
-        return {f"end of {name}": torch.ones(()) for name in sorted(player.final)}
-
-    def after(self, state: State, outcome: str) -> None:
-        super().after(state, outcome)
         state.is_unreached = False
         state.is_torn |= outcome != "done"
         state.is_held = state.holds and (state.is_quiet or (state.is_held and outcome != "done"))
