@@ -196,8 +196,8 @@ def _refuse_adapters(model: nn.Module, empty: Collection[str]) -> None:
             if any(_is_inside(name, adapter) for name in empty):
                 raise ShardingError(
                     f"{adapter!r} is an adapter that was made on the meta device, and PEFT initialises adapters as it "
-                    "makes them: make them outside of `with torch.device('meta')`, or give a function, "
-                    "init_weights(model, function)"
+                    "makes them: let rank 0 make the model with its weights (the other ranks' may be on the meta "
+                    "device), or write init_weights(model, function), which calls PEFT's reset_lora_parameters"
                 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from streamshard.checkpoint.save import save_checkpoint
 from streamshard.comm.groups import make_default_group
 from streamshard.config import Precision, parse_path
 from streamshard.device import accelerator as accelerator_kind
-from streamshard.engine.module_state import handle_of
+from streamshard.engine.module_state import engine_of, handle_of
 from streamshard.errors import ConfigError, ShardingError
+from streamshard.full import clip_grads
 from streamshard.unit.sharded_tensor import is_piece
 
 __all__ = ["StreamShardAccelerator"]
@@ -144,6 +145,18 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         return given  # type: ignore[no-any-return]  # Settings says what is wrong with it
 
     # -- a step -------------------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """As accelerate's. The norm of one sharded model's gradients is that of `StreamShard.clip_grad_norm_`."""
+        params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self.unscale_gradients()
+        for model in filter(None, map(_sharded_in, self._models)):
+            engine = engine_of(model)
+            if {shard.param for shard in engine.param_shards}.issuperset(params):
+                return clip_grads(engine, params, max_norm, norm_type, None)
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """As accelerate's. Refuses sharded parameters and gradients, which accelerate's LocalSGD would give it."""
