@@ -133,7 +133,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Backward.reach", Drop("_refuse_changed(engine.units[index], versions)"), "graphs"),
         ("Backward.reach", Swap("due = set(visits)", "due = set()"), "unit_size passes"),
         ("Backward.recover", Drop("self._close_pass()"), "exceptions invariants"),
-        ("Backward.take", Drop("if self.computing is not unit and unit.is_streamed:"), "invariants"),
         ("_refuse_changed", Swap("raise ", "return "), "graphs"),
     ],
     "engine/casts": [
@@ -198,7 +197,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads.open", Swap("not self._has_taken, True", "True, True"), "passes matrix"),
         ("UnitGrads.open", Drop("self.write(param_index, spilled)"), "unit_size"),
         ("UnitGrads.open", Swap("spilled, grad.spilled = grad.spilled, None", "spilled = grad.spilled"), "unit_size"),
-        ("UnitGrads.resume", Drop("grad.forget()"), "dial"),
+        ("UnitGrads.resume", Drop("grad.forget()"), "invariants"),
         ("UnitGrads.start_reduce", Drop("self.has_unreduced = False"), "invariants"),
         ("UnitGrads.start_reduce", Drop("grad.in_slot.zero_()"), "execution"),
         ("UnitGrads.start_reduce", Drop("slot.content = None"), "loops execution passes"),
