@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +29,6 @@ def token_batch(step: int, rank: int, *, rows: int = 2, length: int = 6, vocabul
 def vector_batch(step: int, rank: int, *, rows: int = 4, dim: int = DIM) -> Tensor:
     """[rows, dim] fp32 input of one rank in one step."""
     return torch.randn(rows, dim, generator=_seeded(step, rank))
-
-
-def image_batch(step: int, rank: int, *, rows: int = 2, size: int = 8) -> Tensor:
-    """[rows, 3, size, size] fp32 images of one rank in one step."""
-    return torch.randn(rows, 3, size, size, generator=_seeded(step, rank))
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -140,7 +135,6 @@ class TinyConfig:
     length: int = 8
     tied: bool = False
     dropout: float = 0.0
-    extra: dict[str, str] = field(default_factory=dict)
 
 
 class TinyLM(nn.Module):

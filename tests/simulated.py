@@ -14,7 +14,6 @@ that is left out is then seen as NaN or as old numbers. What compute does is nev
 from __future__ import annotations
 
 import contextlib
-import gc
 import queue
 import threading
 from collections import deque
@@ -189,9 +188,7 @@ def late(model: nn.Module) -> Iterator[None]:
     for ranks, transport in zip(all_ranks, transports, strict=True):
         ranks.transport = transport
         transport.held.is_late = True
-    # What collectives under way refer to seems to be kept: searched for in what the model made, not in all imports.
-    with mock.patch.object(gc, "unfreeze"):
-        yield
+    yield
     for ranks, transport in zip(all_ranks, transports, strict=True):
         transport.complete()
         ranks.transport = transport.inner

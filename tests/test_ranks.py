@@ -12,15 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import (
-    PRELOADED,
-    PRELOADED_LAST,
-    PRELOADED_TOO,
-    RankContext,
-    RankFailure,
-    RankPool,
-    open_pool,
-)
+from tests.ranks import PRELOADED, PRELOADED_LAST, PRELOADED_TOO, RankContext, RankFailure, RankPool, open_pool
 
 
 def _sum_of_ranks(context: RankContext, offset: int) -> int:

@@ -7,6 +7,7 @@ import datetime
 import logging
 import queue
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 import streamshard.build as build
 import streamshard.comm.flight_recorder as recorder
-from streamshard import StreamShard
+from streamshard import StreamShard, save_checkpoint
 from streamshard.comm.flight_recorder import FlightRecorder, Log, RecordKind, describe_difference
 from streamshard.comm.objects import RankGroup
 from streamshard.errors import CommunicationError, log
@@ -67,11 +68,20 @@ def _a_norm_on_one_rank(model: Any, rank: int) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
+def _a_save_on_one_rank(model: Any, rank: int) -> None:
+    if rank == 0:
+        with tempfile.TemporaryDirectory() as directory:
+            save_checkpoint(directory, model, torch.optim.SGD(model.parameters()))
+    for step in range(2):
+        model(vector_batch(step, rank)).sum().backward()
+
+
 WAYS: dict[str, Callable[[Any, int], None]] = {
     "layers in another order": _another_order,
     "a forward too many": _a_forward_too_many,
     "weights collected on one rank": _weights_on_one_rank,
     "a norm on one rank": _a_norm_on_one_rank,
+    "a save on one rank": _a_save_on_one_rank,
 }
 
 

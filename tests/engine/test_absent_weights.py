@@ -31,8 +31,6 @@ from tests.reference import (
 
 each_slots = pytest.mark.parametrize(("world_size", "slots"), [(1, 2), (2, 2), (2, "all")])
 
-# ---------------------------------------------------------------------------------------------- by the root
-
 
 class Reading(Stack):
     """The root computes with a layer's weight, before the layers run or after them."""
@@ -151,9 +149,6 @@ def test_shape_and_dtype_of_a_weight_need_no_gather(context: RankContext, slots:
         assert model.found == (half, (DIM, DIM), form, (trains, True, None), "cpu", True, {half}, half)
 
 
-# ---------------------------------------------------------------------------------------------- by other layers
-
-
 class Calling(Layer):
     """Gives its weight, or a part of it, to a layer that it calls."""
 
@@ -184,9 +179,6 @@ def test_a_weight_that_a_layer_gives_to_another_raises(context: RankContext) -> 
         raises = pytest.raises(ShardingError, match="layers take turns in|other layers have its buffer")
         with torch.set_grad_enabled(has_grad), raises:
             model(vector_batch(0, context.rank))
-
-
-# ---------------------------------------------------------------------------------------------- that are kept
 
 
 class Keeping(Layer):
@@ -268,9 +260,6 @@ def test_what_a_layers_own_graph_keeps_is_in_place_in_its_backward(
         return model
 
     assert_trains_like_plain(context, build, stack_step, weight_slots=slots, resident=resident)
-
-
-# ---------------------------------------------------------------------------------------------- methods beside forward
 
 
 class Encoder(Stack):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamshard import GradientError, Precision, RankMismatchError, StreamShard
+from streamshard import GradientError, Precision, StreamShard
 from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -92,9 +92,6 @@ def _error(model: nn.Module, context: RankContext, number: int = 0) -> str:
     return everywhere[0]
 
 
-# -- check_grads --------------------------------------------------------------------------------------------------
-
-
 @on_ranks()
 @each_setting
 def test_one_bad_element_on_one_rank_raises_on_all(context: RankContext, settings: str) -> None:
@@ -172,16 +169,6 @@ def test_no_hook_sees_gradients_that_are_refused(context: RankContext) -> None:
     model.spoil("layers.2", 0, NAN)
     _error(model, context)
     assert called == []
-
-
-@on_ranks(2)
-def test_ranks_that_do_not_all_check_are_refused(context: RankContext) -> None:
-    """One would wait for the others' collective."""
-    with pytest.raises(RankMismatchError):
-        StreamShard(Stack(), check_grads=context.rank == 0)
-
-
-# -- clip and skip ------------------------------------------------------------------------------------------------
 
 
 @on_ranks()

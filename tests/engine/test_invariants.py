@@ -72,9 +72,6 @@ class _Stopping(Observer):
             raise Stop
 
 
-# -- at every event -----------------------------------------------------------------------------------------------
-
-
 class _Checks(Observer):
     """At every event a bound unit has its weights in its slot, and backward is in one block at a time."""
 
@@ -108,10 +105,6 @@ class _Checks(Observer):
                 assert unit.weight_slot.content == unit.index, f"{unit.name} is bound at {when}, but not in its slot"
 
 
-def _checking(engine: Engine) -> AbstractContextManager[None]:
-    return engine.streams.observed_by(_Checks(engine))
-
-
 def _never_parking() -> AbstractContextManager[object]:
     return mock.patch.object(UnitGrads, "spill", mock.Mock(side_effect=AssertionError("gradients are spilled")))
 
@@ -142,7 +135,7 @@ def test_bound_units_are_in_their_slots_and_nothing_is_left_behind(context: Rank
     may_park = scenario == "an order that changes"  # which the program did not foresee
     with contextlib.nullcontext() if may_park else _never_parking():
         for number in range(2):
-            with _checking(engine):
+            with engine.streams.observed_by(_Checks(engine)):
                 SCENARIOS[scenario].step(model, _call(context, number))
             _assert_at_rest(engine)
             model.zero_grad()
@@ -192,9 +185,6 @@ def test_gradients_that_come_late_are_reduced_where_another_unit_needs_their_slo
         with _never_parking():
             stack_step(model, _call(context, number))
         _assert_at_rest(engine_inside(model))
-
-
-# -- what ranks issue ---------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -261,9 +251,6 @@ def test_a_layer_frozen_after_its_gradient_waited_is_not_reduced(context: RankCo
     with heard_collectives(engine_inside(model)) as heard:
         stack_step(model, _call(context, 2))
     assert sorted(heard[Collective.REDUCE_SCATTER]) == [0, 1, 3, 4]
-
-
-# -- passes -------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(1, 2)
@@ -343,9 +330,6 @@ def test_a_pass_that_backward_has_left_is_not_begun_again(context: RankContext) 
             torch.cat(outputs).square().mean().backward()
         assert counts["reduce_scatter"] == 2 * 4 + 1
         model.layers[0].memory = None
-
-
-# -- gradients ----------------------------------------------------------------------------------------------------
 
 
 def _grads_of(context: RankContext, *steps: int, **settings: Any) -> dict[str, Any]:

@@ -95,9 +95,6 @@ def test_averages_are_free_of_races(context: RankContext, shape: tuple[int, int]
         assert_same(other, found, "rank", EXACT)
 
 
-# ---------------------------------------------------------------------------------------------- waits
-
-
 def _races_without(context: RankContext, scenario: str, mesh: DeviceMesh, *waits: str) -> set[tuple[Category, Rule]]:
     model = sharded(scenario, BF16, mesh=mesh)
     with dropping(model, *waits), detect_races(model, raise_at_exit=False) as races:
@@ -106,12 +103,17 @@ def _races_without(context: RankContext, scenario: str, mesh: DeviceMesh, *waits
 
 
 @on_ranks(4)
-def test_the_wait_of_averages_for_gradients_is_needed(context: RankContext) -> None:
-    """Rule 4, where the compute stream itself has written what is averaged; rule 7, where reductions have."""
-    whole = _races_without(context, "plain", _mesh(4, 1), "main grads to average")
-    assert (Category.MAIN_GRADS, Rule.GRADS_WRITTEN) in whole
-    parts = _races_without(context, "plain", _mesh(2, 2), "main grads to average")
-    assert (Category.MAIN_GRADS, Rule.RESULTS_ARRIVED) in parts
+def test_waits_of_averages_and_for_them_are_needed(context: RankContext) -> None:
+    """Rule 4 where the compute stream has written what is averaged, rule 7 where reductions have.
+
+    Rule 7 also where gradients that come in several parts are added to what is being averaged.
+    """
+    for scenario, shape, wait, rule in (
+        ("plain", (4, 1), "main grads to average", Rule.GRADS_WRITTEN),
+        ("plain", (2, 2), "main grads to average", Rule.RESULTS_ARRIVED),
+        ("a kept graph", (4, 1), "averaged main grads", Rule.RESULTS_ARRIVED),
+    ):
+        assert (Category.MAIN_GRADS, rule) in _races_without(context, scenario, _mesh(*shape), wait)
 
 
 @on_ranks()
@@ -120,16 +122,6 @@ def test_the_wait_of_the_optimizer_for_averages_is_needed(context: RankContext, 
     """Rule 7: that for reductions says nothing of another stream. Flags come behind averages."""
     found = _races_without(context, "plain", _mesh(*shape), "averaged main grads", "everybody's flags")
     assert found - {(Category.FLAGS, Rule.RESULTS_ARRIVED)} == {(Category.MAIN_GRADS, Rule.RESULTS_ARRIVED)}
-
-
-@on_ranks(4)
-def test_the_wait_of_more_gradients_for_an_average_is_needed(context: RankContext) -> None:
-    """Rule 7: gradients that come in several parts are added to what is being averaged."""
-    found = _races_without(context, "a kept graph", _mesh(4, 1), "averaged main grads")
-    assert (Category.MAIN_GRADS, Rule.RESULTS_ARRIVED) in found
-
-
-# ---------------------------------------------------------------------------------------------- meshes
 
 
 @on_ranks(4)

@@ -19,16 +19,7 @@ from streamshard import StreamShard
 from streamshard.inspect import engine_inside
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    FP32,
-    Call,
-    adamw,
-    assert_trains_like_plain,
-    case,
-    let_dynamo_look,
-    only_sharded,
-    stack_step,
-)
+from tests.reference import FP32, Call, adamw, assert_trains_like_plain, case, let_dynamo_look, only_sharded, stack_step
 
 # Three layers, which take turns in two slots; each is compiled by itself.
 SMALL = (DIM,) * 4

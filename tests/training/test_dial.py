@@ -35,8 +35,6 @@ from tests.scenarios import over_sockets, reference, trained
 PRECISIONS = {**BASE, "fp16": Precision(param_dtype=torch.float16, grad_dtype=torch.float16)}
 ZERO_1: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
 
-# ---------------------------------------------------------------------------------------------- the same numbers
-
 
 @on_ranks(3)
 def test_more_ranks_train_like_the_default(context: RankContext) -> None:
@@ -47,8 +45,6 @@ def test_more_ranks_train_like_the_default(context: RankContext) -> None:
             found = trained(context, scenario, precision, **ZERO_1)
         assert_same(found, reference(context, scenario, precision), name, EXACT)
 
-
-# ---------------------------------------------------------------------------------------------- bytes
 
 # Bytes per parameter with Adam, for N ranks, without what a setting's slots add; "all" slots are in the formula.
 FORMULAS: dict[str, tuple[str, dict[str, Any], float, float]] = {
@@ -130,9 +126,6 @@ def test_main_grads_get_memory_of_their_own_when_a_backward_adds_to_earlier_ones
         kept.norm()
 
 
-# ---------------------------------------------------------------------------------------------- messages
-
-
 def _counts(model: nn.Module, context: RankContext, number: int) -> tuple[int, int]:
     with counted_collectives(model) as counts:
         lm_step(model, Call(number, context.rank, context.world_size, 1.0))
@@ -160,9 +153,6 @@ def test_zero_1_reduces_once_for_all_micro_batches(context: RankContext) -> None
         assert _counts(model, context, 1) == (1 + depth, 0)
         assert _counts(model, context, 2) == (0, 0)
     assert _counts(model, context, 3) == (1 + depth + 1, 1 + depth)
-
-
-# ---------------------------------------------------------------------------------------------- gradients that wait
 
 
 def _accumulating(precision: Precision) -> Any:
@@ -242,18 +232,12 @@ def test_gradients_that_wait_cannot_be_used(context: RankContext) -> None:
     optimizer.step()
 
 
-# ---------------------------------------------------------------------------------------------- refusals
-
-
 @on_ranks(1)
 def test_values_of_options_that_mean_nothing_are_refused(context: RankContext) -> None:
     """By name, with what is wanted."""
     for name, value in (("weight_slots", 1), ("grad_slots", True), ("weight_slots", "some"), ("pad_units_to", 0)):
         with pytest.raises(ConfigError, match=f"{name}={value!r}"):
             StreamShard(Stack(), **{name: value})
-
-
-# ---------------------------------------------------------------------------------------------- what a rank owns
 
 
 @on_ranks(1, 2, 3)

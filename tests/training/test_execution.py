@@ -55,9 +55,6 @@ def same_on_all_ranks(*plans: list[int]) -> dict[tuple[int, int], list[int]]:
     return {(step, rank): plan for step, plan in enumerate(plans) for rank in range(4)}
 
 
-# ---------------------------------------------------------------------------------------------- ranks differ
-
-
 def _dropped_layers() -> dict[tuple[int, int], list[int]]:
     """Every rank drops layers at random in every step."""
     generator = torch.Generator().manual_seed(5)
@@ -101,9 +98,6 @@ def test_ranks_that_run_layers_in_different_orders_train_like_ddp_or_raise(ranks
         story = str(failure)
         assert "no answer" not in story
         assert "layers." in story.rsplit("Error", 1)[-1]
-
-
-# ---------------------------------------------------------------------------------------------- inside a layer
 
 
 class Branching(nn.Module):
@@ -197,9 +191,6 @@ def test_experts_that_run_on_some_ranks_only_train_like_ddp(context: RankContext
 
     for units in ([Experts], [Layer]):
         assert_trains_like_ddp(context, _expert_stack, step, optimizer=adamw, units=units)
-
-
-# ---------------------------------------------------------------------------------------------- outside forward
 
 
 @on_ranks(2)

@@ -13,14 +13,7 @@ from streamshard.inspect import engine_inside
 from tests import families
 from tests.models import DIM, NormStack, Stack, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    FP32,
-    Call,
-    Tolerance,
-    assert_same,
-    full_grads,
-    stack_step,
-)
+from tests.reference import FP32, Call, Tolerance, assert_same, full_grads, stack_step
 from tests.scenarios import BF16
 
 HALF = torch.bfloat16

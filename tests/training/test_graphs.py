@@ -50,9 +50,6 @@ def _frozen(module: nn.Module) -> Iterator[None]:
     module.requires_grad_(True)
 
 
-# ---------------------------------------------------------------------------------------------- what trains
-
-
 def _frozen_in_backward(model: Any, call: Call) -> Tensor:
     """Torch gives a parameter no gradient if it is frozen when the backward runs."""
     loss = _loss(model, call)
@@ -76,9 +73,6 @@ def _discriminating(model: Any, call: Call) -> Tensor:
             call.backward(model(x).square().mean())
             assert x.grad is not None and bool(x.grad.any())
     return call.backward(_loss(model, call, 1))
-
-
-# ---------------------------------------------------------------------------------------------- several graphs
 
 
 def _accumulated_before_two(model: Any, call: Call) -> Tensor:
@@ -132,9 +126,6 @@ def test_outputs_that_python_keeps_alive_change_nothing(context: RankContext) ->
         assert heard[0] == heard[1]
         grads.append(full_grads(model))
     assert_same(grads[1], grads[0], "gradients beside a kept output")
-
-
-# ---------------------------------------------------------------------------------------------- lifetimes
 
 
 class _Canary(torch.autograd.Function):
@@ -212,9 +203,6 @@ def test_a_model_is_freed_with_the_last_reference_to_it(context: RankContext, se
         gc.enable()
 
 
-# ---------------------------------------------------------------------------------------------- versions
-
-
 def _changes(model: Any) -> dict[str, Callable[[], object]]:
     whole = model.full_state_dict(rank0_only=False)
     steps = {
@@ -266,9 +254,6 @@ def test_a_step_inside_no_sync_is_seen_by_the_next_forward(context: RankContext,
     assert_same(found[0], found[1], "steps inside")
 
 
-# ---------------------------------------------------------------------------------------------- gradients from outside
-
-
 def _penalty(model: nn.Module) -> Tensor:
     total: Tensor = sum(0.1 * param.square().sum() for param in model.parameters())  # type: ignore[assignment]
     return total
@@ -295,9 +280,6 @@ def test_penalties_on_the_parameters_accumulate_with_everything_else(context: Ra
 
         with case(where):
             assert_trains_like_plain(context, Stack, step, checked=(0, 2), **SETTINGS[settings])
-
-
-# ---------------------------------------------------------------------------------------------- backward in a forward
 
 
 class EnergyLayer(Layer):

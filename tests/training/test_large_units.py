@@ -59,9 +59,6 @@ def _units(model: nn.Module) -> list[str]:
     return [unit.name for unit in engine_inside(model).units[1:]]
 
 
-# ---------------------------------------------------------------------------------------------- which modules
-
-
 def _never_called() -> nn.Module:
     model = LargeLM()
     model.add_module("head", nn.ParameterDict({"w": torch.randn(VOCABULARY, DIM)}))
@@ -89,12 +86,6 @@ def test_large_modules_beside_the_layers_are_units(context: RankContext) -> None
             shared = [name in (*BLOCKS, *LLAMA) for name in wanted]
             assert list(engine.plan.shared) == [False, *shared]
     assert _units(StreamShard(LargeLM(), units=Block, precision=FP32)) == BLOCKS
-
-
-# ---------------------------------------------------------------------------------------------- order
-
-
-# ---------------------------------------------------------------------------------------------- uses
 
 
 class Chunked(LargeLM):
@@ -153,14 +144,9 @@ def test_however_a_head_is_used_it_trains_like_plain_pytorch(context: RankContex
     for name, build in USES.items():
         with case(name):
             assert_trains_like_plain(context, build, large_step, checked=(0, 2), **SETTINGS[settings])
-
-
-@on_ranks(2)
-def test_compiled_models_find_what_they_read(context: RankContext) -> None:
-    """The graph breaks there."""
     let_dynamo_look()
-    compiled = only_sharded(lambda model: model.compile(backend="eager"))
-    assert_trains_like_plain(context, TiedByReading, large_step, checked=(0, 2), prepare=compiled)
+    compiled = only_sharded(lambda model: model.compile(backend="eager"))  # the graph breaks where weights are read
+    assert_trains_like_plain(context, TiedByReading, large_step, prepare=compiled, **SETTINGS[settings])
 
 
 @on_ranks(2)
@@ -194,9 +180,6 @@ def test_a_read_before_its_turn_that_ranks_do_not_share_raises(context: RankCont
     with pytest.raises(CommunicationError):
         for number in range(2):
             large_step(model, Call(number, context.rank, 2, 1.0))
-
-
-# ---------------------------------------------------------------------------------------------- ranks that differ
 
 
 class Seeing(nn.Module):

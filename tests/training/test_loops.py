@@ -1,4 +1,4 @@
-"""Training loops around forward and backward: accumulation, clipping, parameter groups, schedulers, `zero_grad`."""
+"""Training loops around forward and backward: accumulation, clipping, `zero_grad`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,7 @@ from torch.optim import Optimizer
 from streamshard import StreamShard
 from tests.models import Stack, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    FP32,
-    Call,
-    adamw,
-    assert_trains_like_plain,
-    case,
-    lm_step,
-    piece_of,
-    sgd,
-    stack_step,
-)
-
-# ---------------------------------------------------------------------------------------------- accumulation
+from tests.reference import FP32, Call, adamw, assert_trains_like_plain, case, lm_step, piece_of, sgd, stack_step
 
 
 def _micro(model: nn.Module, call: Call, number: int, of: int) -> Tensor:
@@ -103,8 +91,6 @@ def test_the_user_alone_clears_gradients(context: RankContext) -> None:
             left = [p.grad for p in model.parameters()]
             assert all(grad is None if set_to_none else not grad.any() for grad in left)  # type: ignore[union-attr]
 
-
-# ---------------------------------------------------------------------------------------------- clipping
 
 NORMS = [2.0, 1.0, math.inf]
 
@@ -183,42 +169,3 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks(context: RankContext
     with pytest.raises(RuntimeError, match="non-finite"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
     assert not torch.isfinite(model.clip_grad_norm_(1.0))
-
-
-# ---------------------------------------------------------------------------------------------- optimizers
-
-
-def _by_dims(model: nn.Module) -> Optimizer:
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    decayed = [p for p in named.values() if p.dim() >= 2]
-    plain = [p for p in named.values() if p.dim() < 2]
-    assert decayed and plain
-    return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.5}, {"params": plain, "weight_decay": 0.0}], lr=1e-2, eps=1e-3
-    )
-
-
-def _with_schedule(model: nn.Module, make: Callable[[Optimizer], Any]) -> Optimizer:
-    optimizer = adamw(model)
-    scheduler = make(optimizer)
-
-    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        scheduler.step()
-
-    optimizer.register_step_post_hook(after)
-    return optimizer
-
-
-SCHEDULERS = torch.optim.lr_scheduler
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "groups by ndim": _by_dims,
-    "warm-up": functools.partial(_with_schedule, make=lambda o: SCHEDULERS.LambdaLR(o, lambda step: step / 3)),
-}
-
-
-@on_ranks(2)
-def test_parameter_groups_and_schedulers_train_like_plain_pytorch(context: RankContext) -> None:
-    """No decay for norms and biases, chosen by `p.ndim`."""
-    for name, make in OPTIMIZERS.items():
-        with case(name):
-            assert_trains_like_plain(context, TinyLM, lm_step, optimizer=make, steps=4, checked=(2,))

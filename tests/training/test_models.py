@@ -21,8 +21,6 @@ def _units(model: nn.Module) -> list[str]:
     return [unit.name for unit in engine_inside(model).units[1:]]
 
 
-# ---------------------------------------------------------------------------------------------- units
-
 BLOCKS = [f"blocks.{index}" for index in range(4)]
 UNITS_OF: dict[str, Callable[[Any], Any]] = {
     "class": lambda model: [Block],
@@ -63,9 +61,6 @@ def test_a_model_without_repeated_layers_is_one_unit_and_warns(context: RankCont
     assert len(heard) == 1
     assert "NoLayers" in str(heard[0].message)
     assert "units" in str(heard[0].message)
-
-
-# ---------------------------------------------------------------------------------------------- shapes and sharing
 
 
 def _smaller_than_ranks() -> nn.Module:
@@ -143,9 +138,6 @@ def test_sparse_gradients_of_an_embedding_are_added_up(context: RankContext) -> 
         model.embedding.sparse = isinstance(model, StreamShard)
 
     assert_trains_like_plain(context, TinyLM, lm_step, prepare=make_sparse)
-
-
-# ---------------------------------------------------------------------------------------------- recurrent layers
 
 
 class Flat(nn.LSTM):

@@ -41,12 +41,6 @@ def test_a_transformer_trains_like_plain_pytorch(context: RankContext) -> None:
     assert_trains_like_plain(context, TinyLM, uneven_step, optimizer=adamw)
 
 
-@on_ranks(2)
-def test_a_longer_run_does_not_drift(context: RankContext) -> None:
-    """Errors that add up slowly show after twenty steps of which only the last is collected."""
-    assert_trains_like_plain(context, Stack, stack_step, steps=20, checked=(19,), optimizer=adamw)
-
-
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "tied"), [(2, False), (3, True)])
 def test_a_transformer_trains_like_ddp(context: RankContext, tied: bool) -> None:
@@ -62,15 +56,6 @@ def test_one_rank_alone_gives_plain_pytorch_bit_by_bit_and_communicates_nothing(
         lm_step(model, Call(0, 0, 1, 1.0))
         adamw(model).step()
     assert counts == {}
-
-
-@on_ranks(2)
-def test_the_reference_counts_collectives(context: RankContext) -> None:
-    """The counter behind the test above sees collectives when there are some."""
-    model = StreamShard(TinyLM(), precision=FP32)
-    with counted_collectives(model) as counts:
-        lm_step(model, Call(0, context.rank, 2, 1.0))
-    assert sum(counts.values()) > 0
 
 
 @on_ranks(2, 3)

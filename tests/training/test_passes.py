@@ -14,16 +14,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from tests import families
 from tests.models import Block, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    Call,
-    assert_trains_like_plain,
-    case,
-    lm_step,
-    stack_step,
-)
+from tests.reference import Call, assert_trains_like_plain, case, lm_step, stack_step
 from tests.scenarios import RoutedStack
-
-# ---------------------------------------------------------------------------------------------- recomputation
 
 
 class RecomputedInside(Block):
@@ -130,9 +122,6 @@ def test_gradient_checkpointing_of_a_transformers_model(context: RankContext, re
     assert_trains_like_plain(context, families.llama, step, prepare=prepare)
 
 
-# ---------------------------------------------------------------------------------------------- several backwards
-
-
 def _two_losses(model: nn.Module, call: Call) -> Tensor:
     """Two losses on one forward, backward one after the other."""
     out = model(vector_batch(call.step, call.rank))
@@ -145,6 +134,12 @@ def _backwards_in_reverse(model: nn.Module, call: Call) -> Tensor:
     first = model(vector_batch(call.step, call.rank)).square().mean()
     second = model(vector_batch(call.step + 100, call.rank)).abs().mean()
     return call.backward(second) + call.backward(first)
+
+
+def _two_forwards(model: nn.Module, call: Call) -> Tensor:
+    """One loss of two forwards: reentrant checkpoints give its gradients in two parts."""
+    outputs = [model(vector_batch(call.step + 100 * part, call.rank)) for part in range(2)]
+    return call.backward(torch.cat(outputs).square().mean())
 
 
 def _kept_without_backward(model: Any, call: Call) -> Tensor:
@@ -176,6 +171,7 @@ def _partial_backward(model: Any, call: Call) -> Tensor:
 
 BACKWARDS: dict[str, Callable[[Any, Call], Tensor]] = {
     "two losses": _two_losses,
+    "two forwards": _two_forwards,
     "backwards in reverse": _backwards_in_reverse,
     "a kept forward without backward": _kept_without_backward,
     "evaluation between forward and backward": _evaluation_between,
@@ -199,7 +195,7 @@ def test_recomputed_layers_with_several_forwards_and_backwards(context: RankCont
     def of_inputs(step: Callable[[Any, Call], Tensor], model: nn.Module, call: Call) -> Tensor:
         return step(lambda x: model(x.clone().requires_grad_()), call)
 
-    for name in ("backwards in reverse", "two losses"):
+    for name in ("backwards in reverse", "two losses", "two forwards"):
         with case(name):
             step = functools.partial(of_inputs, BACKWARDS[name])
             assert_trains_like_plain(context, lambda: RoutedStack(4, reentrant), step)
@@ -217,9 +213,6 @@ def _gradient_penalty(model: nn.Module, call: Call) -> Tensor:
 def test_one_rank_runs_a_backward_through_a_backward(context: RankContext) -> None:
     """Gradient penalties need second derivatives; more ranks refuse them."""
     assert_trains_like_plain(context, Stack, _gradient_penalty)
-
-
-# ---------------------------------------------------------------------------------------------- evaluation
 
 
 @on_ranks(1, 2)

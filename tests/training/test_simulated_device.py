@@ -23,16 +23,7 @@ from streamshard.inspect import engine_inside
 from streamshard.inspect.races import detect_races
 from streamshard.unit.unit import StreamedUnit
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    EXACT,
-    FP32,
-    Call,
-    Tolerance,
-    adamw,
-    assert_same,
-    full_weights,
-    stack_step,
-)
+from tests.reference import EXACT, FP32, Call, Tolerance, adamw, assert_same, full_weights, stack_step
 from tests.scenarios import ADDING, BF16, PRECISIONS, SCENARIOS, dropping, reference, sharded, train
 from tests.simulated import SimulatedDevice, SimulatedStream, backward_elsewhere, late, simulated_device
 
@@ -120,9 +111,6 @@ def test_averages_are_ordered_by_events(context: RankContext, shape: tuple[int, 
     assert races.accesses > 50
 
 
-# ---------------------------------------------------------------------------------------------- waits that are left out
-
-
 @on_ranks(2)
 def test_a_wait_that_is_left_out_gives_other_numbers(context: RankContext) -> None:
     """Late collectives show it: each of the waits for them is needed."""
@@ -135,9 +123,6 @@ def test_a_wait_that_is_left_out_gives_other_numbers(context: RankContext) -> No
                     train(model, "plain", context)
                 found = full_weights(model)
         assert any(not torch.equal(found[name], wanted[name]) for name in wanted), rule
-
-
-# ---------------------------------------------------------------------------------------------- the host
 
 
 class _Operators(TorchDispatchMode):
@@ -200,9 +185,6 @@ def test_the_host_never_waits_in_a_steady_step(context: RankContext, slots: dict
         with counting_waits(device) as waits:
             model.clip_grad_norm_(1.0, skip_above=10.0)
         assert "item" in waits
-
-
-# ---------------------------------------------------------------------------------------------- streams of the user's
 
 
 class _Watch(Observer):

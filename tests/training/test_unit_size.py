@@ -31,9 +31,6 @@ def _names(model: nn.Module) -> list[str]:
     return [unit.name for unit in engine_inside(model).units[1:]]
 
 
-# ---------------------------------------------------------------------------------------------- which layers
-
-
 def _layers(size: int | str, precision: Precision = FP32) -> list[str]:
     return _names(StreamShard(Stack((16,) * 8), precision=precision, min_unit_size=size))
 
@@ -75,8 +72,6 @@ def test_a_weight_that_layers_of_one_unit_share_lies_in_it(context: RankContext)
     assert where["layers.4.linear.weight"] == where["layers.4.linear.bias"] == "layers.4 .. layers.6"
 
 
-# ---------------------------------------------------------------------------------------------- messages
-
 ORDERS = [
     [0, 1, 2, 3, 4, 5, 6, 7],
     [7, 6, 5, 4, 3, 2, 1, 0],
@@ -96,8 +91,6 @@ def test_tiny_layers_do_not_pay_a_collective_each(context: RankContext) -> None:
         assert counts["all_gather"] == 2 * 4 - 2 + 1 + 1, order  # the root unit, the flags
         assert counts["reduce_scatter"] == 4 + 1, order
 
-
-# ---------------------------------------------------------------------------------------------- numbers
 
 ALL = list(range(8))
 

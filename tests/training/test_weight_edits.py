@@ -14,16 +14,7 @@ from torch import Tensor, nn
 from streamshard import StreamShard
 from tests.models import Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    FP32,
-    Call,
-    Tolerance,
-    assert_same,
-    assert_trains_like_plain,
-    case,
-    full_weights,
-    stack_step,
-)
+from tests.reference import FP32, Call, Tolerance, assert_same, assert_trains_like_plain, case, full_weights, stack_step
 from tests.scenarios import BF16
 
 
