@@ -14,17 +14,17 @@ from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.groups import host_group_of
 from streamshard.comm.nccl import NcclTransport
-from streamshard.comm.objects import Guard, RankGroup
+from streamshard.comm.objects import Guard
 from streamshard.comm.shared_memory import SharedMemoryTransport, share_memory
 from streamshard.comm.streams import StreamName, Streams
-from streamshard.comm.transport import Transport
+from streamshard.comm.transport import Peers, Transport
 from streamshard.device import serves
 from streamshard.errors import ConfigError, StreamShardError
 
 __all__ = ["Communicator"]
 
 
-class Communicator(RankGroup):
+class Communicator(Peers):
     """The ranks of a shard group, and all ranks of its model. Making one is collective: it connects the ranks.
 
     Args:
@@ -63,7 +63,7 @@ class Communicator(RankGroup):
         self._group_of = weakref.ref(group if has_streams else host_group_of(group))
         self.streams = streams
         self.stream = stream
-        self.rank: int = group.rank()
+        self.rank = group.rank()
         _alive_ones.add(self)
         self.transport = NcclTransport(self) if has_streams else PairwiseTransport(self)
         if self.world_size > 1:

@@ -285,7 +285,7 @@ class FlightRecorder:
             while self._store is not None:
                 logs = self._read()
                 missing = self._describe_missing(logs)
-                if found := self._find_difference(logs) or self._read_failure():
+                if found := describe_difference(logs, self.names) or self._read_failure():
                     return found
                 if missing is None or time.monotonic() > deadline:
                     break

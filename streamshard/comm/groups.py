@@ -71,18 +71,16 @@ def groups_of(mesh: object) -> Groups:
         )
     if mesh.get_coordinate() is None:
         raise ConfigError(f"mesh={mesh!r}: rank {dist.get_rank()} is not in it, so it has no part of the model")
-    if mesh.ndim == 1:
-        return Groups(mesh.get_group(), None, mesh.get_group(), device_type=mesh.device_type)
+    shard = mesh.get_group(mesh.ndim - 1)
+    if mesh.ndim == 1 or mesh.size(0) == 1:
+        return Groups(shard, None, shard, device_type=mesh.device_type)
     if any(row != sorted(row) for row in mesh.mesh.tolist()):  # a process group sorts its ranks
         raise ConfigError(f"mesh={mesh!r}: wanted ranks that ascend along the second axis, shard")
-    replicate, shard = mesh.get_group(0), mesh.get_group(1)
-    if mesh.size(0) == 1:
-        return Groups(shard, None, shard, device_type=mesh.device_type)
     if mesh.size() == dist.get_world_size() and dist.group.WORLD is not None:
         all_ranks = dist.group.WORLD
     else:
         all_ranks = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
-    return Groups(shard, replicate, all_ranks, mesh.get_local_rank(0), mesh.device_type)
+    return Groups(shard, mesh.get_group(0), all_ranks, mesh.get_local_rank(0), mesh.device_type)
 
 
 def resolve_group(device: torch.device) -> dist.ProcessGroup:

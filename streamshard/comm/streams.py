@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import torch
 
 from streamshard.device import has_streams, module_of
-from streamshard.errors import ShardingError, StateError
+from streamshard.errors import ShardingError
 
 __all__ = ["AllWork", "Collective", "Fence", "StepEvent", "Observer", "Rule", "StreamName", "Streams", "Work", "as_one"]
 
@@ -260,8 +260,6 @@ class Streams:
 
     def device_stream(self, name: StreamName) -> Any:
         """The device's stream of this name; for compute, the caller's current stream."""
-        if self.module is None:
-            raise StateError("streams", f"on {self.device}", "a device that has streams")
         return self._own.get(name) or self.module.current_stream(self.device)
 
     def refuse_capture(self) -> None:

@@ -15,13 +15,12 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from streamshard.comm.flight_recorder import FlightRecorder, RecordKind
-from streamshard.comm.objects import Guard
+from streamshard.comm.flight_recorder import RecordKind
+from streamshard.comm.objects import RankGroup
 from streamshard.comm.streams import Collective, Fence, Rule, StreamName, Streams, Work
 from streamshard.config import Precision, ReductionMode
 from streamshard.errors import StateError
@@ -31,19 +30,12 @@ __all__ = ["AllToAll", "Peers", "Reduction", "Transport", "sum_in_rank_order"]
 _SUM_BLOCK = 1 << 17  # elements
 
 
-class Peers(Protocol):
-    """The part of `streamshard.comm.communicator.Communicator` that a transport uses."""
+class Peers(RankGroup):
+    """Ranks between which a transport moves bytes: see `streamshard.comm.communicator.Communicator`."""
 
     rank: int
-    world_size: int
     streams: Streams
     stream: StreamName
-    recorder: FlightRecorder
-
-    @property
-    def group(self) -> dist.ProcessGroup: ...
-
-    def guard(self, action: str, subject: str = "") -> Guard: ...
 
 
 class Reduction(NamedTuple):

@@ -103,8 +103,8 @@ class AdversarialTransport(Transport):
         written = (exchange.send, exchange.received)
         self._declare(Collective.ALL_TO_ALL, None, writes=written)
         with self.streams.on(self.stream):
-            _fill_nan(exchange.received)
-        return self._start(lambda: self.inner.start_all_to_all(exchange), lambda: _fill_nan(exchange.send))
+            _spoil(exchange.received)
+        return self._start(lambda: self.inner.start_all_to_all(exchange), lambda: _spoil(exchange.send))
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, *, adds: bool) -> int:
         """See `Transport.scratch_numel`."""
@@ -178,20 +178,16 @@ class _Late:
                 self._after()
 
 
-def _spoil(slot: torch.Tensor, keep: torch.Tensor) -> None:
+def _spoil(slot: torch.Tensor, keep: torch.Tensor | None = None) -> None:
     """NaN, or all bits set where there is no NaN; but not what is this rank's own (all-gather input, main grads)."""
-    start = (keep.data_ptr() - slot.data_ptr()) // slot.element_size()
     parts = [slot]
-    if keep.dtype is slot.dtype and 0 <= start < slot.numel():
-        parts = [slot[:start], slot[start + keep.numel() :]]
+    if keep is not None and keep.dtype is slot.dtype:
+        start = (keep.data_ptr() - slot.data_ptr()) // slot.element_size()
+        if 0 <= start < slot.numel():
+            parts = [slot[:start], slot[start + keep.numel() :]]
     with torch.no_grad():
         for part in parts:
             part.fill_(float("nan")) if part.is_floating_point() else part.fill_(torch.iinfo(part.dtype).max)
-
-
-def _fill_nan(tensor: torch.Tensor) -> None:
-    with torch.no_grad():
-        tensor.fill_(float("nan"))
 
 
 def _be_slow(streams: Streams) -> None:

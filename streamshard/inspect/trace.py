@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from streamshard.comm.streams import AllWork, Collective, Fence, Observer, StepEvent, StreamName, Streams, Work
+from streamshard.comm.streams import AllWork, Collective, Fence, Observer, StepEvent, StreamName, Work
 from streamshard.engine.engine import ROOT_UNIT, Engine
 from streamshard.inspect import engine_inside
 
@@ -137,27 +137,6 @@ _Stamp = Any  # float seconds, or an event of the device
 _SHORTEST_WAIT_US = 20.0  # most waits find their collective done
 
 
-class _Clock:
-    """Stamps points of a stream's time. Owns the events of the stamps."""
-
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-        self._start = self.now(StreamName.COMPUTE)
-
-    def now(self, stream: StreamName) -> _Stamp:
-        if not self._streams.has_streams:
-            return time.perf_counter()
-        event = self._streams.module.Event(enable_timing=True)
-        event.record(self._streams.device_stream(stream))
-        return event
-
-    def microseconds(self, stamp: _Stamp) -> float:
-        """Since the clock was made. On CUDA the device must be idle."""
-        if isinstance(stamp, float):
-            return (stamp - float(self._start)) * 1e6
-        return float(self._start.elapsed_time(stamp)) * 1e3
-
-
 class _Open(NamedTuple):
     """A span that has begun."""
 
@@ -169,13 +148,13 @@ class _Open(NamedTuple):
 
 
 class _Recorder(Observer):
-    """Stamps the beginning and the end of what it observes."""
+    """Stamps the beginning and the end of what it observes. Owns the events of the stamps."""
 
     def __init__(self, engine: Engine) -> None:
         self._streams = engine.streams
         self._units = [unit.name for unit in engine.units]
         self._unit_of = [unit.index for unit in engine.units for _ in unit.flat_params]  # by tag
-        self._clock = _Clock(engine.streams)
+        self._start = self._now(StreamName.COMPUTE)
         self._spans: list[tuple[_Open, _Stamp]] = []
         self._issued: _Open | None = None  # a collective that no fence has recorded yet
         self._under_way: dict[Work, _Open] = {}  # collectives that the host has not waited for
@@ -208,17 +187,17 @@ class _Recorder(Observer):
             return
         self._issued = None
         if fence.work is None:
-            self._spans.append((issued, self._clock.now(fence.source)))
+            self._spans.append((issued, self._now(fence.source)))
         else:
             self._under_way[fence.work] = issued
 
     def on_block(self, fence: Fence, work: Work) -> None:
         """See `Observer`."""
-        self._blocked = self._clock.now(StreamName.COMPUTE)
+        self._blocked = self._now(StreamName.COMPUTE)
 
     def on_done(self, fence: Fence, work: Work) -> None:
         """See `Observer`. `work` may be several collectives at once."""
-        now = self._clock.now(StreamName.COMPUTE)
+        now = self._now(StreamName.COMPUTE)
         parts = work.works if isinstance(work, AllWork) and work not in self._under_way else (work,)
         done = [self._under_way.pop(part) for part in parts if part in self._under_way]
         self._spans += [(issued, now) for issued in done]
@@ -251,19 +230,31 @@ class _Recorder(Observer):
     def close(self, activity: Activity | None = None) -> None:
         """The innermost activity ends, or only one of that sort."""
         if self._computing and activity in (None, self._computing[-1].activity):
-            self._spans.append((self._computing.pop(), self._clock.now(StreamName.COMPUTE)))
+            self._spans.append((self._computing.pop(), self._now(StreamName.COMPUTE)))
+
+    def _now(self, stream: StreamName) -> _Stamp:
+        if not self._streams.has_streams:
+            return time.perf_counter()
+        event = self._streams.module.Event(enable_timing=True)
+        event.record(self._streams.device_stream(stream))
+        return event
+
+    def _to_us(self, stamp: _Stamp) -> float:
+        """Microseconds since the start. On CUDA the device must be idle."""
+        if isinstance(stamp, float):
+            return (stamp - float(self._start)) * 1e6
+        return float(self._start.elapsed_time(stamp)) * 1e3
 
     def _begin(self, stream: StreamName, activity: Activity, unit: int | None) -> _Open:
         name = activity.value if unit is None else f"{activity.value} {self._units[unit]}"
-        return _Open(stream, activity, unit, name, self._clock.now(stream))
+        return _Open(stream, activity, unit, name, self._now(stream))
 
     def fill(self, trace: Trace) -> None:
         """Turn stamps into microseconds. Collectives without a wait end with the trace."""
         if self._streams.has_streams:
             self._streams.module.synchronize(self._streams.device)
-        self._spans += [(issued, self._clock.now(issued.stream)) for issued in self._under_way.values()]
-        to_us = self._clock.microseconds
-        spans = [Span(*opened[:4], to_us(opened.start), to_us(stop)) for opened, stop in self._spans]
+        self._spans += [(issued, self._now(issued.stream)) for issued in self._under_way.values()]
+        spans = [Span(*opened[:4], self._to_us(opened.start), self._to_us(stop)) for opened, stop in self._spans]
         trace.spans = [span for span in spans if not _is_short_wait(span)]
         trace.spans.sort(key=lambda span: (span.start_us, -span.stop_us))
 
