@@ -216,7 +216,7 @@ class FlightRecorder:
         if time.time() - self.log.time_s >= _SHOW_AFTER_S:
             self._show()
         elif self._shown is not None and self._shown[0] != self.log.count:
-            self._store.delete_key(self._key + str(self._rank))
+            self._store.set(self._key + str(self._rank), "")  # without the key, a read under way would wait for it
             self._shown = None
 
     def _read(self) -> dict[int, _Shown]:
@@ -225,8 +225,8 @@ class FlightRecorder:
         with contextlib.suppress(RuntimeError):  # the rank that hosts the store may have ended
             self._show()
             for peer in self._peers:
-                if self._store.check([key := self._key + str(peer)]):
-                    *entries, total, time_s, others = json.loads(self._store.get(key))
+                if self._store.check([key := self._key + str(peer)]) and (text := self._store.get(key)):
+                    *entries, total, time_s, others = json.loads(text)
                     logs[peer] = _Shown({entry[0]: tuple(entry) for entry in entries}, total, time_s, others)
         return logs
 
