@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,7 +38,13 @@ _WHY_UNREDUCED = (
 
 
 class ShardedParameter(ShardedTensor, nn.Parameter):
-    """The user's own Parameter, of which this rank has a piece."""
+    """The user's own Parameter, of which this rank has a piece.
+
+    Attributes:
+        plain: [local shape], an ordinary Parameter in the same memory, which optimizers step.
+    """
+
+    plain: nn.Parameter
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]  # no piece
         """An ordinary Parameter, for code that calls ``type(param)(data)``."""
@@ -83,10 +89,6 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         with AsTensors():
             grad_attribute.__set__(self, grad)
 
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
     def _check(self, name: str, value: torch.Tensor) -> None:
         """Raise unless `value` is a piece of the same elements."""
         with AsTensors():
@@ -105,14 +107,17 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
 def be_piece(param: nn.Parameter, piece: Piece) -> None:
     """Make `param`, whose data are `piece`, a ShardedParameter, unless the piece is all of it."""
     if piece.ranks.world_size > 1:
+        with torch.inference_mode(mode=False):
+            plain = nn.Parameter(param.detach(), param.requires_grad)
         param.__class__ = ShardedParameter
-        cast(ShardedParameter, param).piece = piece
+        sharded = cast(ShardedParameter, param)
+        sharded.piece, sharded.plain = piece, plain
 
 
 def be_whole(param: nn.Parameter) -> None:
     """Make `param`, whose data are about to be full, an ordinary Parameter for a while."""
     if isinstance(param, ShardedParameter):
-        del param.piece
+        del param.piece, param.plain
         param.__class__ = nn.Parameter  # type: ignore[assignment]  # of which it was made
 
 
@@ -162,8 +167,4 @@ def refuse_unreduced(params: Iterable[torch.Tensor], what: str) -> None:
     """Raise if the gradient of one of `params` waits: `what` needs the reduced gradient."""
     for param in params if _unreduced.data else ():
         if (unreduced := _unreduced.get(param)) is not None:
-            _refuse(unreduced, what)
-
-
-def _refuse(unreduced: ShardedTensor, what: str) -> NoReturn:
-    raise ShardingError(f"{what}: {unreduced.piece.what} {unreduced.piece.why_unusable}")
+            raise ShardingError(f"{what}: {unreduced.piece.what} {unreduced.piece.why_unusable}")
