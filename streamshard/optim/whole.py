@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from streamshard.comm.communicator import Communicator
 from streamshard.config import parse_bytes
 from streamshard.errors import ConfigError, ShardingError
-from streamshard.optim.bound import GroupClass, InnerOptimizers, params_in
-from streamshard.optim.inner import NO_OPTIONS, constructor_options, try_constructor
+from streamshard.optim.bound import InnerOptimizers, params_in
+from streamshard.optim.inner import GroupClass, constructor_options, options_of, try_constructor
 from streamshard.optim.rounds import WholeParam, stand_in
 from streamshard.optim.separable import check_separable
 from streamshard.plan.owners import assign_owners, rank_loads
@@ -97,8 +97,14 @@ class WholeParameterOptimizer(Optimizer):
             if each.whole is None:
                 self.state.pop(each.param, None)
         self._bound = InnerOptimizers(self.param_groups, self._classes, wholes, self._round_numel)
-        self._bound.load(self.state, is_loaded=is_loaded)
-        self._bound.link(self.state)
+        for inner in self._bound.all:
+            inner.load(self.state, is_loaded=is_loaded)
+        self._link(self._bound)
+
+    def _link(self, bound: InnerOptimizers) -> None:
+        """Put the state of the optimizers inside into `state`: the same objects, keyed by the user's parameters."""
+        for inner in bound.all:
+            inner.link(self.state)
 
     # -- groups -----------------------------------------------------------------------------------------------------
 
@@ -116,24 +122,19 @@ class WholeParameterOptimizer(Optimizer):
         try:
             options = constructor_options(kind, group) if own else self._main_options
             known = zip(self._classes, self.param_groups, strict=False)
-            constructed = try_constructor(kind, options, [*(each for made, each in known if made.kind is kind), group])
-            for key, value in constructed.options.items():
+            filled, made = try_constructor(kind, options, [*(each for made, each in known if made.kind is kind), group])
+            for key, value in filled.items():
                 group.setdefault(key, value)
             params: list[nn.Parameter] = group["params"]
             if params and not is_elementwise_class(kind):
-                given = {**options, **{key: group[key] for key in constructor_options(kind, group)}}
+                given = {**options, **constructor_options(kind, group)}
                 check_separable(kind, given, [tuple(each.shape) for each in params], params[0].device)
         except BaseException:
             self.param_groups.pop()
             raise
         finally:
-            # What all groups have. Schedulers take what is here for an option of each of them.
-            self.defaults = {
-                key: value
-                for key, value in (self.param_groups or [{}])[0].items()
-                if key not in NO_OPTIONS and all(key in each for each in self.param_groups)
-            }
-        self._classes.append(GroupClass(kind, dict(options), dict(zip(params, constructed.state, strict=True))))
+            self.defaults = options_of(next(iter(self.param_groups), {}))  # schedulers look here for what there is
+        self._classes.append(made)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -150,8 +151,8 @@ class WholeParameterOptimizer(Optimizer):
         Raises:
             Exception: what an optimizer inside raises, on its rank, after the exchanges. Parameters that were stepped
                 before keep their new weights. With `DistributedOptimizer` around this one, all ranks raise.
-            RankMismatchError: ranks disagree about which parameters have a gradient. On a CPU no whole
-                parameter was stepped; on a device it was, and the error comes in the next step.
+            RankMismatchError: ranks disagree about which parameters have a gradient. On a CPU nothing was stepped. On a
+                device parameters were stepped, and the error comes in the next step.
         """
         loss = None
         if closure is not None:
@@ -164,7 +165,7 @@ class WholeParameterOptimizer(Optimizer):
         refuse_unreduced(params_in(self.param_groups), "an optimizer's step")
         bound = self.bound
         bound.step()
-        bound.link(self.state)
+        self._link(bound)
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -182,7 +183,7 @@ class WholeParameterOptimizer(Optimizer):
 
     def in_place(self) -> list[Optimizer]:
         """The optimizers inside that step parameters where they lie."""
-        return self.bound.in_place()
+        return [inner.optimizer for inner in self.bound.in_place]
 
     @property
     def described_class(self) -> str:
@@ -198,7 +199,7 @@ class WholeParameterOptimizer(Optimizer):
         """
         bound = self.bound
         bound.check_last_step()
-        bound.link(self.state)
+        self._link(bound)
         options = bound.options_of_wholes()
         shared = {key: value for key, value in self.state.items() if not isinstance(key, torch.Tensor)}
         for their_options, theirs in reversed(ranks.gather_objects((options, shared))):
@@ -213,8 +214,10 @@ class WholeParameterOptimizer(Optimizer):
         Raises:
             ConfigError: an optimizer inside has more in its state dict than state and groups.
         """
-        self.bound.refuse_extras()
-        self.bound.link(self.state)
+        bound = self.bound
+        for inner in bound.all:
+            inner.refuse_extras()
+        self._link(bound)
         state = super().state_dict()
         return PiecesOfState(state) if self._owners else state
 

@@ -5,10 +5,9 @@ class: a subclass may do anything, and so may another class of the same package.
 Any other optimizer raises at its first step, on all ranks: `WholeParameterOptimizer` runs it.
 
 [Note: plain steps]
-torch has fast kernels for plain tensors only, and optimizers take norms and shapes of the pieces that they step. So for
-the time of a step sharded parameters and their gradients, the same objects, are of the classes nn.Parameter and Tensor.
-The step runs on a stand-in that shares the optimizer's ``__dict__``. If the step raises, torch calls no hook. Then
-parameters are pieces again when the stand-in is freed, with the exception, and at the latest in the next forward.
+torch has fast kernels for plain tensors only, and optimizers take norms and shapes of the pieces that they step. So a
+step runs on a stand-in: an optimizer of the same class with the same options, state and attributes, whose parameters
+are plain tensors in the memory of the pieces. What the step has changed goes back to the optimizer afterwards.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from __future__ import annotations
 import copy
 import functools
 import re
-import weakref
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -29,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from streamshard.comm.communicator import Communicator
 from streamshard.errors import ConfigError, ShardingError
-from streamshard.torch_private import skip, untraced
+from streamshard.torch_private import AsTensors, skip, untraced
 from streamshard.unit.sharded_parameter import ShardedParameter, grad_of, refuse_unreduced
 from streamshard.unit.sharded_tensor import CALL_BACKWARD, Piece, ShardedTensor, piece_of
 
@@ -119,9 +118,6 @@ def watch_optimizers() -> None:
 def graph_is_made(ranks: Communicator) -> None:
     """A forward of the model that `ranks` train has made a graph."""
     _unreached.add(ranks)
-    for step in list(_under_way.values()):
-        if step.ranks is ranks:  # it has raised, and somebody keeps the exception
-            step.end()
 
 
 def graph_is_reached(ranks: Communicator) -> None:
@@ -166,15 +162,10 @@ def _look_at(optimizer: Optimizer, closure: Any) -> None:
     _seen[optimizer] = optimizer.register_step_pre_hook(_before_step)
 
 
-def _refuse_step_without_backward(params: Iterable[torch.Tensor]) -> None:
+def _refuse_step_without_backward(params: list[torch.Tensor]) -> None:
     """Raise if no parameter has a gradient, and the last forward with gradients was followed by no backward."""
-    pieces = []
-    for param in params:
-        if param.grad is not None:
-            return
-        if param.requires_grad and (piece := piece_of(param)) is not None:
-            pieces.append(piece)
-    if pieces and pieces[0].ranks in _unreached:
+    pieces = [piece for param in params if param.requires_grad and (piece := piece_of(param)) is not None]
+    if pieces and pieces[0].ranks in _unreached and all(param.grad is None for param in params):
         raise ShardingError(
             f"an optimizer steps, and neither {pieces[0].name!r} nor any other of its parameters has a gradient, "
             "although the model has run forward: no backward has come to it. backward(inputs=...) does not find "
@@ -218,91 +209,70 @@ def _refuse_cut_blocks(name: str, optimizer: Optimizer) -> None:
 # -- plain steps ------------------------------------------------------------------------------------------------------
 
 
-class _PlainStep:
-    """A step: its parameters and gradients are plain between `begin` and `end`. See [Note: plain steps].
-
-    Kernels over lists of tensors (apex, DeepSpeed, Transformer Engine) skip what stands before an empty tensor, or
-    write beside it, and most pieces are empty where there are many ranks. So a piece without elements has no gradient
-    in a step. Outside of it the parameter has an empty one: ranks must take the same number of norms. See decision 14.
-
-    Args:
-        params: sharded parameters of one model.
-
-    Attributes:
-        ranks: the model's.
-        stepped: the parameters that have a gradient.
-    """
-
-    def __init__(self, params: list[ShardedParameter]) -> None:
-        self.ranks = params[0].piece.ranks
-        self.stepped: list[nn.Parameter] = []
-        self._params = params
-        self._grads: list[torch.Tensor | None] = []
-        self._is_plain = False
-
-    def begin(self) -> None:
-        """Parameters and gradients are plain from here on."""
-        self._is_plain = True
-        self._grads = [grad_of(param) for param in self._params]
-        self.stepped = [param for param, grad in zip(self._params, self._grads, strict=True) if grad is not None]
-        for param, grad in zip(self._params, self._grads, strict=True):
-            param.__class__ = nn.Parameter  # type: ignore[assignment]  # of which it was made
-            if grad is not None:
-                grad.__class__ = torch.Tensor
-                if not grad.numel():
-                    param.grad = None
-
-    def end(self) -> None:
-        """Parameters and gradients are pieces again. A second call does nothing."""
-        if not self._is_plain:
-            return
-        self._is_plain = False
-        for param, grad in zip(self._params, self._grads, strict=True):
-            if grad is not None:
-                if not grad.numel():
-                    param.grad = grad
-                if "piece" in grad.__dict__:  # else autograd has made it, and nobody has asked for it
-                    grad.__class__ = ShardedTensor
-            param.__class__ = ShardedParameter
-
-
-_under_way: WeakKeyDictionary[Optimizer, _PlainStep] = WeakKeyDictionary()  # by stand-in
-
-
 @skip
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """The step itself begins."""
-    params = [param for param in _params_of(optimizer) if isinstance(param, ShardedParameter)]
-    if not params:  # the stand-in, where a step calls that of its base class
+    """The step itself begins: let it run on a stand-in. See [Note: plain steps]."""
+    plain = _plain_of(optimizer)
+    if not plain:  # the stand-in, where a step calls that of its base class
         return None
-    step = _PlainStep(params)
     stand_in: Any = object.__new__(type(optimizer))
-    stand_in.__dict__ = optimizer.__dict__
-    _under_way[stand_in] = step
-    weakref.finalize(stand_in, step.end).atexit = False
-    untraced(step.begin)
+    groups = [{**group, "params": [plain.get(p, p) for p in group["params"]]} for group in optimizer.param_groups]
+    state = defaultdict(dict, {plain.get(key, key): values for key, values in optimizer.state.items()})  # type: ignore[call-overload]  # keys may be names
+    stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state}
+    untraced(_lend_grads, plain)
     closure = _closure_of(args, kwargs)
     if closure is None:
         return (stand_in, *args[1:]), kwargs
 
     def called() -> Any:
         """The user's closure, which makes gradients inside the step."""
-        untraced(step.end)
         loss = closure()
-        refuse_unreduced(params, "an optimizer's step")
-        untraced(step.begin)
+        refuse_unreduced(plain, "an optimizer's step")
+        untraced(_lend_grads, plain)
         return loss
 
     return ((stand_in, called, *args[2:]), kwargs) if len(args) > 1 else ((stand_in,), {**kwargs, "closure": called})
 
 
+def _plain_of(optimizer: Optimizer) -> dict[ShardedParameter, nn.Parameter]:
+    return {param: param.plain for param in _params_of(optimizer) if isinstance(param, ShardedParameter)}
+
+
+def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter]) -> None:
+    """Give plain parameters their gradients.
+
+    Kernels over lists of tensors (apex, DeepSpeed, Transformer Engine) skip what stands before an empty tensor, or
+    write beside it, and most pieces are empty where there are many ranks. So a piece without elements has no gradient
+    in a step. Outside of it the parameter has an empty one: ranks must take the same number of norms. See decision 14.
+    """
+    with AsTensors():
+        for param, each in plain.items():
+            grad = grad_of(param)
+            each.grad = None if grad is None or not grad.numel() else grad.as_subclass(torch.Tensor)
+            each.requires_grad = param.requires_grad
+
+
 @skip
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """The step itself is over, unless `optimizer` is the stand-in. The first hook after it: the user's see pieces."""
-    if args[0] is not optimizer:
-        step = _under_way.pop(args[0])
-        untraced(step.end)
-        torch.autograd.graph.increment_version(step.stepped)  # on all ranks, whatever they have of a parameter
+    """The step itself is over. The first hook after it: the user's hooks see what the step has changed."""
+    if args[0] is not optimizer:  # else the stand-in, where a step calls that of its base class
+        untraced(_take_back, optimizer, dict(args[0].__dict__))
+
+
+def _take_back(optimizer: Optimizer, stepped: dict[str, Any]) -> None:
+    """Take options, state and attributes from the stand-in."""
+    plain = _plain_of(optimizer)
+    for group, theirs in zip(optimizer.param_groups, stepped.pop("param_groups"), strict=True):
+        group.update({**theirs, "params": group["params"]})
+    sharded = {each: param for param, each in plain.items()}
+    state = {sharded.get(key, key): values for key, values in stepped.pop("state").items()}
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    optimizer.__dict__.update(stepped)
+    # On all ranks, whatever they have of a parameter: a backward of an earlier forward raises.
+    torch.autograd.graph.increment_version([param for param in plain if grad_of(param) is not None])
+    for each in plain.values():
+        each.grad = None
 
 
 # -- state ------------------------------------------------------------------------------------------------------------

@@ -38,7 +38,13 @@ _WHY_UNREDUCED = (
 
 
 class ShardedParameter(ShardedTensor, nn.Parameter):
-    """The user's own Parameter, of which this rank has a piece."""
+    """The user's own Parameter, of which this rank has a piece.
+
+    Attributes:
+        plain: [local shape], an ordinary Parameter in the same memory, which optimizers step.
+    """
+
+    plain: nn.Parameter
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]  # no piece
         """An ordinary Parameter, for code that calls ``type(param)(data)``."""
@@ -105,14 +111,17 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
 def be_piece(param: nn.Parameter, piece: Piece) -> None:
     """Make `param`, whose data are `piece`, a ShardedParameter, unless the piece is all of it."""
     if piece.ranks.world_size > 1:
+        with torch.inference_mode(mode=False):
+            plain = nn.Parameter(param.detach(), param.requires_grad)
         param.__class__ = ShardedParameter
-        cast(ShardedParameter, param).piece = piece
+        sharded = cast(ShardedParameter, param)
+        sharded.piece, sharded.plain = piece, plain
 
 
 def be_whole(param: nn.Parameter) -> None:
     """Make `param`, whose data are about to be full, an ordinary Parameter for a while."""
     if isinstance(param, ShardedParameter):
-        del param.piece
+        del param.piece, param.plain
         param.__class__ = nn.Parameter  # type: ignore[assignment]  # of which it was made
 
 

@@ -252,7 +252,7 @@ def test_ranks_that_disagree_about_gradients_hear_which(context: RankContext) ->
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
     if context.rank == 1:
         model.get_submodule("head").weight.grad = None
-    with pytest.raises(RankMismatchError, match=r"'head.weight' has a gradient on ranks \[0\] only"):
+    with pytest.raises(RankMismatchError, match=r"'head.weight' had a gradient on ranks \[0\] only: nothing"):
         optimizer.step()
     assert_same(full_weights(model), before, "weights", EXACT)
     optimizer.zero_grad()
@@ -298,22 +298,23 @@ class _Masked(torch.optim.SGD):
 
 
 class _KeepsGrads(torch.optim.SGD):
-    """Keeps the last gradient itself, and no copy."""
+    """Steps by the last gradient, of which it keeps no copy."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         for param in self.param_groups[0]["params"]:
+            param.sub_(self.state[param].get("previous", param.grad))
             self.state[param]["previous"] = param.grad
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (_Masked, "by their values when it is made"),
-        (_KeepsGrads, r"keeps the memory of a parameter or gradient.*clone\(\)"),
+        (_Masked, "by the values that parameters have when it is made"),
+        (_KeepsGrads, r"keeps the memory of a gradient or parameter without clone\(\)"),
         (_Coupled, "by what the other parameters are"),
-        (_Noisy, "draws random numbers"),
-        (torch.optim.LBFGS, "calls a closure several times"),
+        (_Noisy, "by random numbers"),
+        (torch.optim.LBFGS, "raised TypeError: .*closure"),
         (torch.optim.SparseAdam, "was tried on small parameters"),
     ],
 )

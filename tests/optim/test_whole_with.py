@@ -374,8 +374,3 @@ def test_groups_have_the_options_of_their_own_class(context: RankContext) -> Non
     options = [set(group) - {"params"} for group in optimizer.param_groups]
     assert options[0] == options[3] == set(inner[0].param_groups[0]) - {"params"}
     assert options[1] == options[2] == set(inner[1].param_groups[0]) - {"params"}
-    with pytest.raises(ValueError, match="momentum"):  # a scheduler that would cycle one class's alone
-        lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=3)
-
-
-# -- slices ---------------------------------------------------------------------------------------------------------
