@@ -26,8 +26,7 @@ from streamshard.errors import (
     StreamShardError,
     UnitError,
 )
-from streamshard.optim.distributed import DistributedOptimizer
-from streamshard.optim.local_sgd import LocalSGD
+from streamshard.optim.wrappers import DistributedOptimizer, LocalSGD
 
 __all__ = [
     "CommunicationError",

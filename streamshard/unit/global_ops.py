@@ -194,7 +194,7 @@ class PartialNorm(torch.Tensor):
             parts = list(args[0]) if func is torch.stack else args[:1]
             first = parts[0] if parts else None
             if isinstance(first, cls) and all(isinstance(part, cls) and part._adds_to(first) for part in parts):
-                if func in (torch.stack, torch.Tensor.to, torch.Tensor.detach):
+                if func in (torch.stack, torch.Tensor.to):
                     return cls.wrap(func(*tree_map_only(cls, _local_of, args), **kwargs), first.order, first.ranks)
                 if func in NORMS and order_of(func, args, kwargs) == first.order != 0:
                     return global_norm(torch.linalg.vector_norm(first.local, first.order), first.order, first.ranks)

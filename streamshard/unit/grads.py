@@ -123,22 +123,21 @@ class ParamGrad:
         self.is_kept = False
         self.waits = False
         self.spilled: torch.Tensor | None = None
-        self._is_given = False  # `in_main` has been ``.grad``
+        self._life = Life()
         if memory is not None:
             layout = shard.layout
             self.in_slot = memory.all.narrow(0, layout.offset, layout.numel).view(layout.shape)
-            self._local = shard.shaped(memory.main)
-            self._renew(shard.what(memory.ranks).of_grad())
+            self._renew(shard.shaped(memory.main), shard.what(memory.ranks).of_grad())
 
     def move(self, memory: FlatParamGrads) -> None:
         """The main grads have moved to `memory.main`. A gradient that the user still holds raises from now on."""
-        self._life.why_over, self._is_given = _WHY_EARLIER, False
-        self._local = self.shard.shaped(memory.main)
-        self._renew(self.in_main.piece)
+        self._renew(self.shard.shaped(memory.main), self.in_main.piece)
 
-    def _renew(self, piece: Piece) -> None:
-        self._life = Life()
-        self.in_main = ShardedTensor.wrap(self._local.detach(), piece.with_life(self._life))
+    def _renew(self, local: torch.Tensor, piece: Piece) -> None:
+        """Make `in_main` anew. Earlier ones, which the user may still hold, raise from now on."""
+        self._life.why_over = _WHY_EARLIER
+        self._life, self._local = Life(), local
+        self.in_main = ShardedTensor.wrap(local.detach(), piece.with_life(self._life))
 
     def take(self) -> None:
         """Move ``.grad`` into the main grads. Earlier gradients that the user still holds raise from now on.
@@ -149,10 +148,7 @@ class ParamGrad:
         grad = None if grad_attribute.__get__(param) is None else param.grad
         self.is_kept = grad is not None
         if grad is not self.in_main:
-            if self._is_given:
-                self._is_given = False
-                self._life.why_over = _WHY_EARLIER
-                self._renew(self.in_main.piece)
+            self._renew(self._local, self.in_main.piece)
             if grad is not None:
                 self.in_main.copy_(grad)
         if grad is not None:
@@ -168,7 +164,6 @@ class ParamGrad:
             self.in_main.add_(own)
         drop_unreduced(param)
         grad_attribute.__set__(param, self.in_main)
-        self._is_given = True
         return param
 
     def forget(self) -> None:
@@ -280,9 +275,9 @@ class UnitGrads:
         grad.is_used = self.has_unreduced = True
         if value.is_sparse:
             value = value.to_dense()
-        if self.slot is not None:
-            self.slot.write(grad.in_slot, value, adds=grad.is_written)
-        elif grad.is_written:
+        if self.slot is not None and self.slot.has_streams:
+            self.slot.join()
+        if grad.is_written:
             grad.in_slot.add_(value)
         else:
             grad.in_slot.copy_(value)

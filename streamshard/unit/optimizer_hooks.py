@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from streamshard.comm.communicator import Communicator
-from streamshard.errors import ConfigError, ShardingError
+from streamshard.errors import ShardingError
 from streamshard.torch_private import AsTensors, skip, untraced
 from streamshard.unit.sharded_parameter import ShardedParameter, grad_of, refuse_unreduced
 from streamshard.unit.sharded_tensor import CALL_BACKWARD, Piece, ShardedTensor, piece_of
@@ -77,12 +77,7 @@ def elementwise(optimizer_class: _Class) -> _Class:
 
     Returns:
         The same class.
-
-    Raises:
-        ConfigError: it is no optimizer's class.
     """
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise ConfigError(f"elementwise({optimizer_class!r}): wanted a subclass of torch.optim.Optimizer")
     _declared.add(optimizer_class)
     return optimizer_class
 
@@ -184,22 +179,16 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
             f"element's gradient, weight and state alone, declare it: streamshard.optim.elementwise({kind.__name__}). "
             "An optimizer that shards its state, such as ZeroRedundancyOptimizer, is not needed: use its inner class"
         )
-    if _takes_norms(optimizer):
+    asked = getattr(optimizer, "args", None) if name.startswith("bitsandbytes.") else None
+    is_clipping = getattr(asked, "max_unorm", 0.0) > 0.0 or getattr(asked, "percentile_clipping", 100) < 100
+    if is_clipping or not getattr(asked, "block_wise", True):
         raise ShardingError(
             f"{name} with max_unorm, percentile_clipping or block_wise=False takes norms of parameters or gradients in "
             "its kernels, of this rank's pieces alone: leave these options away, and use model.clip_grad_norm_"
         )
-    if works_in_blocks(kind):
-        _refuse_cut_blocks(name, optimizer)
-
-
-def _refuse_cut_blocks(name: str, optimizer: Optimizer) -> None:
-    for param in _params_of(optimizer):
-        piece = piece_of(param)
-        if piece is None:
-            continue
-        starts = [piece.range_of(rank).start for rank in range(piece.ranks.world_size)]
-        if any(start % BLOCK_NUMEL for start in starts):
+    pieces = [piece_of(param) for param in _params_of(optimizer)] if works_in_blocks(kind) else []
+    for piece in filter(None, pieces):
+        if any(piece.range_of(rank).start % BLOCK_NUMEL for rank in range(piece.ranks.world_size)):
             raise ShardingError(
                 f"{name} keeps state in blocks of elements, and {piece.name!r} is cut between ranks within a block: "
                 f"write StreamShard(model, align_pieces_to={BLOCK_NUMEL})"
@@ -239,7 +228,7 @@ def _plain_of(optimizer: Optimizer) -> dict[ShardedParameter, nn.Parameter]:
 
 
 def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter]) -> None:
-    """Give plain parameters their gradients.
+    """Give plain parameters their gradients, and what the user has set on the sharded ones (``p.lr_scale = 2``).
 
     Kernels over lists of tensors (apex, DeepSpeed, Transformer Engine) skip what stands before an empty tensor, or
     write beside it, and most pieces are empty where there are many ranks. So a piece without elements has no gradient
@@ -250,6 +239,7 @@ def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter]) -> None:
             grad = grad_of(param)
             each.grad = None if grad is None or not grad.numel() else grad.as_subclass(torch.Tensor)
             each.requires_grad = param.requires_grad
+            each.__dict__.update({key: value for key, value in param.__dict__.items() if key not in ("piece", "plain")})
 
 
 @skip
@@ -280,9 +270,6 @@ def _take_back(optimizer: Optimizer, stepped: dict[str, Any]) -> None:
 
 class PiecesOfState(dict[str, Any]):
     """This rank's part of an optimizer's ``state_dict()``: fine to copy and to load again, an error to save."""
-
-    def __copy__(self) -> PiecesOfState:
-        return PiecesOfState(self)
 
     def __deepcopy__(self, memo: Any) -> PiecesOfState:
         return PiecesOfState(copy.deepcopy(dict(self), memo))
@@ -344,12 +331,3 @@ def _cut(optimizer: Optimizer, piece: Piece, values: dict[str, Any], device: tor
 
 def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _takes_norms(optimizer: Optimizer) -> bool:
-    """Whether an optimizer of bitsandbytes was asked to, inside its kernels, of parameters or gradients."""
-    asked = getattr(optimizer, "args", None)
-    if not type(optimizer).__module__.startswith("bitsandbytes.") or asked is None:
-        return False
-    is_clipping = getattr(asked, "max_unorm", 0.0) > 0.0 or getattr(asked, "percentile_clipping", 100) < 100
-    return is_clipping or not getattr(asked, "block_wise", True)

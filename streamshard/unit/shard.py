@@ -188,18 +188,6 @@ class GradSlot:
             self.drained.wait()  # rule 3
             self._writers.append(stream)
 
-    def write(self, place: torch.Tensor, grad: torch.Tensor, *, adds: bool) -> None:
-        """Copy a gradient to its place, or add it to what is there. The current stream.
-
-        Args:
-            place: [shape of the unsharded parameter] grad_dtype, the parameter's part of the slot.
-            grad: same shape, any dtype.
-            adds: add to the gradient in `place`.
-        """
-        if self.has_streams:
-            self.join()
-        place.add_(grad) if adds else place.copy_(grad)
-
     def finish_writing(self) -> None:
         """Nothing is written any more: the comm stream goes on after what was, on whatever stream (rule 4)."""
         for stream in self._writers or (None,):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -89,10 +89,6 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         with AsTensors():
             grad_attribute.__set__(self, grad)
 
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
     def _check(self, name: str, value: torch.Tensor) -> None:
         """Raise unless `value` is a piece of the same elements."""
         with AsTensors():
@@ -171,8 +167,4 @@ def refuse_unreduced(params: Iterable[torch.Tensor], what: str) -> None:
     """Raise if the gradient of one of `params` waits: `what` needs the reduced gradient."""
     for param in params if _unreduced.data else ():
         if (unreduced := _unreduced.get(param)) is not None:
-            _refuse(unreduced, what)
-
-
-def _refuse(unreduced: ShardedTensor, what: str) -> NoReturn:
-    raise ShardingError(f"{what}: {unreduced.piece.what} {unreduced.piece.why_unusable}")
+            raise ShardingError(f"{what}: {unreduced.piece.what} {unreduced.piece.why_unusable}")

@@ -8,7 +8,6 @@ averages of weights and log lines are right.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn, cast
@@ -86,7 +85,7 @@ class Piece(NamedTuple):
     @property
     def full(self) -> torch.Tensor:
         """[full shape] fp32, meta: answers questions about the shape."""
-        return _meta(self.shape)
+        return torch.empty(self.shape, device="meta")
 
     @property
     def what(self) -> str:
@@ -113,13 +112,9 @@ class Piece(NamedTuple):
         return whole.detach().reshape(-1)[self.start : self.stop].clone().view(self.local_shape)
 
     def is_like(self, other: Piece) -> bool:
-        """Whether each rank has the same elements of both. All ranks get the same answer."""
-        return self.shape == other.shape and self._cuts() == other._cuts()
-
-    def _cuts(self) -> tuple[int, ...]:
-        shard_numel, place, size = max(self.flat_param.shard_numel, 1), self.place, self.ranks.world_size
-        first, last = place.offset // shard_numel, (place.offset + place.numel - 1) // shard_numel
-        return (size, first) if first == last else (size, shard_numel, place.offset)
+        """Whether both are cut at the same places. All ranks get the same answer."""
+        mine, theirs = ((each.shape, each.place.offset, each.flat_param.shard_numel) for each in (self, other))
+        return mine == theirs and self.ranks.world_size == other.ranks.world_size
 
     def takes(self, local: torch.Tensor) -> bool:
         """Whether a plain tensor of the piece's shape can only be a piece. Optimizers keep such tensors.
@@ -129,12 +124,6 @@ class Piece(NamedTuple):
         row = self.shape[-1] if len(self.shape) > 1 else 0
         is_row = self.stop - self.start == row and self.start % max(row, 1) != 0
         return tuple(local.shape) == self.local_shape and not is_row
-
-
-@functools.lru_cache(maxsize=4096)
-def _meta(shape: tuple[int, ...]) -> torch.Tensor:
-    with torch.inference_mode(mode=False):
-        return torch.empty(shape, device="meta")
 
 
 class ShardedTensor(torch.Tensor):
@@ -306,17 +295,16 @@ def _total(local: torch.Tensor, tensor: ShardedTensor, dtype: torch.dtype | None
     return global_sum(local.sum(dtype=dtype), tensor.piece.ranks)
 
 
-def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    return _norm_of(func, tensor, order_of(func, args, kwargs))
-
-
 def _foreach_norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    order, norm = order_of(func, args, kwargs), torch.linalg.vector_norm
-    return [_norm_of(func, each, order) if isinstance(each, ShardedTensor) else norm(each, order) for each in args[0]]
+    norm, rest = torch.linalg.vector_norm, args[1:]
+    return [
+        _norm(norm, each, (each, *rest), kwargs) if isinstance(each, ShardedTensor) else norm(each, *rest, **kwargs)
+        for each in args[0]
+    ]
 
 
-def _norm_of(func: Callable[..., Any], tensor: ShardedTensor, order: float | None) -> torch.Tensor:
-    local, ranks = tensor.as_subclass(torch.Tensor), tensor.piece.ranks
+def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    order, local, ranks = order_of(func, args, kwargs), tensor.as_subclass(torch.Tensor), tensor.piece.ranks
     has_graph = local.requires_grad and torch.is_grad_enabled()
     if order is None or has_graph and math.isinf(order):
         _refuse(func, tensor)
@@ -370,17 +358,12 @@ _RIGHT = (
     "Elementwise operations with numbers and pieces work, and norms, sum, mean, any, all of all elements; max and min "
     "of a tensor without gradient. Along a dimension operations need full rows or columns, and this rank may have parts"
 )
-_VARIANCE = "With d = p.detach(), (d - d.mean()).square().sum() / (d.numel() - 1) is the variance of all elements"
-_HINTS = {
-    **dict.fromkeys(("std", "var", "std_mean", "var_mean"), _VARIANCE),
-    "grad": f"Layers use all-gathered copies, so no graph has a sharded parameter: {CALL_BACKWARD}",
-    "register_hook": "Its gradient is made by a reduction: use register_post_accumulate_grad_hook of a parameter",
-}
+_NO_GRAPH = f"Layers use all-gathered copies, so no graph has a sharded parameter: {CALL_BACKWARD}"
 
 
 def _refuse(func: Callable[..., Any], tensor: ShardedTensor, why: str = "") -> NoReturn:
     name, piece = name_of(func).strip("_"), tensor.piece
-    why = why or _HINTS.get(name, _RIGHT)
+    why = why or (_NO_GRAPH if name == "grad" else _RIGHT)
     with_grads = "" if piece.is_weight else "with_grads=True"
     raise ShardingError(
         f"{name}() of {piece.what} outside of its model's forward: this rank has only {piece}. {why}. Call the "

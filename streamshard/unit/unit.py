@@ -125,18 +125,15 @@ class StreamedUnit:
             ShardingError: a parameter has a hook that would never run, or was given memory that cannot be used.
         """
         with AsTensors():
-            self._check_hooks()
+            for param in self.params:
+                if param.param._backward_hooks:
+                    raise ShardingError(
+                        f"a hook on parameter {param.name!r} would never run, its gradient is made by a reduction: use "
+                        "register_post_accumulate_grad_hook, which is called with the sharded gradient"
+                    )
+                refuse_marks(param.name, param.param)
             for flat_param in self.flat_params:
                 flat_param.to_wire()
-
-    def _check_hooks(self) -> None:
-        for param in self.params:
-            if param.param._backward_hooks:
-                raise ShardingError(
-                    f"a hook on parameter {param.name!r} would never run, its gradient is made by a reduction: use "
-                    "register_post_accumulate_grad_hook, which is called with the sharded gradient"
-                )
-            refuse_marks(param.name, param.param)
 
     def take_trainability(self) -> None:
         """Set ``requires_grad`` of the unsharded parameters to that of the sharded parameters.

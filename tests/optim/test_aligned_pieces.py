@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,7 +16,6 @@ from streamshard import (
     full_optimizer_state_dict,
     load_optimizer_state_dict,
 )
-from streamshard.errors import RankMismatchError
 from streamshard.inspect import engine_inside
 from streamshard.optim import elementwise
 from tests.models import Stack, TinyLM
@@ -180,11 +178,3 @@ def test_state_moves_between_alignments_and_numbers_of_ranks(ranks: RankPool, be
     assert list(collected["state"]) == list(state["state"])
     for number, values in state["state"].items():
         assert_same(collected["state"][number], values, f"state of {number}", EXACT)
-
-
-@on_ranks(4)
-def test_ranks_with_different_alignments_are_refused(context: RankContext) -> None:
-    model = Stack()
-    with pytest.raises(RankMismatchError, match="align_pieces_to"):
-        StreamShard(model, align_pieces_to=16 + context.rank)
-    dist.barrier()

@@ -283,7 +283,6 @@ def test_param_groups_are_the_inner_ones_after_loading_state(context: RankContex
     assert optimizer.defaults is inner.defaults
     optimizer.param_groups = copy.copy(inner.param_groups)
     assert optimizer.param_groups is inner.param_groups
-    assert repr(inner) in repr(optimizer)
 
 
 @on_ranks(1)

@@ -21,7 +21,6 @@ from streamshard import (
     DistributedOptimizer,
     LocalSGD,
     OptimizerError,
-    RankMismatchError,
     StreamShard,
     full_optimizer_state_dict,
     load_optimizer_state_dict,
@@ -166,12 +165,8 @@ def test_settings_that_cannot_work_are_refused(context: RankContext) -> None:
     with pytest.raises(ConfigError, match="this model has one: shard it with a 2-D mesh"):
         LocalSGD(sgd(model), model, period=2)
     model = _model(mesh=_mesh(2, 2))
-    with pytest.raises(ConfigError, match="period=0: wanted an integer of at least 1"):
+    with pytest.raises(ConfigError, match="period=0: wanted at least 1"):
         LocalSGD(sgd(model), model, period=0)
-    with pytest.raises(ConfigError, match="warmup_steps=-1: wanted"):
-        LocalSGD(sgd(model), model, period=1, warmup_steps=-1)
-    with pytest.raises(RankMismatchError, match=r"are \(2, 0\) on rank 0, \(3, 0\) on rank 1"):
-        LocalSGD(sgd(model), model, period=2 + context.rank % 2)
     LocalSGD(sgd(model), model, period=1, warmup_steps=2)
     with pytest.raises(ConfigError, match="warmup_steps=3: another optimizer of this model has 2"):
         LocalSGD(sgd(model), model, period=1, warmup_steps=3)

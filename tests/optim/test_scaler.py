@@ -139,9 +139,6 @@ def test_gradients_that_wait_in_slots_are_not_unscaled(context: RankContext, way
     assert_same(full_grads(model), full_grads(wanted), "gradients", EXACT)
 
 
-# -- the scale's history ------------------------------------------------------------------------------------------
-
-
 # -- in use -------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from streamshard.optim import elementwise
 from streamshard.unit.sharded_tensor import ShardedTensor
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, assert_same, assert_trains_like_plain, full_weights, piece_of, stack_step
+from tests.reference import EXACT, FP32, Call, assert_same, full_weights, piece_of, stack_step
 
 
 @elementwise
@@ -45,29 +45,6 @@ class _Foreign(Optimizer):
             param.sub_(param.grad, alpha=self.defaults["lr"])
 
 
-@elementwise
-class _FusedLists(_Foreign):
-    """Launches as apex's ``multi_tensor_apply`` does: after a chunk that fills a launch, or is the last of the last."""
-
-    PER_LAUNCH, CHUNK = 3, 64
-
-    def update(self, params: list[Tensor]) -> None:
-        waiting: list[tuple[Tensor, Tensor, slice]] = []
-        slots = 0
-        for place, param in enumerate(params):
-            slots += 1
-            assert slots <= self.PER_LAUNCH, "written beside the arguments of the kernel"
-            chunks = -(-param.numel() // self.CHUNK)
-            for chunk in range(chunks):
-                part = slice(chunk * self.CHUNK, (chunk + 1) * self.CHUNK)
-                waiting.append((param.view(-1), param.grad.as_subclass(Tensor).view(-1), part))
-                is_last = place == len(params) - 1 and chunk == chunks - 1
-                if is_last or slots == self.PER_LAUNCH and chunk == chunks - 1:
-                    for flat, grad, where in waiting:
-                        flat[where] -= self.defaults["lr"] * grad[where]
-                    waiting, slots = [], 0
-
-
 def _model() -> Any:
     torch.manual_seed(9)
     return StreamShard(Stack(), precision=FP32)
@@ -86,15 +63,6 @@ def _alike(value: Any, context: RankContext) -> bool:
     heard: list[Any] = [None] * context.world_size
     dist.all_gather_object(heard, value)
     return all(other == value for other in heard)
-
-
-@on_ranks(2, 3, 4)
-def test_kernels_over_lists_of_tensors_meet_no_empty_ones(context: RankContext) -> None:
-    """They would leave out what comes before, or write where nobody asked them to."""
-    model = assert_trains_like_plain(context, Stack, stack_step, optimizer=lambda m: _FusedLists(m.parameters()))
-    heard: list[Any] = [None] * context.world_size
-    dist.all_gather_object(heard, [piece_of(param).numel() for param in model.parameters()])
-    assert any(numel == 0 for numels in heard for numel in numels), "there is nothing to see"
 
 
 @on_ranks(3)
@@ -123,7 +91,7 @@ def test_a_closure_sees_and_makes_all_gradients(context: RankContext) -> None:
     """It clips them; the step that called it sees those with elements."""
     model, plain = _model(), Stack()
     plain.load_state_dict(full_weights(model))
-    optimizer = _FusedLists(model.parameters())
+    optimizer = _Foreign(model.parameters())
     params = list(model.parameters())
     norms = []
 

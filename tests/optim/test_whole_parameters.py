@@ -341,9 +341,9 @@ def test_optimizers_that_step_each_parameter_by_itself_are_accepted(kind: type[O
 @pytest.mark.parametrize(
     ("groups", "kind", "options", "message"),
     [
-        (None, "Muon", {}, "wanted a subclass of torch.optim.Optimizer"),
         (None, torch.optim.Muon, {"round_size": "much"}, "round_size"),
-        (None, torch.optim.Muon, {"lr": -1.0}, "Learning rate"),
+        (None, torch.optim.Muon, {"beta": 0.9}, "torch.optim.Muon cannot be made .* 'beta'"),
+        (None, torch.optim.Muon([nn.Parameter(torch.ones(2, 2))]), {}, "wanted a subclass of torch.optim.Optimizer"),
         ([{"optimizer_class": int}], torch.optim.Muon, {}, "wanted a subclass of torch.optim.Optimizer"),
     ],
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,23 +156,6 @@ class _Rebinds(torch.optim.SGD):
                     param.data = param.data - group["lr"] * param.grad / scale
 
 
-class _Masks(torch.optim.SGD):
-    """Keeps bits of each parameter, which torch loads as numbers."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    mask = self.state[param].setdefault("mask", param.grad > 0)
-                    assert mask.dtype is torch.bool
-                    param[mask] -= group["lr"] * param.grad[mask]
-
-
-def _of_first_matrices(model: Any, **options: Any) -> Any:
-    return _optimizer(model, _matrices(model)[:2], **options)
-
-
 PROGRAMS: dict[str, tuple[Any, ...]] = {
     "clipping": (_clips,),
     "closures": (_calls_closures,),
@@ -189,8 +170,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         _train,
         lambda model: _optimizer(model, [each for each in model.named_parameters() if each[1].ndim == 2]),
     ),
-    "groups added": (_adds_groups, _of_first_matrices),
-    "groups added, state of bits": (_adds_groups, lambda model: _of_first_matrices(model, kind=_Masks)),
+    "groups added": (_adds_groups, lambda model: _optimizer(model, _matrices(model)[:2])),
     "unfreezing": (_unfreezes, _optimizer),
     "tied": (_train, _optimizer, _tied),
 }
@@ -324,30 +304,6 @@ def test_models_may_be_sharded_after_the_optimizer_was_made(context: RankContext
     assert_same(full_weights(sharded), full_weights(wanted), "weights", NEAR)
     kept = {param for param in optimizer.state if optimizer.owner_of(param) not in (None, context.rank)}
     assert not kept, "state of parameters that other ranks own"
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("copies", [copy.deepcopy, pickle.dumps])
-def test_it_is_not_copied_or_pickled(context: RankContext, copies: Callable[[Any], Any]) -> None:
-    model = _model()
-    with pytest.raises(ShardingError, match="full_optimizer_state_dict"):
-        copies(_muon_and_adamw(model))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        (torch.optim.Muon, {"beta": 0.9}, "torch.optim.Muon cannot be made .* 'beta'"),
-        (torch.optim.Muon([nn.Parameter(torch.ones(2, 2))]), {}, "wanted a subclass of torch.optim.Optimizer"),
-    ],
-)
-def test_an_optimizer_that_cannot_be_made_is_refused_by_the_constructor(
-    context: RankContext, kind: Any, options: dict[str, Any], message: str
-) -> None:
-    """And not in the first step, on those ranks that own something."""
-    with pytest.raises(ConfigError, match=message):
-        WholeParameterOptimizer(_matrices(_model()), kind, **options)
 
 
 @on_ranks(2)

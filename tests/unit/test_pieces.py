@@ -42,17 +42,14 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "norm": lambda g: g.norm(),
     "norm of order 1": lambda g: g.norm(1),
     "largest norm": lambda g: torch.linalg.vector_norm(g, math.inf),
-    "norm of a product": lambda g: (g * 0.5).norm(),
     "norm of a sum": lambda g: torch.add(input=g, other=g.data).norm(),
     "norm, by keyword": lambda g: torch.norm(input=g, p=2),
     "norm in another dtype": lambda g: g.double().norm().float(),
     "norm of a clamped copy": lambda g: g.clone().clamp_(-0.01, 0.01).norm(),
-    "norm after foreach": lambda g: torch._foreach_mul([g], 3.0)[0].norm(),
     "norms of foreach": lambda g: torch._foreach_norm(list(torch._foreach_add([g, g], [g, g])))[1],
     "norm of noise and it": lambda g: (g + torch.zeros_like(g)).norm(),
     "norm where": lambda g: torch.where(g > 0, g, -g).norm(),
     "sum": lambda g: g.sum(),
-    "sum along no dimension": lambda g: g.sum(dim=None, keepdim=False, dtype=torch.float64),
     "count by norm": lambda g: g.norm(0),
     "sum of squares": lambda g: g.pow(2).sum(),
     "mean": lambda g: g.abs().mean(),
@@ -61,10 +58,8 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "min": lambda g: torch.min(g),
     "any nan": lambda g: float(g.isnan().any()),
     "all finite": lambda g: float(torch.isfinite(g).all()),
-    "positive ones": lambda g: float((g > 0).sum()),
     "equal": lambda g: float(torch.equal(g, 2 * g)),
     "size": lambda g: sum(g.shape) + g.numel() + len(g) + g.size(0) + g.dim() + g.nbytes,
-    "largest of counts": lambda g: float((g > -1.0).int().max()) + float((g > 100.0).max()) + float((g < 9).min()),
     "norm of 16 bits": lambda g: (30000.0 * (g.sign() + 2)).half().norm().isinf().float(),
     "close": lambda g: float(torch.allclose(g, g + 1e-12)),
 }
@@ -87,16 +82,12 @@ NORMALISED: dict[str, Callable[[Tensor], Tensor]] = {
     "in place": lambda g: g.clone().div_(g.norm(math.inf)),
     "in place, in a list": lambda g: _in_place(g, lambda copied: torch._foreach_mul_([copied], g.norm())),
     "in a list": lambda g: torch._foreach_div([g], torch._foreach_norm([g])[0])[0],
-    "by a list": lambda g: torch._foreach_div([g], torch._foreach_norm([g]))[0],
     "added": lambda g: torch.addcdiv(g, g, torch.linalg.vector_norm(g)),
-    "between": lambda g: torch.lerp(g, -g, g.norm()),
     "bounded": lambda g: torch.minimum(g, g.norm() / 100),
     "filled": lambda g: g.clone().fill_(g.norm()),
-    "copied": lambda g: g.clone().copy_(g.norm()),
     "powers": lambda g: g.abs().pow(g.norm().detach()),
     "of what was changed": lambda g: g / _in_place(g.norm(), lambda norm: norm.mul_(2.0).add_(1e-6)),
     "of what was looked at": lambda g: g / _in_place(g.norm(), lambda norm: f"{norm.item()} {norm}"),
-    "of a norm as a number": lambda g: g * float(1 / g.norm()),
 }
 
 
@@ -142,30 +133,22 @@ def test_a_norm_of_norms_of_all_gradients_takes_one_collective(context: RankCont
 
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "row": lambda g: g[0],
-    "columns": lambda g: g[:, :3],
     "mask": lambda g: g[g > 0],
     "overwritten row": lambda g: g.__setitem__(0, 0.0),
     "in two dimensions": lambda g: g.view(4, -1),
     "transposed": lambda g: g.T,
-    "chunks": lambda g: g.chunk(2),
     "norm along a dimension": lambda g: g.norm(dim=-1),
     "spectral norm": lambda g: torch.linalg.norm(g, 2),
-    "nuclear norm": lambda g: torch.norm(g, "nuc"),
     "norm of negative order": lambda g: g.norm(-1),
     "product of matrices": lambda g: g @ g.mT,
     "softmax": lambda g: g.softmax(-1),
-    "larger of two": lambda g: torch.max(g, -g),
     "quantile": lambda g: torch.quantile(g, 0.5),
     "numpy": lambda g: g.numpy(),
-    "list": lambda g: g.tolist(),
     "a number": lambda g: g.item(),
     "stacked": lambda g: torch.stack([g, g]),
-    "one behind the other": lambda g: torch.cat([g, g]),
-    "flattened": lambda g: g.flatten(),
     "noise": lambda g: torch.randn_like(g),
     "whole noise": lambda g: g + torch.ones(16, 16),
     "a row that broadcasts": lambda g: g * torch.ones(16),
-    "largest of lists": lambda g: torch._foreach_max([g]),
     "into a whole tensor": lambda g: torch.zeros(16, 16).add_(g),
     "in place of data": lambda g: setattr(g, "data", torch.zeros(16, 16)),
 }
@@ -202,23 +185,6 @@ def test_a_gradient_of_the_users_own_is_a_piece_or_refused(context: RankContext)
     assert weight.grad is kept
     weight.grad = kept.as_subclass(Tensor).clone()  # of the shape of the piece
     assert type(weight.grad) is ShardedTensor and torch.equal(weight.grad, kept)
-
-
-@on_ranks(2)
-def test_a_scaler_sees_gradients_of_the_users_own_on_all_ranks(context: RankContext) -> None:
-    """An overflow that only one rank's pieces hold skips the step on both."""
-    model, _ = _pair()
-    params = list(model.parameters())
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(torch.zeros(()))
-    for param in params:
-        param.grad = torch.full_like(param, math.inf if context.rank else 0.3)
-    before = full_weights(model)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 1.0
-    assert_same(full_weights(model), before, "weights")
 
 
 @on_ranks(2)
