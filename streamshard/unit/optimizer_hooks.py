@@ -238,8 +238,11 @@ def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter]) -> None:
         for param, each in plain.items():
             grad = grad_of(param)
             each.grad = None if grad is None or not grad.numel() else grad.as_subclass(torch.Tensor)
-            each.requires_grad = param.requires_grad
-            each.__dict__.update({key: value for key, value in param.__dict__.items() if key not in ("piece", "plain")})
+            if each.requires_grad is not param.requires_grad:
+                each.requires_grad = param.requires_grad
+            if len(param.__dict__) > 2:  # beside `piece` and `plain`
+                own = {key: value for key, value in param.__dict__.items() if key not in ("piece", "plain")}
+                each.__dict__.update(own)
 
 
 @skip
