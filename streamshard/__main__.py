@@ -16,8 +16,6 @@ from streamshard.comm.objects import RankGroup
 from streamshard.config import __version__
 from streamshard.errors import CheckpointError, ConfigError, StreamShardError, printable
 
-__all__ = ["main"]
-
 _SHOWN_CHARACTERS = 72
 _RUN = "a checkpoint, or a directory of checkpoints: the latest is used"
 _EXAMPLES = """\

@@ -32,15 +32,6 @@ from streamshard.plan.layout import LocalRange
 from streamshard.plan.structure import leave_inference_mode, leave_meta_device, params_of
 from streamshard.torch_private import skip
 
-__all__ = [
-    "StreamShard",
-    "export_safetensors",
-    "full_optimizer_state_dict",
-    "init_weights",
-    "load_optimizer_state_dict",
-    "load_safetensors",
-]
-
 
 class StreamShard(ShardedModule):
     """Shard a model in place and stream its layers through two buffers. Returns the same object.

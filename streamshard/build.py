@@ -55,8 +55,6 @@ from streamshard.unit.optimizer_hooks import watch_optimizers
 from streamshard.unit.shard import FlatParamShard, GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.unit.unit import StreamedUnit
 
-__all__ = ["shard_model"]
-
 
 class _Checked(NamedTuple):
     """One rank's plan, before it meets the other ranks.

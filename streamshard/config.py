@@ -15,16 +15,6 @@ from torch import nn
 
 from streamshard.errors import ConfigError
 
-__all__ = [
-    "Precision",
-    "ReductionMode",
-    "Settings",
-    "SlotCount",
-    "__version__",
-    "parse_bytes",
-    "parse_path",
-]
-
 __version__ = "0.1.0"  # the packaging reads it here
 
 SlotCount = int | Literal["all"]

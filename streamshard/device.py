@@ -16,18 +16,6 @@ import torch.distributed as dist
 from streamshard.errors import warn_user
 from streamshard.torch_private import backend_of
 
-__all__ = [
-    "TRIED",
-    "accelerator",
-    "has_streams",
-    "module_of",
-    "on_device",
-    "serves",
-    "stand_ins",
-    "training_device",
-    "warn_if_untested",
-]
-
 TRIED = ("cpu", "cuda")  # cuda is ROCm's name too
 
 stand_ins: dict[str, Any] = {}

@@ -23,23 +23,6 @@ import os
 import sys
 import warnings
 
-__all__ = [
-    "CommunicationError",
-    "ConfigError",
-    "CheckpointError",
-    "GradientError",
-    "OptimizerError",
-    "RaceError",
-    "RankMismatchError",
-    "ShardingError",
-    "StateError",
-    "StreamShardError",
-    "log",
-    "printable",
-    "warn_user",
-    "UnitError",
-]
-
 
 class StreamShardError(RuntimeError):
     """Base of all errors raised on purpose."""

@@ -21,8 +21,6 @@ from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_parameter import be_piece, be_whole, data_of, grad_of, refuse_unreduced
 from streamshard.unit.sharded_tensor import piece_of
 
-__all__ = ["clip_grads", "gather_state_dict", "summon", "under_params"]
-
 
 @contextlib.contextmanager
 def under_params(engine: Engine, full: Mapping[ParamShard, torch.Tensor]) -> Iterator[None]:

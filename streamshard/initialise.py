@@ -29,8 +29,6 @@ from streamshard.torch_private import swap_tensor
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_parameter import be_piece, be_whole
 
-__all__ = ["compute_buffers", "initialise"]
-
 Init = Callable[[nn.Module], Any]
 
 _RESETS = ("reset_parameters", "_reset_parameters")  # torch's modules have the one or the other

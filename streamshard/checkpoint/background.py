@@ -22,15 +22,6 @@ from streamshard.comm.objects import RankGroup
 from streamshard.device import has_streams, module_of, on_device
 from streamshard.errors import CheckpointError, CommunicationError, log
 
-__all__ = [
-    "Saving",
-    "background_ranks",
-    "copy_to_host",
-    "finish_running",
-    "has_connections",
-    "run_in_background",
-]
-
 MADE_WITHIN = datetime.timedelta(seconds=20)  # timeout for making a group, after ranks have met
 WRITTEN_WITHIN = datetime.timedelta(minutes=30)  # how long the fastest rank waits for the slowest one's disk
 

@@ -45,8 +45,6 @@ from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, ConfigError
 from streamshard.unit.optimizer_hooks import NUMBERS
 
-__all__ = ["Converted", "from_dcp", "to_dcp"]
-
 _METADATA_NAME = ".metadata"
 _RECORDS = (*records.__all__, "_MEM_FORMAT_ENCODING")
 _PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")

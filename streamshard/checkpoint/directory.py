@@ -31,22 +31,6 @@ from streamshard.checkpoint.safetensors_file import sync_directory, write_all
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, log, printable
 
-__all__ = [
-    "PARTIAL",
-    "Partial",
-    "checkpoint_name",
-    "checkpoints_in",
-    "create_partial",
-    "find_checkpoint",
-    "latest",
-    "newest_last",
-    "next_number",
-    "no_checkpoint",
-    "open_checkpoint",
-    "publish_checkpoint",
-    "remove_partial",
-]
-
 PARTIAL = ".partial"
 """Suffix of a directory's name until the directory is complete."""
 

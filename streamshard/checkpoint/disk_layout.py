@@ -26,21 +26,6 @@ from streamshard.integrations import huggingface
 from streamshard.torch_private import TorchDispatchMode
 from streamshard.unit.shard import ParamShard
 
-__all__ = [
-    "DiskTensor",
-    "LocalPiece",
-    "Piece",
-    "Range",
-    "Rearrangement",
-    "Run",
-    "check_coverage",
-    "local_pieces",
-    "overlaps",
-    "plan_disk",
-    "saved_names",
-    "whole_tensors",
-]
-
 _MANY_RUNS = 1 << 16
 _SHORT_RUN_NUMEL = 16
 

@@ -59,14 +59,6 @@ from streamshard.errors import CheckpointError, ConfigError, log
 from streamshard.integrations import huggingface
 from streamshard.unit.shard import ParamShard
 
-__all__ = [
-    "encode_index",
-    "export_shards",
-    "floating_dtype",
-    "plan_files",
-    "write_sharded",
-]
-
 _NUMBERED = re.compile(r"model-([0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
 
 

@@ -28,8 +28,6 @@ from streamshard.errors import CheckpointError, log
 from streamshard.integrations import huggingface
 from streamshard.unit.shard import ParamShard
 
-__all__ = ["Difference", "Loaded", "StoredDirectory", "load_shards", "put_back_buffers"]
-
 _NAMES_SHOWN = 8
 _SAMPLE_BYTES = 256
 

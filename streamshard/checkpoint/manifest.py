@@ -27,20 +27,6 @@ from streamshard.errors import CheckpointError
 from streamshard.torch_private import is_traceable_wrapper_subclass
 from streamshard.unit.sharded_tensor import is_piece
 
-__all__ = [
-    "MANIFEST_NAME",
-    "CheckpointFiles",
-    "Manifest",
-    "PieceRecord",
-    "Read",
-    "TensorRecord",
-    "check_sizes",
-    "decode",
-    "dtype_named",
-    "encode",
-    "read_manifest",
-]
-
 MANIFEST_NAME = "checkpoint.json"
 FORMAT = 4
 

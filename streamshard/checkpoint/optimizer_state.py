@@ -24,22 +24,6 @@ from streamshard.unit.optimizer_hooks import NUMBERS, take_over_state
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_tensor import ShardedTensor
 
-__all__ = [
-    "LocalState",
-    "Sharded",
-    "State",
-    "gather_state",
-    "is_moment",
-    "is_owned",
-    "join_states",
-    "local_state",
-    "name_here",
-    "own_part",
-    "params_in",
-    "scatter_state",
-    "settle",
-]
-
 State = dict[str, dict[str, Any]]
 """JSON of what an optimizer keeps for each parameter, by the parameter's name."""
 

@@ -41,8 +41,6 @@ from streamshard.errors import CheckpointError, log
 from streamshard.initialise import compute_buffers
 from streamshard.unit.shard import ParamShard
 
-__all__ = ["Loaded", "load_checkpoint"]
-
 
 class Loaded(dict[str, Any]):
     """The values of ``extra`` that were saved, by key.

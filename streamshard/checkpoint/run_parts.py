@@ -39,21 +39,6 @@ from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.plan.structure import params_of
 from streamshard.unit.sharded_tensor import piece_of
 
-__all__ = [
-    "RANDOM",
-    "Collected",
-    "Models",
-    "Optimizers",
-    "Parts",
-    "RandomState",
-    "class_name",
-    "collect",
-    "has_state",
-    "is_given",
-    "name_parts",
-    "param_names",
-]
-
 RANDOM = "random"
 _EXTRA_STATE = "extra_state."
 

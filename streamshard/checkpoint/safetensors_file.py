@@ -29,24 +29,6 @@ from safetensors import SafetensorError, safe_open
 
 from streamshard.errors import CheckpointError
 
-__all__ = [
-    "CHUNK_BYTES",
-    "INDEX_NAME",
-    "SINGLE_NAME",
-    "FileLayout",
-    "FileRecord",
-    "OpenFiles",
-    "TensorSpec",
-    "bytes_of",
-    "copy_range",
-    "lay_out",
-    "sync_directory",
-    "verify_files",
-    "write_all",
-    "write_file",
-    "write_synced",
-]
-
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 

@@ -41,8 +41,6 @@ from streamshard.config import __version__, parse_path
 from streamshard.errors import ConfigError, RankMismatchError, StreamShardError, log, warn_user
 from streamshard.unit.sharded_parameter import is_unreduced
 
-__all__ = ["save_checkpoint", "write_checkpoint"]
-
 
 def save_checkpoint(
     directory: str | os.PathLike[str],

@@ -21,8 +21,6 @@ from streamshard.comm.transport import Peers, Transport
 from streamshard.device import serves
 from streamshard.errors import ConfigError, StreamShardError
 
-__all__ = ["Communicator"]
-
 
 class Communicator(Peers):
     """The ranks of a shard group, and all ranks of its model. Making one is collective: it connects the ranks.

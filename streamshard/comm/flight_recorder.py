@@ -36,8 +36,6 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not r
 from streamshard.errors import log
 from streamshard.torch_private import count_collectives
 
-__all__ = ["FlightRecorder", "Log", "RecordKind", "describe_difference"]
-
 _ENTRIES = 512  # a log keeps its last so many entries
 _MOST_PEERS = 64  # a rank reads the logs of at most so many ranks, those with the next higher numbers
 _FAILURE_KEY = "failure"

@@ -13,8 +13,6 @@ from streamshard.comm.streams import Collective, Work
 from streamshard.comm.transport import AllToAll, Reduction, Transport, sum_in_rank_order
 from streamshard.config import ReductionMode
 
-__all__ = ["Exchange", "PairwiseTransport"]
-
 # One tag each for a unit's all-gathers, its reductions, and gathers of full tensors. gloo ends the process if a message
 # is longer than the buffer of its receiver, so these messages must not be mixed up.
 _TAGS_PER_UNIT = 3

@@ -17,19 +17,6 @@ from streamshard.device import has_streams, serves
 from streamshard.errors import CommunicationError, ConfigError, ShardingError
 from streamshard.torch_private import backend_of
 
-__all__ = [
-    "Groups",
-    "alive",
-    "close_connections",
-    "groups_of",
-    "host_group_of",
-    "is_closed",
-    "make_default_group",
-    "make_host_group",
-    "resolve_group",
-    "timeout_of",
-]
-
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's, as its documentation says
 _UNUSED_TAG = (1 << 31) - 1  # of a message that is never sent
 

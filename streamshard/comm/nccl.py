@@ -25,8 +25,6 @@ from streamshard.comm.transport import AllToAll, Reduction, Transport
 from streamshard.config import Precision, ReductionMode
 from streamshard.errors import ConfigError
 
-__all__ = ["NcclTransport"]
-
 # torch 2.13 renamed these two functions and warns about the old names.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -29,16 +29,6 @@ from streamshard.comm.groups import alive, close_connections, host_group_of
 from streamshard.errors import CheckpointError, CommunicationError, ShardingError, StreamShardError
 from streamshard.torch_private import AllgatherOptions
 
-__all__ = [
-    "Guard",
-    "RankGroup",
-    "describe",
-    "gather_from_all_ranks",
-    "raise_if",
-    "refuse_together",
-    "run_on_all_ranks",
-]
-
 _VALUE, _ERROR = b"v", b"e"  # first bytes of what a rank sends
 
 # RuntimeErrors of this rank alone, such as out of memory. They are no sign that a collective failed.

@@ -50,8 +50,6 @@ from streamshard.comm.transport import Peers, Reduction, sum_in_rank_order
 from streamshard.config import ReductionMode
 from streamshard.errors import StateError
 
-__all__ = ["Counter", "Offer", "SharedBuffers", "SharedMemoryTransport", "map_memory", "share_memory"]
-
 _DISABLE = "STREAMSHARD_SHARED_MEMORY"  # environment variable: "0" uses gloo instead
 _ORDERED = ("x86_64", "AMD64")  # processors that make stores visible in program order: counters rely on it
 _ALIGNMENT = 64  # bytes; buffers start at cache lines

@@ -34,8 +34,6 @@ import torch
 from streamshard.device import has_streams, module_of
 from streamshard.errors import ShardingError
 
-__all__ = ["AllWork", "Collective", "Fence", "StepEvent", "Observer", "Rule", "StreamName", "Streams", "Work", "as_one"]
-
 
 class StreamName(enum.Enum):
     """The streams."""

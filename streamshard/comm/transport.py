@@ -25,8 +25,6 @@ from streamshard.comm.streams import Collective, Fence, Rule, StreamName, Stream
 from streamshard.config import Precision, ReductionMode
 from streamshard.errors import StateError
 
-__all__ = ["AllToAll", "Peers", "Reduction", "Transport", "sum_in_rank_order"]
-
 _SUM_BLOCK = 1 << 17  # elements
 
 

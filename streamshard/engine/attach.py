@@ -27,8 +27,6 @@ from streamshard.unit.sharded_tensor import ShardedTensor, piece_of
 from streamshard.unit.unit import StreamedUnit
 from streamshard.unit.unsharded_parameter import advice, let_be_absent
 
-__all__ = ["attach"]
-
 
 def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engine, in_fp32: InFp32) -> None:
     """Prepare unsharded parameters to replace the sharded ones, and watch units and the modules around them.

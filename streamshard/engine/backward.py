@@ -34,8 +34,6 @@ from streamshard.unit.optimizer_hooks import graph_is_reached
 from streamshard.unit.unit import StreamedUnit
 from streamshard.unit.unsharded_parameter import be_present
 
-__all__ = ["Backward", "begin_backward", "pre_backward", "run_empty_backward", "take_gradients", "watch_node"]
-
 
 class Backward(Phase):
     """A backward, with the forwards that it recomputes. See [Note: several passes].

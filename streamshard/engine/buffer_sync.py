@@ -23,8 +23,6 @@ from streamshard.errors import ShardingError
 from streamshard.plan.structure import is_meta
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
-__all__ = ["BufferSync", "buffers_of", "check_buffers", "describe_state", "digest"]
-
 _ALIGNMENT = 16  # bytes, the start of each buffer in a message: the largest element (complex128) has 16
 
 

@@ -10,8 +10,6 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StepEvent, StreamName
 from streamshard.unit.unit import StreamedUnit
 
-__all__ = ["Casts"]
-
 
 class Casts:
     """Casts weights as the user has left them, if they may have changed. Owns the two fences between passes.

@@ -26,8 +26,6 @@ from streamshard.torch_private import graph_task_id
 from streamshard.unit.shard import FlatParamShard, Ledger, ParamShard
 from streamshard.unit.unit import StreamedUnit
 
-__all__ = ["ROOT_UNIT", "Engine", "Graph", "Inputs", "Phase", "Use", "in_backward"]
-
 ROOT_UNIT = 0  # index of the root unit
 
 

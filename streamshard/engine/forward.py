@@ -16,8 +16,6 @@ from streamshard.unit.optimizer_hooks import graph_is_made
 from streamshard.unit.unit import StreamedUnit
 from streamshard.unit.unsharded_parameter import be_absent, be_present
 
-__all__ = ["Forward", "begin_forward"]
-
 
 def begin_forward(engine: Engine, units: frozenset[int], *, is_whole_model: bool) -> Forward:
     """A forward pass begins: the root unit's weights are in place and bound afterwards.

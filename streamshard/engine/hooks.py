@@ -29,17 +29,6 @@ from streamshard.torch_private import saved_tensors_hooks, skip, untraced
 from streamshard.unit.unit import StreamedUnit
 from streamshard.unit.unsharded_parameter import advice, name_of_weight
 
-__all__ = [
-    "call_shell",
-    "call_unit",
-    "compute_in_fp32",
-    "holding_back_weights",
-    "map_tensors",
-    "register_forward_method",
-    "tensors_in",
-    "watch",
-]
-
 
 class _Watched(ShardedModule):
     """Comes before the class of a layer or wrapper module, and reports its calls."""

@@ -22,19 +22,6 @@ from streamshard.plan.structure import modules_inside
 from streamshard.torch_private import is_traced
 from streamshard.unit.unit import StreamedUnit
 
-__all__ = [
-    "HANDLE",
-    "Handle",
-    "ShardedModule",
-    "engine_at_rest",
-    "engine_of",
-    "handle_of",
-    "is_compiled",
-    "not_a_layer",
-    "refuse_taken_names",
-    "watched_class",
-]
-
 HANDLE = "_streamshard"  # the one entry in a watched module's __dict__
 
 

@@ -21,8 +21,6 @@ from streamshard.plan.memory import Category
 from streamshard.unit.shard import Ledger
 from streamshard.unit.unit import StreamedUnit
 
-__all__ = ["Reductions", "UsedParams"]
-
 _FOUND = {1: "inf", 2: "nan"}  # by code; 0 is finite; the largest code of all ranks counts
 
 

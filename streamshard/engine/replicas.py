@@ -23,8 +23,6 @@ from streamshard.comm.streams import Fence, Rule, StreamName, Work, as_one
 from streamshard.errors import ConfigError
 from streamshard.unit.unit import StreamedUnit
 
-__all__ = ["Replicas"]
-
 
 class Replicas:
     """The other holders of this rank's shard. Owns its fences.

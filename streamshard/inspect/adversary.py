@@ -28,8 +28,6 @@ from streamshard.comm.transport import AllToAll, Reduction, Transport
 from streamshard.config import ReductionMode
 from streamshard.inspect import engine_inside
 
-__all__ = ["AdversarialTransport", "make_adversarial"]
-
 _DELAY_CYCLES = 2_000_000  # about a millisecond of a GPU
 
 

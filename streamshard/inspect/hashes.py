@@ -12,8 +12,6 @@ from streamshard.engine.buffer_sync import digest
 from streamshard.engine.engine import Engine
 from streamshard.errors import RankMismatchError
 
-__all__ = ["compare_weights"]
-
 
 def compare_weights(engine: Engine) -> None:
     """Raise on all ranks unless their weights and buffers are equal to the bit. Collective; a unit at a time.

@@ -13,8 +13,6 @@ from streamshard.engine.module_state import handle_of
 from streamshard.plan.memory import Category
 from streamshard.plan.structure import modules_inside
 
-__all__ = ["MemoryReport", "report_memory", "summarise"]
-
 
 @dataclass(frozen=True)
 class MemoryReport:

@@ -40,8 +40,6 @@ from streamshard.inspect import engine_inside
 from streamshard.plan.memory import Category
 from streamshard.torch_private import AsTensors, OpOverload, TorchDispatchMode
 
-__all__ = ["Access", "Race", "RaceDetector", "detect_races"]
-
 
 class Access(NamedTuple):
     """One access of a stream to a range of bytes of a buffer.

@@ -30,8 +30,6 @@ from streamshard.comm.streams import AllWork, Collective, Fence, Observer, StepE
 from streamshard.engine.engine import ROOT_UNIT, Engine
 from streamshard.inspect import engine_inside
 
-__all__ = ["Activity", "Span", "Trace", "trace_step"]
-
 
 class Activity(enum.Enum):
     """What takes time."""

@@ -26,8 +26,6 @@ from streamshard.errors import ConfigError, ShardingError
 from streamshard.full import clip_grads
 from streamshard.unit.sharded_tensor import is_piece
 
-__all__ = ["StreamShardAccelerator"]
-
 _OPTIONS = tuple(inspect.signature(StreamShard.__init__).parameters)[2:]  # behind self and module
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LAUNCH = "accelerate launch --multi_gpu --num_machines 1 --num_processes N script.py (on CPUs too), or torchrun"

@@ -21,21 +21,6 @@ from torch import nn
 from streamshard.errors import CheckpointError
 from streamshard.plan.structure import join_names, modules_inside, modules_of, params_of
 
-__all__ = [
-    "adapters_in",
-    "check_exportable",
-    "drop_tied_names",
-    "ignored_on_load",
-    "ignored_on_save",
-    "initialise",
-    "is_transformers_model",
-    "kept_in_fp32",
-    "rearrange_for_loading",
-    "rearrange_for_saving",
-    "tie_weights",
-    "write_config",
-]
-
 
 def is_transformers_model(model: nn.Module) -> bool:
     """Whether `model` is of a transformers class."""

@@ -25,8 +25,6 @@ from streamshard.engine.forward import begin_forward
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.plan.structure import params_of
 
-__all__ = ["UnevenHook", "UnevenInputs"]
-
 
 class _Row(NamedTuple):
     """What a rank says when a pass is announced; of the pass, only if it is its own.

@@ -34,14 +34,6 @@ from streamshard.plan.structure import modules_inside
 from streamshard.unit.shard import ParamShard
 from streamshard.unit.sharded_tensor import is_piece
 
-__all__ = [
-    "adapt_methods",
-    "has_adapters",
-    "plain_classes",
-    "refuse_pieces",
-    "save_on_first",
-]
-
 
 def is_peft_model(model: nn.Module) -> bool:
     """Whether `model` is a PeftModel."""

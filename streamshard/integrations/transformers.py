@@ -39,8 +39,6 @@ from streamshard.integrations.peft import has_adapters, plain_classes, refuse_pi
 from streamshard.optim.whole import WholeParameterOptimizer
 from streamshard.unit.optimizer_hooks import is_elementwise_class
 
-__all__ = ["StreamShardTrainer", "StreamShardTrainerMixin"]
-
 _PARTIAL = "partial-"  # Trainer takes whatever begins with "checkpoint-" for one
 _REPLACED = "replaced"
 

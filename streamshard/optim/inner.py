@@ -17,8 +17,6 @@ from streamshard.plan.owners import plan_rounds
 from streamshard.unit.optimizer_hooks import is_elementwise_class
 from streamshard.unit.sharded_tensor import piece_of
 
-__all__ = ["GroupClass", "InnerOptimizers", "constructor_options", "options_of", "params_in", "try_constructor"]
-
 _PLAIN = (int, float, str, bool, tuple, type(None))
 
 

@@ -35,8 +35,6 @@ from streamshard.unit.shard import Ledger
 from streamshard.unit.sharded_parameter import data_of
 from streamshard.unit.sharded_tensor import Piece
 
-__all__ = ["Rounds", "WholeParam", "stand_in"]
-
 _ALIGNED_NUMEL = 128  # fp32 elements: 512 bytes, as of tensors that torch allocates, so kernels do the same
 _DIGEST_RANGE = 1 << 24  # integers that fp32 holds exactly
 

@@ -28,8 +28,6 @@ from streamshard.unit.optimizer_hooks import PiecesOfState, is_elementwise_class
 from streamshard.unit.sharded_parameter import refuse_unreduced
 from streamshard.unit.sharded_tensor import piece_of
 
-__all__ = ["WholeParameterOptimizer"]
-
 _CLASS = "optimizer_class"  # what a group may name
 _FP32_BYTES = 4
 _TRIED_STEPS = 8

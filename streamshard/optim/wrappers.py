@@ -21,8 +21,6 @@ from streamshard.engine.engine import Engine
 from streamshard.engine.module_state import engine_of
 from streamshard.errors import ConfigError, OptimizerError, ShardingError
 
-__all__ = ["DistributedOptimizer", "LocalSGD", "engine_of_both"]
-
 _INNER_NAMES = ("param_groups", "state", "defaults")  # what other code assigns to an optimizer as well
 _COUNTER = "step"  # in state dicts, as PostLocalSGDOptimizer has it
 

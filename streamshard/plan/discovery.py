@@ -21,17 +21,6 @@ from torch import nn
 from streamshard.errors import UnitError, warn_user
 from streamshard.plan.structure import join_names, modules_inside, modules_of, params_of
 
-__all__ = [
-    "FoundParam",
-    "FoundUnit",
-    "ResidentArgument",
-    "UnitsArgument",
-    "coalesce",
-    "embedding_params",
-    "find_groups",
-    "owners_of",
-]
-
 _NamedModules = type[nn.Module] | str | nn.Module | Iterable[type[nn.Module] | str | nn.Module]
 UnitsArgument = _NamedModules | None  # what StreamShard(units=...) accepts
 ResidentArgument = _NamedModules  # resident=...

@@ -21,8 +21,6 @@ import torch
 from streamshard.config import Precision, ReductionMode
 from streamshard.plan.layout import FlatParamLayout, ParamLayout, plan_flat_param
 
-__all__ = ["FlatParam", "FlatParamKind", "UnitLayout", "kind_of", "plan_units"]
-
 
 class FlatParamKind(NamedTuple):
     """The properties that all parameters of a flat parameter share.

@@ -22,8 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["LocalRange", "ParamLayout", "FlatParamLayout", "plan_flat_param"]
-
 ALIGNMENT_BYTES = 16  # vectorised loads of GPU kernels want 16-byte aligned starts
 
 

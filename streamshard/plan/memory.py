@@ -41,8 +41,6 @@ import torch
 from streamshard.config import Precision, SlotCount
 from streamshard.plan.flat_params import FlatParam, FlatParamKind, UnitLayout
 
-__all__ = ["Category", "Sizing", "SlotPlan", "holds_main_grads", "largest_of", "plan_slots"]
-
 
 class SlotPlan(NamedTuple):
     """Which unit uses which slot. See [Note: slots].

@@ -8,8 +8,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-__all__ = ["assign_owners", "plan_rounds", "rank_loads"]
-
 
 def assign_owners(costs: Sequence[float], world_size: int, loads: Sequence[float] | None = None) -> list[int]:
     """Give each parameter to the rank with the least load so far, the most expensive parameter first.

@@ -28,8 +28,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Op", "Schedule", "plan_steps"]
-
 
 class Op(NamedTuple):
     """One collective of a schedule: an all-gather of the unit with index `unit`, or the reduction of its gradients."""

@@ -22,23 +22,6 @@ from streamshard.config import Precision
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.torch_private import innermost_transform
 
-__all__ = [
-    "InFp32",
-    "Structure",
-    "check_params",
-    "find_fp32",
-    "is_meta",
-    "join_names",
-    "leave_inference_mode",
-    "leave_meta_device",
-    "modules_inside",
-    "modules_of",
-    "params_of",
-    "refuse_marks",
-    "refuse_transforms",
-    "tie_on_meta",
-]
-
 
 def leave_inference_mode() -> AbstractContextManager[object]:
     """A context in which new tensors are ordinary: those of ``torch.inference_mode()`` cannot be written outside."""

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 
 from streamshard.plan.program import Schedule
 
-__all__ = ["UnitOrder", "first_order", "is_part_of", "join_orders", "merge_order"]
-
 
 class Communicator(Protocol):
     """The two collectives by which ranks agree."""

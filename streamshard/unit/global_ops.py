@@ -17,23 +17,6 @@ from torch.autograd.function import once_differentiable
 from streamshard.comm.communicator import Communicator
 from streamshard.torch_private import AsTensors, skip, tree_map_only, untraced
 
-__all__ = [
-    "NORMS",
-    "SHAPE",
-    "PartialNorm",
-    "answers_without_values",
-    "extreme",
-    "flat",
-    "full_norms",
-    "global_extreme",
-    "global_norm",
-    "global_sum",
-    "is_metadata",
-    "name_of",
-    "names",
-    "order_of",
-]
-
 NORMS = frozenset((torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm))
 
 # -- functions that need no elements ----------------------------------------------------------------------------------

@@ -24,8 +24,6 @@ from streamshard.unit.shard import GradSlot, Ledger, ParamShard
 from streamshard.unit.sharded_parameter import drop_unreduced, keep_unreduced, put_grad
 from streamshard.unit.sharded_tensor import Life, Piece, ShardedTensor
 
-__all__ = ["ParamGrad", "FlatParamGrads", "UnitGrads"]
-
 _WHY_EARLIER = (
     "was kept from an earlier backward, and a later one writes to its memory: keep p.grad.clone() where a gradient is "
     "needed behind zero_grad()"

@@ -32,18 +32,6 @@ from streamshard.torch_private import AsTensors, skip, untraced
 from streamshard.unit.sharded_parameter import ShardedParameter, grad_of, refuse_unreduced
 from streamshard.unit.sharded_tensor import CALL_BACKWARD, Piece, ShardedTensor, piece_of
 
-__all__ = [
-    "BLOCK_NUMEL",
-    "NUMBERS",
-    "PiecesOfState",
-    "elementwise",
-    "graph_is_made",
-    "graph_is_reached",
-    "is_elementwise_class",
-    "take_over_state",
-    "watch_optimizers",
-]
-
 NUMBERS = ("step", "mu_product", "eta", "mu")  # of a parameter that is one number itself, state that is no moment
 
 # -- optimizers that work element by element --------------------------------------------------------------------------

@@ -28,8 +28,6 @@ from streamshard.torch_private import AsTensors, swap_tensor
 from streamshard.unit.sharded_parameter import be_piece, data_of
 from streamshard.unit.sharded_tensor import Piece
 
-__all__ = ["GradSlot", "Ledger", "ParamShard", "Scratch", "FlatParamShard", "WeightSlot"]
-
 
 class Ledger:
     """Allocates buffers and knows them all. Owns every buffer of the engine.

@@ -13,19 +13,6 @@ from streamshard.errors import ShardingError
 from streamshard.torch_private import AsTensors, data_attribute, grad_attribute, skip
 from streamshard.unit.sharded_tensor import Life, Piece, ShardedTensor, piece_of
 
-__all__ = [
-    "ShardedParameter",
-    "be_piece",
-    "be_whole",
-    "data_of",
-    "drop_unreduced",
-    "grad_of",
-    "is_unreduced",
-    "keep_unreduced",
-    "put_grad",
-    "refuse_unreduced",
-]
-
 # Each attribute goes through __torch_function__ unless it is looked up here.
 
 # What ``.grad`` gives of parameters whose gradients wait in their slots (``no_sync()``, ``grad_slots="all"``). Under

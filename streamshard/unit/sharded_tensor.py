@@ -34,8 +34,6 @@ from streamshard.unit.global_ops import (
     order_of,
 )
 
-__all__ = ["CALL_BACKWARD", "Life", "Piece", "ShardedTensor", "is_piece", "piece_of"]
-
 _Answer = Callable[[Callable[..., Any], "ShardedTensor", tuple[Any, ...], Mapping[str, Any]], Any]
 
 

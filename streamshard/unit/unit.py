@@ -25,8 +25,6 @@ from streamshard.unit.grads import UnitGrads
 from streamshard.unit.shard import FlatParamShard, ParamShard, WeightSlot
 from streamshard.unit.unsharded_parameter import UnshardedParameter, Writes, be_absent, be_present
 
-__all__ = ["StreamedUnit"]
-
 
 class _Binding(NamedTuple):
     """Two versions of one entry of a module's ``__dict__``: `sharded`, and `computing` while the unit is bound.

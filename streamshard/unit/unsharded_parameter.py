@@ -28,17 +28,6 @@ from streamshard.errors import ShardingError
 from streamshard.torch_private import AsTensors, data_attribute, skip, tree_leaves, untraced
 from streamshard.unit.global_ops import answers_without_values, name_of
 
-__all__ = [
-    "AbsentWeight",
-    "UnshardedParameter",
-    "Writes",
-    "advice",
-    "be_absent",
-    "be_present",
-    "let_be_absent",
-    "name_of_weight",
-]
-
 
 class UnshardedParameter(nn.Parameter):
     """An unsharded parameter: a weight in its slot. See `Writes`."""

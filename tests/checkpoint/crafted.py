@@ -16,8 +16,6 @@ from safetensors.torch import load_file, save
 from streamshard.checkpoint.manifest import _HEAD, _TAIL, MANIFEST_NAME, PieceRecord, TensorRecord, read_manifest
 from streamshard.checkpoint.safetensors_file import FileRecord
 
-__all__ = ["rewrite", "split", "write_body"]
-
 
 def write_body(checkpoint: Path, body: bytes) -> None:
     """A manifest of any text, in the place of the one that is there."""

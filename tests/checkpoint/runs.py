@@ -15,8 +15,6 @@ from streamshard import StreamShard
 from tests.models import VOCABULARY, TinyConfig, TinyLM, next_token_loss, token_batch
 from tests.reference import FP32
 
-__all__ = ["Counted", "Run", "start", "steps", "weights_of"]
-
 
 class Counted(TinyLM):
     """A language model with a buffer that counts, one that is not saved, extra state, dropout and a tied head."""

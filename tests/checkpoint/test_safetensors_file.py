@@ -22,8 +22,6 @@ from streamshard.checkpoint.safetensors_file import FileLayout, TensorSpec, lay_
 from streamshard.config import parse_bytes
 from streamshard.errors import CheckpointError, ConfigError
 
-__all__ = ["write_empty"]
-
 METADATA = {"format": "pt"}
 DTYPES = [
     torch.uint64,

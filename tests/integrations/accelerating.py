@@ -22,8 +22,6 @@ from tests import ranks
 from tests.ranks import RankContext
 from tests.reference import assert_same
 
-__all__ = ["SAMPLES", "Trained", "launched", "load_example", "loader", "make_model", "on_ranks", "same", "stock"]
-
 SAMPLES = 48
 on_ranks = functools.partial(ranks.on_ranks, backend="of accelerator")
 

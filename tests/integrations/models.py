@@ -8,8 +8,6 @@ import torch
 
 from tests import families
 
-__all__ = ["FAMILIES", "make_model", "make_rows", "make_tokenizer"]
-
 _DECODER = {
     "vocab_size": 61,
     "hidden_size": 16,

@@ -18,8 +18,6 @@ from streamshard import StreamShard
 from tests.integrations import accelerating
 from tests.ranks import RankContext
 
-__all__ = ["Run", "assert_equal", "launched", "run_example", "train", "whole_weights"]
-
 
 @contextlib.contextmanager
 def launched(context: RankContext, **environment: str) -> Iterator[None]:

@@ -10,8 +10,6 @@ import torch
 from tests.programs.players import Operation, Player, Shown, State
 from tests.reference import full_grads
 
-__all__ = ["Check", "Clip", "Edit", "Freeze", "Load", "NoSync", "Save", "Step", "ZeroGrad"]
-
 
 @dataclass(frozen=True, repr=False)
 class NoSync(Operation):

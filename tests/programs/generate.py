@@ -13,8 +13,6 @@ from tests.programs.model import Brief, Plan
 from tests.programs.passes import Backward, Direct, Forget, Forward
 from tests.programs.players import Operation
 
-__all__ = ["Program", "programs"]
-
 
 @dataclass(frozen=True, repr=False)
 class Program(Brief):

@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models import DIM, Layer
 
-__all__ = ["Brief", "Model", "Part", "Plan", "Trouble"]
-
 
 class Trouble(Exception):
     """What a user's code raises in the middle of something."""

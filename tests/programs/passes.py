@@ -16,8 +16,6 @@ from tests.programs.players import Operation, Player, Shown, State
 if TYPE_CHECKING:
     from tests.programs.generate import Program
 
-__all__ = ["Backward", "Direct", "Forget", "Forward"]
-
 
 @dataclass(frozen=True, repr=False)
 class Forward(Operation):

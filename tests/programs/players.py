@@ -22,8 +22,6 @@ from tests.reference import adamw, full_weights, sgd
 if TYPE_CHECKING:
     from tests.programs.generate import Program
 
-__all__ = ["FAILURES", "Operation", "Player", "Shown", "State", "Weights"]
-
 Shown = dict[str, Tensor | None]  # what is to be compared, by a name for messages
 FAILURES = (
     "trouble",

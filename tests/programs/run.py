@@ -20,8 +20,6 @@ from tests.ranks import RankContext
 from tests.reference import Tolerance, assert_same
 from tests.scenarios import over_sockets
 
-__all__ = ["run_program"]
-
 NEAR = Tolerance(relative=1e-4, absolute=2e-6)
 CLOSE = Tolerance(relative=0.2, absolute=0.1)  # in bf16: not another tensor
 BF16 = torch.bfloat16
