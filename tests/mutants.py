@@ -201,7 +201,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads.start_reduce", Drop("self.has_unreduced = False"), "invariants"),
         ("UnitGrads.start_reduce", Drop("grad.in_slot.zero_()"), "execution"),
         ("UnitGrads.start_reduce", Drop("slot.content = None"), "loops execution passes"),
-        ("UnitGrads.start_reduce", Drop("slot.scratch.drained = slot.drained"), "matrix"),
+        ("UnitGrads.start_reduce", Drop("slot.scratch.drained = slot.drained"), "invariants"),
         ("UnitGrads.start_reduce", Swap("in self.flat_params]", "in self.flat_params[:1]]"), "fp32_modules"),
         ("UnitGrads.write", Swap("grad.is_used = ", ""), "loops"),
         ("UnitGrads.write", Swap("grad.is_used = self.has_unreduced", "grad.is_used"), "passes execution"),

@@ -474,3 +474,27 @@ def test_a_unit_is_averaged_over_replicas_once(context: RankContext) -> None:
         with heard_collectives(engine_inside(model)) as heard:
             stack_step(model, _call(context, number))
         assert len(heard[Collective.ALL_REDUCE]) == 5
+
+
+@on_ranks(2)
+def test_a_reduction_does_not_begin_in_scratch_that_another_still_uses(context: RankContext) -> None:
+    """With a grad slot for each unit two reductions share scratch, which receives through sockets."""
+    with over_sockets():
+        model = _stack(**SLOT_EACH)
+    transport = engine_inside(model).ranks.transport
+    start, begun = transport.start_reduce, 0
+    under_way: list[tuple[int, mock.Mock]] = []
+
+    def started(reduction: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        scratch = reduction.scratch.data_ptr()
+        assert not any(place == scratch and not work.wait.called for place, work in under_way)
+        work = mock.Mock(wraps=start(reduction))
+        under_way.append((scratch, work))
+        return work
+
+    with mock.patch.object(transport, "start_reduce", started):
+        for step in range(2):
+            stack_step(model, _call(context, step))
+    assert begun > 2 * len({place for place, _ in under_way})
