@@ -1,1 +1,1 @@
-"""Checkpoints of runs, and weights in the Hugging Face layout: all ranks write and read at once, without a gather."""
+"""Checkpoints of runs, and weights in the Hugging Face layout: each rank writes and reads its own part."""

@@ -61,6 +61,11 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     return whole[-1].path if whole else None
 
 
+def whole_checkpoints(directory: Path) -> list[Path]:
+    """The whole checkpoints in `directory`, newest first. Their contents have not been verified."""
+    return [found.path for found in reversed(_look_into(directory)[0])]
+
+
 def find_checkpoint(directory: Path) -> Path:
     """`directory` if it is a checkpoint, else the latest one in it.
 

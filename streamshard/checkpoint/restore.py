@@ -5,6 +5,7 @@ verify all bytes -> compare the checkpoint with the run, changing nothing -> loa
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.checkpoint.background import finish_running
-from streamshard.checkpoint.directory import find_checkpoint, open_checkpoint
+from streamshard.checkpoint.directory import find_checkpoint, open_checkpoint, whole_checkpoints
 from streamshard.checkpoint.disk_layout import local_pieces, saved_names
 from streamshard.checkpoint.load import put_back_buffers
 from streamshard.checkpoint.manifest import CheckpointFiles, Read, decode
@@ -75,8 +76,8 @@ def load_checkpoint(
         What was saved as `extra`, by key.
 
     Raises:
-        CheckpointError: on every rank, before any weight changes; names the file that is damaged or missing, or
-            all parameters that do not fit.
+        CheckpointError: on every rank, before any weight changes; names the file that is damaged or missing and the
+            newest intact checkpoint, or all parameters that do not fit.
         ConfigError: an argument that cannot work.
         ShardingError: no model is sharded, or it is called inside a forward or backward.
     """
@@ -105,6 +106,28 @@ def _open(root: Path, ranks: Communicator) -> CheckpointFiles:
         return find_checkpoint(root) if ranks.is_first else Path()
 
     path = gather_from_all_ranks(ranks, f"load {root}", find)[0]
+    try:
+        return _verified(path, ranks)
+    except CheckpointError as error:  # the same on all ranks
+        intact = _newest_intact(path, ranks)
+        advice = "" if intact is None else f". The newest intact checkpoint beside it is {intact}"
+        raise CheckpointError(f"{error}{advice}") from error
+
+
+def _newest_intact(path: Path, ranks: Communicator) -> Path | None:
+    """The newest checkpoint beside `path` whose files are as they were written. Collective."""
+
+    def find() -> list[Path]:
+        return [each for each in whole_checkpoints(path.parent) if each != path] if ranks.is_first else []
+
+    for other in gather_from_all_ranks(ranks, f"find checkpoints beside {path}", find)[0]:
+        with contextlib.suppress(CheckpointError):
+            return _verified(other, ranks).root
+    return None
+
+
+def _verified(path: Path, ranks: Communicator) -> CheckpointFiles:
+    """The files of the checkpoint `path`; each rank has read an equal share of all bytes. Collective."""
     files = run_on_all_ranks(ranks, f"load {path}", lambda: open_checkpoint(path))
     if not ranks.are_equal(repr((files.manifest.files, files.manifest.versions))):
         raise CheckpointError(f"ranks see different checkpoints at {path}: it has to be on shared storage")

@@ -75,6 +75,34 @@ def test_files_that_are_cut_lost_longer_or_flipped_are_named_before_anything_cha
     assert_same(weights_of(run), before, "weights", EXACT)
 
 
+@on_ranks(2)
+def test_the_error_about_a_damaged_latest_checkpoint_names_the_newest_intact_one(
+    context: RankContext, tmp_path: Path
+) -> None:
+    """Of those beside it, another may be damaged as well. Without an intact one, the error names none."""
+    run = start(0)
+    for step in (1, 2, 3, 4):
+        save_checkpoint(tmp_path, *run, step=step)
+
+    def damage(*steps: int) -> None:
+        for step in steps if context.rank == 0 else ():
+            file = tmp_path / f"checkpoint-{step}" / "rank-00001-of-00002.safetensors"
+            content = bytearray(file.read_bytes())
+            content[-1] ^= 1
+            file.write_bytes(content)
+        dist.barrier()
+
+    damage(3, 4)
+    for directory in (tmp_path, tmp_path / "checkpoint-4"):
+        words = "checkpoint-4/rank-00001.* is damaged: .* newest intact checkpoint beside it is .*/checkpoint-2$"
+        with pytest.raises(CheckpointError, match=words):
+            load_checkpoint(directory, *run)
+    load_checkpoint(tmp_path / "checkpoint-2", *run)
+    damage(1, 2)
+    with pytest.raises(CheckpointError, match="is damaged: its checksums differ from those in the manifest$"):
+        load_checkpoint(tmp_path, *run)
+
+
 # ------------------------------------------------------------------------------------------------ many files
 
 
