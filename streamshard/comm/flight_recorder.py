@@ -190,7 +190,7 @@ class FlightRecorder:
         number = _recorders.get(group, 0)  # the same on all ranks: they create recorders in the same order
         _recorders[group] = number + 1
         self._key = f"{number}/"
-        self._base, self._store = _connect(group)
+        self._base, self._store = _connect(group)  # the first is kept because `_connections` lasts as long as it
         if abort is not None:
             self._abort = weakref.WeakMethod(abort)
             thread = threading.Thread(target=_run, args=(weakref.ref(self),), name="streamshard watchdog", daemon=True)
