@@ -117,8 +117,9 @@ class StreamShard(ShardedModule):
 
         One context around several micro-batches is faster than one around each.
 
-        With ``grad_slots="all"`` gradients wait in their slots, and the next backward outside reduces them. Until then
-        steps, clipping and reading raise. With fewer slots every backward reduces. The sum is the same.
+        With ``grad_slots="all"`` gradients wait in their slots, and the next backward outside reduces them. With fewer
+        slots every backward reduces over the shard group, and the next one outside averages over replicas. While
+        gradients wait for either, steps, clipping and reading raise. The sum is the same.
         """
         self.set_requires_gradient_sync(False)
         try:

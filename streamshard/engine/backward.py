@@ -52,7 +52,9 @@ class Backward(Phase):
         self.graph: Graph | None = None
         self.computing: StreamedUnit | None = None
         self._engine = engine
-        self._leaves_unreduced = engine.plan.keeps_grads and not engine.casts.is_synced and not engine.is_alone
+        is_local = not engine.casts.is_synced and not engine.is_alone
+        self._leaves_unreduced = is_local and engine.plan.keeps_grads
+        self._leaves_unaveraged = is_local and not engine.plan.keeps_grads and engine.reductions.averages
         self._schedule = Schedule([], engine.plan.weights, engine.plan.shared, reduce=True)
         self._closed: list[Graph] = []  # of passes that it has been through
         self._recomputing: list[StreamedUnit] = []  # units of the layers that run forward, one inside the other
@@ -81,10 +83,10 @@ class Backward(Phase):
         engine = self._engine
         for unit in engine.units:
             unit.take_trainability()
-            if engine.plan.keeps_grads:
+            if unit.grads.waits:
                 unit.grads.resume()
         graph_is_reached(engine.ranks)
-        engine.reductions.due = set()
+        engine.reductions.begin(is_synced=engine.casts.is_synced)
         engine.observe(StepEvent.BACKWARD_BEGINS, ROOT_UNIT)
         engine.unshard(engine.root_unit)
         engine.root_unit.bind()
@@ -228,7 +230,9 @@ class Backward(Phase):
         self._close_pass()
         self._reduce(engine.root_unit)
         engine.root_unit.release()
-        if self._leaves_unreduced:
+        if self._leaves_unaveraged:
+            engine.reductions.complete()
+        if self._leaves_unreduced or self._leaves_unaveraged:
             for unit in engine.units:
                 unit.grads.leave_unreduced(has_trained=unit.is_trainable)
             engine.leave()

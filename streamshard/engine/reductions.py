@@ -57,6 +57,17 @@ class Reductions:
         self.used = UsedParams(units, ranks, ledger, None if replicas is None else replicas.ranks)
         self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "main grads")
 
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged over replicas."""
+        return self.replicas is not None and self.replicas.averages_grads
+
+    def begin(self, *, is_synced: bool) -> None:
+        """A backward begins, outside of ``no_sync()`` (True) or inside."""
+        self.due = set()
+        if self.replicas is not None:
+            self.replicas.begin(is_synced=is_synced)
+
     def take(self, unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
         """Copy or add `grad` [shape of the unsharded parameter] to the unit's grad slot; opens the slot (rule 3)."""
         if not unit.grads.is_open:

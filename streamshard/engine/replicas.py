@@ -6,7 +6,9 @@ unit's reduction and beside later all-gathers and reductions, while backward goe
 
 [Note: averages]
 A unit's gradients may come in several parts in one backward, each with a reduction. Averaging an average again changes
-nothing, so after each part all main grads of the unit are averaged: mean(mean(g) + h) = mean(g + h).
+nothing, so after each part all main grads of the unit are averaged: mean(mean(g) + h) = mean(g + h). For the same
+reason a backward inside ``no_sync()`` averages nothing: the first backward outside averages what has been added up,
+also of units that it does not reach itself.
 
 On CPUs the host has to complete a reduction before its average can start. It does so when the next unit's reduction
 starts: by then the first reduction is usually over.
@@ -38,17 +40,27 @@ class Replicas:
         self.ranks = ranks
         self.averages_grads = True
         self._warmup_steps: int | None = None
+        self._is_synced = True
+        self._unaveraged: dict[int, StreamedUnit] = {}  # by index: reduced inside no_sync()
         self._last: StreamedUnit | None = None  # reduced, not averaged yet
         self._under_way: dict[int, Fence] = {}  # by unit
         what, target = "main grads to average", StreamName.REPLICA
         self._written = Fence(ranks.streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what, target)
         self._reduced = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, what, target)
 
+    def begin(self, *, is_synced: bool) -> None:
+        """A backward begins, outside of ``no_sync()`` (True) or inside."""
+        self._is_synced = is_synced
+
     def add(self, unit: StreamedUnit, reduction: Work | None) -> None:
         """The reduction of `unit` was started. None: the host need not complete it (CUDA, or a shard group of one)."""
         self.flush()
         if not self.averages_grads:
             return
+        if not self._is_synced:
+            self._unaveraged[unit.index] = unit
+            return
+        self._unaveraged.pop(unit.index, None)
         self._last = unit
         if unit.grads.slot is not None:
             self._reduced.record(reduction)
@@ -118,6 +130,8 @@ class Replicas:
     def finish(self) -> None:
         """The backward is over: let the compute stream wait for all averages."""
         self.flush()
+        for index in sorted(self._unaveraged) if self._is_synced else ():
+            self.add(self._unaveraged[index], None)
         under_way, self._under_way = self._under_way, {}
         for averaged in under_way.values():
             averaged.wait()  # rule 7

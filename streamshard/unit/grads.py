@@ -104,7 +104,7 @@ class ParamGrad:
         is_written: this backward has written `in_slot`.
         is_used: this rank's graphs have made a gradient; the other ranks are told.
         is_kept: `in_main` holds the ``.grad`` from before this backward, to which the reduction is added.
-        waits: the gradient stays unreduced in the slot until a later backward reduces it.
+        waits: the gradient stays in the slot, or in main grads that replicas have not averaged, until a later backward.
         spilled: [shape of `view`] grad_dtype, a copy of `in_slot` from before another unit took the slot.
     """
 
@@ -164,9 +164,10 @@ class ParamGrad:
         grad_attribute.__set__(param, self.in_main)
         return param
 
-    def forget(self) -> None:
-        """Zero the gradient in the slot and in the main grads."""
-        self.in_slot.zero_()
+    def forget(self, *, is_in_slot: bool) -> None:
+        """Zero the gradient in the main grads, and in the slot if it waits there."""
+        if is_in_slot:
+            self.in_slot.zero_()
         self.clear()
         self.is_used = self.is_kept = False
 
@@ -187,8 +188,8 @@ class UnitGrads:
         params: in the order of the unit's parameters; filled by `add`.
         reductions: how many reductions of the unit this backward has started.
         has_unreduced: whether gradients were written since the last reduction.
-        waits: an earlier backward may have left unreduced gradients in a slot, here or on other ranks. They are reduced
-            even if the unit is frozen by then.
+        waits: an earlier backward may have left such gradients, here or on other ranks. They are reduced even if the
+            unit is frozen by then.
     """
 
     def __init__(self, index: int, slot: GradSlot | None, flat_params: Sequence[FlatParamGrads]) -> None:
@@ -352,7 +353,7 @@ class UnitGrads:
     # -- gradients that wait ----------------------------------------------------------------------------------------
 
     def leave_unreduced(self, *, has_trained: bool) -> None:
-        """End a backward with gradients left in the slot.
+        """End a backward with gradients left in the slot, or in main grads that replicas have not averaged.
 
         Args:
             has_trained: whether the unit was trainable in this backward.
@@ -361,7 +362,7 @@ class UnitGrads:
         if not self._has_taken:
             return
         for grad in self._trained:
-            if grad.is_used or grad.is_kept:
+            if grad.is_used or grad.is_kept or not self.is_open:  # main grads have the other ranks' too
                 grad.waits = True
                 keep_unreduced(grad.shard.param)
 
@@ -372,4 +373,4 @@ class UnitGrads:
                 continue
             grad.waits = False
             if not drop_unreduced(grad.shard.param):
-                grad.forget()
+                grad.forget(is_in_slot=self.is_open)

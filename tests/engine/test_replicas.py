@@ -10,14 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from streamshard import ConfigError, StreamShard, export_safetensors, full_optimizer_state_dict
+from streamshard import ConfigError, ShardingError, StreamShard, export_safetensors, full_optimizer_state_dict
 from streamshard.comm.streams import Rule
+from streamshard.inspect import engine_inside
 from streamshard.inspect.adversary import make_adversarial
 from streamshard.inspect.races import detect_races
 from streamshard.plan.memory import Category
-from tests.models import Stack, TinyLM
+from tests.models import Stack, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
@@ -77,6 +79,48 @@ def test_every_way_of_training_equals_one_shard_group(context: RankContext, shap
     for scenario in ("no_sync", "layers unused on some ranks"):  # gradients wait in slots
         found = trained(context, scenario, FP32, mesh=_mesh(*shape), weight_slots="all", grad_slots="all")
         assert_same(found, reference(context, scenario, FP32), scenario, NEAR)
+
+
+@on_ranks()
+@MESHES
+def test_micro_batches_inside_no_sync_are_averaged_once(context: RankContext, shape: tuple[int, int]) -> None:
+    """One average for each flat parameter and step, and the numbers of one shard group over all ranks."""
+    averages: list[int] = []
+
+    def step(model: nn.Module, call: Call, *, is_whole: bool) -> None:
+        stack_step(model, call)
+        model.zero_grad()  # drops what was averaged
+        averages.clear()
+        with model.no_sync():
+            model.route = (0, 2) if call.rank % 2 else (1, 2, 3)
+            stack_step(model, call)
+            model.zero_grad()  # drops what was not, some of it another rank's
+            model.route = range(5)
+            for part in range(3):
+                stack_step(model, call._replace(step=4 * call.step + part))
+            if shape[1] > 1 and engine_inside(model).reductions.replicas is not None:
+                with pytest.raises(ShardingError, match="no_sync"):
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if is_whole:
+            stack_step(model, call._replace(step=4 * call.step + 3))
+        else:
+            model.layers[2](vector_batch(call.step, call.rank)).sum().backward()
+
+    def train(mesh: DeviceMesh | None) -> dict[str, torch.Tensor]:
+        model = sharded("no_sync", FP32, mesh=mesh)
+        engine = engine_inside(model)
+        if (replicas := engine.reductions.replicas) is not None:
+            start = replicas.ranks.transport.start_average
+            replicas.ranks.transport.start_average = lambda *args: averages.append(1) or start(*args)
+        optimizer = adamw(model)
+        for number, is_whole in enumerate((True, False, True)):
+            step(model, Call(number, context.rank, context.world_size, 1.0), is_whole=is_whole)
+            assert len(averages) == (0 if mesh is None else len(engine.flat_params))
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_weights(model)
+
+    assert_same(train(_mesh(*shape)), train(None), "weights", NEAR)
 
 
 @on_ranks()
