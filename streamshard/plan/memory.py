@@ -5,8 +5,10 @@ Pure functions: everything is known before anything is allocated.
 [Note: slots]
 A unit always uses the same slots, so every unsharded parameter is made once and all addresses stay fixed. Streamed
 units (*blocks*) share the block slots: block i uses slot ``i % count``. Each slot has the size of its largest block. A
-resident unit (the root unit, embedding and head, a lone layer) has slots of its own, so it does not size the others'.
-Its weights are all-gathered once in a step and stay until backward is over.
+resident unit (the root unit, embedding and head, a lone layer) has a weight slot of its own, so it does not size the
+others'. Its weights are all-gathered once in a step and stay until backward is over. The root unit's gradients come at
+any time and have a slot of their own. The other resident units share one grad slot: backward makes the head's
+gradients first and the embedding's last, so the embedding rarely waits for the head's reduction.
 
 With "all" weight slots, every block has a slot of its own: nothing is all-gathered twice in a step (ZeRO-2), and a
 rank's shard of a unit is a range of the unit's slot if the dtypes are equal. With "all" grad slots, gradients can
@@ -70,6 +72,8 @@ def plan_slots(shared: Sequence[bool], weight_slots: SlotCount, grad_slots: Slot
         weight_slots, grad_slots: number of block slots, or "all": as many as there are blocks.
     """
     grads = _assign(shared, grad_slots)
+    if grad_slots != "all":
+        grads = _share_one(grads, shared)
     # With "all" grad slots two scratches are enough, of two reductions under way. One each would take a model / N.
     scratch = tuple(unit % 2 for unit in range(len(shared))) if grad_slots == "all" else grads
     return SlotPlan(
@@ -83,6 +87,12 @@ def _assign(shared: Sequence[bool], count: SlotCount) -> tuple[int, ...]:
     turns = blocks[-1] if count == "all" else min(count, blocks[-1])
     pairs = enumerate(zip(shared, blocks, strict=False))
     return tuple(before % turns if is_shared else turns + unit - before for unit, (is_shared, before) in pairs)
+
+
+def _share_one(slots: Sequence[int], shared: Sequence[bool]) -> tuple[int, ...]:
+    """Let all resident units but the root unit have one slot, the first one's."""
+    resident = [unit for unit, is_shared in enumerate(shared) if not is_shared and unit > 0]
+    return tuple(slots[resident[0]] if unit in resident else slot for unit, slot in enumerate(slots))
 
 
 class Category(enum.Enum):

@@ -119,10 +119,11 @@ class Schedule:
         self.log.append(unit)
         self.has_requests = True
 
-    def merge_requests(self, order: Iterable[int]) -> None:
-        """Let backward visit each unit once, in `order`, and not once for the program and once for a request.
+    def take_order(self, order: Iterable[int]) -> None:
+        """Let backward visit each unit once, in `order`, which ranks have learnt from this pass.
 
-        With two visits, gradients would be spilled outside of their slot until the last one.
+        The log may hold a unit twice, once for the program and once for a request, and it begins with the resident
+        units. Gradients would wait outside of their slot for the last visit.
 
         Args:
             order: contains the order of units of each rank as a subsequence.

@@ -65,8 +65,8 @@ class UnitOrder:
             else:
                 self._known = known
                 self.order = merge_order(known, self._streamed)
-            if schedule.has_requests and (order := join_orders(everywhere, self.order)) is not None:
-                schedule.merge_requests(merge_order(order, self._streamed))
+            if (order := join_orders(everywhere, self.order)) is not None:
+                schedule.take_order(merge_order(order, self._streamed))
         if not self.is_settled:
             self.is_settled = all(unit in self._known for unit, streamed in enumerate(self._streamed) if streamed)
 

@@ -168,6 +168,26 @@ def _tensors_behind(start: object) -> Iterator[torch.Tensor]:
 
 
 @on_ranks(2)
+def test_embedding_and_head_share_a_grad_slot_as_large_as_the_larger(context: RankContext) -> None:
+    """They are as large as several layers, and backward needs one at its beginning and the other at its end."""
+    plain = TinyLM(TinyConfig(vocabulary=160))
+    model = StreamShard(plain, precision=PRECISIONS["fp32"])
+    plan, units = engine_inside(model).plan, engine_inside(model).units
+    embedding, head = (next(unit for unit in units if unit.name == name) for name in ("embedding", "head"))
+    assert plan.grads[embedding.index] == plan.grads[head.index]
+    assert plan.grads.count(plan.grads[0]) == 1, "the root unit's gradients come at any time"
+    assert plan.weights[embedding.index] != plan.weights[head.index], "both stay until backward is over"
+    sizes = [unit.layout.padded_numel for unit in units]
+    wanted = (
+        sizes[0]
+        + 2 * max(sizes[unit.index] for unit in units if unit.is_streamed)
+        + max(sizes[embedding.index], sizes[head.index])
+    )
+    _train(model, context, steps=1)
+    assert _report(model).held_bytes["grad slots"] == 4 * wanted
+
+
+@on_ranks(2)
 def test_a_parameter_that_is_frozen_takes_no_gradient_memory(context: RankContext) -> None:
     """Neither in the report nor in its formula."""
     model = Stack()
