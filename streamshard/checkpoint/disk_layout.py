@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from streamshard.checkpoint.safetensors_file import TensorSpec
+from streamshard.checkpoint.safetensors_file import TensorSpec, contiguous_runs
 from streamshard.errors import CheckpointError
 from streamshard.integrations import huggingface
 from streamshard.torch_private import TorchDispatchMode
@@ -108,14 +108,8 @@ class Rearrangement(TorchDispatchMode):
 
     def _of_view(self, name: str, view: torch.Tensor, start: int, numel: int) -> Iterator[tuple[str, int, int]]:
         """Elements [start, start + numel) of `view` in row-major order, as (source, source start, numel)."""
-        block = _contiguous_numel(view)
-        end = start + numel
-        while start < end:
-            within = start % block
-            length = min(block - within, end - start)
-            offset = int(view.storage_offset()) + _storage_position(view, start - within) + within
+        for offset, length in contiguous_runs(view, start, numel):
             yield from self._of_storage(name, _storage(view), offset, length)
-            start += length
 
     def _of_storage(self, name: str, storage: int, offset: int, numel: int) -> Iterator[tuple[str, int, int]]:
         origin = self._origins.get(storage)
@@ -147,27 +141,6 @@ def _dim(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> int:
 def _row_numel(part: torch.Tensor, dim: int) -> int:
     """Elements of `part` that lie together when it is joined along `dim`: its size from that dim on."""
     return math.prod(part.shape[dim % part.dim() :]) if part.dim() else 1
-
-
-def _contiguous_numel(view: torch.Tensor) -> int:
-    """How many elements in row-major order are neighbours in storage, counted from any multiple of that number."""
-    numel = 1
-    for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
-        if size == 1:
-            continue
-        if stride != numel:
-            break
-        numel *= size
-    return numel
-
-
-def _storage_position(view: torch.Tensor, index: int) -> int:
-    """Where the element with row-major number `index` lies, relative to the view's first."""
-    position = 0
-    for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
-        index, along = divmod(index, size)
-        position += along * stride
-    return position
 
 
 class DiskTensor(NamedTuple):

@@ -14,14 +14,15 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from streamshard.checkpoint.safetensors_file import FileRecord, OpenFiles, copy_range, verify_files
+from streamshard.checkpoint.safetensors_file import FileRecord, OpenFiles, contiguous_runs, copy_range, verify_files
 from streamshard.comm.objects import RankGroup, run_on_all_ranks
 from streamshard.errors import CheckpointError
 from streamshard.torch_private import is_traceable_wrapper_subclass
@@ -36,11 +37,40 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")  # in the checkpoi
 
 
 class PieceRecord(NamedTuple):
-    """File number `file` holds elements [start, stop) of a flattened tensor, under the tensor's name, 1-D."""
+    """A piece of a tensor, in file number `file`, under the tensor's name, 1-D.
+
+    The piece holds elements [start, stop) of the flattened box. For example, columns 4 to 8 of a tensor of shape [6, 8]
+    are the box ((0, 6), (4, 8)), and elements [4, 12) of this box are rows 1 and 2 of these columns.
+
+    Attributes:
+        file: its place in the manifest's list of files.
+        start: first element.
+        stop: after the last element.
+        box: start and stop in each dimension of the whole tensor; None is the whole tensor.
+    """
 
     file: int
     start: int
     stop: int
+    box: tuple[tuple[int, int], ...] | None = None
+
+    def box_in(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """The box, in a whole tensor of this shape."""
+        return tuple((0, size) for size in shape) if self.box is None else self.box
+
+    def is_inside(self, shape: Sequence[int]) -> bool:
+        """Whether the box lies inside the whole tensor, and the piece inside the box. It may come from anybody.
+
+        Raises:
+            ValueError: the box does not have a start and a stop in each dimension.
+        """
+        box = self.box_in(shape)
+        numbers = (self.start, self.stop, *shape, *chain.from_iterable(box))
+        return (
+            all(type(number) is int for number in numbers)
+            and all(0 <= lower <= upper <= size for (lower, upper), size in zip(box, shape, strict=True))
+            and 0 <= self.start <= self.stop <= math.prod(upper - lower for lower, upper in box)
+        )
 
 
 class Read(NamedTuple):
@@ -53,12 +83,12 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor, in pieces that lie one after another.
+    """A tensor, in pieces that together hold each of its elements once.
 
     Attributes:
         shape: of the whole.
         dtype: name of a torch.dtype.
-        pieces: by `start`.
+        pieces: in any order.
     """
 
     shape: tuple[int, ...]
@@ -104,6 +134,8 @@ class Manifest:
     def encode(self) -> bytes:
         """The file's content."""
         content = {**asdict(self), "files": [record._asdict() for record in self.files]}
+        for record in content["tensors"].values():
+            record["pieces"] = [piece[:3] if piece.box is None else piece for piece in record["pieces"]]
         body = json.dumps({"format": FORMAT, **content}, allow_nan=False, separators=(",", ":")).encode()
         return _HEAD.format(hashlib.sha256(body).hexdigest()).encode() + body + _TAIL.encode()
 
@@ -139,16 +171,23 @@ def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
     if strange := [record.name for record in records if not _FILE_NAME.fullmatch(record.name)]:
         raise CheckpointError(f"files have the names {strange!r:.80}, wanted some in the directory")
     found = {
-        name: TensorRecord(tuple(each["shape"]), each["dtype"], tuple(PieceRecord(*piece) for piece in each["pieces"]))
+        name: TensorRecord(tuple(each["shape"]), each["dtype"], tuple(_piece_of(*piece) for piece in each["pieces"]))
         for name, each in tensors.items()
     }
     for name, record in found.items():
         itemsize = record.torch_dtype.itemsize
-        if any(stop - start > records[file].size_bytes // itemsize for file, start, stop in record.pieces):
+        if not all(piece.is_inside(record.shape) for piece in record.pieces):
+            raise CheckpointError(f"tensor {name!r:.80} has pieces outside of its shape {list(record.shape)!r:.80}")
+        if any(piece.stop - piece.start > records[piece.file].size_bytes // itemsize for piece in record.pieces):
             raise CheckpointError(f"tensor {name!r:.80} exceeds its files")
-        if record.numel != sum(stop - start for _, start, stop in record.pieces):
+        if record.numel != sum(piece.stop - piece.start for piece in record.pieces):
             raise CheckpointError(f"tensor {name!r:.80} has another number of elements than {list(record.shape)!r:.80}")
     return Manifest(files=records, tensors=found, **others)
+
+
+def _piece_of(file: int, start: int, stop: int, box: Iterable[tuple[int, int]] | None = None) -> PieceRecord:
+    """The piece. JSON has lists in the place of tuples."""
+    return PieceRecord(file, start, stop, None if box is None else tuple((lower, upper) for lower, upper in box))
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
@@ -187,7 +226,7 @@ class CheckpointFiles(OpenFiles):
 
     def map_for(self, read: Read) -> None:
         """Map the files that hold what `read` wants, so that `read_tensor` works even if they are deleted."""
-        for piece, _, _ in self._overlaps(read):
+        for piece, _ in self._overlaps(read):
             self.open(self._name(piece))
 
     def read_tensor(self, read: Read) -> None:
@@ -197,11 +236,12 @@ class CheckpointFiles(OpenFiles):
             CheckpointError: names what is not where the manifest says.
         """
         dtype = self.manifest.tensors[read.name].torch_dtype
-        for piece, first, last in self._overlaps(read):
+        for piece, runs in self._overlaps(read):
             stored = self.stored(self._name(piece), read.name)
             if stored.shape != (piece.stop - piece.start,) or stored.dtype != dtype:
                 raise CheckpointError(f"{self.root / self._name(piece)} does not hold what it should of {read.name!r}")
-            copy_range(stored, first - piece.start, read.target[first - read.start : last - read.start])
+            for place, first, last in runs:
+                copy_range(stored, place, read.target[first - read.start : last - read.start])
 
     def read_whole(self, name: str) -> torch.Tensor:
         """A tensor, in new CPU memory."""
@@ -213,13 +253,22 @@ class CheckpointFiles(OpenFiles):
     def _name(self, piece: PieceRecord) -> str:
         return self.manifest.files[piece.file].name
 
-    def _overlaps(self, read: Read) -> Iterator[tuple[PieceRecord, int, int]]:
-        """Pieces that hold some of what is read, and which elements [first, last) of the whole."""
-        stop = read.start + read.target.numel()
-        for piece in self.manifest.tensors[read.name].pieces:
-            first, last = max(piece.start, read.start), min(piece.stop, stop)
-            if first < last:
-                yield piece, first, last
+    def _overlaps(self, read: Read) -> Iterator[tuple[PieceRecord, list[tuple[int, int, int]]]]:
+        """Pieces that hold some of what is read, each with runs of it.
+
+        A run is (place in the piece, first, last): elements [first, last) of the whole lie there.
+        """
+        record, stop = self.manifest.tensors[read.name], read.start + read.target.numel()
+        whole = torch.empty(record.shape, device="meta")
+        for piece in record.pieces:
+            view, place, runs = whole[tuple(slice(*each) for each in piece.box_in(record.shape))], 0, []
+            for start, numel in contiguous_runs(view, piece.start, piece.stop - piece.start):
+                first, last = max(start, read.start), min(start + numel, stop)
+                if first < last:
+                    runs.append((place + first - start, first, last))
+                place += numel
+            if runs:
+                yield piece, runs
 
 
 # ------------------------------------------------------------------------------------------------ values as JSON

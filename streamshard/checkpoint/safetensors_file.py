@@ -268,6 +268,37 @@ class OpenFiles:
         return tensor
 
 
+def contiguous_runs(view: torch.Tensor, start: int, numel: int) -> Iterator[tuple[int, int]]:
+    """Elements [start, start + numel) of `view` in row-major order, as runs of its storage: (first element, number)."""
+    block, end = _contiguous_numel(view), start + numel
+    while start < end:
+        within = start % block
+        length = min(block - within, end - start)
+        yield int(view.storage_offset()) + _storage_position(view, start - within) + within, length
+        start += length
+
+
+def _contiguous_numel(view: torch.Tensor) -> int:
+    """How many elements in row-major order are neighbours in storage, counted from any multiple of that number."""
+    numel = 1
+    for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
+        if size == 1:
+            continue
+        if stride != numel:
+            break
+        numel *= size
+    return numel
+
+
+def _storage_position(view: torch.Tensor, index: int) -> int:
+    """Where the element with row-major number `index` lies, relative to the view's first."""
+    position = 0
+    for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
+        index, along = divmod(index, size)
+        position += along * stride
+    return position
+
+
 def copy_range(stored: torch.Tensor, start: int, target: torch.Tensor) -> None:
     """Fill `target` by elements [start, start + target.numel()) of `stored` flattened, converted. Memory: one chunk.
 
