@@ -150,13 +150,6 @@ class DiskTensor(NamedTuple):
     runs: tuple[Run, ...]
 
 
-class LocalPiece(NamedTuple):
-    """What this rank holds of a parameter, buffer or disk tensor: elements [start, start + data.numel()), 1-D."""
-
-    start: int
-    data: torch.Tensor
-
-
 class Range(NamedTuple):
     """Elements [start, stop) of the flattened tensor `name`, of which `shape` and `dtype` are those of the whole."""
 
@@ -168,7 +161,7 @@ class Range(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Elements [start, start + data.numel()) of the flattened tensor `name`, as a rank saves them.
+    """What a rank holds of the tensor `name`: elements [start, start + data.numel()) of the flattened tensor.
 
     Attributes:
         name: of the tensor; on all ranks that have some of it the same.
@@ -271,7 +264,7 @@ def plan_disk(
     ]
 
 
-def local_pieces(model: nn.Module, shards: Sequence[ParamShard], *, buffers: bool) -> dict[str, LocalPiece]:
+def local_pieces(model: nn.Module, shards: Sequence[ParamShard], *, buffers: bool) -> dict[str, Piece]:
     """What this rank holds, by parameter name; with `buffers`, persistent buffers too, whole.
 
     Buffers that are not contiguous are copied.
@@ -279,26 +272,25 @@ def local_pieces(model: nn.Module, shards: Sequence[ParamShard], *, buffers: boo
     Raises:
         CheckpointError: a buffer has no values.
     """
-    pieces = {shard.name: LocalPiece(shard.local.start, shard.main) for shard in shards}
+    pieces = {shard.name: Piece(shard.name, shard.layout.shape, shard.local.start, shard.main) for shard in shards}
     if buffers:
         for name, source in saved_names(model, shards).items():
             if source not in pieces:
                 buffer = model.get_buffer(name)
                 if buffer.is_meta:
                     raise CheckpointError(f"buffer {name!r} is on the meta device: it has no values")
-                pieces[source] = LocalPiece(0, buffer.detach().reshape(-1))
+                pieces[source] = Piece.whole(source, buffer.detach())
     return pieces
 
 
-def overlaps(runs: Iterable[Run], pieces: Mapping[str, LocalPiece]) -> Iterator[LocalPiece]:
-    """The ranges of a tensor that consists of `runs` of which `pieces` hold the elements."""
+def overlaps(runs: Iterable[Run], pieces: Mapping[str, Piece]) -> Iterator[tuple[int, torch.Tensor]]:
+    """What `pieces` hold of a tensor that consists of `runs`: each first element, and the data from there on."""
     for run in (run for run in runs if run.source in pieces):
         piece = pieces[run.source]
         first = max(run.source_start, piece.start)
         last = min(run.source_start + run.numel, piece.start + piece.data.numel())
         if first < last:
-            data = piece.data[first - piece.start : last - piece.start]
-            yield LocalPiece(first + run.start - run.source_start, data)
+            yield first + run.start - run.source_start, piece.data[first - piece.start : last - piece.start]
 
 
 def whole_tensors(

@@ -39,7 +39,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
 from streamshard.checkpoint.directory import Partial, create_partial, remove_partial
-from streamshard.checkpoint.disk_layout import LocalPiece, local_pieces, overlaps, plan_disk, saved_names
+from streamshard.checkpoint.disk_layout import local_pieces, overlaps, plan_disk, saved_names
 from streamshard.checkpoint.manifest import MANIFEST_NAME
 from streamshard.checkpoint.safetensors_file import (
     CHUNK_BYTES,
@@ -59,6 +59,9 @@ from streamshard.errors import CheckpointError, ConfigError, log
 from streamshard.integrations import huggingface
 from streamshard.unit.shard import ParamShard
 
+Held = Mapping[str, Sequence[tuple[int, torch.Tensor]]]
+"""By tensor, the ranges of it that a rank holds: the first element, and the data from there on, 1-D."""
+
 _NUMBERED = re.compile(r"model-([0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
 
 
@@ -77,7 +80,7 @@ def export_shards(
         floating_dtype(dtype),
     )
 
-    def plan() -> tuple[list[TensorSpec], dict[str, list[LocalPiece]]]:
+    def plan() -> tuple[list[TensorSpec], Held]:
         huggingface.check_exportable(model)
         pieces = local_pieces(model, shards, buffers=group.is_first)
         if group.replica:  # replicas hold the same, or in local SGD nearly the same: one of them writes
@@ -123,7 +126,7 @@ def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 def write_sharded(
     specs: Sequence[TensorSpec],
-    held: Mapping[str, Sequence[LocalPiece]],
+    held: Held,
     root: Path,
     group: RankGroup,
     max_file_bytes: int,
@@ -236,9 +239,7 @@ def _create(
     return partial.name, names
 
 
-def _write(
-    partial: Path, files: Sequence[FileLayout], specs: Sequence[TensorSpec], held: Mapping[str, Sequence[LocalPiece]]
-) -> int:
+def _write(partial: Path, files: Sequence[FileLayout], specs: Sequence[TensorSpec], held: Held) -> int:
     """Write this rank's ranges, file by file. Returns the number of bytes."""
     staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
     memory = bytes_of(staging)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from streamshard.checkpoint.disk_layout import (
-    LocalPiece,
+    Piece,
     Rearrangement,
     Run,
     local_pieces,
@@ -97,7 +97,7 @@ def load_shards(
             "them: load again; or the disks of two hosts hold different copies"
         )
 
-    def compare() -> tuple[dict[str, list[Run]], Difference, dict[str, LocalPiece]]:
+    def compare() -> tuple[dict[str, list[Run]], Difference, dict[str, Piece]]:
         return *_compare(model, shards, stored.tensors), local_pieces(model, shards, buffers=True)
 
     runs, difference, pieces = run_on_all_ranks(group, doing, compare)
@@ -206,7 +206,7 @@ def _check_kind(there: torch.Tensor, wanted: torch.Tensor) -> None:
         raise CheckpointError(f"is {there.dtype}, wanted {wanted.dtype}")
 
 
-def put_back_buffers(model: nn.Module, pieces: Mapping[str, LocalPiece]) -> None:
+def put_back_buffers(model: nn.Module, pieces: Mapping[str, Piece]) -> None:
     """Copy loaded values into buffers that are not contiguous: they were read into contiguous copies."""
     with torch.no_grad():
         for name, buffer in model.named_buffers(remove_duplicate=False):

@@ -202,8 +202,6 @@ class Plan:
 
     def _plan_model(self, name: str, model: nn.Module, engine: Engine, saved: Mapping[str, Any]) -> None:
         pieces = local_pieces(model, engine.param_shards, buffers=True)
-        shapes = {shard.name: shard.layout.shape for shard in engine.param_shards}
-        shapes |= {name: tuple(model.get_buffer(name).shape) for name in pieces.keys() - shapes.keys()}
         found: dict[str, str] = {}
         for each, source in saved_names(model, engine.param_shards).items():  # of tied names any will do
             if each in saved["names"]:
@@ -212,10 +210,10 @@ class Plan:
         wrong = {"missing": sorted(pieces.keys() - found.keys()), "unexpected": unexpected, "mismatched": []}
         for here, there in found.items():
             tensor = self._name_there(f"{name}/{there}", _of_replica(engine))
-            shape = self._tensors[tensor].shape
-            if shape != shapes[here]:
-                wrong["mismatched"].append(f"{here} (is {list(shape)}, wanted {list(shapes[here])})")
-            self.reads.append(Read(tensor, pieces[here].start, pieces[here].data))
+            shape, piece = self._tensors[tensor].shape, pieces[here]
+            if shape != piece.shape:
+                wrong["mismatched"].append(f"{here} (is {list(shape)}, wanted {list(piece.shape)})")
+            self.reads.append(Read(tensor, piece.start, piece.data))
         self.filled[name] = set(found)
         self.finish.append(partial(put_back_buffers, model, pieces))
         if told := ", ".join(f"{kind} {_listed(names)}" for kind, names in wrong.items() if names):

@@ -253,15 +253,9 @@ def collect(parts: Parts) -> Collected:
 
 
 def _collect_model(name: str, model: nn.Module, engine: Engine, pieces: list[Piece]) -> dict[str, Any]:
-    is_first = engine.ranks.is_first
-    held = local_pieces(model, engine.param_shards, buffers=is_first)
-    for shard in engine.param_shards:
-        piece = held.pop(shard.name)
-        if (saved_name := name_here(f"{name}/{shard.name}", engine)) is not None:
-            pieces.append(Piece(saved_name, shard.layout.shape, piece.start, piece.data))
-    if is_first:
-        buffers = {buffer: tuple(model.get_buffer(buffer).shape) for buffer in held}
-        pieces.extend(Piece(f"{name}/{buffer}", buffers[buffer], 0, piece.data) for buffer, piece in held.items())
+    for piece in local_pieces(model, engine.param_shards, buffers=engine.ranks.is_first).values():
+        if (saved_name := name_here(f"{name}/{piece.name}", engine)) is not None:
+            pieces.append(piece._replace(name=saved_name))
     return {"class": class_name(model), "names": saved_names(model, engine.param_shards)}
 
 

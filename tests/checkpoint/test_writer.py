@@ -15,7 +15,6 @@ import torch
 
 from streamshard.checkpoint import export as exports_module
 from streamshard.checkpoint import safetensors_file
-from streamshard.checkpoint.disk_layout import LocalPiece
 from streamshard.checkpoint.export import export_shards, write_sharded
 from streamshard.checkpoint.safetensors_file import TensorSpec
 from streamshard.errors import CheckpointError
@@ -45,7 +44,7 @@ def _write(
     directory: Path, numel: int, dtype: torch.dtype, start: int, data: torch.Tensor, group: ThreadGroup | None = None
 ) -> list[str]:
     """Export one tensor, of which this rank has a range."""
-    held = {"weight": [LocalPiece(start, data)]}
+    held = {"weight": [(start, data)]}
     group = group or ThreadGroup(0, threading.Barrier(1), [None])
     return write_sharded(
         [TensorSpec("weight", (numel,), dtype)], held, directory, group, 1 << 40, numel, lambda staging: None
