@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from streamshard.checkpoint.directory import checkpoints_in, latest, no_checkpoint
-from streamshard.checkpoint.manifest import CheckpointFiles, Manifest, TensorRecord, check_sizes, read_manifest
+from streamshard.checkpoint.directory import check_sizes, checkpoints_in, latest, no_checkpoint
+from streamshard.checkpoint.manifest import CheckpointFiles, Manifest, TensorRecord, read_manifest
 from streamshard.comm.objects import RankGroup
 from streamshard.config import __version__
 from streamshard.errors import CheckpointError, ConfigError, StreamShardError, printable

@@ -26,7 +26,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from streamshard.checkpoint.manifest import MANIFEST_NAME, CheckpointFiles, Manifest, check_sizes, read_manifest
+from streamshard.checkpoint.manifest import MANIFEST_NAME, CheckpointFiles, Manifest, read_manifest
 from streamshard.checkpoint.safetensors_file import sync_directory, write_all
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, log, printable
@@ -136,6 +136,19 @@ def _read_whole(path: Path) -> Manifest:
     manifest = read_manifest(path)
     check_sizes(path, manifest)
     return manifest
+
+
+def check_sizes(directory: Path, manifest: Manifest) -> None:
+    """Raise a CheckpointError unless all files are there, as long as they were. Their contents are not looked at."""
+    for record in manifest.files:
+        try:
+            size_bytes = os.stat(directory / record.name).st_size
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{directory} is not whole: {record.name}: {error.strerror}") from error
+        if size_bytes != record.size_bytes:
+            raise CheckpointError(
+                f"{directory} is not whole: {record.name} has {size_bytes} bytes, was written with {record.size_bytes}"
+            )
 
 
 def _children(directory: Path) -> list[Path]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import sys
 from collections import Counter
@@ -43,9 +42,6 @@ class PieceRecord(NamedTuple):
     are the box ((0, 6), (4, 8)), and elements [4, 12) of this box are rows 1 and 2 of these columns.
 
     Attributes:
-        file: its place in the manifest's list of files.
-        start: first element.
-        stop: after the last element.
         box: start and stop in each dimension of the whole tensor; None is the whole tensor.
     """
 
@@ -188,19 +184,6 @@ def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
 def _piece_of(file: int, start: int, stop: int, box: Iterable[tuple[int, int]] | None = None) -> PieceRecord:
     """The piece. JSON has lists in the place of tuples."""
     return PieceRecord(file, start, stop, None if box is None else tuple((lower, upper) for lower, upper in box))
-
-
-def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Raise a CheckpointError unless all files are there, as long as they were. Their contents are not looked at."""
-    for record in manifest.files:
-        try:
-            size_bytes = os.stat(directory / record.name).st_size
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{directory} is not whole: {record.name}: {error.strerror}") from error
-        if size_bytes != record.size_bytes:
-            raise CheckpointError(
-                f"{directory} is not whole: {record.name} has {size_bytes} bytes, was written with {record.size_bytes}"
-            )
 
 
 class CheckpointFiles(OpenFiles):
