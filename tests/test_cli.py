@@ -142,9 +142,18 @@ def test_errors_are_one_line_and_an_exit_code(saved: Path, tmp_path: Path, capsy
         assert left.value.code == 2
 
 
-def test_it_is_a_program_with_the_packages_version(saved: Path) -> None:
-    run = [sys.executable, "-m", "streamshard", "inspect", str(saved / "checkpoint-9")]
+def test_it_is_a_program_that_imports_no_integration(saved: Path) -> None:
+    """As ``python -m streamshard`` runs it, in a fresh interpreter; the package's version is the installed one."""
+    others = "accelerate", "datasets", "peft", "transformers", "trl"
+    code = f"""
+import runpy, sys, streamshard
+print([name for name in {others} if name in sys.modules])
+runpy.run_module("streamshard", run_name="__main__", alter_sys=True)
+"""
+    run = [sys.executable, "-c", code, "inspect", str(saved / "checkpoint-9")]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "verified: all is as written" in done.stdout
+    imported, *lines = done.stdout.splitlines()
+    assert imported == "[]"
+    assert "verified: all is as written" in lines
     assert streamshard.__version__ == importlib.metadata.version("streamshard")
