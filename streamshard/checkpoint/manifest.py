@@ -101,6 +101,13 @@ class TensorRecord:
         """The dtype with that name."""
         return dtype_named(self.dtype)
 
+    def runs_of(self, piece: PieceRecord) -> Iterator[tuple[int, int]]:
+        """Where the elements of `piece` lie in the flattened tensor: (first element, number), in the piece's order."""
+        if piece.box is None:
+            return iter([(piece.start, piece.stop - piece.start)])
+        box = torch.empty(self.shape, device="meta")[tuple(slice(*each) for each in piece.box)]
+        return contiguous_runs(box, piece.start, piece.stop - piece.start)
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -176,8 +183,9 @@ def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
             raise CheckpointError(f"tensor {name!r:.80} has pieces outside of its shape {list(record.shape)!r:.80}")
         if any(piece.stop - piece.start > records[piece.file].size_bytes // itemsize for piece in record.pieces):
             raise CheckpointError(f"tensor {name!r:.80} exceeds its files")
-        if record.numel != sum(piece.stop - piece.start for piece in record.pieces):
-            raise CheckpointError(f"tensor {name!r:.80} has another number of elements than {list(record.shape)!r:.80}")
+        runs = sorted(run for piece in record.pieces for run in record.runs_of(piece) if run[1])
+        if [start for start, _ in runs] + [record.numel] != [0] + [start + numel for start, numel in runs]:
+            raise CheckpointError(f"the pieces of tensor {name!r:.80} leave out some elements, or hold some twice")
     return Manifest(files=records, tensors=found, **others)
 
 
@@ -242,10 +250,9 @@ class CheckpointFiles(OpenFiles):
         A run is (place in the piece, first, last): elements [first, last) of the whole lie there.
         """
         record, stop = self.manifest.tensors[read.name], read.start + read.target.numel()
-        whole = torch.empty(record.shape, device="meta")
         for piece in record.pieces:
-            view, place, runs = whole[tuple(slice(*each) for each in piece.box_in(record.shape))], 0, []
-            for start, numel in contiguous_runs(view, piece.start, piece.stop - piece.start):
+            place, runs = 0, []
+            for start, numel in record.runs_of(piece):
                 first, last = max(start, read.start), min(start + numel, stop)
                 if first < last:
                     runs.append((place + first - start, first, last))

@@ -235,6 +235,8 @@ STRANGE: dict[str, Callable[[Any], object]] = {
     "a dtype that is none": lambda c: _set(c, *TENSOR, "dtype", "load"),
     "a file that there is not": lambda c: _set(c, *TENSOR, "pieces", [[7, 0, 2]]),
     "a hole": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 1]]),
+    "an element twice": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 1], [0, 0, 1]]),
+    "an element of a box twice": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 1, [[0, 1]]], [0, 0, 1, [[0, 2]]]]),
     "a shape that is too large": lambda c: c["tensors"]["extra.values[0]"].update(
         shape=[1 << 40], pieces=[[0, 0, 1 << 40]]
     ),
