@@ -166,7 +166,7 @@ class FlightRecorder:
     Attributes:
         log: this rank's log.
         names: names of units, by tag; for messages.
-        wait: what this rank's host waits for, in words, and Unix time of its start; None: it does not wait.
+        wait: what this rank's host waits for, whose text says it, and Unix time of its start; None: it does not wait.
         difference: why the wait can never succeed; None: the watchdog has found no reason.
     """
 
@@ -175,7 +175,7 @@ class FlightRecorder:
     ) -> None:
         self.log = Log()
         self.names: Sequence[str] = ()
-        self.wait: tuple[str, float] | None = None
+        self.wait: tuple[object, float] | None = None
         self.difference: str | None = None
         self._rank, self._world_size = (0, 1) if group is None else (group.rank(), group.size())
         others = range(1, min(self._world_size, _MOST_PEERS + 1))

@@ -45,24 +45,26 @@ class Guard:
         action: what happens inside, such as "the gather of".
         subject: what `action` is about, such as a unit's name; "" if nothing.
 
-    Attributes:
-        what: the wait, in words.
-
     Raises:
         CommunicationError: on entry, if `ranks` has failed before.
     """
 
-    __slots__ = ("_outer", "_ranks", "what")
+    __slots__ = ("_action", "_outer", "_ranks", "_subject")
 
     def __init__(self, ranks: RankGroup, action: str, subject: str = "") -> None:
         self._ranks = ranks
-        self.what = f"{action} {subject!r}" if subject else action
+        self._action = action
+        self._subject = subject
+
+    def __str__(self) -> str:
+        """The wait, in words. Made when somebody asks: each layer has several waits."""
+        return f"{self._action} {self._subject!r}" if self._subject else self._action
 
     def __enter__(self) -> None:
         ranks = self._ranks
         if ranks.failure is not None:
-            raise CommunicationError(f"{self.what} is not possible any more: {ranks.failure}")
-        self._outer, ranks.recorder.wait = ranks.recorder.wait, (self.what, time.time())
+            raise CommunicationError(f"{self} is not possible any more: {ranks.failure}")
+        self._outer, ranks.recorder.wait = ranks.recorder.wait, (self, time.time())
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         ranks = self._ranks
@@ -70,10 +72,10 @@ class Guard:
         if error is None or (ranks.failure is not None and isinstance(error, StreamShardError)):
             return
         if not isinstance(error, RuntimeError) or isinstance(error, (StreamShardError, *_OWN)):
-            ranks.fail(f"{self.what} ended with {type(error).__name__}: {error}")
+            ranks.fail(f"{self} ended with {type(error).__name__}: {error}")
             return
         ranks.abort()  # so that the others show their logs
-        message = f"{self.what} failed on {ranks.recorder}: {ranks.recorder.explain(error)}"
+        message = f"{self} failed on {ranks.recorder}: {ranks.recorder.explain(error)}"
         ranks.fail(message)
         raise CommunicationError(message) from error
 

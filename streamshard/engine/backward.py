@@ -355,6 +355,9 @@ def _take(
 
 def _on_grad(engine: Engine, unit: StreamedUnit, param_index: int, grad: torch.Tensor) -> None:
     phase = engine.phase
+    if type(phase) is Backward and not (grad.requires_grad or phase.has_ended):
+        phase.take(unit, param_index, grad)
+        return
     if grad.requires_grad or phase is not None and phase.is_forward:
         name = unit.params[param_index].name
         if grad.requires_grad:
