@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import FlightRecorder, RecordKind
-from streamshard.comm.groups import alive, close_connections, host_group_of
+from streamshard.comm.groups import CONTROL_TIMEOUT, alive, close_connections, host_group_of
 from streamshard.errors import CheckpointError, CommunicationError, ShardingError, StreamShardError
 from streamshard.torch_private import AllgatherOptions
 
@@ -89,7 +89,7 @@ class RankGroup:
         replica: number of this rank's replica of the model.
         has_streams: the ranks are on devices.
         meeting: what an exchange is, in errors.
-        timeout: of an exchange; None: the group's own. With a timeout no watchdog looks: a disk may be slow.
+        timeout: of an exchange; None: `CONTROL_TIMEOUT`. With a timeout no watchdog looks: a disk may be slow.
 
     Attributes:
         number: this rank's number, from 0.
@@ -219,10 +219,16 @@ class RankGroup:
     def _all_gather(self, group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
         results = tensor.new_empty(group.size(), tensor.numel())
         options = AllgatherOptions()
-        if self._timeout is not None:
-            options.timeout = self._timeout
+        options.timeout = self._timeout or CONTROL_TIMEOUT
         group.allgather([list(results.unbind())], [tensor], options).wait()
         return results
+
+    def any_rank(self, value: bool) -> bool:
+        """Whether `value` is true on any rank, replicas included. Blocks the host, but no device stream."""
+        if self.total_size == 1:
+            return value
+        with self.talk("a vote of all ranks", RecordKind.VOTE):
+            return bool(self._all_gather(self.host_group, torch.tensor([value])).any())
 
     def of_first(self, value: object) -> Any:
         """The first rank's `value`, pickled. Blocks; for set-up."""
