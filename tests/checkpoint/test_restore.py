@@ -42,6 +42,7 @@ from streamshard import (
 from streamshard.checkpoint import background, run_parts, save
 from streamshard.checkpoint.dcp import from_dcp, to_dcp
 from streamshard.checkpoint.manifest import decode, encode
+from streamshard.comm import flight_recorder
 from streamshard.comm.communicator import Communicator
 from streamshard.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError, ShardingError
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
@@ -389,6 +390,7 @@ def test_a_rank_that_dies_before_the_first_save_in_the_background_is_missed(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(background, "MADE_WITHIN", datetime.timedelta(seconds=0.5))
+        patch.setattr(flight_recorder, "_LOGS_WITHIN_S", 0.2)
         if context.rank == 1:
             patch.setattr(save, "background_ranks", die)
         error, words = (SystemExit, None) if context.rank == 1 else (CommunicationError, "making a group .* on rank 0")
@@ -451,7 +453,9 @@ _DIES = """
     import os, signal, sys, time, torch, torch.distributed as dist
     from streamshard import StreamShard, save_checkpoint
     from streamshard.checkpoint import save
+    from streamshard.comm import flight_recorder
     from streamshard.errors import CheckpointError, StreamShardError
+    flight_recorder._LOGS_WITHIN_S = 0.2
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = StreamShard(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))))
