@@ -320,11 +320,13 @@ def _is_saved(context: RankContext, path: Path, settings: dict[str, Any]) -> lis
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("saved_by", [1, 2, 3, 4])
-def test_any_number_of_ranks_loads_what_any_has_saved(ranks: RankPool, tmp_path: Path, saved_by: int) -> None:
+@pytest.mark.parametrize(("saved_by", "loading"), [(1, [2]), (2, [1, 2, 3]), (3, [3, 4]), (4, [1])])
+def test_any_number_of_ranks_loads_what_any_has_saved(
+    ranks: RankPool, tmp_path: Path, saved_by: int, loading: list[int]
+) -> None:
     """With other units, slots and layouts too: losses to rounding, and to the bit where all is the same."""
     wanted = ranks(saved_by).run(_is_saved, tmp_path, {})[0]
-    for loaded_by in (1, 2, 3, 4):
+    for loaded_by in loading:
         settings = OTHERS[loaded_by % len(OTHERS) if loaded_by != saved_by else 0]
         found = ranks(loaded_by).run(_goes_on, tmp_path, settings)[0]
         if loaded_by == saved_by:
@@ -637,7 +639,6 @@ def _failing(number: int, is_done: bool) -> Iterator[Callable[[], bool]]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)  # would be all that this test waits for
         for name in ("open", "pwrite", "fsync", "rename", "unlink", "mkdir", "rmdir"):
             patch.setattr(os, name, watch(getattr(os, name), name))
         yield lambda: count > number

@@ -150,7 +150,7 @@ def _warnings() -> Iterator[queue.Queue[str]]:
     told: queue.Queue[str] = queue.Queue()
     handler = logging.Handler()
     handler.emit = lambda record: told.put(record.getMessage())  # type: ignore[method-assign]
-    constants = {"_PATIENCE_S": 0.05, "_REPORT_AFTER_S": 0.3, "_SHOW_AFTER_S": 0.1}
+    constants = {"_PATIENCE_S": 0.05, "_REPORT_AFTER_S": 0.15, "_SHOW_AFTER_S": 0.1}
     log.addHandler(handler)
     try:
         with mock.patch.multiple(recorder, **constants):

@@ -343,7 +343,7 @@ def _wait_for_rank_1(context: RankContext) -> str:
 @pytest.mark.ranks
 def test_a_rank_that_does_not_come_ends_in_an_error_after_the_groups_timeout() -> None:
     """The error names the missing rank, and the wait."""
-    with open_pool(group_timeout_s=2.0) as pool:
+    with open_pool(group_timeout_s=1.5) as pool:
         message, _ = pool(2).run(_wait_for_rank_1)
-    assert "timed out after 2 s of waiting for ranks [1]" in message
+    assert "timed out after 1.5 s of waiting for ranks [1]" in message
     assert "waiting for all ranks between two forwards failed on rank 0 of 2" in message

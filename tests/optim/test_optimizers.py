@@ -204,6 +204,8 @@ def _plain(name: str, weights: dict[str, Tensor] | None = None) -> tuple[nn.Modu
 
 
 STATEFUL = [name for name in OPTIMIZERS if name != "SGD"]
+# Tensors alone, a count beside them, products, state that is there from the start, learning rates.
+KINDS_OF_STATE = ["SGD, nesterov", "AdamW", "NAdam", "Adagrad", "ASGD"]
 
 
 @pytest.mark.parametrize("name", STATEFUL)
@@ -229,7 +231,7 @@ def test_state_of_two_ranks_is_resumed_by_three_and_by_plain_torch(ranks: RankPo
     assert_same(on_three, dict(resumed.state_dict()), "weights", NEAR)
 
 
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("name", KINDS_OF_STATE)
 def test_state_of_plain_torch_is_resumed_by_two_ranks(ranks: RankPool, name: str) -> None:
     """A run that started on one device goes on sharded."""
     plain, optimizer = _plain(name)
@@ -315,8 +317,7 @@ WAYS: dict[str, dict[str, Any]] = {"plain": {"foreach": False}, "foreach": {"for
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("way", list(WAYS))
-@pytest.mark.parametrize("name", ["AdamW", "SGD, nesterov", "Adagrad"])
+@pytest.mark.parametrize(("name", "way"), [("AdamW", "fused"), ("SGD, nesterov", "foreach"), ("Adagrad", "plain")])
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_whole_state_is_cut_when_the_optimizer_itself_loads_it(
     context: RankContext, name: str, way: str, has_stepped: bool
@@ -342,7 +343,7 @@ def test_whole_state_is_cut_when_the_optimizer_itself_loads_it(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("name", KINDS_OF_STATE)
 def test_state_from_before_sharding_is_taken_over(context: RankContext, name: str) -> None:
     """A model that has trained for a while is sharded; its optimizer goes on."""
     plain, theirs = _plain(name)
