@@ -256,10 +256,16 @@ MEMORY_OF: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("precision", [FP32, Precision(param_dtype=torch.bfloat16)])
-@pytest.mark.parametrize("slots", [2, "all"])
-@pytest.mark.parametrize("name", list(MEMORY_OF))
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "name", "slots", "precision"),
+    [
+        (1, "data", 2, FP32),
+        (2, "data", 2, FP32),
+        (2, "detached", "all", FP32),
+        (2, "in a dictionary", "all", Precision()),
+    ],
+)
 def test_views_of_main_weights_are_not_pickled(
     context: RankContext, name: str, slots: Any, precision: Precision
 ) -> None:

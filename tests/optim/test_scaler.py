@@ -141,13 +141,12 @@ def test_gradients_that_wait_in_slots_are_not_unscaled(context: RankContext, way
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("slots", "way"), [("ZeRO-3", "plain"), ("ZeRO-1", "fused")])
-def test_fp16_training_ends_near_fp32(context: RankContext, slots: str, way: str) -> None:
+def test_fp16_training_ends_near_fp32(context: RankContext) -> None:
     """The first scale is far too large, and it grows again: several steps are skipped, on all ranks."""
     losses = {}
     for name, precision in (("fp32", FP32), ("fp16", FP16)):
-        model = _sharded(TinyLM, precision=precision, **SLOTS[slots])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, **WAYS[way])
+        model = _sharded(TinyLM, precision=precision, **SLOTS["ZeRO-1"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
         scaler = GradScaler("cpu", init_scale=2.0**24, growth_interval=8, enabled=name == "fp16")
         skipped = 0
         steps = 0
