@@ -138,8 +138,11 @@ def test_bad_units_are_refused_by_name(context: RankContext, what: str) -> None:
 # ---------------------------------------------------------------------------------------------- the settings
 
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "no weight slots": ({"weight_slots": 0}, "weight_slots=0"),
+    "one weight slot": ({"weight_slots": 1}, "weight_slots=1"),
+    "some weight slots": ({"weight_slots": "some"}, "weight_slots='some'"),
     "half a slot": ({"grad_slots": 1.5}, "grad_slots=1.5"),
+    "a flag": ({"grad_slots": True}, "grad_slots=True"),
+    "padding to nothing": ({"pad_units_to": 0}, "pad_units_to=0"),
     "precision by name": ({"precision": "bf16"}, "bf16"),
     "a mesh that is none": ({"mesh": 3}, "mesh=3"),
 }

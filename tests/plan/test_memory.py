@@ -188,19 +188,6 @@ def test_embedding_and_head_share_a_grad_slot_as_large_as_the_larger(context: Ra
     assert _report(model).held_bytes["grad slots"] == 4 * wanted
 
 
-@on_ranks(2)
-def test_a_parameter_that_is_frozen_takes_no_gradient_memory(context: RankContext) -> None:
-    """Neither in the report nor in its formula."""
-    model = Stack()
-    model.layers[1].requires_grad_(False)
-    sharded = StreamShard(model, precision=FP32)
-    _train(sharded, context, steps=1)
-    report = _report(sharded)
-    frozen = engine_inside(sharded).flat_params[2].layout
-    assert report.held_bytes["frozen weights"] == 4 * frozen.shard_numel
-    assert report.held_bytes["main grads"] == report.held_bytes["main weights"]
-
-
 # -- allocated once -----------------------------------------------------------------------------------------------
 
 # Units, slots and main grads of each kind, and passes that leave or repeat them.
