@@ -187,7 +187,7 @@ def test_the_host_never_waits_in_a_steady_step(context: RankContext, slots: dict
 
 
 class _Order(Observer):
-    """The rules for which comm waits, and the tags of all-gathers, in order."""
+    """Where comm waits for the cast, and the tags of all-gathers, in order."""
 
     def __init__(self) -> None:
         self.lines: list[object] = []
@@ -195,7 +195,7 @@ class _Order(Observer):
     def on_wait(self, fence: Fence) -> None:
         """See `Observer.on_wait`."""
         if fence.what == "all-gather inputs":
-            self.lines.append(fence.rule)
+            self.lines.append("the cast")
 
     def on_collective(
         self, stream: StreamName, collective: Collective, tag: int | None, reads: Any, writes: Any
@@ -215,8 +215,8 @@ def test_the_first_gathers_do_not_wait_for_the_cast_of_the_whole_model(context: 
         first = list(engine.order.order[:3])
         with engine.streams.observed_by(order):
             stack_step(model, Call(1, context.rank, 2, 1.0))
-    assert order.lines[:5] == [Rule.SHARDS_WRITTEN, *first, Rule.SHARDS_WRITTEN]
-    assert order.lines.count(Rule.SHARDS_WRITTEN) == 2
+    assert order.lines[:5] == ["the cast", *first, "the cast"]
+    assert order.lines.count("the cast") == 2
 
 
 class _Watch(Observer):
