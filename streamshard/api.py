@@ -64,8 +64,6 @@ class StreamShard(ShardedModule):
             fit stay for backward; with "all" nothing is all-gathered twice in a step (ZeRO-2).
         grad_slots: likewise for gradients. With "all" they are accumulated locally inside `no_sync` and reduced once
             (ZeRO-1).
-        min_unit_size: put consecutive units together until each has at least so many bytes in `param_dtype`, e.g.
-            ``"1MiB"``, so that tiny layers do not pay a collective each. 0 leaves units as they are.
         pad_units_to: make each unit's size a multiple of this many elements, and of N: Megatron's
             ``pad_buckets_for_high_nccl_busbw`` is ``2**16``, the message size that NCCL's rings like.
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
@@ -95,7 +93,6 @@ class StreamShard(ShardedModule):
         precision: Precision | None = None,
         weight_slots: SlotCount = 2,
         grad_slots: SlotCount = 2,
-        min_unit_size: int | str = 0,
         pad_units_to: int = 1,
         align_pieces_to: int = 1,
         broadcast_weights: bool = True,
