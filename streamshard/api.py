@@ -46,9 +46,11 @@ class StreamShard(ShardedModule):
     often.
 
     Args:
-        module: the model, the same on every rank, on the CPU or one accelerator. From the CPU it moves to this rank's
-            accelerator if there is one that the process group can serve, unless `mesh` is one of CPUs. Parameters and
-            buffers on the meta device get memory there without values: `load_safetensors` or `init_weights` fills them.
+        module: the model, the same on every rank, on the CPU or one accelerator. Training starts from rank 0's weights
+            and buffers, which rank 0 sends to the others: their models may be on the meta device. From the CPU it
+            moves to this rank's accelerator if there is one that the process group can serve, unless `mesh` is one of
+            CPUs. Parameters and buffers on the meta device get memory there without values: `load_safetensors` or
+            `init_weights` fills them.
         units: the modules to all-gather and reduce as one unit each: classes, modules, or names of either
             (``"LlamaDecoderLayer"``, ``"lm_head"``), one or several. None: repeated layers, and large modules beside
             them whose parameters are not tied. `streamshard.plan.discovery` says which. All other parameters form the
@@ -64,12 +66,8 @@ class StreamShard(ShardedModule):
             fit stay for backward; with "all" nothing is all-gathered twice in a step (ZeRO-2).
         grad_slots: likewise for gradients. With "all" they are accumulated locally inside `no_sync` and reduced once
             (ZeRO-1).
-        pad_units_to: make each unit's size a multiple of this many elements, and of N: Megatron's
-            ``pad_buckets_for_high_nccl_busbw`` is ``2**16``, the message size that NCCL's rings like.
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an
             optimizer with state in blocks (8-bit moments: 4096) sees complete blocks. Costs padding.
-        broadcast_weights: start from rank 0's weights; the other ranks' models may be on the meta device. False: every
-            rank shards its own weights, which must be equal.
         check_grads: a backward that leaves nan or inf in a gradient on any rank raises `GradientError` on all of them.
             One collective and one wait of the host per backward. Not for fp16 with a loss scaler.
 
@@ -93,9 +91,7 @@ class StreamShard(ShardedModule):
         precision: Precision | None = None,
         weight_slots: SlotCount = 2,
         grad_slots: SlotCount = 2,
-        pad_units_to: int = 1,
         align_pieces_to: int = 1,
-        broadcast_weights: bool = True,
         check_grads: bool = False,
     ) -> None:
         # Python calls this on what __new__ returned, which was complete before it was sharded.

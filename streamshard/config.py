@@ -143,9 +143,7 @@ class Settings:
     precision: Precision = Precision()
     weight_slots: SlotCount = 2
     grad_slots: SlotCount = 2
-    pad_units_to: int = 1
     align_pieces_to: int = 1
-    broadcast_weights: bool = True
     check_grads: bool = False
 
     def __post_init__(self) -> None:
@@ -158,9 +156,8 @@ class Settings:
             count = getattr(self, name)
             if count != "all" and (not _is_int(count) or count < 2):
                 raise ConfigError(f"{name}={count!r}: wanted an integer of at least 2, or 'all'")
-        for name in ("pad_units_to", "align_pieces_to"):
-            if not _is_int(value := getattr(self, name)) or value < 1:
-                raise ConfigError(f"{name}={value!r}: wanted a positive number of elements")
+        if not _is_int(self.align_pieces_to) or self.align_pieces_to < 1:
+            raise ConfigError(f"align_pieces_to={self.align_pieces_to!r}: wanted a positive number of elements")
 
     def rows(self) -> list[str]:
         """One line ``name=value`` for each setting; ranks compare these lines."""

@@ -56,18 +56,15 @@ class BufferSync:
             raise ShardingError("a part of a model is called whose whole is gone")
         return root
 
-    def start(self, *, send: bool) -> set[str]:
-        """Take over the model's buffers. Collective.
-
-        Args:
-            send: broadcast from rank 0 each buffer that has the same shape and dtype on all ranks.
+    def start(self) -> set[str]:
+        """Take over the model's buffers: rank 0 sends each that has the same shape and dtype on all ranks. Collective.
 
         Returns:
             The names of the buffers that were broadcast.
         """
         buffers = buffers_of(self._root)
         self._state = {name: self._place_of(name, buffers[name]) for name in _state_of(self._root, buffers)}
-        if not send or not self._ranks.any_rank(bool(buffers)) or self._ranks.total_size == 1:
+        if not self._ranks.any_rank(bool(buffers)) or self._ranks.total_size == 1:
             return set()
         forms = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items() if not is_meta(buffer)}
         gathered = self._ranks.gather_objects(forms)
