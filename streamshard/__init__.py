@@ -19,24 +19,21 @@ from streamshard.errors import (
     CommunicationError,
     ConfigError,
     GradientError,
-    OptimizerError,
     RankMismatchError,
     ShardingError,
     StateError,
     StreamShardError,
     UnitError,
 )
-from streamshard.optim.wrappers import DistributedOptimizer, LocalSGD
+from streamshard.optim.local_sgd import LocalSGD
 
 __all__ = [
     "CommunicationError",
     "ConfigError",
-    "DistributedOptimizer",
     "CheckpointError",
     "GradientError",
     "Loaded",
     "LocalSGD",
-    "OptimizerError",
     "Precision",
     "RankMismatchError",
     "Saving",
