@@ -166,7 +166,6 @@ def clip_grads(
     if skip_above is not None and not (isinstance(skip_above, int | float) and skip_above > 0.0):
         raise ConfigError(f"skip_above={skip_above!r}: wanted a positive number, or None")
     order = float(norm_type)  # "inf" is a way to say it
-    engine.inputs.on_clipping(max_norm, norm_type, skip_above)
     refuse_unreduced(params, "clip_grad_norm_")
     grads = [grad.as_subclass(torch.Tensor) for grad in (param.grad for param in params) if grad is not None]
     filled = [grad for grad in grads if grad.numel()]
