@@ -90,9 +90,7 @@ def summon(engine: Engine, *, writeback: bool, with_grads: bool) -> Iterator[Non
                     data_of(shard.param).as_subclass(torch.Tensor).view(-1).copy_(local)
     finally:
         steps.remove()
-        engine.casts.match(
-            is_synced=engine.casts.is_synced, are_due=True
-        )  # the next pass looks at the weights, in no_sync() too
+        engine.casts.expire()
 
 
 def _gather_grads(engine: Engine) -> dict[ParamShard, torch.Tensor]:
