@@ -123,22 +123,18 @@ class StreamShard(ShardedModule):
         """Enter (False) or leave (True) what `no_sync` does."""
         engine_of(self).casts.set_synced(requires_gradient_sync)
 
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, skip_above: float | None = None
-    ) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients so that their norm over all ranks is at most `max_norm`. One collective.
 
         Args:
             max_norm: the largest norm allowed; ``inf`` scales nothing.
             norm_type: order of the norm, ``inf`` for the maximum.
-            skip_above: drop all gradients (``grad = None``) if the norm is above this or not finite, so that the
-                optimizer's step changes nothing. The host then waits for the norm.
 
         Returns:
             The norm before scaling: [] fp32, equal on all ranks.
         """
         engine = engine_at_rest(self, "clip_grad_norm_")
-        return clip_grads(engine, params_of(self).values(), max_norm, norm_type, skip_above)
+        return clip_grads(engine, params_of(self).values(), max_norm, norm_type)
 
     # -- full tensors -----------------------------------------------------------------------------------------------
 

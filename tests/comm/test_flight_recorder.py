@@ -330,7 +330,7 @@ def test_the_first_difference_is_named_and_units_by_their_names() -> None:
     """What comes after it follows from it."""
     same = [(RecordKind.FORWARD, 0), (RecordKind.GATHER, 0)]
     ours = _log(*same, (RecordKind.GATHER, 1), (RecordKind.MEETING, 0))
-    theirs = _log(*same, (RecordKind.REDUCE, 1), (RecordKind.AVERAGE, 0))
+    theirs = _log(*same, (RecordKind.REDUCE, 1), (RecordKind.SUM, 0))
     assert ours.digest != theirs.digest
     found = "ranks do not do the same: rank 0 gathers 'layers.0', rank 1 reduces the gradients of 'layers.0'. All of"
     assert str(_differ(ours, theirs)).startswith(found)
