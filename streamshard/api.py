@@ -23,7 +23,6 @@ from streamshard.engine.module_state import HANDLE, ShardedModule, engine_at_res
 from streamshard.errors import ShardingError
 from streamshard.full import clip_grads, gather_state_dict, summon
 from streamshard.initialise import compute_buffers, initialise
-from streamshard.inspect.hashes import compare_weights
 from streamshard.inspect.memory import MemoryReport, report_memory, summarise
 from streamshard.optim.local_sgd import engine_of_both
 from streamshard.plan.discovery import ResidentArgument, UnitsArgument
@@ -172,16 +171,6 @@ class StreamShard(ShardedModule):
         rank's shard of the unit. Further names of tied parameters are left out.
         """
         return {shard.name: shard.local for shard in engine_of(self).param_shards}
-
-    def check_weights(self) -> None:
-        """Raise on all ranks unless all, replicas too, see the same weights and buffers, to the bit. Collective.
-
-        All-gathers all weights and hashes them on the CPU: for debugging, or every thousand steps.
-
-        Raises:
-            RankMismatchError: names the first parameter or buffer that differs, and the ranks.
-        """
-        compare_weights(engine_at_rest(self, "check_weights"))
 
     def memory_report(self) -> MemoryReport:
         """Bytes the engine holds on this rank by category, beside the formula. Printable."""

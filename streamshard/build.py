@@ -388,7 +388,7 @@ def _fill(engine: Engine, module: nn.Module, checked: _Checked, empty: set[str])
     """
     for unit in engine.units:
         unit.make_unsharded()
-    _place_buffers(module, engine.streams.device, engine.precision.buffer_dtype)
+    _place_buffers(module, engine.streams.device)
     sent = engine.buffers.start()
     if engine.streams.module is not None:
         engine.streams.module.empty_cache()
@@ -412,32 +412,31 @@ def _take_weights(
             if is_meta(param):
                 full = room[: param.nbytes].view(param.dtype)
             else:
-                full = _trainable(param).to(flat_param.main.device).contiguous().view(-1)
+                full = param.to(flat_param.main.device).contiguous().view(-1)
             ranks.broadcast(full)
         flat_param.add(layout, found.names[1:], found.param, full)
 
 
-def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Move buffers to the device, floating-point ones in `dtype`. One buffer under two names stays one buffer."""
+def _place_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move buffers to the device. One buffer under two names stays one buffer."""
     placed: dict[torch.Tensor, torch.Tensor] = {}
     for owner in modules_inside(module):
         for name, buffer in owner._buffers.items():
             if buffer is None:
                 continue
             if buffer not in placed:
-                cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
                 with torch.no_grad():  # with autograd the copy would be no leaf
-                    placed[buffer] = _room_for(_trainable(buffer), device, cast)
+                    placed[buffer] = _room_for(_trainable(buffer), device)
                 if buffer.requires_grad:
                     placed[buffer].requires_grad_()
             owner._buffers[name] = placed[buffer]
 
 
-def _room_for(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _room_for(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`tensor` on `device`; for a tensor on meta a new tensor of its shape, filled with NaN."""
     if not is_meta(tensor):
-        return tensor.to(device=device, dtype=dtype)
-    room = torch.zeros_like(tensor, device=device, dtype=dtype)
+        return tensor.to(device)
+    room = torch.zeros_like(tensor, device=device)
     return room.fill_(math.nan) if room.is_floating_point() else room
 
 

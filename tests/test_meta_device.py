@@ -71,7 +71,6 @@ def test_whatever_wants_values_names_what_has_none(context: RankContext, tmp_pat
         model.layers[1](vector_batch(0, 0))
     refused: dict[str, Callable[[], object]] = {
         "full_state_dict": model.full_state_dict,
-        "check_weights": model.check_weights,
         "export_safetensors": lambda: export_safetensors(model, tmp_path),
         r"state_dict\(\)": model.state_dict,
         "summon_full_params": lambda: model.summon_full_params().__enter__(),
@@ -135,7 +134,6 @@ def test_rank_0_has_values_for_ranks_that_have_none(context: RankContext, make: 
             ours.copy_(theirs)
     model = StreamShard(model, precision=FP32)
     assert not engine_of(model).empty
-    model.check_weights()
     assert_same(full_weights(model), plain.state_dict(), "weights")
     assert_same(dict(model.named_buffers()), dict(plain.named_buffers()), "buffers")
 

@@ -9,7 +9,6 @@ buffers that are registered later.
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -95,11 +94,6 @@ class BufferSync:
             raise
         self._send(buffers)
 
-    def equal_ones(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and persistent buffers, if they have to be equal on all ranks now; none if a broadcast is due."""
-        if not self._is_due:
-            yield from ((name, self._find(name, place)) for name, place in self._state.items())
-
     def _place_of(self, name: str, buffer: torch.Tensor) -> _Place:
         owner, _, key = name.rpartition(".")
         return _Place(weakref.ref(self._root.get_submodule(owner)), key, buffer.shape, buffer.dtype)
@@ -164,12 +158,6 @@ def describe_state(root: nn.Module) -> list[str]:
     """A line with name, shape and dtype of each persistent buffer, to compare ranks by."""
     buffers = buffers_of(root)
     return [f"buffer {name} {tuple(buffers[name].shape)} {buffers[name].dtype}" for name in _state_of(root, buffers)]
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """A hash of the elements of a dense `tensor`, of any shape and dtype. On CUDA the host waits for them."""
-    data = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
 
 
 def _problem_with(buffer: torch.Tensor) -> str:

@@ -289,7 +289,6 @@ def test_what_needs_all_weights_says_that_layers_are_computing(context: RankCont
         "full_state_dict": model.full_state_dict,
         "load_state_dict": lambda: model.load_state_dict(whole),
         "clip_grad_norm_": lambda: model.clip_grad_norm_(1.0),
-        "check_weights": model.check_weights,
         "summon_full_params": lambda: model.summon_full_params().__enter__(),
     }
     refused = []
