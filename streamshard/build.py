@@ -425,10 +425,7 @@ def _place_buffers(module: nn.Module, device: torch.device) -> None:
             if buffer is None:
                 continue
             if buffer not in placed:
-                with torch.no_grad():  # with autograd the copy would be no leaf
-                    placed[buffer] = _room_for(_trainable(buffer), device)
-                if buffer.requires_grad:
-                    placed[buffer].requires_grad_()
+                placed[buffer] = _room_for(buffer, device)
             owner._buffers[name] = placed[buffer]
 
 
@@ -438,8 +435,3 @@ def _room_for(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor.to(device)
     room = torch.zeros_like(tensor, device=device)
     return room.fill_(math.nan) if room.is_floating_point() else room
-
-
-def _trainable(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or a copy if it was made inside ``torch.inference_mode()`` and could never be written again."""
-    return tensor.clone() if tensor.is_inference() else tensor

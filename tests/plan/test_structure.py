@@ -202,7 +202,6 @@ def test_inference_mode_leaves_nothing_behind_that_cannot_train(context: RankCon
     model = Stack()
     model.register_buffer("seen", torch.zeros(3))
     with torch.inference_mode():
-        model.seen = torch.zeros(3)
         StreamShard(model, precision=Precision(param_dtype=param_dtype))
         model(vector_batch(0, context.rank))
         with model.summon_full_params(writeback=True):
