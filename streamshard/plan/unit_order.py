@@ -1,14 +1,16 @@
 """The order in which a pass all-gathers units, learnt from the first training passes.
 
 After each pass with gradients the ranks agree on the order in which they have used units. Once every streamed unit was
-used, or no order contains those of all ranks, ranks stop exchanging orders. See [Note: one program] in
+used, or the orders of ranks contradict each other, ranks stop exchanging orders. See [Note: one program] in
 `streamshard.plan.program`.
 """
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import Any, Protocol
 
 from streamshard.plan.program import Schedule
@@ -44,7 +46,7 @@ class UnitOrder:
     def learn(self, schedule: Schedule, ranks: Communicator, *, has_failed: bool) -> None:
         """A pass with gradients is over: learn the order of units from its use, here and on other ranks. Collective.
 
-        Ranks may have skipped units. If `join_orders` finds no order for all ranks, the order stays as it is.
+        Ranks may have skipped units. If the orders of ranks contradict each other, the order stays as it is.
 
         Args:
             schedule: the pass's.
@@ -57,13 +59,13 @@ class UnitOrder:
             everywhere = dict.fromkeys(ranks.gather_objects(used))
             if None in everywhere:
                 return
-            known = join_orders((self._known, *everywhere), self._streamed)
+            known = join_orders((self._known, *everywhere), self.order)
             if known is None:
                 self.is_settled = True
             else:
                 self._known = known
                 self.order = merge_order(known, self._streamed)
-            if (order := join_orders(everywhere, self._streamed)) is not None:
+            if (order := join_orders(everywhere, self.order)) is not None:
                 schedule.take_order(merge_order(order, self._streamed))
         if not self.is_settled:
             self.is_settled = all(unit in self._known for unit, streamed in enumerate(self._streamed) if streamed)
@@ -101,19 +103,33 @@ def is_part_of(used: Iterable[int], order: Iterable[int]) -> bool:
     return all(unit in left for unit in used)
 
 
-def join_orders(orders: Iterable[Sequence[int]], turns: Sequence[bool]) -> tuple[int, ...] | None:
-    """The longest of `orders`, with the other units that `orders` use at their places as in `merge_order`.
+def join_orders(orders: Iterable[Sequence[int]], otherwise: Sequence[int]) -> tuple[int, ...] | None:
+    """The order that contains each of `orders` as a subsequence; None if they contradict each other.
 
     Args:
-        orders: units in order of use; at least one order.
-        turns: by unit, whether the unit is streamed.
-
-    Returns:
-        An order that contains each of `orders` as a subsequence; None if this one does not.
+        orders: units in order of use. The n-th use of a unit in one order is its n-th use in the others.
+        otherwise: an order of all units, for pairs that `orders` leave open.
     """
-    found = list(orders)
-    longest = max(found, key=len)
-    merged = merge_order(longest, turns)
-    used = set(itertools.chain(*found))
-    joined = tuple(unit for unit in merged if unit in used)
-    return joined if all(is_part_of(order, joined) for order in found) else None
+    place = {unit: position for position, unit in reversed(list(enumerate(otherwise)))}
+    sorter = TopologicalSorter[tuple[int, int]]()  # of uses: (unit, n) is the unit's n-th use
+    for order in orders:
+        times = Counter[int]()
+        uses = []
+        for unit in order:
+            uses.append((unit, times[unit]))
+            times[unit] += 1
+            sorter.add(uses[-1])
+        for before, use in pairwise(uses):
+            sorter.add(use, before)
+    try:
+        sorter.prepare()
+    except CycleError:
+        return None
+    joined: list[int] = []
+    ready: list[tuple[int, int]] = []
+    while sorter.is_active():
+        ready = sorted([*ready, *sorter.get_ready()], key=lambda use: (place[use[0]], use))
+        use = ready.pop(0)
+        joined.append(use[0])
+        sorter.done(use)
+    return tuple(joined)

@@ -157,24 +157,27 @@ def test_an_unused_unit_stands_where_it_is_found_in_time() -> None:
 
 
 def test_orders_of_use_of_all_ranks_are_joined_into_one() -> None:
-    """The longest, with what others have used where it would be found in time; None if that does not fit a rank."""
-    turns = [False, True, True, True, True, True]
-    assert join_orders([(), ()], turns) == ()
-    assert join_orders([(0, 4, 5), (0, 2, 1, 3, 4, 5)], turns) == (0, 2, 1, 3, 4, 5)
-    assert join_orders([(0, 2, 4), (0, 1, 3)], turns) == (0, 1, 2, 3, 4)
-    assert join_orders([(0, 4, 1), (0, 3, 4)], turns) is None
-    assert join_orders([(0, 1, 2, 1), (1, 1), (2, 1)], turns) == (0, 1, 2, 1)
-    assert join_orders([(0, 1, 2), (0, 2, 1)], turns) is None
+    """Of which each has used a part; what none has used together keeps its place in the program."""
+    program = (0, 1, 2, 3, 4, 5)
+    assert join_orders([], program) == ()
+    assert join_orders([(0, 4, 5), (0, 2, 1, 3, 4, 5)], program) == (0, 2, 1, 3, 4, 5)
+    assert join_orders([(0, 2, 4), (0, 1, 3)], program) == (0, 1, 2, 3, 4)
+    assert join_orders([(0, 4, 1), (0, 3, 4)], program) == (0, 3, 4, 1)
+    assert join_orders([(0, 1, 2, 1), (1, 1), (2, 1)], program) is None  # which of the two uses of 1?
+    assert join_orders([(0, 1, 2, 1), (1, 1), (1, 2)], program) == (0, 1, 2, 1)
+    assert join_orders([(0, 1, 2), (0, 2, 1)], program) is None
+    assert join_orders([(1, 2), (2, 3), (3, 1)], program) is None
 
 
-@given(st.lists(st.sets(st.integers(0, UNITS - 1)), min_size=1, max_size=4), turns_lists, st.permutations(range(UNITS)))
-def test_if_one_rank_skips_nothing_its_order_is_that_of_all(
-    used: list[set[int]], turns: list[bool], order: list[int]
-) -> None:
-    """Whatever the others skip. In the order of registration every rank may skip some."""
-    assert join_orders([*([unit for unit in order if unit in units] for units in used), order], turns) == tuple(order)
-    in_order = [sorted(units) for units in used]
-    joined = join_orders(in_order, [True] * UNITS)
-    assert joined == tuple(sorted(set().union(*used)))
-    assert all(is_part_of(part, joined) for part in in_order)
+@given(
+    st.lists(st.integers(0, UNITS - 1), max_size=12),
+    st.lists(st.sets(st.integers(0, UNITS - 1)), min_size=1, max_size=4),
+)
+def test_parts_of_an_order_are_parts_of_what_they_make(order: list[int], used: list[set[int]]) -> None:
+    """Units that are skipped are skipped altogether, so each use is the same one in all."""
+    parts = [[unit for unit in order if unit in units] for units in used]
+    joined = join_orders(parts, range(UNITS))
+    assert joined is not None
+    assert all(is_part_of(part, joined) for part in parts)
+    assert sorted(joined) == sorted(unit for unit in order if any(unit in units for units in used))
     assert not is_part_of([*joined, 0], joined)
