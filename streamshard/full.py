@@ -89,7 +89,9 @@ def summon(engine: Engine, *, writeback: bool, with_grads: bool) -> Iterator[Non
                     data_of(shard.param).as_subclass(torch.Tensor).view(-1).copy_(local)
     finally:
         steps.remove()
-        engine.casts.expire()
+        engine.casts.match(
+            is_synced=engine.casts.is_synced, are_due=True
+        )  # the next pass looks at the weights, in no_sync() too
 
 
 def _gather_grads(engine: Engine) -> dict[ParamShard, torch.Tensor]:

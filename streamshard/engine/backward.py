@@ -200,7 +200,8 @@ class Backward(Phase):
         engine = self._engine
         if self.computing is not unit and unit.is_streamed:
             self._advance(unit)
-        engine.reductions.take(unit, param_index, grad)
+        scale = engine.inputs.grad_scale
+        engine.reductions.take(unit, param_index, grad if scale == 1.0 else grad * scale)
         engine.observe(StepEvent.GRAD_WRITTEN, unit.index)
 
     def _reduce(self, unit: StreamedUnit) -> None:
@@ -388,3 +389,10 @@ def watch_node(node: Any, engine: Engine, origin: Graph | Use) -> None:
         origin: the call of a unit's layer, or the graph of the whole forward.
     """
     node.register_prehook(_Prehook(pre_backward if isinstance(origin, Use) else begin_backward, engine, origin))
+
+
+def run_empty_backward(engine: Engine, graph: Graph) -> None:
+    """Run a backward through `graph` without any gradient: all its collectives, with zeros."""
+    loss = torch.zeros((), requires_grad=True) * 1.0
+    watch_node(loss.grad_fn, engine, graph)
+    loss.backward()

@@ -68,14 +68,15 @@ class BufferSync:
         forms = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items() if not is_meta(buffer)}
         gathered = self._ranks.gather_objects(forms)
         same = {name: buffers[name] for name in forms if all(each.get(name) == forms[name] for each in gathered)}
-        self._send(same)
+        self._send(same, source=0)
         return set(same)
 
-    def before_pass(self, *, trains: bool) -> None:
-        """A forward of the whole model begins: if the last one trained, broadcast rank 0's persistent buffers.
+    def before_pass(self, *, trains: bool, source: int) -> None:
+        """A forward of the whole model begins: if the last one trained, broadcast the source's persistent buffers.
 
         Args:
             trains: this forward has gradients, and is not inside ``no_sync()``.
+            source: number of the rank whose buffers are broadcast.
 
         Raises:
             ShardingError: a persistent buffer was removed, or has another shape or dtype.
@@ -83,16 +84,17 @@ class BufferSync:
         if self._ranks.total_size == 1:
             return
         if self._is_due:
-            self._sync()
+            self.sync(source)
         self._is_due = trains
 
-    def _sync(self) -> None:
+    def sync(self, source: int) -> None:
+        """Broadcast the persistent buffers of rank number `source` now. Collective."""
         try:
             buffers = {name: self._find(name, place) for name, place in self._state.items()}
         except ShardingError as error:
             self._ranks.fail(str(error))  # others are about to broadcast
             raise
-        self._send(buffers)
+        self._send(buffers, source)
 
     def _place_of(self, name: str, buffer: torch.Tensor) -> _Place:
         owner, _, key = name.rpartition(".")
@@ -115,18 +117,15 @@ class BufferSync:
             )
         return buffer
 
-    def _send(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Broadcast rank 0's `buffers` in one message.
-
-        Writes to ``.data``: a graph may have saved a buffer, as under DDP.
-        """
+    def _send(self, buffers: Mapping[str, torch.Tensor], source: int) -> None:
+        """Broadcast `buffers` in one message. Writes to ``.data``: a graph may have saved a buffer, as under DDP."""
         starts, nbytes = [], 0
         for buffer in buffers.values():
             starts.append(nbytes)
             nbytes += -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
         if not nbytes:
             return
-        is_source = self._ranks.is_first
+        is_source = self._ranks.number == source
         with torch.no_grad():
             message = torch.empty(nbytes, dtype=torch.uint8, device=self._ranks.streams.device)
             own: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -138,7 +137,7 @@ class BufferSync:
                     sent.setdefault(buffer.dtype, []).append(part)
             for dtype in own if is_source else ():
                 torch._foreach_copy_(sent[dtype], own[dtype])
-            self._ranks.broadcast(message)
+            self._ranks.broadcast(message, source)
             for dtype in () if is_source else own:
                 torch._foreach_copy_(own[dtype], sent[dtype])
 

@@ -33,15 +33,21 @@ class Casts:
         self._cast_done = Fence(ranks.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "all-gather inputs")
         self._gathers_done = Fence(ranks.streams, Rule.SHARDS_READ, StreamName.COMM, "gathered shards")
 
+    @property
+    def are_due(self) -> bool:
+        """Whether the next pass casts: weights may have changed since the last one."""
+        return not self._are_current
+
     def set_synced(self, is_synced: bool) -> None:
         """Leave (True) or enter (False) a stretch of passes between which weights do not change."""
         self.is_synced = is_synced
         if is_synced:
             self._are_current = False
 
-    def expire(self) -> None:
-        """Weights may have changed: the next pass casts, also inside ``no_sync()``."""
-        self._are_current = False
+    def match(self, *, is_synced: bool, are_due: bool) -> None:
+        """Set `is_synced` and `are_due` to the values of other ranks, for the next pass."""
+        self.is_synced = is_synced
+        self._are_current = not are_due
 
     def begin_pass(self) -> None:
         """A pass is about to all-gather: cast, if weights may have changed."""

@@ -103,6 +103,24 @@ class Phase(abc.ABC):
         """If an exception has ended this pass, clean up. The engine is between passes afterwards."""
 
 
+class Inputs:
+    """Every rank has inputs. `streamshard.integrations.join` replaces this object while ranks may run out of them.
+
+    Attributes:
+        grad_scale: multiplies gradients before they are reduced.
+        buffer_source: the rank, among all ranks, whose buffers the others get.
+    """
+
+    grad_scale = 1.0
+    buffer_source = 0
+
+    def before_pass(self) -> None:
+        """A forward pass begins. May be collective."""
+
+    def on_clipping(self, max_norm: object, norm_type: float, skip_above: float | None) -> None:
+        """``model.clip_grad_norm_`` was called."""
+
+
 class Engine:
     """Streams units through slots.
 
@@ -120,6 +138,7 @@ class Engine:
         casts: writes the all-gather inputs from the weights that the user has left.
         phase: the pass under way; None between passes.
         order: of units, in which the next pass all-gathers them.
+        inputs: see `Inputs`.
         is_whole: parameters hold full tensors, inside ``summon_full_params``; see `set_whole`.
         empty: names of the parameters and buffers that still have no values, see `set_empty`.
         shared_spans: the addresses of the slots that units share, first and last (exclusive) of each.
@@ -149,6 +168,7 @@ class Engine:
         self.casts = Casts(self.units, ranks)
         self.phase: Phase | None = None
         self.order = UnitOrder(plan.shared)
+        self.inputs = Inputs()
         self.is_whole = False
         self.empty: dict[str, None] = {}
         slots = {unit.weight_slot for unit in units if unit.weight_slot.is_shared}
@@ -238,11 +258,16 @@ class Engine:
         refuse_transforms()
         self.streams.refuse_capture()
         self.refuse_empty("a forward")
+        self.inputs.before_pass()
         if is_whole_model:
             trains = torch.is_grad_enabled() and self.casts.is_synced
-            self.buffers.before_pass(trains=trains)
+            self.buffers.before_pass(trains=trains, source=self.inputs.buffer_source)
 
     # -- settings that others change ------------------------------------------------------------------------------
+
+    def set_inputs(self, inputs: Inputs) -> None:
+        """Ask `inputs` before each pass."""
+        self.inputs = inputs
 
     def set_whole(self, is_whole: bool) -> None:
         """Parameters hold full tensors from now on (True), so that no pass may begin, or pieces again (False)."""

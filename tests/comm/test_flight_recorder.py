@@ -161,9 +161,9 @@ def _warnings() -> Iterator[queue.Queue[str]]:
         log.removeHandler(handler)
 
 
-def _averages(model: Any, context: RankContext) -> None:
+def _adds_a_sum(model: Any, context: RankContext) -> None:
     model(vector_batch(0, context.rank)).sum().backward()
-    engine_inside(model).ranks.recorder.log.add(RecordKind.AVERAGE)
+    engine_inside(model).ranks.recorder.log.add(RecordKind.SUM)
 
 
 _OPERATIONS: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -183,7 +183,7 @@ def test_a_long_wait_for_a_rank_in_another_collective_is_logged(
 ) -> None:
     """Rank 1 is in a barrier of torch's own. The log says what rank 0 waits for, and what rank 1 did last."""
     model = _model(over)
-    _averages(model, context)
+    _adds_a_sum(model, context)
     call, what = _OPERATIONS[operation]
     apart = dist.new_group()
     with _warnings() as heard:
@@ -191,7 +191,7 @@ def test_a_long_wait_for_a_rank_in_another_collective_is_logged(
             thread = threading.Thread(target=call, args=(model,))
             thread.start()
             warning = heard.get(timeout=60)
-            while "averages over replicas" not in warning:  # rank 1 has not shown its log yet
+            while "sums over all ranks" not in warning:  # rank 1 has not shown its log yet
                 warning = heard.get(timeout=60)
             dist.barrier(apart)
             thread.join(60)
@@ -243,11 +243,11 @@ def test_a_rank_on_a_device_that_issues_nothing_more_reports_those_that_have_iss
     ranks = RankGroup(_world(), has_streams=True)
     with _warnings() as told:
         ranks.recorder.names = ("the root unit",)
-        ranks.recorder.log.add(RecordKind.AVERAGE)
+        ranks.recorder.log.add(RecordKind.SUM)
         if context.rank == 0:
             ranks.recorder.log.add(RecordKind.REDUCE, 0)
             story = told.get(timeout=60)
-            while "averages over replicas" not in story:
+            while "sums over all ranks" not in story:
                 story = told.get(timeout=60)
             assert "(last: it reduces the gradients of 'the root unit'): rank 1 has not come" in story
             dist.barrier()
@@ -270,12 +270,12 @@ def _times_out(context: RankContext) -> None:
     model = _model("sockets")
     apart = dist.new_group(timeout=datetime.timedelta(seconds=60))
     with mock.patch.multiple(recorder, _PATIENCE_S=0.05, _SHOW_AFTER_S=0.1):
-        _averages(model, context)
+        _adds_a_sum(model, context)
         if context.rank == 0:
             with pytest.raises(CommunicationError) as caught:
                 next(model.parameters()).norm()
             assert re.match("a sum over all ranks failed on rank 0 of 2: .*rank 1 has not come", str(caught.value))
-            assert "averages over replicas" in str(caught.value)
+            assert "sums over all ranks" in str(caught.value)
         dist.barrier(apart)  # where rank 1 is meanwhile
 
 
