@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from streamshard.errors import ShardingError
 from streamshard.full import clip_grads, gather_state_dict, summon
 from streamshard.initialise import compute_buffers, initialise
 from streamshard.inspect.memory import MemoryReport, report_memory, summarise
+from streamshard.integrations.join import UnevenHook, UnevenInputs
 from streamshard.optim.local_sgd import engine_of_both
 from streamshard.plan.discovery import ResidentArgument, UnitsArgument
 from streamshard.plan.layout import LocalRange
@@ -135,6 +136,35 @@ class StreamShard(ShardedModule):
         engine = engine_at_rest(self, "clip_grad_norm_")
         return clip_grads(engine, params_of(self).values(), max_norm, norm_type)
 
+    def join_hook(
+        self,
+        *,
+        repeat: Callable[[], object] | None = None,
+        divide_by_initial_world_size: bool = True,
+        **others: Any,
+    ) -> UnevenHook:
+        """For ``torch.distributed.algorithms.Join([model], repeat=function)``, whose keyword arguments arrive here.
+
+        Args:
+            repeat: what a rank that has run out does after each synchronised backward of the others: all that follows
+                it in the loop, such as ``optimizer.step``. Only training needs it.
+            divide_by_initial_world_size: as for DistributedDataParallel: gradients are means over all ranks (True, the
+                default), or over those that have inputs.
+            **others: for other joinables, to which ``Join`` gives the same.
+        """
+        engine = engine_of(self)
+        return UnevenHook(UnevenInputs(self, engine, repeat, divide_by_initial_world_size), engine)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where ``Join`` counts ranks."""
+        return engine_of(self).streams.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """All ranks that train this model."""
+        return engine_of(self).ranks.users_group
+
     # -- full tensors -----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -184,19 +214,6 @@ class StreamShard(ShardedModule):
         return "\n".join(lines)
 
     # -- what sharding forbids ----------------------------------------------------------------------------------------
-
-    def join_hook(self, **options: Any) -> NoReturn:
-        """What ``torch.distributed.algorithms.Join``, and accelerate's ``join_uneven_inputs``, call.
-
-        Raises:
-            ShardingError: always.
-        """
-        raise ShardingError(
-            f"Join of a StreamShard model ({type(self).__name__}): a rank whose inputs have run out still has a shard "
-            "that the others need. All ranks run forward and backward equally often: take a sampler that gives each "
-            "rank as many batches (DistributedSampler), end the epoch on all ranks with the first one that runs out, "
-            "or let that rank go on with an old batch and multiply its loss by 0"
-        )
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Iterator[str]:

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -330,12 +329,3 @@ def test_when_a_rank_stands_still_the_others_stop_with_an_error(tmp_path: Path) 
     assert code == 1, output
     assert "Error" in output
     assert stopped is None
-
-
-@on_ranks(2)
-def test_join_is_refused_and_training_goes_on(context: RankContext) -> None:
-    """On every rank, before any pass."""
-    model = StreamShard(Stack(), precision=FP32)
-    with pytest.raises(ShardingError, match=r"Join of a StreamShard model \(Stack\).*DistributedSampler"):
-        Join([model])  # type: ignore[list-item]  # has what it asks for
-    stack_step(model, Call(0, context.rank, context.world_size, 1.0))

@@ -48,8 +48,8 @@ _END_WITHIN_S = 5.0  # at exit, how long to wait for each watchdog thread
 _ADVICE = (
     "All of them have to call forward (evaluation and generate() too), backward, norms and everything that collects or "
     "saves weights (save_model and the like, so call these outside of `if accelerator.is_main_process`), and run the "
-    "same layers in the same order (some may skip layers, but not reorder or repeat them). Ranks need equally many "
-    "batches, as a DistributedSampler gives them"
+    "same layers in the same order (some may skip layers, but not reorder or repeat them). Where inputs run out on "
+    "some ranks first, use Join (docs/guide/uneven_inputs.md)"
 )
 
 
@@ -73,6 +73,7 @@ class RecordKind(enum.IntEnum):
     SUM = "sums over all ranks (a norm, a check)"
     MEETING = "exchanges objects (save_checkpoint, load_checkpoint, an export, an agreement)"
     VOTE = "votes (in a forward, in set-up)"
+    END_OF_STEP = "has ended its step (Join)"
     ALL_TO_ALL = "exchanges parameters with their owners (a step of WholeParameterOptimizer)"
 
 

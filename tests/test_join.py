@@ -1,0 +1,325 @@
+"""Uneven inputs: with torch.distributed.algorithms.Join training gives what DDP's join gives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from streamshard import ConfigError, ShardingError, StreamShard
+from streamshard.engine.engine import Inputs
+from streamshard.inspect import engine_inside
+from tests.models import NormStack, Stack, TinyLM
+from tests.ranks import RankContext, on_ranks
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    Step,
+    Tolerance,
+    adamw,
+    assert_same,
+    full_weights,
+    lm_step,
+    sgd,
+    stack_step,
+)
+from tests.scenarios import RoutedStack
+
+NEAR = Tolerance(1e-4, 1e-5)
+SEED = 3
+LENGTHS = {
+    "all differ": (4, 2, 3, 1),
+    "one more": (3, 3, 4, 3),
+    "the first": (1, 4, 4, 4),
+    "none at first": (0, 3, 1, 2),
+}
+
+After = Callable[[nn.Module, Optimizer], None]
+
+
+def _step_only(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.step()
+
+
+def _clip_and_step(model: nn.Module, optimizer: Optimizer) -> None:
+    if isinstance(model, StreamShard):
+        model.clip_grad_norm_(0.05)
+    else:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+
+
+def _skip_large(model: nn.Module, optimizer: Optimizer) -> None:
+    """Drops the gradients of about half of the steps."""
+    if isinstance(model, StreamShard):
+        model.clip_grad_norm_(0.05, skip_above=0.3)
+    elif nn.utils.clip_grad_norm_(model.parameters(), 0.05) > 0.3:
+        model.zero_grad()
+    optimizer.step()
+
+
+def _train(
+    model: nn.Module,
+    optimizer: Optimizer,
+    step: Step,
+    context: RankContext,
+    length: int,
+    after: After = _step_only,
+    schedule: Any = None,
+    **options: Any,
+) -> None:
+    def finish() -> None:
+        after(model, optimizer)
+        if schedule is not None:
+            schedule.step()
+
+    with Join([model], repeat=finish, **options):  # type: ignore[list-item]  # a Joinable but for its metaclass
+        for number in range(length):
+            step(model, Call(number, context.rank, context.world_size, 1.0))
+            finish()
+            optimizer.zero_grad()
+
+
+def _ddp(build: Callable[[], nn.Module]) -> DistributedDataParallel:
+    torch.manual_seed(SEED)
+    return DistributedDataParallel(build())
+
+
+def _sharded(build: Callable[[], nn.Module], **settings: Any) -> Any:
+    torch.manual_seed(SEED)
+    settings.setdefault("precision", FP32)
+    return StreamShard(build(), **settings)
+
+
+def _assert_equal(context: RankContext, found: nn.Module, wanted: DistributedDataParallel) -> None:
+    assert_same(full_weights(found), dict(wanted.module.state_dict()), "weights", NEAR)
+    everyone: list[Any] = [None] * context.world_size
+    dist.all_gather_object(everyone, full_weights(found))
+    for other in everyone:
+        assert_same(other, everyone[0], "weights on another rank", EXACT)
+
+
+def _assert_even(model: nn.Module) -> None:
+    """Everything is as it was before the context."""
+    assert type(engine_inside(model).inputs) is Inputs
+    assert "_join_config" not in vars(model)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize(
+    ("lengths", "kind", "after", "build"),
+    [
+        ("all differ", sgd, _step_only, NormStack),
+        ("one more", adamw, _clip_and_step, Stack),
+        ("the first", sgd, _skip_large, NormStack),
+        ("none at first", adamw, _skip_large, Stack),
+    ],
+)
+def test_training_equals_ddp_join(
+    context: RankContext, lengths: str, kind: Any, after: After, build: Callable[[], nn.Module]
+) -> None:
+    """Momentum, decay and statistics of batch norm continue without inputs, as those of DDP's last joiner do."""
+    length = LENGTHS[lengths][context.rank]
+    wanted, found = _ddp(build), _sharded(build)
+    _train(wanted, kind(wanted.module), stack_step, context, length, after)
+    _train(found, kind(found), stack_step, context, length, after)
+    _assert_equal(context, found, wanted)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("by_all", [True, False])
+def test_means_are_over_all_ranks_or_over_those_with_inputs(context: RankContext, by_all: bool) -> None:
+    """``divide_by_initial_world_size``, for a language model on 2 x 2 ranks."""
+    length = LENGTHS["all differ"][context.rank]
+    wanted, found = _ddp(TinyLM), _sharded(TinyLM, mesh=init_device_mesh("cpu", (2, 2)))
+    for model in (wanted, found):
+        inner = getattr(model, "module", model)
+        _train(model, sgd(inner), lm_step, context, length, divide_by_initial_world_size=by_all)
+    _assert_equal(context, found, wanted)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}])
+def test_every_slot_setting_works(context: RankContext, slots: dict[str, Any]) -> None:
+    """Accumulated micro-batches too: a rank that has run out follows no_sync()."""
+
+    def step(model: Any, call: Call) -> Tensor:
+        with model.no_sync():
+            stack_step(model, call._replace(step=2 * call.step))
+        return stack_step(model, call._replace(step=2 * call.step + 1))
+
+    length = LENGTHS["all differ"][context.rank]
+    wanted, found = _ddp(Stack), _sharded(Stack, **slots)
+    _train(wanted, sgd(wanted.module), step, context, length)
+    _train(found, sgd(found), step, context, length)
+    _assert_equal(context, found, wanted)
+
+
+@on_ranks(2)
+def test_training_without_repeat_is_refused_on_all_ranks(context: RankContext) -> None:
+    """At the first forward that trains, before anybody has run out, and if it is one rank that forgot it."""
+    model = _sharded(Stack)
+    optimizer = sgd(model)
+    for repeats in ((None, None), (optimizer.step, None)):
+        with (
+            pytest.raises(ConfigError, match=r"rank [01] has no repeat=.*repeat=optimizer\.step"),
+            Join([model], repeat=repeats[context.rank]),
+        ):
+            stack_step(model, Call(0, context.rank, 2, 1.0))
+        _assert_even(model)
+    with Join([model], others_argument=3), torch.no_grad():
+        for _ in range(1 + context.rank):
+            assert model(torch.ones(2, 16)).isfinite().all()
+
+
+@on_ranks(3)
+def test_layers_that_run_in_another_order_are_shadowed(context: RankContext) -> None:
+    """A rank that has run out issues what the program says; layers nobody else uses stay without gradient."""
+
+    def step(model: Any, call: Call) -> Tensor:
+        (getattr(model, "module", model)).route = [[3, 1, 0, 2], [3, 0]][call.step % 2]
+        return stack_step(model, call)
+
+    lengths = LENGTHS["all differ"][: context.world_size]
+    found = _sharded(RoutedStack)
+    _train(found, sgd(found), step, context, lengths[context.rank])
+    # DDP's join gives parameters that nobody uses a gradient of zero, which moves them by momentum and decay.
+    torch.manual_seed(SEED)
+    wanted = RoutedStack()
+    optimizer = sgd(wanted)
+    for number in range(max(lengths)):
+        for rank in range(context.world_size):
+            if number < lengths[rank]:
+                step(wanted, Call(number, rank, context.world_size, 1.0 / context.world_size))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(full_weights(found), dict(wanted.state_dict()), "weights", NEAR)
+
+
+@on_ranks(2)
+def test_a_loss_scaler_skips_the_same_steps_on_ranks_without_inputs(context: RankContext) -> None:
+    """The second of four steps overflows on rank 0, when rank 1 has run out; the scale is the same on both."""
+    wanted, found = Stack(), _sharded(Stack)
+    wanted.load_state_dict(full_weights(found))
+    plain_optimizer, optimizer = sgd(wanted), sgd(found)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+
+    def finish() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    with Join([found], repeat=finish):  # type: ignore[list-item]  # a Joinable but for its metaclass
+        for number in range((4, 1)[context.rank]):
+            scale = float(scaler.scale(torch.ones(())))
+            stack_step(found, Call(number, context.rank, 2, torch.inf if number == 1 else scale))
+            finish()
+            optimizer.zero_grad()
+    for number in range(4):
+        for rank in range(2 if number == 0 else 1):
+            stack_step(wanted, Call(number, rank, 2, 0.5 if number != 1 else 0.0))
+        if number != 1:
+            plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    assert_same(full_weights(found), dict(wanted.state_dict()), "weights", NEAR)
+    assert scaler.get_scale() == 8.0 / 2 * 2
+
+
+@on_ranks(2)
+def test_evaluation_inside_the_context_is_shadowed(context: RankContext) -> None:
+    """A forward without gradients between steps, while another rank has run out."""
+    length = (4, 2)[context.rank]
+    results = []
+    for evaluates in (False, True):
+        model = _sharded(Stack)
+        optimizer = sgd(model)
+        with Join([model], repeat=optimizer.step):
+            for number in range(length):
+                stack_step(model, Call(number, context.rank, 2, 1.0))
+                optimizer.step()
+                optimizer.zero_grad()
+                if evaluates:
+                    with torch.no_grad():
+                        stack = model(torch.ones(2, 16))
+                    assert stack.isfinite().all()
+        results.append(full_weights(model))
+    assert_same(results[1], results[0], "weights", EXACT)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("divides_by_all", [True, False])
+def test_an_exception_ends_the_context_too(context: RankContext, divides_by_all: bool) -> None:
+    """Join tells nobody; passes are not announced any more, and means are over all ranks."""
+    wanted, found = _sharded(Stack), _sharded(Stack)
+    options = {"repeat": print, "divide_by_initial_world_size": divides_by_all}
+    with contextlib.suppress(ZeroDivisionError), Join([found], **options):
+        found(torch.ones(2, 16))
+        raise ZeroDivisionError
+    _assert_even(found)
+    for model in (wanted, found):
+        optimizer = sgd(model)
+        for number in range(2):
+            stack_step(model, Call(number, context.rank, 2, 1.0))
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(full_weights(found), full_weights(wanted), "weights", EXACT)
+
+
+def _lower_rate(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.5
+    optimizer.step()
+
+
+def _nothing(model: nn.Module, optimizer: Optimizer) -> None:
+    pass
+
+
+def _step_twice(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.step()
+    optimizer.step()
+
+
+def _clip_more(model: nn.Module, optimizer: Optimizer) -> None:
+    model.clip_grad_norm_(0.5)  # type: ignore[operator]  # a StreamShard
+    optimizer.step()
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("more", [0, 3])
+@pytest.mark.parametrize(
+    ("loop", "repeat", "story"),
+    [
+        (_lower_rate, _step_only, r"rank 1 did SGD.step\(lr=0.01.*; rank 0 did SGD.step\(lr=0.005"),
+        (_step_only, _nothing, r"rank 1 did nothing; rank 0 did SGD.step\(.*Join.*scheduler"),
+        (_clip_and_step, _clip_more, r"rank 1 did clip_grad_norm_\(max_norm=0.5.*; rank 0 did clip_.*max_norm=0.05"),
+    ],
+)
+def test_ranks_compare_what_they_repeat(
+    context: RankContext, loop: After, repeat: After, story: str, more: int
+) -> None:
+    """When the next pass is announced, and at the end if that was the last."""
+    model = _sharded(Stack)
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    with pytest.raises(ShardingError, match=story), Join([model], repeat=lambda: repeat(model, optimizer)):
+        for number in range((2 + more, 1, 2)[context.rank]):
+            stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+            loop(model, optimizer)
+            optimizer.zero_grad()
+    _assert_even(model)
+    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    with (
+        pytest.raises(ShardingError, match=r"rank 0 begins a pass with gradients=False.*rank 1 one"),
+        Join([model], repeat=print),
+        torch.set_grad_enabled(context.rank == 1),
+    ):
+        model(torch.ones(2, 16))
